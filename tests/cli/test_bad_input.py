@@ -54,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("numerics")
         (("train", "tasks.py:Good", "--nodes", "2"), ("--rdzv-endpoint HOST:PORT",)),
         (("train", "--config", "no.toml"), ("--config no.toml: there is no such file.",)),
         (("train",), ("no task was given. Write paceline train TASK",)),
-        (("train", "fashon-mnist"), ("'fashon-mnist' is not a recipe", "fashion-mnist-mlp")),
+        (("train", "fashon-mnist"), ("'fashon-mnist' is not a built-in task", "fashion-mnist-mlp")),
         (("train", "no.py:Good"), ("there is no file", "no.py")),
         (("resume", "nowhere"), ("nowhere is not a run directory: it has no run.toml.",)),
     ],
@@ -147,7 +147,7 @@ def test_what_cannot_begin_creates_no_run(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there(paceline: Paceline) -> None:
-    assert_refused(train(paceline, "--device", "cuda"), "torch sees no GPU here. Use --device cpu or auto.")
+    assert_refused(train(paceline, "--device", "cuda"), "torch sees no GPU on this node. Use --device cpu or auto.")
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ def test_a_token_is_random_and_only_its_owners(tmp_path: Path) -> None:
 def test_a_token_file_is_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "token"
     token = create_token(path)
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         create_token(path)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         create_token(link)
     assert read_token(path) == token
 
@@ -36,7 +36,7 @@ def test_a_token_that_others_might_read_is_refused(tmp_path: Path, mode: int) ->
     path = tmp_path / "token"
     create_token(path)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=f"mode {mode:04o}, and must have 0600.*chmod 600"):
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}, but must have 0600.*chmod 600"):
         read_token(path)
 
 
@@ -45,7 +45,7 @@ def test_a_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.
     create_token(path)
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.raises(ConfigError, match=f"belongs to user {owner}, and this is user {owner + 1}"):
+    with pytest.raises(ConfigError, match=f"belongs to user {owner}, but this is user {owner + 1}"):
         read_token(path)
 
 

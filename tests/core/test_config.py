@@ -110,7 +110,7 @@ def test_whole_numbers_are_numbers() -> None:
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"run\.toml: there is no option 'epoch'\. Did you mean epochs"):
         config_from_mapping({"epoch": 3}, "run.toml")
-    with pytest.raises(ConfigError, match="The options: task, set, on, nproc"):
+    with pytest.raises(ConfigError, match="The options are: task, set, on, nproc"):
         config_from_mapping({"zzzzzz": 3}, "run.toml")
 
 
@@ -209,8 +209,8 @@ def test_a_mesh_lays_out_the_processes() -> None:
         ("dp2", "--mesh must be such as pp=2,tp=2, but is 'dp2'"),
         ("dp=0", "--mesh must be such as"),
         ("dp=2,dp=2", "--mesh must be such as"),
-        ("dp=2,rows=2", "--mesh dp=2,rows=2: there is no axis 'rows'. The axes: pp, dp, fsdp, tp"),
-        ("dp=2,fsdp=2", "is for 4 processes, but there are 6. Use --mesh dp=2,fsdp=3, or 4 processes"),
+        ("dp=2,rows=2", "--mesh dp=2,rows=2: there is no axis 'rows'. The axes are: pp, dp, fsdp, tp"),
+        ("dp=2,fsdp=2", "needs 4 processes, but there are 6. Use --mesh dp=2,fsdp=3, or 4 processes"),
     ],
 )
 def test_a_mesh_that_cannot_be(mesh: str, message: str) -> None:
@@ -219,6 +219,6 @@ def test_a_mesh_that_cannot_be(mesh: str, message: str) -> None:
 
 
 def test_a_mesh_of_other_strategies_than_the_one_asked_for() -> None:
-    with pytest.raises(ConfigError, match="--mesh dp=4 is laid out for ddp, not for --strategy fsdp"):
+    with pytest.raises(ConfigError, match="--mesh dp=4 uses ddp, not --strategy fsdp"):
         RunConfig(mesh="dp=4", strategy="fsdp")
     assert RunConfig(mesh="dp=2,fsdp=2", strategy="fsdp").strategies == ("ddp", "fsdp")

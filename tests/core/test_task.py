@@ -85,7 +85,7 @@ def test_recipes_and_modules_are_found() -> None:
     [
         (
             "fashion-mist",
-            ["'fashion-mist' is not a recipe and names no class", "file.py:Name", "fashion-mnist"],
+            ["'fashion-mist' is not a built-in task and names no class", "file.py:Name", "fashion-mnist"],
         ),
         ("{file}", ["names no class"]),
         ("{file}:Smal", ["has no 'Smal'", "It defines: Small, Large"]),
@@ -192,7 +192,7 @@ def test_a_tasks_fields_as_assignments_build_it_again() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("name", " a"), ("name", "a\n"), ("note", "None"), ("anything", "3")])
 def test_a_text_that_would_be_read_as_another_value_is_refused(name: str, value: str) -> None:
-    with pytest.raises(TaskError, match=rf"Kinds\.{name} is {re.escape(repr(value))}, which the job would"):
+    with pytest.raises(TaskError, match=rf"Kinds\.{name} is {re.escape(repr(value))}, which --set would"):
         task_assignments(Kinds(**{name: value}))
 
 

@@ -165,7 +165,7 @@ def test_a_wrong_checksum_is_found(run: RunDirectory) -> None:
     report = audit(run)
     assert not report.clean
     assert [e.checksum_mismatches for e in report.epochs] == [((2, 3),), ((2, 2),)]
-    assert "epoch 1: 1 step (2) fed with other samples than the order gives" in report.findings
+    assert "epoch 1: 1 step (2) read other samples than the order gives" in report.findings
 
 
 def test_samples_of_another_epoch_are_found(run: RunDirectory) -> None:

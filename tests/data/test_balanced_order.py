@@ -86,10 +86,10 @@ def test_sizes_are_kept_for_whoever_recomputes_the_order(tmp_path: Path) -> None
     assert np.array_equal(again.indices(0, 0, 1003), order.indices(0, 0, 1003))
     require_same_sizes(order, path)
     for other in (PLAIN, balance_order(PLAIN, SIZES + 1)):
-        with pytest.raises(RunDirectoryError, match="sample_lengths are not those of"):
+        with pytest.raises(RunDirectoryError, match="sample_lengths differ from those in"):
             require_same_sizes(other, path)
     np.save(path, SIZES[:5])
-    with pytest.raises(RunDirectoryError, match="must hold the sizes of 1003 samples"):
+    with pytest.raises(RunDirectoryError, match="must contain the lengths of 1003 samples"):
         with_saved_sizes(PLAIN, path)
     path.write_bytes(b"no array")
     with pytest.raises(RunDirectoryError, match="cannot be read"):

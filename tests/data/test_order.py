@@ -304,7 +304,7 @@ def test_an_order_travels_to_worker_processes() -> None:
         ({"min_microbatch_size": 0}, ConfigError, "min_microbatch_size must be at least 1"),
         ({"shuffle": Shuffle(-1)}, ConfigError, "--shuffle"),
         ({"num_samples": 1}, DataError, "has 1 samples"),
-        ({"num_samples": 2**62 + 1}, DataError, "the most"),
+        ({"num_samples": 2**62 + 1}, DataError, "the maximum"),
     ],
 )
 def test_impossible_orders_are_refused(values: dict[str, object], error: type[Exception], message: str) -> None:

@@ -112,7 +112,7 @@ def test_an_epoch_holds_each_sample_once(
     shards = range(num_shards)
     shard_sizes = [len(range(k, n, num_shards)) for k in shards]
     if any(0 < size < min_microbatch_size for size in shard_sizes):
-        with pytest.raises(DataError, match=r"shard \d holds \d samples in all"):
+        with pytest.raises(DataError, match=r"shard \d contains only \d samples"):
             epoch_of(loader, 0, shards)
         return
     steps = epoch_of(loader, 0, shards)

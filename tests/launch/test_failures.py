@@ -98,7 +98,7 @@ def test_an_agents_code_is_replaced_by_its_ranks(directory: RunDirectory) -> Non
     assert [e.rank for e in expand(agent, directory)] == [0, None]
     failure = first_failure(directory, expand(agent, directory))
     assert failure is not None
-    assert describe(failure, directory).startswith("torchrun ended with exit code 1; what is")
+    assert describe(failure, directory).startswith("torchrun ended with exit code 1; see the")
     _record(directory, 1, StopRequested("saved", exit_code=75))
     assert [(e.rank, e.code) for e in expand(agent, directory)] == [(0, 1), (1, 75)]
     assert expand(ProcessExit(None, 0, 9.0), directory) == [ProcessExit(None, 0, 9.0)]

@@ -247,7 +247,7 @@ def test_wrong_calls_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monke
         paceline.submit(print, threading.Lock(), on="local")
     with pytest.raises(ConfigError, match="nproc must be at least 1"):
         paceline.submit(print, on="local", nproc=0)
-    with pytest.raises(TaskError, match="is ' two', which the job would be given as --set"):
+    with pytest.raises(TaskError, match="is ' two', which --set would read as"):
         paceline.submit(Named(name=" two"), on="local")
     assert [path.name for path in tmp_path.rglob("*")] == ["jobs"]
 

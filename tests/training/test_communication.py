@@ -292,7 +292,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], message: str) 
     [
         (
             ("--strategy", "dp", "--nproc", "2"),
-            "--strategy dp is one process for all devices, but there are 2",
+            "--strategy dp needs one process for all devices, but there are 2",
         ),
         (("--strategy", "dp", "--dp-devices", "9"), "--dp-devices 9: a step has 4 micro-batches"),
         (("--nproc", "2", "--local-sgd-steps", "4", "--recover", "inplace"), "does not work with --local-sgd-steps 4"),

@@ -94,7 +94,7 @@ def test_an_overflow_skips_the_step_on_all_ranks(worlds: dict[int, Any]) -> None
     [
         ("two-optimizers", "--strategy deepspeed works with one optimizer, but the task builds 2"),
         ("scalar", "cannot hold '0.factor', which has no dimensions. Give it the shape (1,)"),
-        ("adagrad", "it is not known that Adagrad treats each element by itself"),
+        ("adagrad", "Adagrad is not known to be elementwise"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(worlds: dict[int, Any], name: str, message: str) -> None:
@@ -105,7 +105,7 @@ def test_what_cannot_be_sharded_is_refused(worlds: dict[int, Any], name: str, me
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--nproc", "1", "--strategy", "deepspeed"), "shards states over processes, but there is one"),
+        (("--nproc", "1", "--strategy", "deepspeed"), "shards states over processes, but there is only one"),
         (("--nproc", "2", "--zero-stage", "2"), "--zero-stage needs --strategy deepspeed"),
         (
             ("--nproc", "2", "--strategy", "deepspeed", "--zero-stage", "3", "--ema", "0.9"),
@@ -113,7 +113,7 @@ def test_what_cannot_be_sharded_is_refused(worlds: dict[int, Any], name: str, me
         ),
         (
             ("--nproc", "2", "--strategy", "deepspeed", "--mesh", "dp=2"),
-            "--mesh dp=2 is laid out for ddp, not for --strategy deepspeed",
+            "--mesh dp=2 uses ddp, not --strategy deepspeed",
         ),
         (
             ("--nproc", "2", "--strategy", "deepspeed", "--reduction", "allreduce"),

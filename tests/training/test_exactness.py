@@ -223,7 +223,7 @@ def test_ranks_without_a_microbatch_do_not_hang_under_torch(by_world: dict[int, 
 
 def test_what_cannot_run_on_several_processes_is_refused(by_world: dict[int, Any]) -> None:
     assert by_world[4]["single"]["error"] == "ConfigError"
-    assert "--strategy single is for one process, but there are 4" in by_world[4]["single"]["message"]
+    assert "--strategy single needs one process, but there are 4" in by_world[4]["single"]["message"]
     assert by_world[4]["too-few-microbatches"]["error"] == "ConfigError"
     assert "4 processes cannot share 3 micro-batches" in by_world[4]["too-few-microbatches"]["message"]
 

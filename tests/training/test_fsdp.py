@@ -194,7 +194,7 @@ def test_what_shares_a_module_is_gathered_around_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--nproc", "1"), "--strategy fsdp shards a model over processes, but there is one"),
+        (("--nproc", "1"), "--strategy fsdp shards a model over processes, but there is only one"),
         (("--nproc", "2", "--compile"), "--compile does not work with --strategy fsdp"),
         (("--nproc", "2", "--fsdp-mixed-precision"), "--fsdp-mixed-precision needs --precision bf16 or fp16"),
         (("--nproc", "2", "--reduction", "ddp"), "With --strategy fsdp use exact or allreduce"),

@@ -120,17 +120,17 @@ def test_no_cut_comes_between_layers_that_are_split_as_a_pair() -> None:
         [f"{layer}.{name}" for layer in (1, 2, 3) for name in ("bias", "weight")],
         ["4.bias", "4.weight"],
     ]
-    with pytest.raises(ConfigError, match="Layers that tp splits as a pair cannot be parted: 1 to 3"):
+    with pytest.raises(ConfigError, match="Layers that tp splits as a pair cannot be separated: 1 to 3"):
         require_blocks(pairs, 4)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("pp=2,fsdp=2",), "stages (pp) work with dp and tp beside them, not with fsdp"),
+        (("pp=2,fsdp=2",), "pp can be combined with dp and tp, not with fsdp"),
         (
             ("pp=2,tp=2", "--pp-schedule", "pipedream"),
-            "whole weights of each update, and tp splits",
+            "full weights of each update, and tp splits",
         ),
     ],
 )

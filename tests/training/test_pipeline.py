@@ -136,10 +136,10 @@ def test_a_checkpoint_is_that_of_one_process(alone: Any, pair: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--nproc", "1", "--strategy", "pp"), "--strategy pp cuts a model over processes, but there is one"),
+        (("--nproc", "1", "--strategy", "pp"), "--strategy pp splits a model over processes, but there is only one"),
         (
             ("--nproc", "3", "--strategy", "pp", "--microbatches", "2"),
-            "2 micro-batches for 3 stages leave some idle all the time. Use --microbatches 3 or more",
+            "2 micro-batches for 3 stages leave some always idle. Use --microbatches 3 or more",
         ),
         (
             ("--nproc", "3", "--strategy", "pp"),

@@ -108,7 +108,7 @@ def test_blocks_are_found_with_what_goes_between_them() -> None:
     assert [found.crossing(cut) for cut in (0, 1, 5)] == [(), ("first",), ("last",)]
     assert "first" in found.crossing(3)  # the residual of the start
     masked = torch.ones(4, 1)
-    with pytest.raises(TaskError, match="called once with and once without mask"):
+    with pytest.raises(TaskError, match="called both with and without mask"):
         found.bind(torch.ones(4, 12))
     assert absent_arguments(Skips(), lambda model: model(masked)) == {"mask"}
     bare = find_blocks(Skips(), None, frozenset({"mask"}))
@@ -164,7 +164,7 @@ class Twice(nn.Module):
 
 
 def test_what_cannot_be_cut_says_why() -> None:
-    for model, why in ((Branching(), "control flow"), (TrainingOnly(), "something else in training")):
+    for model, why in ((Branching(), "control flow"), (TrainingOnly(), "differs between training and evaluation")):
         with pytest.raises(TaskError, match=rf"{type(model).__name__} cannot be cut.*{why}.*pipeline_blocks"):
             find_blocks(model, None)
     shared = find_blocks(Twice(), None)

@@ -125,7 +125,7 @@ def test_layers_by_themselves_are_split_too() -> None:
             Transformer(layers=1, width=16, heads=4).build_model(),
             3,
             r"3 processes cannot share the 4 heads of 'blocks.0.attention.query' equally. The nearest number "
-            r"that can share all layers: 4",
+            r"that divides all layers: 4",
         ),
         (FashionMNISTMLP().build_model(), 5, r"5 processes cannot share the 32 features of '1'.*: 4"),
         (

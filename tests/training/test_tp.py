@@ -159,7 +159,7 @@ def test_a_run_of_one_process_goes_on_split(worlds: dict[str, Any]) -> None:
 def test_a_task_that_does_not_say_what_lies_along_the_sequence(worlds: dict[str, Any]) -> None:
     ended = worlds["tp"].result("unplanned")
     assert ended["error"] == "ConfigError"
-    assert "Points does not say what lies along the sequence" in ended["message"]
+    assert "Points has no sequence_parallel_plan" in ended["message"]
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_parameters_are_shared_by_size() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--nproc", "1"), "--strategy zero1 shards the optimizer's state over processes, but there is one"),
+        (("--nproc", "1"), "--strategy zero1 shards the optimizer's state over processes, but there is only one"),
         (("--nproc", "2", "--reduction", "ddp"), "With --strategy zero1 use exact or allreduce"),
         (("--nproc", "2", "--fsdp-offload"), "--fsdp-offload needs --strategy fsdp"),
     ],

@@ -1,4 +1,4 @@
-"""Who may reach a server: addresses of this node alone, and tokens in files that only their owner can read."""
+"""Access to a server: loopback addresses, and tokens in files that only their owner can read. No torch."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * TOKEN_BYTES))
 
 
 def create_token(path: Path) -> bytes:
-    """Make a new token file, of mode 0600, and return the token: 32 random bytes.
+    """Create a token file with mode 0600, and return the token: 32 random bytes.
 
     Raises:
-        ConfigError: there is such a file already, or it cannot be written.
+        ConfigError: the file exists, or cannot be written.
     """
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise ConfigError(f"the token file {path} exists already. Use it, or remove it first.") from None
+        raise ConfigError(f"the token file {path} already exists. Use it, or remove it first.") from None
     except OSError as error:
-        raise ConfigError(f"the token file {path} cannot be made: {error.strerror}.") from error
+        raise ConfigError(f"the token file {path} cannot be created: {error.strerror}.") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(token.hex().encode() + b"\n")
@@ -67,13 +67,13 @@ def create_token(path: Path) -> bytes:
 
 
 def read_token(path: Path) -> bytes:
-    """The token in a file, which must be ours and closed to all others.
+    """Return the token in a file, which only this user may be able to read.
 
     Raises:
-        ConfigError: it is missing, not a plain file, not ours, open to others, or holds no token.
+        ConfigError: the file is missing, not regular, another user's, readable by others, or malformed.
     """
     try:
-        # Whatever it is, opening and reading it must not block.
+        # Opening and reading must not block, whatever kind of file it is.
         content = _read(path, 2 * TOKEN_BYTES + 2, _check_private, os.O_NONBLOCK).removesuffix(b"\n")
     except OSError as error:
         raise ConfigError(
@@ -82,7 +82,7 @@ def read_token(path: Path) -> bytes:
         ) from error
     if not _HEX.fullmatch(content):
         raise ConfigError(
-            f"the token file {path} must hold {2 * TOKEN_BYTES} hexadecimal digits, and does not. "
+            f"the token file {path} must contain {2 * TOKEN_BYTES} hexadecimal digits, but does not. "
             "Copy it again from the node that started the run."
         )
     return bytes.fromhex(content.decode())
@@ -91,15 +91,15 @@ def read_token(path: Path) -> bytes:
 def _check_private(path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"the token file {path} is not a plain file.")
+        raise ConfigError(f"the token file {path} is not a regular file.")
     if status.st_uid != os.geteuid():
         raise ConfigError(
-            f"the token file {path} belongs to user {status.st_uid}, and this is user {os.geteuid()}. "
+            f"the token file {path} belongs to user {status.st_uid}, but this is user {os.geteuid()}. "
             "Use a copy of your own."
         )
     if mode != 0o600:
         raise ConfigError(
-            f"the token file {path} has mode {mode:04o}, and must have 0600, so that nobody else can read "
+            f"the token file {path} has mode {mode:04o}, but must have 0600, so that no other user can read "
             f"it. Run: chmod 600 {path}"
         )
 

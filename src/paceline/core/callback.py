@@ -1,4 +1,4 @@
-"""What a task may have called while it is trained, beside computing its loss."""
+"""Hooks that a task may register for fixed points of its training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EACH_EPOCH = Interval(epochs=1)
 
 @dataclass(frozen=True, kw_only=True)
 class RunSchedule:
-    """How long a run goes on, and how often it is evaluated.
+    """The length of a run and its evaluation interval.
 
     Attributes:
         total_steps: of the whole run; None for a stream trained by epochs.
@@ -33,13 +33,13 @@ class RunSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchInfo:
-    """Where a batch stands in its run: the same whichever rank computes it, and whenever.
+    """The position of a batch in its run, independent of which rank computes it.
 
     Attributes:
         split: "train", "val" or "test".
         step: training steps done before; 0 in evaluations.
-        number: the micro-batch; in evaluations the block.
-        samples: how many the batch holds; 0 where it weighs nothing.
+        number: index of the micro-batch; in evaluations, of the evaluation batch.
+        samples: number of samples in the batch; 0 if it has no weight.
     """
 
     split: str
@@ -50,17 +50,17 @@ class BatchInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """The ranks that train together, and where they write.
+    """This rank, its world, and where the run writes.
 
     Attributes:
         rank: this process's.
-        world_size: how many there are.
-        local_rank: this process's, among those of its machine.
+        world_size: number of ranks.
+        local_rank: this process's, among those of its node.
         device: where the model is.
         directory: the run's.
         log_every: steps between two records.
-        gather: every rank's value (JSON types), by rank; all ranks call it together, and it raises
-            ``PeerLostError`` where one is gone.
+        gather: returns every rank's value (JSON types), by rank. It is a collective, and raises ``PeerLostError`` if a
+            rank is lost.
     """
 
     rank: int
@@ -73,69 +73,70 @@ class RankInfo:
 
 
 class Callback:
-    """Called at fixed points of a run, by every rank alike; by itself it does nothing.
+    """Hooks that every rank calls at fixed points of a run; the base class does nothing.
 
-    It is a part of the run's state, and so must depend on nothing but the run: what it keeps is saved and
-    handed over with the model, and what it decides must be the same on all ranks. It is made before the
-    optimizers, by :meth:`Task.build_callback`.
+    A callback is part of the run's state, so it must depend on nothing but the run: its state is saved and transferred
+    with the model, and its decisions must be equal on all ranks. :meth:`Task.build_callback` builds it before the
+    optimizers.
 
     Attributes:
-        should_stop: looked at after an evaluation and at an epoch's end: the run is then over, as with
-            ``--early-stop``.
+        should_stop: set it to end the run after the current evaluation or epoch, as ``--early-stop`` does.
     """
 
     should_stop = False
 
     def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
-        """Training begins or goes on, in this group; called again whenever the group is another one."""
+        """Called when training begins or resumes in this group, and again after each change of the group."""
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Epochs are counted from 0."""
+        """Called before epoch ``epoch``, counted from 0."""
 
     def on_step_begin(self, step: int, step_in_epoch: int) -> None:
-        """``step`` steps are done."""
+        """Called before a step; ``step`` steps are done."""
 
     def on_gradients_reduced(self, *, due: bool) -> Mapping[str, float]:
-        """The gradients of all micro-batches are summed up, and nothing has changed yet; ranks may communicate.
+        """Called when the gradients of all micro-batches are summed, before anything is updated.
+
+        Ranks may communicate here.
 
         Args:
-            due: the step has a record in ``metrics.jsonl``.
+            due: whether ``metrics.jsonl`` gets a record of this step.
 
         Returns:
-            Numbers for the record, the same on all ranks; used where one is due.
+            Numbers for the record, the same on all ranks; ignored unless ``due``.
         """
         return {}
 
     def on_before_optimizer_step(self) -> None:
-        """The gradients are those of the whole step, not yet clipped; the optimizers come next."""
+        """Called with the gradients of the whole step, not yet clipped, before the optimizers."""
 
     def on_step_end(self, step: int, loss: float) -> None:
-        """``step`` steps are done now.
+        """Called after a step.
 
         Args:
-            step: counts this one.
+            step: steps done, including this one.
             loss: the step's mean loss.
         """
 
     def on_epoch_end(self, epoch: int) -> None:
-        """The epoch's evaluation, where there was one, is over."""
+        """Called after an epoch and its evaluation."""
 
     def on_eval_begin(self, split: str, module: nn.Module) -> None:
-        """``module`` is what is evaluated, and may be a moving average. It may begin more than once."""
+        """Called before an evaluation of ``module``, which may be a moving average. May be called more than once."""
 
     def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Take the metrics of a whole split; return them as they are to be judged and recorded."""
+        """Take the metrics of a whole split; return the metrics to select by and to record."""
         return metrics
 
     def on_fit_end(self) -> None:
-        """The last step is done."""
+        """Called after the last step."""
 
     def close(self) -> None:
-        """Free what it holds; training may be over or not."""
+        """Free resources; training may have been interrupted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a continued run needs: tensors, numbers, text, and lists and dicts of them."""
+        """Return the state that a resumed run needs: tensors, numbers, text, and lists and dicts of them."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Restore the state that :meth:`state_dict` returned."""

@@ -1,4 +1,4 @@
-"""The options of a run: one frozen object, read from the command line, a file, or a run's record."""
+"""All options of a run: one frozen object, read from the command line, a file, or a run's record."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from paceline.core.options import (
 from paceline.core.parallel_config import ParallelOptions
 from paceline.core.plugins import BUILT_IN, all_names, plugin_names
 
-# --- Fine-tuning: where a run's weights come from, and which of them it changes how fast ---
+# --- Fine-tuning: initial weights, and which parameters train at which rate ---
 
 
 ALL_LINEAR = "all-linear"
-"""The target of ``--lora`` that is every linear layer but the last."""
+"""The target of ``--lora`` for every linear layer but the last."""
 
 
 _PARENT = Requirement(
     "init_from",
-    message="{flag} initializes layers that --init-from would give weights. Add --init-from RUN, or leave {flag} out.",
+    message="{flag} reinitializes layers of the model from --init-from. Add --init-from RUN, or leave {flag} out.",
 )
 
 
@@ -47,8 +47,8 @@ class Lora:
 
     Attributes:
         rank: rows of A, columns of B.
-        alpha: scales what is added, as above.
-        dropout: the probability with which an adapter's input is dropped.
+        alpha: scales the product, as above.
+        dropout: probability of dropping an adapter's input.
         targets: patterns of the layers' names; :data:`ALL_LINEAR` alone for all.
     """
 
@@ -59,13 +59,13 @@ class Lora:
 
     @property
     def scaling(self) -> float:
-        """What the product of the two matrices is multiplied by."""
+        """The factor of the product of the two matrices."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class FineTuningOptions(ParallelOptions):
-    """What goes on from another run."""
+    """Options of runs that start from another run's weights."""
 
     init_from: str | None = option(
         None,
@@ -105,7 +105,7 @@ class FineTuningOptions(ParallelOptions):
     )
     lr_scale: tuple[str, ...] = option(
         (),
-        "PATTERN=FACTOR: multiply the learning rate of what matches; may be repeated, and the last match counts.",
+        "PATTERN=FACTOR: multiply the learning rate of matching parameters; may be repeated, the last match counts.",
         group="Fine-tuning",
         resume="fixed",
         bits="always",
@@ -128,23 +128,20 @@ class FineTuningOptions(ParallelOptions):
         if self.lora is not None:
             parse_lora(self.lora)
             if self.freeze:
-                raise ConfigError(
-                    "--lora trains its adapters only, so --freeze has nothing to add. Leave one of them out."
-                )
+                raise ConfigError("--lora trains only its adapters, so --freeze has no effect. Leave one of them out.")
             if self.lr_scale:
                 raise ConfigError(
-                    "--lora trains its adapters only; give them their learning rate with --set, and leave "
-                    "--lr-scale out."
+                    "--lora trains only its adapters. Set their learning rate with --set, and leave --lr-scale out."
                 )
 
     @property
     def adapters(self) -> Lora | None:
-        """What ``--lora`` asks for."""
+        """The parsed ``--lora``."""
         return None if self.lora is None else parse_lora(self.lora)
 
 
 def parse_lr_scale(text: str) -> tuple[str, float]:
-    """Pattern and factor of "PATTERN=FACTOR".
+    """Parse "PATTERN=FACTOR".
 
     Raises:
         ConfigError: the text has another form, or the factor is not positive.
@@ -155,7 +152,7 @@ def parse_lr_scale(text: str) -> tuple[str, float]:
     except ValueError:
         value = -1.0
     if pattern and value == 0:
-        raise ConfigError(f"--lr-scale {text}: what does not learn is frozen. Use --freeze '{pattern}'.")
+        raise ConfigError(f"--lr-scale {text}: the factor must not be 0. Use --freeze '{pattern}'.")
     if not pattern or not 0 < value < float("inf"):
         raise ConfigError(
             f"--lr-scale must be PATTERN=FACTOR with a positive factor, such as 'backbone.*=0.1', but is {text!r}."
@@ -164,42 +161,42 @@ def parse_lr_scale(text: str) -> tuple[str, float]:
 
 
 def parse_lora(text: str) -> Lora:
-    """The adapters that "rank=8,alpha=16,dropout=0.1,target=query|value" describes; alpha is twice the rank.
+    """Parse "rank=8,alpha=16,dropout=0.1,target=query|value"; alpha defaults to twice the rank.
 
     Raises:
-        ConfigError: the text has another form, or a number cannot work.
+        ConfigError: the text has another form, or a number is out of range.
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for word in text.split(","):
         match = re.fullmatch(r"\s*(rank|alpha|dropout|target)\s*=\s*(\S+)\s*", word)
-        if match is None or match[1] in found:
+        if match is None or match[1] in settings:
             raise ConfigError(
-                "--lora must be such as rank=8,alpha=16,target=query|value, with rank, alpha, dropout and "
+                "--lora must be like rank=8,alpha=16,target=query|value, with rank, alpha, dropout and "
                 f"target at most once each, but is {text!r}."
             )
-        found[match[1]] = match[2]
+        settings[match[1]] = match[2]
     try:
-        rank = int(found.get("rank", "8"))
-        alpha = int(found.get("alpha", 2 * rank))
-        dropout = float(found.get("dropout", "0"))
+        rank = int(settings.get("rank", "8"))
+        alpha = int(settings.get("alpha", 2 * rank))
+        dropout = float(settings.get("dropout", "0"))
     except ValueError:
         raise ConfigError(
             f"--lora {text}: rank and alpha are whole numbers, dropout is a number, such as rank=8,alpha=16."
         ) from None
     at_least("lora", rank, 1)
     if alpha < 1 or not 0 <= dropout < 1:
-        raise ConfigError(f"--lora {text}: alpha must be positive, and dropout from 0 to below 1.")
-    targets = tuple(name for name in found.get("target", ALL_LINEAR).split("|") if name)
+        raise ConfigError(f"--lora {text}: alpha must be positive, and dropout at least 0 and below 1.")
+    targets = tuple(name for name in settings.get("target", ALL_LINEAR).split("|") if name)
     if not targets or (ALL_LINEAR in targets and len(targets) > 1):
-        raise ConfigError(f"--lora {text}: target must be {ALL_LINEAR}, or names of layers with | between them.")
+        raise ConfigError(f"--lora {text}: target must be {ALL_LINEAR}, or layer names separated by |.")
     return Lora(rank=rank, alpha=alpha, dropout=dropout, targets=targets)
 
 
-# --- The configuration of a run: one flat dataclass, whose fields are the options of every front door ---
+# --- The configuration of a run: one flat dataclass, whose fields are the options of every entry point ---
 #
 # ``paceline train --global-batch-size 96``, ``paceline.fit(task, global_batch_size=96)`` and
-# ``global_batch_size = 96`` in a ``run.toml`` are the same field. The help texts live beside the
-# fields and feed ``--help``.
+# ``global_batch_size = 96`` in a ``run.toml`` are the same field. ``--help`` shows the help
+# texts of the fields.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +352,7 @@ class RunConfig(FineTuningOptions):
     )
     best_metric: str | None = option(
         None,
-        "METRIC:min or METRIC:max, to choose the best checkpoint by.",
+        "METRIC:min or METRIC:max, to select the best checkpoint.",
         group="Evaluation",
         resume="fixed",
         bits="always",
@@ -400,8 +397,8 @@ class RunConfig(FineTuningOptions):
     )
     backup_to: str | None = option(
         None,
-        "Also copy each verified checkpoint to this folder, in the background. A run that has lost its own "
-        "checkpoints continues from there.",
+        "Also copy each verified checkpoint to this directory, in the background. A run that has lost its own "
+        "checkpoints resumes from there.",
         group="Run directory and checkpoints",
         resume="kept",
         bits="never",
@@ -418,8 +415,7 @@ class RunConfig(FineTuningOptions):
     )
     log_to: tuple[str, ...] = option(
         (),
-        "Also log to mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless "
-        "WANDB_MODE says otherwise.",
+        "Also log to mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless WANDB_MODE is set.",
         group="Run directory and checkpoints",
         resume="kept",
         bits="never",
@@ -457,8 +453,8 @@ class RunConfig(FineTuningOptions):
         for name in self.log_to:
             if name not in BUILT_IN["paceline.trackers"] and name not in plugin_names("paceline.trackers"):
                 raise ConfigError(
-                    f"--log-to must be {' or '.join(all_names('paceline.trackers'))}, but is {name!r}. TensorBoard's "
-                    "files are written in any case."
+                    f"--log-to must be {' or '.join(all_names('paceline.trackers'))}, but is {name!r}. TensorBoard "
+                    "files are always written."
                 )
 
     def _check_replaced(self) -> None:
@@ -504,14 +500,14 @@ def config_from_mapping(values: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def check_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Refuse keys that are no option, and turn lists, and lone texts where a list is meant, into tuples."""
+    """Reject unknown options, and convert lists, and single strings of list options, to tuples."""
     import difflib
 
     known = [f.name for f in dataclasses.fields(RunConfig)]
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=3)
-            hint = f"Did you mean {' or '.join(near)}?" if near else f"The options: {', '.join(known)}."
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"The options are: {', '.join(known)}."
             raise ConfigError(f"{source}: there is no option {key!r}. {hint}")
     several = {f.name for f in dataclasses.fields(RunConfig) if isinstance(f.default, tuple)}
     return {
@@ -525,10 +521,10 @@ def check_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The options in a TOML file: its ``[config]`` table, or its top level where there is none.
+    """Return the options in a TOML file: its ``[config]`` table, or its top level without one.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, or holds an unknown option.
+        ConfigError: the file is missing, is not TOML, or contains an unknown option.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -540,16 +536,16 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def non_defaults(config: RunConfig) -> dict[str, Any]:
-    """The options that differ from their defaults, in the order of the fields."""
+    """Return the options that differ from their defaults, in the order of the fields."""
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
 
 
 def to_flags(values: Mapping[str, Any], *, leave_out: Collection[str] = ()) -> list[str]:
-    """The words of a command line that give options these values, such as those of :func:`non_defaults`.
+    """Return the command-line words that set these options.
 
     Args:
-        values: the options.
-        leave_out: the names of those that the command line does not have.
+        values: the options, such as those of :func:`non_defaults`.
+        leave_out: the names of options to skip.
     """
     words = []
     for name, value in values.items():
@@ -558,6 +554,6 @@ def to_flags(values: Mapping[str, Any], *, leave_out: Collection[str] = ()) -> l
         if isinstance(value, bool):
             words.append(flag(name))
             continue
-        for each in value if isinstance(value, tuple) else (value,):
-            words += [flag(name), str(each)]
+        for item in value if isinstance(value, tuple) else (value,):
+            words += [flag(name), str(item)]
     return words

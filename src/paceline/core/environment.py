@@ -1,4 +1,4 @@
-"""The place of this process among the others, as its launcher has written it into environment variables."""
+"""The rank of this process and of this node, from the environment variables of launchers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Literal
 from paceline.core.access import is_loopback
 from paceline.core.errors import ConfigError
 
-# --- Environment variables that are set for a while. No torch ---
+# --- Temporary environment variables. No torch ---
 
 
 @contextmanager
 def patch_environ(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process, and put them back at exit."""
+    """Set environment variables, and restore them on exit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -32,23 +32,23 @@ def patch_environ(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# --- The short forms in which Slurm writes lists, and the allocation that a command is typed in ---
+# --- Slurm's compressed lists, and the allocation of this process ---
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a Slurm node list: ``gpu[03-07,12],login1`` -> ``gpu03``.
+    """Return the first host of a Slurm node list: ``gpu[03-07,12],login1`` -> ``gpu03``.
 
     Raises:
-        ConfigError: the text holds no host.
+        ConfigError: the text names no host.
     """
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", node_list)
     if match is None:
-        raise ConfigError(f"SLURM_STEP_NODELIST has no host in it: {node_list!r}.")
+        raise ConfigError(f"SLURM_STEP_NODELIST names no host: {node_list!r}.")
     return f"{match[1]}{match[2] or ''}{match[3]}"
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Tasks on each node, of Slurm's short form: ``2(x3),1`` -> [2, 2, 2, 1].
+    """Parse Slurm's numbers of tasks per node: ``2(x3),1`` -> [2, 2, 2, 1].
 
     Raises:
         ConfigError: the text has another form.
@@ -63,10 +63,10 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:
-    """Every host of a Slurm node list: ``gpu[03-04,12],login1`` -> gpu03, gpu04, gpu12, login1.
+    """Return every host of a Slurm node list: ``gpu[03-04,12],login1`` -> gpu03, gpu04, gpu12, login1.
 
     Raises:
-        ConfigError: the text is no node list.
+        ConfigError: the text is not a node list.
     """
     hosts: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
@@ -76,12 +76,12 @@ def expand_hosts(node_list: str) -> tuple[str, ...]:
             expanded = [before + choice for before in expanded for choice in choices]
         hosts += expanded
     if not hosts or not all(hosts):
-        raise ConfigError(f"a node list of Slurm's has no host in it: {node_list!r}.")
+        raise ConfigError(f"the Slurm node list {node_list!r} names no host.")
     return tuple(hosts)
 
 
 def allocation_nodes(environ: Mapping[str, str] = os.environ) -> int | None:
-    """How many nodes the allocation has that this process is in, as under ``salloc``; None outside of one."""
+    """Return the number of nodes of the Slurm allocation, as under ``salloc``; None outside of one."""
     if "SLURM_JOB_ID" not in environ:
         return None
     text = environ.get("SLURM_JOB_NUM_NODES", "1")
@@ -91,20 +91,20 @@ def allocation_nodes(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _numbers(text: str, node_list: str) -> list[str]:
-    """``03-05,9`` -> 03, 04, 05, 9."""
+    """Expand ``03-05,9`` to 03, 04, 05, 9."""
     numbers: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise ConfigError(f"a node list of Slurm's is malformed: {node_list!r}.")
+            raise ConfigError(f"the Slurm node list {node_list!r} is malformed.")
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 
 
-# --- Who am I? The one place where the variables of launchers are read; imports no torch ---
+# --- The rank of this process: the one place that reads the rank variables of launchers. No torch ---
 #
-# The first of these that says something wins:
+# The first of these sources that is set wins:
 #
 # 1. the caller: ``rank`` and ``world_size`` given to ``fit()``;
 # 2. torchrun's variables, which ``python -m torch.distributed.launch`` and the spawn launcher set too;
@@ -116,30 +116,30 @@ def _numbers(text: str, node_list: str) -> list[str]:
 
 
 LISTEN_FD = "PACELINE_LISTEN_FD"
-"""Names a socket, bound to MASTER_PORT on loopback, that rank 0 inherits from the spawn launcher."""
+"""The descriptor of a socket, bound to MASTER_PORT on loopback, that rank 0 inherits from the spawn launcher."""
 
 JOB_ID = "PACELINE_JOB_ID"
-"""Names the job, so that no rank joins another job's store: the spawn launcher's ``--rdzv-id``."""
+"""The job's id, the spawn launcher's ``--rdzv-id``; it keeps ranks out of other jobs' stores."""
 
 Source = Literal["caller", "torchrun", "variables", "horovod", "mpi", "slurm", "single"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A process's place in its job.
+    """The rank of a process in its job.
 
     Attributes:
         rank: 0 to ``world_size`` - 1.
-        local_rank: 0 to ``local_world_size`` - 1, among the processes of this machine.
+        local_rank: 0 to ``local_world_size`` - 1, among the processes of this node.
         node_rank: 0 to ``nodes`` - 1.
-        source: who said so.
+        source: where the ranks come from.
         master_addr: host of rank 0's store, where known.
         master_port: its port, where known.
-        restart_count: how often torchrun's agent on this machine restarted its workers.
-        job_id: equal in all processes of a job and in no other running job, where known.
+        restart_count: how often torchrun's agent on this node restarted its workers.
+        job_id: equal in all processes of a job and unique to it, where known.
         uses_agent_store: torchrun's agent serves the store at ``master_addr:master_port``.
         listen_fd: an inherited socket for rank 0's store, bound to ``master_port``.
-        first_host: the host of rank 0, where the launcher says so (Slurm).
+        first_host: the host of rank 0, if the launcher names it (Slurm).
     """
 
     rank: int = 0
@@ -159,7 +159,7 @@ class Environment:
 
     @property
     def is_single_node(self) -> bool:
-        """Whether the launcher started all processes on this machine."""
+        """Whether the launcher started all processes on this node."""
         return self.local_world_size == self.world_size
 
 
@@ -171,17 +171,17 @@ def detect_environment(
     init_url: str | None = None,
     rdzv_endpoint: str | None = None,
 ) -> Environment:
-    """Find this process's place in its job.
+    """Detect the rank of this process in its job.
 
     Args:
         environ: the environment variables.
-        rank: what the caller says; beats every variable and needs ``world_size``.
-        world_size: what the caller says; needs ``rank``.
-        init_url: ``tcp://HOST:PORT``, where rank 0 listens; beats MASTER_ADDR and MASTER_PORT.
+        rank: overrides every variable; needs ``world_size``.
+        world_size: overrides every variable; needs ``rank``.
+        init_url: ``tcp://HOST:PORT``, where rank 0 listens; overrides MASTER_ADDR and MASTER_PORT.
         rdzv_endpoint: the same as ``HOST:PORT``, for launchers that set no MASTER_ADDR.
 
     Raises:
-        ConfigError: a variable is malformed, missing beside its companions, or contradicts them.
+        ConfigError: a variable is malformed, missing while its companions are set, or contradicts them.
     """
     if (rank is None) != (world_size is None):
         raise ConfigError("rank and world_size belong together: give both, or neither.")
@@ -208,7 +208,7 @@ def detect_environment(
     if environment.world_size > 1 and needs_address and (address[0] is None or address[1] is None):
         raise ConfigError(
             f"this is rank {environment.rank} of {environment.world_size}, but MASTER_ADDR and MASTER_PORT "
-            "do not both say where rank 0 listens. Set them, or give init_url='tcp://HOST:PORT'."
+            "are not both set. Set them, or give init_url='tcp://HOST:PORT'."
         )
     return environment
 
@@ -270,7 +270,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Environment | None:
 
 
 def _pmi(environ: Mapping[str, str]) -> Environment | None:
-    # srun sets PMI_RANK too, without the local rank: then Slurm's own variables say more.
+    # srun sets PMI_RANK too, but not the local rank, which Slurm's own variables have.
     if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
         return None
     place = _place(
@@ -316,15 +316,15 @@ _DETECTORS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (
 )
 
 
-_SAYING_WHO = (
+_RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID"),
 )
 
 
 def variables_of_another_job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables without what says who this process is in its job: for a job that is started within it."""
-    return {name: value for name, value in environ.items() if name not in _SAYING_WHO}
+    """Return the variables without this process's rank and address, for a job started within this one."""
+    return {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
 
 
 def default_threads(
@@ -333,25 +333,24 @@ def default_threads(
     environ: Mapping[str, str] = os.environ,
     cpus: int | None = None,
 ) -> int:
-    """CPU threads a process: ``requested``, else OMP_NUM_THREADS, else CPUs over local ranks, at least 1.
+    """Return the CPU threads per process: ``requested``, else OMP_NUM_THREADS, else CPUs over local ranks, at least 1.
 
-    The number is the same under every launcher, because it decides bits. So two things that a launcher
-    does by itself are looked through: torchrun sets OMP_NUM_THREADS=1 where the user set none, and
-    ``mpirun`` and ``srun`` bind each process to a few of the job's CPUs.
+    The number affects bits, so it must be equal under every launcher. Two launcher defaults are therefore ignored:
+    torchrun sets OMP_NUM_THREADS=1 if the user set none, and ``mpirun`` and ``srun`` bind each process to a few CPUs.
 
     Args:
-        environment: who we are.
+        environment: the rank of this process.
         requested: ``--threads``.
         environ: the environment variables.
-        cpus: the job's CPUs on this machine; default: found out.
+        cpus: the job's CPUs on this node; default: detected.
 
     Raises:
-        ConfigError: OMP_NUM_THREADS is no positive number.
+        ConfigError: OMP_NUM_THREADS is not a positive number.
     """
     if requested is not None:
         return requested
     if "OMP_NUM_THREADS" in environ and not (environment.source == "torchrun" and _omp_threads_are_torchruns(environ)):
-        # OpenMP allows a list, one number a nesting level.
+        # OpenMP allows a list with one number per nesting level.
         text = environ["OMP_NUM_THREADS"].split(",")[0].strip()
         if not text.isdigit() or int(text) < 1:
             raise ConfigError(f"OMP_NUM_THREADS must be a positive number, but is {environ['OMP_NUM_THREADS']!r}.")
@@ -360,7 +359,7 @@ def default_threads(
 
 
 def _omp_threads_are_torchruns(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent, our parent, invented OMP_NUM_THREADS: it was started without it."""
+    """Return whether torchrun's agent, the parent, set OMP_NUM_THREADS: it was started without it."""
     if environ["OMP_NUM_THREADS"] != "1":
         return False
     try:
@@ -384,7 +383,7 @@ def _job_cpus(environment: Environment, environ: Mapping[str, str]) -> int:
 
 
 def parse_endpoint(text: str, name: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``; IPv6 addresses in brackets.
+    """Parse ``HOST:PORT``, with IPv6 addresses in brackets.
 
     Raises:
         ConfigError: the text has another form.
@@ -404,14 +403,14 @@ def _address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
 
 
 def _local_place(environ: Mapping[str, str], rank: int, world_size: int, host: str | None) -> tuple[int, int]:
-    """Local rank and size; where only the global ones are set, a loopback master means one machine."""
+    """Return local rank and size; if only the global ones are set, a loopback master means one node."""
     if "LOCAL_RANK" not in environ and "LOCAL_WORLD_SIZE" not in environ:
         return (rank, world_size) if host is None or is_loopback(host) else (0, 1)
     return _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE", world_size)
 
 
 def _place(source: Source, rank: int, world_size: int, local_rank: int, local_world_size: int) -> Environment:
-    """Fill in the machines, assuming that ranks are numbered machine by machine."""
+    """Fill in the node's rank, assuming that ranks are numbered node by node."""
     size = max(1, local_world_size)
     return Environment(
         source=source,
@@ -452,7 +451,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         if default is not None:
             return default
         raise ConfigError(
-            f"{name} is not set, although its companions are. Set it, or unset the others to run a single process."
+            f"{name} is not set, but related variables are. Set it, or unset the others to run a single process."
         )
     try:
         return int(text)
@@ -460,29 +459,26 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         raise ConfigError(f"{name} must be a whole number, but is {text!r}.") from None
 
 
-# --- Which machine of a job is this? What launchers say that start one process on each machine. No torch ---
-#
-# Where they start one process a rank, :mod:`paceline.core.environment` reads who it is.
+# --- The rank of this node, from launchers that start one process per node. No torch ---
 
 
 NODE_RANK = "PACELINE_NODE_RANK"
 NODES = "PACELINE_NODES"
 HOSTS = "PACELINE_HOSTS"
-"""Host names or addresses of all machines, with commas, in the order of their ranks."""
+"""Host names or addresses of all nodes, comma-separated, in the order of their ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEnvironment:
-    """A machine's place in its job.
+    """The rank of a node in its job.
 
     Attributes:
         node_rank: 0 to ``nodes`` - 1.
-        nodes: machines of the job.
-        hosts: all machines, in the order of their ranks, where they are known; the first one where only that
-            is; else none.
-        job_id: equal on all machines of the job, and in no other running job, where known.
-        cpus: the job's CPUs on this machine, where known.
-        source: who said so.
+        nodes: number of nodes of the job.
+        hosts: all nodes in the order of their ranks, or only the first one, or none, as far as known.
+        job_id: equal on all nodes of the job and unique to it, where known.
+        cpus: the job's CPUs on this node, where known.
+        source: the launcher that set the variables.
     """
 
     node_rank: int = 0
@@ -494,13 +490,13 @@ class NodeEnvironment:
 
 
 def detect_node(environ: Mapping[str, str] = os.environ) -> NodeEnvironment:
-    """Find this machine's place in its job.
+    """Detect the rank of this node in its job.
 
-    The first of these that says something wins: Paceline's own variables, which rendered jobs set; torchrun's
-    PET_* (Kubeflow); SageMaker's; an indexed Kubernetes Job's; Vertex AI's; Slurm's, inside a step.
+    The first of these that is set wins: Paceline's own variables, from rendered jobs; torchrun's PET_* (Kubeflow);
+    SageMaker's; an indexed Kubernetes Job's; Vertex AI's; Slurm's, inside a step.
 
     Raises:
-        ConfigError: a variable is malformed, or misses its companions.
+        ConfigError: a variable is malformed or missing.
     """
     if NODE_RANK in environ:
         hosts = _hosts(environ)
@@ -516,7 +512,7 @@ def detect_node(environ: Mapping[str, str] = os.environ) -> NodeEnvironment:
         )
     if "PET_NODE_RANK" in environ:
         master = environ.get("PET_MASTER_ADDR", "")
-        # A pod of a job that has grown has the PET_NNODES of the job's beginning; what Paceline says holds.
+        # After a scale-up, PET_NNODES still has the initial number; Paceline's own variable is current.
         nodes = _read_integer(environ, NODES, 0) or int(environ.get("PET_NNODES", "1").rpartition(":")[2])
         return _checked(
             NodeEnvironment(
@@ -557,24 +553,24 @@ def detect_node(environ: Mapping[str, str] = os.environ) -> NodeEnvironment:
 
 
 def _sagemaker(environ: Mapping[str, str]) -> NodeEnvironment:
-    """What SageMaker's own toolkit says in variables, and where that is not in the image, its file."""
+    """Read the variables of SageMaker's toolkit or, if the image lacks it, SageMaker's file."""
     if "SM_CURRENT_HOST" in environ:
         current, hosts = environ["SM_CURRENT_HOST"], json.loads(environ.get("SM_HOSTS", "[]"))
-        said = f"SM_CURRENT_HOST={current!r} is not in SM_HOSTS={environ.get('SM_HOSTS', '')}"
+        message = f"SM_CURRENT_HOST={current!r} is not in SM_HOSTS={environ.get('SM_HOSTS', '')}"
     else:
         file = Path(environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"), "input/config/resourceconfig.json")
         try:
             config = json.loads(file.read_bytes())
             current, hosts = str(config["current_host"]), list(config["hosts"])
-            said = f"current_host, {current!r}, is not one of the hosts in {file}"
+            message = f"current_host, {current!r}, is not one of the hosts in {file}"
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"this is SageMaker's training job {environ['TRAINING_JOB_NAME']}, but {file} does not say "
-                f"which host this is: {error}."
+                f"this is SageMaker's training job {environ['TRAINING_JOB_NAME']}, but {file} does not name "
+                f"this host: {error}."
             ) from error
     hosts = sorted(map(str, hosts))
     if current not in hosts:
-        raise ConfigError(f"{said}.")
+        raise ConfigError(f"{message}.")
     return NodeEnvironment(
         node_rank=hosts.index(current),
         nodes=len(hosts),
@@ -585,18 +581,18 @@ def _sagemaker(environ: Mapping[str, str]) -> NodeEnvironment:
 
 
 def _vertex(text: str) -> NodeEnvironment:
-    """Google's CLUSTER_SPEC: the addresses of each worker pool's machines, and which one this is."""
+    """Read Google's CLUSTER_SPEC: the addresses of each worker pool's nodes, and the index of this one."""
     try:
         spec = json.loads(text)
         pools: dict[str, list[str]] = spec["cluster"]
-        machines = [(pool, index) for pool in sorted(pools) for index in range(len(pools[pool]))]
-        node_rank = machines.index((spec["task"]["type"], int(spec["task"]["index"])))
-        hosts = tuple(pools[pool][index].rpartition(":")[0] for pool, index in machines)
+        nodes = [(pool, index) for pool in sorted(pools) for index in range(len(pools[pool]))]
+        node_rank = nodes.index((spec["task"]["type"], int(spec["task"]["index"])))
+        hosts = tuple(pools[pool][index].rpartition(":")[0] for pool, index in nodes)
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"CLUSTER_SPEC={text!r} does not say which machine this is: {error}.") from error
+        raise ConfigError(f"CLUSTER_SPEC={text!r} does not identify this node: {error}.") from error
     return NodeEnvironment(
         node_rank=node_rank,
-        nodes=len(machines),
+        nodes=len(nodes),
         hosts=hosts,
         job_id=str(spec["job"]) if "job" in spec else None,
         source="vertex",
@@ -610,8 +606,7 @@ def _hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
 def _checked(place: NodeEnvironment) -> NodeEnvironment:
     if not 0 <= place.node_rank < place.nodes:
         raise ConfigError(
-            f"this machine is number {place.node_rank} of {place.nodes}, says {place.source}: it must be "
-            f"from 0 to {place.nodes - 1}."
+            f"the node rank from {place.source} is {place.node_rank}, but must be between 0 and {place.nodes - 1}."
         )
     return place
 

@@ -4,25 +4,25 @@
 
     PacelineError                 exit code 1
     ├── UserError                 exit code 2: the message says what to change
-    │   ├── ConfigError           an option, or a combination of options
+    │   ├── ConfigError           an invalid option or combination of options
     │   ├── TaskError             the task's name, file, fields or methods
     │   ├── DataError             a dataset, a sample or a download
-    │   ├── ExportError           a model that cannot be exported, or comes out as something else
-    │   ├── PackageError          a package that does not verify, or none where one was named
-    │   │   └── UntrustedError    ... whose program may run code, and that nobody trusted yet
-    │   └── RunDirectoryError     a run directory that is foreign or unusable
-    │       ├── RunInUseError     ... that another process works in
+    │   ├── ExportError           a model that cannot be exported, or whose export computes other outputs
+    │   ├── PackageError          a package that fails verification or does not exist
+    │   │   └── UntrustedError    ... whose program may run code and is not trusted yet
+    │   └── RunDirectoryError     a run directory of another task, or an unusable one
+    │       ├── RunInUseError     ... that another process is using
     │       └── RunDirectoryWriteError   ... whose disk is full, read-only or broken
-    ├── CheckpointError           a checkpoint that does not verify, or none that does
-    │   └── CheckpointWriteError         one that the disk did not take; earlier ones are untouched
+    ├── CheckpointError           a checkpoint that fails verification or does not exist
+    │   └── CheckpointWriteError  a failed write; earlier checkpoints are untouched
     ├── NonFiniteLossError        the loss or a gradient became NaN or infinite
-    ├── SilentDataCorruptionError           this rank computes something else than the others (--sdc-check-every)
-    ├── NondeterminismError   ranks compute different things, and nobody can say who is right
-    ├── PeerLostError             another rank went away: a victim's error, never the cause
-    ├── HangError                 a step took longer than it may; names who held it up
+    ├── SilentDataCorruptionError  this rank's gradient differs from the majority's (--sdc-check-every)
+    ├── NondeterminismError       ranks disagree and there is no majority
+    ├── PeerLostError             another rank is gone: a secondary failure, never the root cause
+    ├── HangError                 a step exceeded its timeout; names the rank that blocks it
     ├── LaunchError               a worker failed; carries the first failure
-    ├── ServingError              a server or one of its replicas could not do what was asked
-    └── StopRequested             a signal asked for a stop; the state is saved (exit code 75 or 130)
+    ├── ServingError              a server or one of its replicas failed
+    └── StopRequested             a signal requested a stop; the state is saved (exit code 75 or 130)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PacelineError(Exception):
 
 
 class UserError(PacelineError):
-    """Something the user can put right; shown without a traceback."""
+    """An error the user can fix; shown without a traceback."""
 
     exit_code = 2
 
@@ -49,39 +49,39 @@ class TaskError(UserError):
 
 
 class DataError(UserError):
-    """A dataset is missing, damaged, or yields what it should not."""
+    """A dataset is missing or damaged, or yields an invalid sample."""
 
 
 class ExportError(UserError):
-    """A model cannot be exported in a format, or what came out computes something else."""
+    """A model cannot be exported in a format, or its export computes other outputs."""
 
 
 class PackageError(UserError):
-    """A package is damaged, is not what its manifest says, or is not there."""
+    """A package is missing, damaged, or does not match its manifest."""
 
 
 class UntrustedError(PackageError):
-    """A package's program may run code, and the user has not said that it may."""
+    """A package's program may run code, and the user has not trusted it."""
 
 
 class RunDirectoryError(UserError):
-    """A run directory is another task's, in use, or cannot be written."""
+    """A run directory belongs to another task, is in use, or cannot be written."""
 
 
 class RunInUseError(RunDirectoryError):
-    """Another process works in the run directory; nothing in it may be touched."""
+    """Another process is using the run directory; nothing in it may be changed."""
 
 
 class RunDirectoryWriteError(RunDirectoryError):
-    """The disk is full, read-only or broken; what was written before is untouched, and another try may do."""
+    """The disk is full, read-only or broken. Earlier files are untouched, and a retry may succeed."""
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint does not verify, or none that was asked for exists."""
+    """A checkpoint fails verification or does not exist."""
 
 
 class CheckpointWriteError(CheckpointError):
-    """The disk did not take a checkpoint; earlier ones are untouched, and another try may do."""
+    """A checkpoint could not be written. Earlier ones are untouched, and a retry may succeed."""
 
 
 class NonFiniteLossError(PacelineError):
@@ -89,18 +89,18 @@ class NonFiniteLossError(PacelineError):
 
 
 class SilentDataCorruptionError(PacelineError):
-    """This rank computed another gradient than the majority; nothing of that step was applied."""
+    """This rank's gradient differs from the majority's; nothing of that step was applied."""
 
 
 class NondeterminismError(PacelineError):
-    """A gradient came out differently each time; nothing of that step was applied."""
+    """The same computation gave different gradients; nothing of that step was applied."""
 
 
 class PeerLostError(PacelineError):
     """A peer of this rank closed its connection or died.
 
     Attributes:
-        rank: the peer's rank where it is known, else ``None``.
+        rank: the peer's rank, or ``None`` if it is unknown.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -109,7 +109,7 @@ class PeerLostError(PacelineError):
 
 
 class HangError(PacelineError):
-    """A step took longer than it may; the message names who held it up."""
+    """A step exceeded its timeout; the message names the rank that blocks it."""
 
 
 class LaunchError(PacelineError):
@@ -121,7 +121,7 @@ class LaunchError(PacelineError):
 
 
 class ServingError(PacelineError):
-    """A model could not be loaded, or a server did not answer as it should."""
+    """A model could not be loaded, or a server failed to answer."""
 
 
 class StopRequested(PacelineError):

@@ -1,4 +1,4 @@
-"""How files are written so that a crash or a full disk leaves the old or the new one, never half of one."""
+"""Atomic and append-only file writes that survive crashes and full disks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any, Literal
 
 from paceline.core.errors import RunDirectoryError
 
-# --- Files that are written whole or not at all ---
+# --- Atomic writes ---
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-"""What a disk that is full, read-only or broken answers; it may be well again later."""
+"""Errors of a full, read-only or broken disk, which may recover later."""
 
 
 def _append(path: Path, content: bytes) -> None:
-    """Add lines in one write, so that those of several processes do not mix."""
+    """Add lines in one write, so that lines of several processes do not interleave."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         size = os.fstat(descriptor).st_size
@@ -39,8 +39,8 @@ def _append(path: Path, content: bytes) -> None:
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a file, readable for others unless private; a crash leaves the old content or the new."""
-    # Not by process number: machines that share a directory do not share those.
+    """Replace a file's content, readable for other users unless private; a crash leaves the old or the new content."""
+    # A random suffix, because nodes that share a directory may have equal process ids.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
@@ -65,7 +65,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file; missing file: none; a torn last line is left out."""
+    """Return the records of a JSONL file, without torn lines; none if the file is missing."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -81,25 +81,23 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-# --- Files that are only added to, and whose disk may be full or fail for a while ---
+# --- Append-only files on disks that may be full or fail for a while ---
 
 
 _MOST_WAITING = 10_000  # pieces; then the oldest are dropped
 
 
 class ResilientAppendFile:
-    """A file to which pieces are added; those that the disk does not take wait for the next one.
-
-    It may be used by several threads.
+    """An append-only file that queues writes while the disk fails. Thread-safe.
 
     Args:
-        path: the file; its folder is made where it is missing.
-        tell: is given a sentence when the disk takes no more, and one when it does again.
-        shared: others add to the file too. Then a piece may get there in part, and the rest later; else
-            what got there of a piece is taken back.
+        path: the file; its parent directory is created if missing.
+        tell: receives a message when the disk fails, and one when it works again.
+        shared: other processes append to the file too. Then a piece may be written in part, and its rest later;
+            otherwise a partial write is truncated.
 
     Raises:
-        RunDirectoryError: it cannot be opened, for a reason that will not pass.
+        RunDirectoryError: the file cannot be opened, for a permanent reason.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], object], *, shared: bool = False) -> None:
@@ -109,24 +107,24 @@ class ResilientAppendFile:
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._file: int | None = None
         self._size = 0  # of what got there whole
-        self._troubled = False
+        self._is_failing = False
         self._dropped = 0
         self._lock = Lock()
         self._closed = False
         self.write(b"")
 
     def write(self, piece: bytes) -> None:
-        """Add a piece, now or when the disk takes it."""
+        """Append a piece now, or queue it until the disk works."""
         with self._lock:
             if len(self._waiting) == _MOST_WAITING:
                 self._dropped += 1
             self._waiting.append(piece)
-            said = self._write()
-        if said:  # outside the lock: whoever is told may write here
-            self._tell(said)
+            message = self._write()
+        if message:  # outside the lock: the callback may write here
+            self._tell(message)
 
     def fileno(self) -> int:
-        """The descriptor.
+        """Return the descriptor.
 
         Raises:
             OSError: the file could not be opened yet.
@@ -136,7 +134,7 @@ class ResilientAppendFile:
         return self._file
 
     def close(self) -> None:
-        """Try once more to write what waits, and close; a second call does nothing."""
+        """Retry queued writes once, and close; a second call does nothing."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -146,12 +144,12 @@ class ResilientAppendFile:
                     self._file = None
 
     def _write(self) -> str:
-        """Write what waits; what there is to say about it."""
+        """Write the queue; return a message for the user, or ""."""
         content = b"".join(self._waiting)
         try:
             file = self._open()
-            if self._troubled:
-                self._take_back(file)
+            if self._is_failing:
+                self._truncate(file)
             written = len(content)
             while content:
                 content = content[os.write(file, content) :]
@@ -166,18 +164,18 @@ class ResilientAppendFile:
                 self._waiting.append(content)
             elif self._file is not None:
                 with suppress(OSError):
-                    self._take_back(self._file)
-            first, self._troubled = not self._troubled, True
-            return f"cannot write {self._path}: {error.strerror}. Training goes on." if first else ""
+                    self._truncate(self._file)
+            first, self._is_failing = not self._is_failing, True
+            return f"cannot write {self._path}: {error.strerror}. Training continues." if first else ""
         self._waiting.clear()
         self._size += written
-        was_troubled, self._troubled = self._troubled, False
+        was_failing, self._is_failing = self._is_failing, False
         dropped, self._dropped = self._dropped, 0
-        if not was_troubled:
+        if not was_failing:
             return ""
         return f"{self._path} is written again" + (f", without {dropped} records." if dropped else ".")
 
-    def _take_back(self, file: int) -> None:
+    def _truncate(self, file: int) -> None:
         if not self._shared and os.fstat(file).st_size != self._size:
             os.ftruncate(file, self._size)
 
@@ -190,15 +188,15 @@ class ResilientAppendFile:
 
 
 class ResilientLog(io.TextIOBase):
-    """A text stream into a log, line by line, that takes a full disk with patience and in silence."""
+    """A text stream that appends whole lines to a log and queues them silently while the disk is full."""
 
     def __init__(self, path: Path) -> None:
-        self._file = ResilientAppendFile(path, lambda said: None, shared=True)
+        self._file = ResilientAppendFile(path, lambda message: None, shared=True)
         self._line = ""
         self._assembling = Lock()
 
     def write(self, text: str) -> int:
-        """Add text; it is on its way to the disk when its line has ended."""
+        """Append text; it is written when its line is complete."""
         with self._assembling:
             lines, newline, self._line = (self._line + text).rpartition("\n")
             if newline:
@@ -206,7 +204,7 @@ class ResilientLog(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Send also a line that has not ended."""
+        """Write an incomplete line too."""
         if not self.closed:
             with self._assembling:
                 line, self._line = self._line, ""
@@ -214,25 +212,22 @@ class ResilientLog(io.TextIOBase):
                     self._file.write(line.encode(errors="replace"))
 
     def close(self) -> None:
-        """Flush and close."""
         if not self.closed:
             self.flush()
             self._file.close()
             super().close()
 
     def fileno(self) -> int:
-        """The file's descriptor."""
         return self._file.fileno()
 
     def writable(self) -> bool:
-        """Always."""
         return True
 
 
-# --- Makes writes fail as a full or broken disk would: only `paceline chaos` and tests can ask for it ---
+# --- Fault injection for writes, as by a full or broken disk: for `paceline chaos` and tests ---
 #
-# A job whose environment names a file in ``PACELINE_WRITE_FAULTS`` fails every write of a checkpoint for as
-# long as that file exists, with the error whose name it holds. Without the variable nothing is looked at.
+# While the file that ``PACELINE_WRITE_FAULTS`` names exists, every checkpoint write of the job fails with the
+# error that the file contains.
 
 
 VARIABLE = "PACELINE_WRITE_FAULTS"
@@ -242,31 +237,31 @@ _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 
 @dataclass(frozen=True)
 class WriteFaults:
-    """Arms the writes of the jobs whose environment names ``file``."""
+    """Switches write faults on and off for jobs whose environment names ``file``."""
 
     file: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """What to add to the job's environment."""
+        """The variable to add to the job's environment."""
         return {VARIABLE: str(self.file.absolute())}
 
     def arm(self, kind: Literal["enospc", "eio"]) -> None:
-        """From now on writes fail."""
+        """Make writes fail from now on."""
         temporary = self.file.with_suffix(".new")
         temporary.write_text(kind)
         temporary.replace(self.file)
 
     def disarm(self) -> None:
-        """From now on writes are done; harmless where they are."""
+        """Let writes succeed again; does nothing if they already do."""
         self.file.unlink(missing_ok=True)
 
 
 def fail_if_armed(path: Path) -> None:
-    """Called before each write to ``path``.
+    """Raise an armed write fault; called before each write to ``path``.
 
     Raises:
-        OSError: writes shall fail.
+        OSError: a fault is armed.
     """
     armed = os.environ.get(VARIABLE)
     if armed is None:

@@ -1,4 +1,4 @@
-"""What a trained model does for others: inputs, outputs, and the function between them."""
+"""The inference signature of a trained model: inputs, outputs, and the function between them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """What a tensor is like.
+    """The dtype and shape of a tensor.
 
     Attributes:
-        dtype: as torch calls it, such as "float32".
-        shape: of one sample, without the batch, which comes first and may have any size; None where a
-            dimension may, too.
+        dtype: torch's name for it, such as "float32".
+        shape: of one sample, without the leading batch dimension, which may have any size. None marks a dimension of
+            variable size.
     """
 
     dtype: str
@@ -26,16 +26,16 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceSignature:
-    """A function from a batch of inputs to a batch of outputs, with all that it takes to call it.
+    """A function from a batch of inputs to a batch of outputs, with everything needed to call it.
 
-    What is exported, served and analysed is this, and not the bare model: preprocessing belongs to it.
+    Export, serving and analysis use the signature rather than the bare model, because it includes preprocessing.
 
     Attributes:
         module: called with the tensors of ``inputs`` in their order, returns those of ``outputs`` as a dict.
             No output of a sample depends on other samples.
         inputs: by name.
         outputs: by name.
-        labels: the classes' names, by number; empty where there are none.
+        labels: the class names, by number; empty if there are none.
         probabilities: the output, float (B, number of classes), that holds each class's probability.
         label: the output, int64 (B,), that holds the most likely class.
     """

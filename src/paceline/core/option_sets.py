@@ -1,4 +1,4 @@
-"""Sets of options, by what each says of itself; and the options of a run that is continued."""
+"""Sets of options by their classification, and the merged options of a resumed run."""
 
 from __future__ import annotations
 
@@ -10,49 +10,46 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.options import Classification, flag
 
-# --- Sets of options, by what each option says of itself ---
-
-
 CLASSIFICATIONS: dict[str, Classification] = {
     field.name: field.metadata["classification"] for field in dataclasses.fields(RunConfig)
 }
-"""What each option says of itself, in the order of the fields."""
+"""The classification of each option, in the order of the fields."""
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(RunConfig)}
-"""The value of each option where it is not given."""
+"""The default of each option."""
 
 
-def select(wanted: Callable[[Classification], bool]) -> tuple[str, ...]:
-    """The names of the options of which this is true, in the order of the fields."""
-    return tuple(name for name, its in CLASSIFICATIONS.items() if wanted(its))
+def select(predicate: Callable[[Classification], bool]) -> tuple[str, ...]:
+    """Return the names of the options whose classification satisfies ``predicate``, in the order of the fields."""
+    return tuple(name for name, its in CLASSIFICATIONS.items() if predicate(its))
 
 
-# --- The options of a run that is continued: those of now, and those with which it was created ---
+# --- The options of a resumed run: the current ones and those with which it was created ---
 
 
 _LAYOUT = ("strategy", "mesh")
 
 
-def merge_resumed_config(asked: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> dict[str, Any]:
-    """All options of a run that is continued, each as its ``resume`` says.
+def merge_resumed_config(current: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> dict[str, Any]:
+    """Return all options of a resumed run, each merged as its ``resume`` says.
 
     Args:
-        asked: the options of now: all of them, or only those that a command line names.
-        explicit: the names of those that were given, be it with their default value.
+        current: the current options: all of them, or only those that a command line names.
+        explicit: the names of the options that the user set, even to the default.
         recorded: the options with which the run was created.
     """
     merged: dict[str, Any] = {}
-    for name, its in CLASSIFICATIONS.items():
-        now = asked.get(name)
-        if its.resume == "fresh" or (its.resume == "kept" and name in asked):
-            merged[name] = asked.get(name, DEFAULTS[name])
-        elif its.resume == "adjustable" and name in explicit and now is not None:
+    for name, option_class in CLASSIFICATIONS.items():
+        now = current.get(name)
+        if option_class.resume == "fresh" or (option_class.resume == "kept" and name in current):
+            merged[name] = current.get(name, DEFAULTS[name])
+        elif option_class.resume == "adjustable" and name in explicit and now is not None:
             merged[name] = now
         else:
             merged[name] = getattr(recorded, name)
-    if inherited := set(select(lambda its: its.resume == "kept")) - asked.keys():
-        merged |= {name: DEFAULTS[name] for name in _dropped(asked, recorded) & inherited}
-    for name in select(lambda its: its.resume in ("kept", "adjustable")):
+    if inherited := set(select(lambda option_class: option_class.resume == "kept")) - current.keys():
+        merged |= {name: DEFAULTS[name] for name in _dropped(current, recorded) & inherited}
+    for name in select(lambda option_class: option_class.resume in ("kept", "adjustable")):
         requires = CLASSIFICATIONS[name].requires
         if requires is None or name in explicit:
             continue
@@ -61,33 +58,33 @@ def merge_resumed_config(asked: Mapping[str, Any], explicit: Collection[str], re
     return merged
 
 
-def require_unchanged(asked: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> None:
-    """Refuse another value of an option that is fixed when a run is created.
+def require_unchanged(current: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> None:
+    """Reject a changed value of an option that is fixed at a run's creation.
 
     Args:
-        asked: the options of now, ``run_dir`` among them.
-        explicit: the names of those that were given, be it with their default value.
+        current: the current options, including ``run_dir``.
+        explicit: the names of the options that the user set, even to the default.
         recorded: the options with which the run was created.
 
     Raises:
-        ConfigError: names the options, with both values.
+        ConfigError: lists the options with both values.
     """
     conflicts = [
-        f"  {flag(name)}: {before} when the run was created, {asked[name]} now"
+        f"  {flag(name)}: {before} when the run was created, {current[name]} now"
         for name in select(lambda its: its.resume == "fixed")
-        if name in explicit and asked[name] not in (before := getattr(recorded, name), "auto")
+        if name in explicit and current[name] not in (before := getattr(recorded, name), "auto")
     ]
     if conflicts:
         raise ConfigError(
-            f"{asked['run_dir']} was created with other options, and a run's bits depend on them:\n"
+            f"{current['run_dir']} was created with other options, and a run's bits depend on them:\n"
             + "\n".join(conflicts)
             + "\nLeave them out to continue the run, or start a new one with another --run-dir DIR."
         )
 
 
-def _dropped(asked: Mapping[str, Any], recorded: RunConfig) -> set[str]:
-    """The options that belong to the recorded strategy, where another one is asked for."""
-    if not asked.keys() & set(_LAYOUT) and recorded.strategy != "single":
+def _dropped(current: Mapping[str, Any], recorded: RunConfig) -> set[str]:
+    """Return the options that belong to the recorded strategy and do not apply to the current one."""
+    if not current.keys() & set(_LAYOUT) and recorded.strategy != "single":
         return set()
-    now = RunConfig(**{name: asked[name] for name in _LAYOUT if name in asked})
+    now = RunConfig(**{name: current[name] for name in _LAYOUT if name in current})
     return {*_LAYOUT, *now.inapplicable}

@@ -1,4 +1,4 @@
-"""How an option is declared, and how its text becomes a value."""
+"""Declaration of options, and parsing of their text values."""
 
 from __future__ import annotations
 
@@ -13,55 +13,53 @@ from typing import Any, Literal
 from paceline.core.errors import ConfigError
 from paceline.core.plugins import GROUP_OF_TYPE, plugin_names
 
-# --- What an option of a run is: a field with a help text, and how its value is checked ---
+# --- An option of a run: a field with a help text and a classification ---
 
 
 Resume = Literal["fixed", "adjustable", "kept", "fresh"]
-"""What becomes of an option when its run is continued.
+"""How resuming a run treats an option.
 
-fixed: the recorded value stays, and another one is refused. adjustable: the recorded value stays unless
-another one is given. kept: the same under ``paceline resume``; ``paceline train`` takes the present
-value. fresh: the present value.
+fixed: the recorded value stays, and another one is an error. adjustable: a given value replaces the recorded one.
+kept: ``paceline resume`` keeps the recorded value; ``paceline train`` uses the current one. fresh: the current value.
 """
 
 Bits = Literal["always", "by_strategy", "rounding", "never"]
-"""Whether an option decides bits of the model.
+"""Whether an option affects the bits of the model.
 
-always: another value trains another model. by_strategy: some values do, under some strategies. rounding:
-models are equal within rounding. never: models are equal bit for bit.
+always: another value trains another model. by_strategy: some values do, with some strategies. rounding: models are
+equal within rounding. never: models are bitwise equal.
 """
 
 Scope = Literal[
     "task", "place", "start", "process", "recovery", "parallel", "training", "data", "evaluation", "records"
 ]
-"""What an option is about.
+"""The subject of an option.
 
-task: which task is trained. place: where the run's directory, a machine and its network are. start: what
-starts the processes, and how many. process: how one process works. recovery: what happens after a fault.
-parallel: how work is split. training: the optimization. data: what is trained on. evaluation: when the
-model is evaluated, and which model is best. records: what is saved and shown.
+task: the task and its fields. place: the run directory, this node and its network. start: the launcher and the number
+of processes. process: the settings of one process. recovery: fault handling. parallel: the split of the work.
+training: the optimization. data: the training data. evaluation: when to evaluate, and model selection. records: what
+is saved and shown.
 """
 
 Capability = Literal["corruption", "spares", "compile", "ema", "recompute", "lockstep"]
-"""What a strategy is able to do, and an option may need.
+"""A capability of a strategy that an option may need.
 
-corruption: two ranks compute the same micro-batch's gradient, which can be compared. spares: a rank holds the
-state and computes nothing. compile: torch.compile gets the model. ema: a rank averages each parameter
-that it updates. recompute: backward computes activations again. lockstep: all ranks are in the same
-step.
+corruption: two ranks can compute and compare the same micro-batch's gradient. spares: a rank can hold the state without
+computing. compile: torch.compile applies to the model. ema: a rank averages each parameter that it updates. recompute:
+backward can recompute activations. lockstep: all ranks are in the same step.
 """
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Another option, without which an option has no meaning.
+    """A condition on another option, without which an option has no effect.
 
     Attributes:
         option: the other option.
         value: the value that it must have; None: any but its default.
-        other_than: the only value that it must not have, where that is not its default.
-        message: says so, with the option as ``{flag}``, its value as ``{own}`` and the other's value as
-            ``{value}``; None for a sentence that is made from the rest.
+        other_than: the only value that it must not have, if that is not its default.
+        message: the error, with the option as ``{flag}``, its value as ``{own}`` and the other's value as ``{value}``;
+            None for a generated sentence.
     """
 
     option: str
@@ -70,12 +68,7 @@ class Requirement:
     message: str | None = None
 
     def is_met(self, value: object, default: object) -> bool:
-        """Whether the other option's value is one with which the option has a meaning.
-
-        Args:
-            value: of the other option.
-            default: of the other option.
-        """
+        """Return whether ``value`` of the other option, with this ``default``, meets the requirement."""
         if self.value is not None:
             return value == self.value
         return value != (default if self.other_than is None else self.other_than)
@@ -83,7 +76,7 @@ class Requirement:
 
 @dataclass(frozen=True, kw_only=True)
 class Classification:
-    """What an option says of itself; its attributes are arguments of :func:`option`."""
+    """The classification of an option; the attributes are arguments of :func:`option`."""
 
     resume: Resume
     bits: Bits
@@ -121,26 +114,26 @@ def option(
     evaluation: bool = False,
     summary: bool = False,
 ) -> Any:
-    """A field of an options class; one that is not classified is a ``TypeError`` at import.
+    """Declare an option: a field of an options class with its classification.
 
     Args:
-        default: its value where it is not given.
-        help: what ``--help`` says of it.
-        group: the heading that it stands under there.
-        resume: what becomes of it when its run is continued.
-        bits: whether it decides bits of the model.
-        scope: what it is about.
-        strategies: those that it belongs to, where it has no meaning beside others.
-        needs: what the strategy must be able to do.
-        requires: the other option without which it has no meaning.
-        replaces: the option whose place it takes.
+        default: the default value.
+        help: the text of ``--help``.
+        group: the heading in ``--help``.
+        resume: how resuming a run treats it.
+        bits: whether it affects the bits of the model.
+        scope: its subject.
+        strategies: the strategies to which it applies; empty: all.
+        needs: the capability that the strategy must have.
+        requires: the condition on another option.
+        replaces: the option that it excludes.
         minimum: the least number.
         maximum: the greatest number.
-        exclusive: neither of the two is allowed itself.
-        from_launcher: a launcher gives it to each machine in words of its own.
-        fingerprint: checkpoints record it among the pins, which promise equal bits.
-        evaluation: packages record it, for the evaluation of a model follows from it.
-        summary: the dashboard shows it.
+        exclusive: whether both bounds are exclusive.
+        from_launcher: whether the launcher sets it for each node.
+        fingerprint: whether checkpoints record it in the numerics fingerprint, on which equal bits depend.
+        evaluation: whether packages record it, because evaluating the model needs it.
+        summary: whether the dashboard shows it.
     """
     classification = Classification(
         resume=resume,
@@ -162,31 +155,31 @@ def option(
 
 
 def flag(name: str) -> str:
-    """The command-line spelling of a field."""
+    """Return the command-line flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 def at_least(name: str, value: int, low: int) -> None:
-    """Refuse a smaller value.
+    """Reject a value below ``low``.
 
     Raises:
-        ConfigError: it is smaller.
+        ConfigError: the value is smaller.
     """
     if value < low:
         raise ConfigError(f"{flag(name)} must be at least {low}, but is {value}.")
 
 
-def check_bounds(name: str, value: object, its: Classification) -> None:
-    """Refuse a number that is out of an option's bounds.
+def check_bounds(name: str, value: object, classification: Classification) -> None:
+    """Reject a number outside an option's bounds.
 
     Raises:
-        ConfigError: says which numbers work.
+        ConfigError: the message gives the bounds.
     """
-    low, high = its.minimum, its.maximum
+    low, high = classification.minimum, classification.maximum
     if low is None or isinstance(value, bool) or not isinstance(value, int | float):
         return
     most = math.inf if high is None else high
-    if its.exclusive:
+    if classification.exclusive:
         works = low < value and (high is None or value < high)
         rule = "positive" if low == 0 and most == math.inf else f"between {low:g} and {most:g}"
     else:
@@ -201,10 +194,10 @@ _IN_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true 
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Refuse a value that is not of the annotated type.
+    """Reject a value that does not have the annotated type.
 
     Raises:
-        ConfigError: says what it must be.
+        ConfigError: the message gives the valid types or choices.
     """
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     for option in options:
@@ -234,12 +227,12 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     raise ConfigError(f"{flag(name)} must be {choices}, but is {value!r}.")
 
 
-# --- The values of options that are texts with a form of their own: durations, intervals, counts ---
+# --- Parsers of option values: durations, intervals, counts ---
 
 
 @dataclass(frozen=True)
 class Interval:
-    """How often something is due: exactly one of the three is set; none means never."""
+    """How often something is due: at most one of the three is set; none means never."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -250,7 +243,7 @@ _UNITS_S = {"ms": 0.001, "s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 def parse_duration_s(text: str, name: str) -> float:
-    """Seconds of "90s", "5min", "2h" or "30d".
+    """Parse "90s", "5min", "2h" or "30d" into seconds.
 
     Raises:
         ConfigError: the text is not a duration.
@@ -262,10 +255,10 @@ def parse_duration_s(text: str, name: str) -> float:
 
 
 def parse_hang_timeout(text: str) -> float | None:
-    """Seconds that a step may take; None for "auto", infinite for "never".
+    """Parse a step timeout into seconds; None for "auto", infinite for "never".
 
     Raises:
-        ConfigError: the text is none of these, and no duration.
+        ConfigError: the text is none of these and not a duration.
     """
     if text == "auto":
         return None
@@ -301,10 +294,10 @@ def parse_interval(text: str, name: str, *, allow_time: bool = True) -> Interval
 
 
 def parse_nodes(value: int | str) -> tuple[int, int]:
-    """The least and the greatest number of machines of 2, "2" or "1:4".
+    """Parse 2, "2" or "1:4" into the least and greatest number of nodes.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the value has another form.
     """
     match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value).strip())
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -314,10 +307,10 @@ def parse_nodes(value: int | str) -> tuple[int, int]:
 
 
 def parse_nproc(value: int | str) -> tuple[int, ...] | None:
-    """The processes of one machine, or of each, of 2, "2" or "8,4"; None for "auto".
+    """Parse 2, "2" or "8,4" into the processes of each node; None for "auto".
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the value has another form.
     """
     if value == "auto":
         return None
@@ -331,7 +324,7 @@ def parse_nproc(value: int | str) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """How an epoch is ordered: by samples (``block`` 1), by blocks of neighbours, or not at all (0)."""
+    """The order of an epoch: shuffled by samples (``window`` 1) or by windows of neighbours, or in order (0)."""
 
     window: int = 1
 
@@ -353,7 +346,7 @@ def parse_shuffle(text: str) -> Shuffle:
 
 
 def parse_early_stop(text: str) -> tuple[str, int]:
-    """Metric name and patience (evaluations) of "METRIC:PATIENCE".
+    """Parse "METRIC:PATIENCE" into the metric's name and the patience in evaluations.
 
     Raises:
         ConfigError: the text has another form.
@@ -365,7 +358,7 @@ def parse_early_stop(text: str) -> tuple[str, int]:
 
 
 def parse_best(text: str) -> tuple[str, Literal["min", "max"]]:
-    """Metric name and direction of "METRIC:min" or "METRIC:max".
+    """Parse "METRIC:min" or "METRIC:max" into the metric's name and the direction.
 
     Raises:
         ConfigError: the text has another form.
@@ -379,19 +372,19 @@ def parse_best(text: str) -> tuple[str, Literal["min", "max"]]:
 
 
 def parse_mesh(text: str | None, axes: Sequence[str]) -> dict[str, int]:
-    """The sizes of "AXIS=SIZE,AXIS=SIZE", in the order of ``axes``; empty for None.
+    """Parse "AXIS=SIZE,AXIS=SIZE" into sizes in the order of ``axes``; empty for None.
 
     Raises:
-        ConfigError: the text has another form, or names an axis that there is not.
+        ConfigError: the text has another form or names an unknown axis.
     """
     if text is None:
         return {}
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for word in text.split(","):
         match = re.fullmatch(r"([a-z]+)=([1-9]\d*)", word.strip())
-        if not match or match[1] in found:
+        if not match or match[1] in sizes:
             raise ConfigError(f"--mesh must be such as {axes[0]}=2,{axes[-1]}=2, but is {text!r}.")
         if match[1] not in axes:
-            raise ConfigError(f"--mesh {text}: there is no axis {match[1]!r}. The axes: {', '.join(axes)}.")
-        found[match[1]] = int(match[2])
-    return {axis: found[axis] for axis in axes if axis in found}
+            raise ConfigError(f"--mesh {text}: there is no axis {match[1]!r}. The axes are: {', '.join(axes)}.")
+        sizes[match[1]] = int(match[2])
+    return {axis: sizes[axis] for axis in axes if axis in sizes}

@@ -1,4 +1,4 @@
-"""The options that decide how a step is split over processes: strategy, memory, servers, communication."""
+"""The options of the strategy, memory, parameter servers and communication."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.core.options import Capability, Classification, Requirement, flag,
 from paceline.core.plugins import StrategyPlugin
 from paceline.core.process_config import RecoveryOptions
 
-# --- How much data-parallel ranks tell each other: compressed gradients, or parameters now and then ---
+# --- Less communication between data-parallel ranks: compressed gradients, or Local SGD ---
 
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
-"""What Douillard et al. found best for DiLoCo's outer optimizer."""
+"""The best settings of DiLoCo's outer optimizer according to Douillard et al."""
 
-_NOT_WHILE_APART: tuple[Capability, ...] = ("ema", "corruption", "spares")
-"""What ranks cannot do between two synchronisations."""
+_NOT_WITH_LOCAL_SGD: tuple[Capability, ...] = ("ema", "corruption", "spares")
+"""Capabilities that do not work while the ranks' weights differ."""
 
 _NESTEROV = Requirement(
     "outer_optimizer",
@@ -34,7 +34,7 @@ _NESTEROV = Requirement(
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class CommunicationOptions(RecoveryOptions):
-    """What crosses a network that is slower than the processors."""
+    """Options for networks that are slower than the processors."""
 
     local_sgd_steps: int = option(
         0,
@@ -104,34 +104,34 @@ class CommunicationOptions(RecoveryOptions):
 
     @property
     def non_elastic_communication(self) -> tuple[str, ...]:
-        """The options among these under which no rank can come or go while others go on."""
-        apart = (f"--local-sgd-steps {self.local_sgd_steps}",) if self.local_sgd_steps else ()
-        return apart if self.comm_hook == "none" else (*apart, f"--comm-hook {self.comm_hook}")
+        """The given options among these with which no rank can join or leave a running job."""
+        local_sgd = (f"--local-sgd-steps {self.local_sgd_steps}",) if self.local_sgd_steps else ()
+        return local_sgd if self.comm_hook == "none" else (*local_sgd, f"--comm-hook {self.comm_hook}")
 
     def check_communication(self, methods: tuple[str, ...], reduction: str, precision: str) -> None:
-        """Refuse what does not go together.
+        """Reject combinations that do not work.
 
         Args:
-            methods: the strategies at work.
-            reduction: as asked for.
-            precision: of the training.
+            methods: the active strategies.
+            reduction: the value of ``--reduction``.
+            precision: the value of ``--precision``.
 
         Raises:
-            ConfigError: says which option to leave out.
+            ConfigError: the message names the option to leave out.
         """
-        for name, nothing in (("local_sgd_steps", 0), ("comm_hook", "none")):
+        for name, off in (("local_sgd_steps", 0), ("comm_hook", "none")):
             value = getattr(self, name)
-            if value != nothing and methods != ("ddp",):
+            if value != off and methods != ("ddp",):
                 raise ConfigError(
                     f"{flag(name)} {value} works with --strategy ddp only, not with {', '.join(methods)}. "
-                    f"Leave one of them out, or give {flag(name)} {nothing}."
+                    f"Leave one of them out, or give {flag(name)} {off}."
                 )
         if self.local_sgd_steps:
-            self._check_apart(reduction)
+            self._check_local_sgd(reduction)
         if self.comm_hook != "none":
             self._check_hook(reduction, precision)
 
-    def _check_apart(self, reduction: str) -> None:
+    def _check_local_sgd(self, reduction: str) -> None:
         if reduction != "exact":
             raise ConfigError(
                 f"--reduction {reduction} does not work with --local-sgd-steps: no gradients are summed over the "
@@ -139,10 +139,10 @@ class CommunicationOptions(RecoveryOptions):
             )
         for f in dataclasses.fields(self):
             needs = f.metadata["classification"].needs
-            if needs in _NOT_WHILE_APART and getattr(self, f.name) != f.default:
+            if needs in _NOT_WITH_LOCAL_SGD and getattr(self, f.name) != f.default:
                 raise ConfigError(
-                    f"{flag(f.name)} does not work with --local-sgd-steps, between whose synchronisations weights "
-                    "differ. Leave one of them out."
+                    f"{flag(f.name)} does not work with --local-sgd-steps, where the ranks' weights differ between "
+                    "synchronisations. Leave one of them out."
                 )
 
     def _check_hook(self, reduction: str, precision: str) -> None:
@@ -158,17 +158,17 @@ class CommunicationOptions(RecoveryOptions):
             )
         if self.comm_hook == "powersgd" and precision == "fp16":
             raise ConfigError(
-                "--comm-hook powersgd does not work with --precision fp16: what one overflowed step leaves "
-                "in its error feedback would stay in all later ones. Use --precision bf16."
+                "--comm-hook powersgd does not work with --precision fp16: its error feedback would "
+                "keep the values of an overflowed step. Use --precision bf16."
             )
 
 
-# --- What a process keeps of the model, and what it computes or fetches again instead ---
+# --- Memory against recomputation and communication ---
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class MemoryOptions(CommunicationOptions):
-    """Memory against time."""
+    """Options that trade memory for time."""
 
     fsdp_wrap: str = option(
         "auto",
@@ -242,38 +242,38 @@ class MemoryOptions(CommunicationOptions):
     )
 
     def check_memory(self, precision: str, *, compiles: bool) -> None:
-        """Refuse what has no effect or does not work together.
+        """Reject combinations that do not work or have no effect.
 
         Args:
             precision: the value of ``--precision``.
-            compiles: ``--compile`` is given.
+            compiles: whether ``--compile`` is given.
 
         Raises:
-            ConfigError: says what to change.
+            ConfigError: the message names the option to change.
         """
         if self.zero_stage == 3 and getattr(self, "ema", None) is not None:
             raise ConfigError(
-                "--ema does not work with --zero-stage 3, where no rank holds a parameter whole. "
+                "--ema does not work with --zero-stage 3, where no rank holds a full parameter. "
                 "Use --zero-stage 2, or --strategy fsdp."
             )
         if self.fsdp_offload and precision == "fp16":
             raise ConfigError(
-                "--fsdp-offload leaves gradients on the CPU, where the scaler of --precision fp16 does not "
-                "find them. Use --precision bf16."
+                "--fsdp-offload leaves gradients on the CPU, where the gradient scaler of --precision fp16 "
+                "does not look. Use --precision bf16."
             )
         if self.checkpoint_activations != "none" and compiles:
             raise ConfigError(
-                "--checkpoint-activations does not work with --compile, which decides itself what backward "
-                "computes again. Leave one of them out."
+                "--checkpoint-activations does not work with --compile, which chooses itself what backward "
+                "recomputes. Leave one of them out."
             )
 
 
-# --- Parameter servers: how many there are, and when they apply a gradient ---
+# --- Parameter servers ---
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ServerOptions(MemoryOptions):
-    """What goes with ``--strategy ps``."""
+    """Options of ``--strategy ps``."""
 
     ps_mode: Literal["sync", "async", "ssp"] = option(
         "sync",
@@ -288,7 +288,7 @@ class ServerOptions(MemoryOptions):
     )
     ps_staleness: int | None = option(
         None,
-        "With --ps-mode ssp: how many steps a worker may be ahead of the slowest.",
+        "With --ps-mode ssp: maximum number of steps that a worker may be ahead of the slowest.",
         group="Parameter server",
         strategies=("ps",),
         resume="kept",
@@ -303,7 +303,7 @@ class ServerOptions(MemoryOptions):
     )
     ps_servers: int = option(
         1,
-        "With --strategy ps: how many processes are servers; each holds a part of the parameters.",
+        "With --strategy ps: number of server processes; each holds a part of the parameters.",
         group="Parameter server",
         strategies=("ps",),
         resume="kept",
@@ -313,20 +313,20 @@ class ServerOptions(MemoryOptions):
     )
 
     def check_servers(self, methods: tuple[str, ...], precision: str, clip_norm: float | None) -> None:
-        """Refuse what does not go together.
+        """Reject combinations that do not work.
 
         Args:
-            methods: the strategies at work.
-            precision: of the training.
-            clip_norm: what gradients are clipped to.
+            methods: the active strategies.
+            precision: the value of ``--precision``.
+            clip_norm: the value of ``--clip-norm``.
 
         Raises:
-            ConfigError: names the options, and what to use.
+            ConfigError: the message names the options and an alternative.
         """
         if precision == "fp16" and {"ps", "hogwild"} & set(methods):
             raise ConfigError(
-                f"--precision fp16 does not work with --strategy {methods[0]}: who computes and who updates "
-                "would need one scale. Use --precision bf16."
+                f"--precision fp16 does not work with --strategy {methods[0]}: workers and servers would "
+                "need a common loss scale. Use --precision bf16."
             )
         if "ps" not in methods:
             return
@@ -356,7 +356,7 @@ class ServerOptions(MemoryOptions):
         return self.ps_servers
 
 
-# --- How work is split over the processes, and what works with which strategy ---
+# --- The strategy, and what works with it ---
 
 
 Schedule = Literal["sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
@@ -367,14 +367,14 @@ _ALL = frozenset[Capability](typing.get_args(Capability))
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What works with a strategy.
+    """The capabilities of a strategy.
 
     Attributes:
-        reductions: the values of ``--reduction`` that it takes.
-        own_reduction: what the strategy does with gradients in place of ``--reduction``, where it does.
-        elastic: ranks may come and go while others go on, and their shares of the work may differ.
-        shards_state: a rank holds a part of the state only: what is saved has to be gathered.
-        supports: what options may need of it.
+        reductions: the supported values of ``--reduction``.
+        own_reduction: the name of the reduction that replaces ``--reduction``, if any.
+        elastic: ranks may join and leave while the others continue, and the work split may be uneven.
+        shards_state: a rank holds a part of the state only, so a checkpoint must gather it.
+        supports: capabilities that options may need.
     """
 
     reductions: tuple[str, ...] = ("exact", "allreduce")
@@ -402,14 +402,14 @@ STRATEGIES = {
     "hogwild": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
     "ps": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
 }
-"""What works with each strategy of ours, by its name."""
+"""The capabilities of each of our own strategies, by name."""
 
 
 def find_traits(name: str) -> Traits:
-    """What works with a strategy: of ours as the table says, of a plug-in as its class does.
+    """Return the capabilities of a strategy: of one of ours from the table, of a plug-in from its class.
 
     Raises:
-        ConfigError: the plug-in cannot be imported, or its class does not say.
+        ConfigError: the plug-in cannot be imported, or its class does not declare them.
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
@@ -427,7 +427,7 @@ AXIS_TO_STRATEGY = {"pp": "pp", "dp": "ddp", "fsdp": "fsdp", "tp": "tp"}
 """The strategy of each axis of a mesh, outermost axis first."""
 
 DATA_AXES = ("dp", "fsdp")
-"""Ranks that differ only along these have different data; all others compute the same samples together."""
+"""Ranks along these axes have different data; ranks along the other axes compute the same samples."""
 
 StrategyName = Literal[
     "auto", "single", "dp", "ddp", "zero1", "fsdp", "tp", "pp", "deepspeed", "horovod", "ps", "hogwild"
@@ -436,7 +436,7 @@ StrategyName = Literal[
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ParallelOptions(ServerOptions):
-    """How work is split."""
+    """Options of the split of the work."""
 
     strategy: StrategyName | StrategyPlugin = option(
         "auto",
@@ -501,8 +501,8 @@ class ParallelOptions(ServerOptions):
     )
     reduction: Literal["exact", "allreduce", "ddp"] = option(
         "exact",
-        "How to sum gradients. exact: the same bits for any number of processes; fast: all-reduce; torch: "
-        "DistributedDataParallel.",
+        "How to sum gradients. exact: the same bits for any number of processes; allreduce: one all-reduce; "
+        "ddp: DistributedDataParallel.",
         group="Parallelism",
         resume="fixed",
         bits="always",
@@ -512,8 +512,8 @@ class ParallelOptions(ServerOptions):
     )
     load_balance: Literal["auto", "equal"] = option(
         "auto",
-        "How to share the micro-batches out. auto: by measured speed where a process is clearly slower (reduction "
-        "exact or allreduce); equal: evenly.",
+        "How to split the micro-batches over processes. auto: by measured speed if a process is clearly slower "
+        "(reduction exact or allreduce); equal: evenly.",
         group="Parallelism",
         resume="kept",
         bits="never",
@@ -547,8 +547,7 @@ class ParallelOptions(ServerOptions):
         if axes and self.strategy != "auto" and self.strategy not in (AXIS_TO_STRATEGY[axis] for axis in axes):
             named = ", ".join(AXIS_TO_STRATEGY[axis] for axis in axes)
             raise ConfigError(
-                f"--mesh {self.mesh} is laid out for {named}, not for --strategy {self.strategy}. "
-                "Leave one of them out."
+                f"--mesh {self.mesh} uses {named}, not --strategy {self.strategy}. Leave one of them out."
             )
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, why in self.inapplicable.items():
@@ -556,11 +555,11 @@ class ParallelOptions(ServerOptions):
                 raise ConfigError(f"{flag(name)} {why}")
         for name in self.strategies:
             self._check_reduction(name)
-        beside = [axis for axis in axes if AXIS_TO_STRATEGY[axis] not in ("pp", "ddp", "tp")]
-        if "pp" in self.strategies and beside:
+        other_axes = [axis for axis in axes if AXIS_TO_STRATEGY[axis] not in ("pp", "ddp", "tp")]
+        if "pp" in self.strategies and other_axes:
             raise ConfigError(
-                f"--mesh {self.mesh}: stages (pp) work with dp and tp beside them, not with "
-                f"{beside[0]}. Use --mesh pp=...,dp=...,tp=...."
+                f"--mesh {self.mesh}: pp can be combined with dp and tp, not with "
+                f"{other_axes[0]}. Use --mesh pp=...,dp=...,tp=...."
             )
         if self.pp_split not in ("balanced", "equal") and not re.fullmatch(r"\d+(,\d+)*", self.pp_split):
             raise ConfigError(
@@ -570,23 +569,23 @@ class ParallelOptions(ServerOptions):
         if "pp" in self.strategies and self.pp_schedule == "pipedream":
             self._check_works_with_pipedream()
         if self.reducer not in ("exact", "allreduce"):
-            who = "DistributedDataParallel" if self.reducer == "ddp" else self.reducer.capitalize()
+            engine = "DistributedDataParallel" if self.reducer == "ddp" else self.reducer.capitalize()
             if self.sdc_check_every:
                 raise ConfigError(
-                    f"--sdc-check-every needs --reduction exact or allreduce: {who} adds up a rank's micro-batches "
+                    f"--sdc-check-every needs --reduction exact or allreduce: {engine} adds up a rank's micro-batches "
                     "before they can be compared."
                 )
             if self.hot_spares:
                 raise ConfigError(
-                    f"--hot-spares needs --reduction exact or allreduce: {who} takes a gradient of every process, and "
-                    "a spare process has none."
+                    f"--hot-spares needs --reduction exact or allreduce: {engine} needs a gradient from "
+                    "every process, and a spare process has none."
                 )
 
     def _check_works_with_pipedream(self) -> None:
-        """Refuse what takes all stages' gradients before one stage may go on, and split layers."""
+        """Reject split layers, and options that need all stages' gradients before one stage continues."""
         if "tp" in self.strategies:
             raise ConfigError(
-                f"--mesh {self.mesh}: --pp-schedule pipedream keeps whole weights of each update, and tp "
+                f"--mesh {self.mesh}: --pp-schedule pipedream keeps full weights of each update, and tp "
                 "splits them. Use --pp-schedule 1f1b, or leave tp out."
             )
         for name, value in (("clip_norm", None), ("precision", "fp16")):
@@ -619,7 +618,7 @@ class ParallelOptions(ServerOptions):
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """The strategies at work: one, or one for each axis of the mesh."""
+        """The active strategies: one, or one per axis of the mesh."""
         axes = parse_mesh(self.mesh, tuple(AXIS_TO_STRATEGY))
         if axes:
             return tuple(AXIS_TO_STRATEGY[axis] for axis in axes)
@@ -627,23 +626,25 @@ class ParallelOptions(ServerOptions):
 
     @property
     def inapplicable(self) -> dict[str, str]:
-        """The options that must keep their defaults beside the strategies at work, and why, for a message."""
+        """The options that must keep their defaults with the active strategies, each with the end of an error
+        message.
+        """
         classified: dict[str, Classification] = {
             field.name: field.metadata["classification"] for field in dataclasses.fields(self)
         }
-        found = {
+        reasons = {
             option_name: f"does not work with --strategy {name}. Use --strategy ddp."
             for name in self.strategies
-            for option_name, its in classified.items()
-            if its.needs is not None and its.needs not in find_traits(name).supports
+            for option_name, option_class in classified.items()
+            if option_class.needs is not None and option_class.needs not in find_traits(name).supports
         }
-        for option_name, its in classified.items():
-            of = its.strategies
-            if of and not set(of) & set(self.strategies):
-                named = " or ".join(of)
-                axes = f", or {named} among the axes of --mesh" if set(of) <= set(AXIS_TO_STRATEGY) else ""
-                found[option_name] = f"needs --strategy {named}{axes}. Leave it out."
-        return found
+        for option_name, option_class in classified.items():
+            applicable = option_class.strategies
+            if applicable and not set(applicable) & set(self.strategies):
+                named = " or ".join(applicable)
+                axes = f", or {named} among the axes of --mesh" if set(applicable) <= set(AXIS_TO_STRATEGY) else ""
+                reasons[option_name] = f"needs --strategy {named}{axes}. Leave it out."
+        return reasons
 
     @property
     def shards_state(self) -> bool:
@@ -652,23 +653,23 @@ class ParallelOptions(ServerOptions):
 
     @property
     def reducer(self) -> str:
-        """What sums the gradients: ``reduction``, unless the strategy does."""
-        itself = [traits.own_reduction for name in self.strategies if (traits := find_traits(name)).own_reduction]
+        """The engine that sums the gradients: ``reduction``, unless the strategy brings its own."""
+        own = [traits.own_reduction for name in self.strategies if (traits := find_traits(name)).own_reduction]
         if self.comm_hook != "none":
             return "ddp"
-        return itself[0] if itself else self.reduction
+        return own[0] if own else self.reduction
 
     @property
     def non_elastic_options(self) -> tuple[str, ...]:
-        """The options under which no rank can come or go while others go on, as they are given."""
+        """The given options with which no rank can join or leave a running job."""
         strategies = [f"--strategy {name}" for name in self.strategies if not find_traits(name).elastic]
         return (*strategies, *self.non_elastic_communication)
 
     def data_ranks(self, world_size: int) -> int:
-        """How many of so many ranks have data of their own: the others compute the same samples with them.
+        """Return how many of ``world_size`` ranks have data of their own; the others compute the same samples.
 
         Raises:
-            ConfigError: as :meth:`axes` says.
+            ConfigError: as in :meth:`axes`.
         """
         if self.asynchronous:
             return 1
@@ -676,7 +677,7 @@ class ParallelOptions(ServerOptions):
         return ranks - self.num_servers(world_size)
 
     def num_servers(self, world_size: int) -> int:
-        """How many of so many ranks are parameter servers: the first ones.
+        """Return how many of ``world_size`` ranks are parameter servers; these are the first ranks.
 
         Raises:
             ConfigError: no rank is left to be a worker.
@@ -685,14 +686,14 @@ class ParallelOptions(ServerOptions):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether a rank computes whole steps by itself, and updates follow each other as they come."""
+        """Whether ranks compute whole steps independently and updates are applied as they arrive."""
         return "hogwild" in self.strategies or ("ps" in self.strategies and self.ps_mode != "sync")
 
     def axes(self, world_size: int) -> dict[str, int]:
-        """The axes along which so many ranks are laid out, outermost first, and their sizes.
+        """Return the mesh axes of ``world_size`` ranks, outermost first, and their sizes.
 
         Raises:
-            ConfigError: ``--mesh`` is for another number of ranks; names the nearest that is for this one.
+            ConfigError: ``--mesh`` has another number of ranks; the message suggests the nearest mesh.
         """
         axes = parse_mesh(self.mesh, tuple(AXIS_TO_STRATEGY))
         if not axes:
@@ -701,18 +702,18 @@ class ParallelOptions(ServerOptions):
         size = math.prod(axes.values())
         if size != world_size:
             raise ConfigError(
-                f"--mesh {self.mesh} is for {size} processes, but there are {world_size}. "
+                f"--mesh {self.mesh} needs {size} processes, but there are {world_size}. "
                 f"Use {_nearest(axes, world_size)}, or {size} processes."
             )
         return axes
 
 
 def _nearest(axes: dict[str, int], world_size: int) -> str:
-    """The mesh for so many ranks whose sizes differ least from those of ``axes``."""
-    others = [
+    """Return the mesh for ``world_size`` ranks whose sizes differ least from those of ``axes``."""
+    meshes = [
         sizes for sizes in itertools.product(_divisors(world_size), repeat=len(axes)) if math.prod(sizes) == world_size
     ]
-    best = min(others, key=lambda sizes: sum(abs(math.log(a / b)) for a, b in zip(sizes, axes.values(), strict=True)))
+    best = min(meshes, key=lambda sizes: sum(abs(math.log(a / b)) for a, b in zip(sizes, axes.values(), strict=True)))
     return "--mesh " + ",".join(f"{axis}={size}" for axis, size in zip(axes, best, strict=True))
 
 

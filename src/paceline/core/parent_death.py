@@ -1,7 +1,7 @@
-"""Die when the parent dies: ``python tether.py SIGNAL PARENT_PID COMMAND...``, or a call; adopt orphans.
+"""Kill a process when its parent dies: ``python parent_death.py SIGNAL PARENT_PID COMMAND...``, or a call.
 
-Standard library only, and run by path: it stands between a launcher and a worker for some 20 ms.
-Doing this in ``preexec_fn`` instead would run Python between fork and exec, which can deadlock.
+Standard library only, and run by path: it stands between a launcher and a worker for some 20 ms. A ``preexec_fn`` would
+run Python between fork and exec, which can deadlock.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 def die_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> None:
     """Have the kernel send this process signal ``number`` when its parent ends. Linux only.
 
-    The kernel means the *thread* that started this process; it is kept over ``exec``, not over ``fork``.
+    The kernel watches the *thread* that started this process. The setting survives ``exec``, not ``fork``.
 
     Args:
         number: the signal.
-        parent: the parent's process id; if that one is gone already, the signal is raised at once.
+        parent: the parent's process id; if that process has already ended, the signal is raised at once.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -33,13 +33,13 @@ def die_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> 
 
 
 def set_child_subreaper(adopt: bool = True) -> None:
-    """Whether this process becomes the parent of those below it whose own parent dies. Linux only."""
+    """Make this process adopt descendants whose own parent dies, or stop doing so. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def kill_with_parent_command(command: Sequence[str]) -> tuple[str, ...]:
-    """``command``, so that it is killed when the thread that starts it ends."""
+    """Wrap ``command`` so that it is killed when the thread that starts it ends."""
     return (sys.executable, __file__, str(int(signal.SIGKILL)), str(os.getpid()), *command)
 
 

@@ -1,4 +1,4 @@
-"""The options of processes: which ones run where, and what happens when one is lost."""
+"""The options of launchers, processes and recovery."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import option, parse_duration_s, parse_hang_timeout, parse_nodes, parse_nproc
 from paceline.core.plugins import LauncherPlugin
 
-# --- Which task is trained, and by which processes on which machines ---
+# --- The task and its processes ---
 
 
 EnvStyle = Literal["torch", "tensorflow", "horovod", "mpi", "none"]
-"""Which variables tell a process its place; see :mod:`paceline.launch.rank`."""
+"""The set of rank variables that a process reads; see :mod:`paceline.launch.rank`."""
 
 RankLauncher = Literal["agent", "torchrun", "spawn", "srun", "mpi", "horovod", "ray"]
-"""What starts the ranks, where a job's machines are there."""
+"""The program that starts the ranks on the nodes of an allocation."""
 
 
 LauncherName = Literal[
@@ -40,11 +40,11 @@ LauncherName = Literal[
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ProcessOptions:
-    """The task, and where it runs."""
+    """Options of the task and its processes."""
 
     task: str = option(
         "",
-        "file.py:Name, package.module:Name or a recipe's name.",
+        "file.py:Name, package.module:Name or a built-in task's name.",
         group="Task",
         resume="fresh",
         bits="always",
@@ -73,7 +73,7 @@ class ProcessOptions:
     )
     nproc: int | str = option(
         1,
-        "Processes on this machine; auto: one per GPU, else one per core. 8,4: for machines 0 and 1.",
+        "Processes on this node; auto: one per GPU, else one per core. 8,4: for nodes 0 and 1.",
         group="Processes",
         resume="kept",
         bits="never",
@@ -82,7 +82,7 @@ class ProcessOptions:
     )
     nodes: int | str = option(
         1,
-        "Machines; run the same command on each. MIN:MAX: start with MIN; others may join and leave.",
+        "Number of nodes; run the same command on each. MIN:MAX: start with MIN; more may join and leave.",
         group="Processes",
         resume="kept",
         bits="never",
@@ -91,7 +91,7 @@ class ProcessOptions:
     )
     node_rank: int | None = option(
         None,
-        "This machine's number, 0 to nodes - 1.",
+        "This node's rank, 0 to nodes - 1.",
         group="Processes",
         resume="fresh",
         bits="never",
@@ -100,7 +100,7 @@ class ProcessOptions:
     )
     rdzv_endpoint: str | None = option(
         None,
-        "HOST:PORT of machine 0, where several machines meet.",
+        "HOST:PORT of node 0, for jobs with several nodes.",
         group="Processes",
         resume="fresh",
         bits="never",
@@ -109,7 +109,7 @@ class ProcessOptions:
     )
     token_file: str | None = option(
         None,
-        "File with the secret that the machines of a run share. Default: in the run's directory.",
+        "File with the secret that the nodes of a run share. Default: in the run directory.",
         group="Processes",
         resume="fresh",
         bits="never",
@@ -117,7 +117,7 @@ class ProcessOptions:
     )
     rdzv_id: str = option(
         "paceline",
-        "A name that all machines of one run share.",
+        "A job id that all nodes of a run share.",
         group="Processes",
         resume="kept",
         bits="never",
@@ -159,7 +159,7 @@ class ProcessOptions:
     )
     threads: int | None = option(
         None,
-        "CPU threads per process; the bits depend on it. Default: OMP_NUM_THREADS, else cores over processes.",
+        "CPU threads per process; affects the bits. Default: OMP_NUM_THREADS, else cores over processes.",
         group="Processes",
         resume="adjustable",
         bits="rounding",
@@ -172,7 +172,7 @@ class ProcessOptions:
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto",
-        "Where to train. auto: on GPUs, where there are any.",
+        "Where to train. auto: on GPUs if available.",
         group="Processes",
         resume="kept",
         bits="rounding",
@@ -183,19 +183,19 @@ class ProcessOptions:
     def __post_init__(self) -> None:
         most_nodes = parse_nodes(self.nodes)[1]
         if most_nodes > 1 and self.rdzv_endpoint is None and self.on in ("spawn", "torchrun"):
-            raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
+            raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
         if self.node_rank is not None and not 0 <= self.node_rank < most_nodes:
             raise ConfigError(f"--node-rank must be between 0 and {most_nodes - 1}, but is {self.node_rank}.")
         parse_nproc(self.nproc)
         parse_duration_s(self.init_timeout, "init_timeout")
 
 
-# --- What happens when a process dies, hangs or computes something else ---
+# --- Recovery from processes that die, hang or compute wrong results ---
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class RecoveryOptions(ProcessOptions):
-    """How a run goes on after a fault."""
+    """Options of fault tolerance."""
 
     recover: Literal["auto", "none", "inplace", "restart"] = option(
         "auto",
@@ -210,7 +210,7 @@ class RecoveryOptions(ProcessOptions):
     )
     hot_spares: int = option(
         0,
-        "Spare processes, over all machines, that hold the state and replace lost ones.",
+        "Spare processes, over all nodes, that hold the state and replace lost ones.",
         group="Recovery",
         resume="kept",
         bits="never",
@@ -250,7 +250,7 @@ class RecoveryOptions(ProcessOptions):
     )
     heartbeat: float = option(
         2.0,
-        "Replace a process after this many seconds without a sign of life.",
+        "Replace a process after this many seconds without a heartbeat.",
         group="Recovery",
         resume="kept",
         bits="never",
@@ -260,7 +260,7 @@ class RecoveryOptions(ProcessOptions):
     )
     hang_timeout: str = option(
         "auto",
-        "Time that a step may take, such as 10min; then name the rank that blocks it and treat it as dead. "
+        "Step timeout, such as 10min; then report the rank that blocks the step and replace it. "
         "auto: learned, at least 30s. never: no limit.",
         group="Recovery",
         resume="kept",

@@ -1,4 +1,4 @@
-"""What processes of a job owe each other: a record of their end, stacks when asked, signals. No torch."""
+"""Stop signals and stack dumps, shared by all processes of a job. No torch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.core.stack_dump import install_dump_handler
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a launcher to stop its job."""
+"""The signals that request a launcher to stop its job."""
 
 WORKER_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What asks a worker to finish its step, save, and end. Slurm warns with SIGUSR1 where it is asked to."""
+"""The signals that request a worker to finish its step, save and exit. Slurm can warn with SIGUSR1."""
 
 ECHO_S = 1.0
-"""Within this time a second SIGINT is the first one, on another way: from a terminal and a launcher."""
+"""A second SIGINT within this time is an echo: the terminal and the launcher both delivered the first one."""
 
 _TURN_S = 0.5
 
 
 class StopRequests:
-    """Tells the first request to stop from those that change nothing and from the one that ends all.
+    """Classifies stop signals: the first request, repetitions, and the one that ends the process at once.
 
-    Only somebody who presses Ctrl-C (SIGINT) beside another request ends at once. Schedulers repeat
-    SIGTERM and SIGUSR1, send them to a launcher and to what it started, and kill by themselves when
-    their patience ends: a state that is being saved by then must not be given up sooner.
+    Only Ctrl-C (SIGINT) on top of another request ends the process at once. Schedulers repeat SIGTERM and
+    SIGUSR1, send them to a launcher and to its children, and kill by themselves after a grace period; a save in
+    progress must not be abandoned earlier.
 
-    Signals that come together are handled in the order of their numbers, SIGINT first, so which of two
-    was sent first cannot matter. It does where a launcher may pass a Ctrl-C on as another signal.
+    Python handles simultaneous signals in the order of their numbers, SIGINT first, so which of two was sent
+    first cannot matter, except when a launcher may forward Ctrl-C as another signal.
 
     Args:
-        echo_s: for so long after a SIGINT another one is its echo; above 0, nothing else after it ends.
+        echo_s: another SIGINT within this time after one is its echo; if above 0, only SIGINT ends the process.
     """
 
     def __init__(self, echo_s: float = 0.0) -> None:
@@ -47,7 +47,7 @@ class StopRequests:
         self._interrupted_at = -math.inf
 
     def hear(self, number: int) -> Literal["first", "again", "end"]:
-        """What a signal means: stop in good order, nothing new, or end at once."""
+        """Classify a signal: the first request to stop, a repetition, or a request to end at once."""
         now = time.monotonic()
         echo = number == signal.SIGINT and now - self._interrupted_at < self._echo_s
         if number == signal.SIGINT and not echo:
@@ -60,7 +60,7 @@ class StopRequests:
 
 
 def forwarded_signal(number: int) -> signal.Signals:
-    """The signal by which a launcher passes on one that it got: workers know no SIGHUP."""
+    """Return the signal by which a launcher forwards a signal that it received; workers do not handle SIGHUP."""
     return signal.Signals(number) if number in WORKER_STOP_SIGNALS else signal.SIGTERM
 
 
@@ -68,41 +68,41 @@ def forwarded_signal(number: int) -> signal.Signals:
 def handle_signals(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], None] | signal.Handlers
 ) -> Iterator[None]:
-    """Handle these signals so until the block ends; nothing outside the main thread, as Python cannot."""
+    """Handle these signals within the block; do nothing outside the main thread, where Python cannot."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    previous_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for number, previous in previous_handlers.items():
+            signal.signal(number, previous)
 
 
 @contextmanager
 def interrupt_at_exit(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterator[None]:
-    """Ctrl-C is raised where the block ends, if it ends well: by then it is known what was done.
+    """Postpone Ctrl-C to the end of the block, so that the block's work completes.
 
-    A second one is raised at once; any of these signals is Ctrl-C.
+    A second one is raised at once; all of these signals count as Ctrl-C.
     """
-    asked: list[int] = []
+    received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked:
+        if received:
             raise KeyboardInterrupt
-        asked.append(number)
+        received.append(number)
 
     with handle_signals(numbers, on_signal):
         yield
-    if asked:
+    if received:
         raise KeyboardInterrupt
 
 
 def join_all(threads: Iterable[threading.Thread]) -> None:
-    """Wait in the main thread until these have ended, or until a signal's handler raises.
+    """Wait in the main thread until these threads have ended, or until a signal handler raises.
 
-    In turns, as :func:`wait_for` says.
+    It polls for the reason given in :func:`wait_for`.
     """
     for thread in threads:
         while thread.is_alive():
@@ -110,10 +110,10 @@ def join_all(threads: Iterable[threading.Thread]) -> None:
 
 
 def wait_for(event: threading.Event) -> None:
-    """Wait in the main thread for what a signal's handler may set.
+    """Wait in the main thread for an event that a signal handler may set.
 
-    In turns: Python looks for signals before it begins a wait, and one that comes just then would be heard
-    only when the wait is over.
+    It polls: Python checks for signals before it begins a wait, and would handle one that arrives right then only after
+    the wait.
     """
     while not event.wait(_TURN_S):
         pass
@@ -122,7 +122,7 @@ def wait_for(event: threading.Event) -> None:
 def dump_stacks_on_signal() -> None:
     """Print all threads' Python stacks to stderr on SIGUSR2, and on a crash such as SIGSEGV.
 
-    Whoever watches over this process gets them without a trace; see :mod:`paceline.core.stack_dump`.
+    Also install the handler through which a supervisor reads them silently; see :mod:`paceline.core.stack_dump`.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
@@ -131,7 +131,7 @@ def dump_stacks_on_signal() -> None:
 
 @contextmanager
 def interrupt_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does, so that what it has started is ended too."""
+    """Raise KeyboardInterrupt on SIGTERM, so that a command also ends the processes that it started."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Sockets that listen on one address, and the network interfaces that have one."""
+"""Listening sockets and the addresses of network interfaces."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _FIRST_PORT, _PORTS = 20000, 12000  # below the range from which the kernel take
 
 
 def job_port(job_id: str, attempt: int = 0) -> int:
-    """A port that all machines of a job compute alike, and other jobs hardly do.
+    """Return a port that all nodes of a job compute alike and other jobs are unlikely to use.
 
     Args:
-        job_id: what the job's system calls it.
-        attempt: how many such ports were taken by others.
+        job_id: the scheduler's id of the job.
+        attempt: number of such ports that turned out to be taken.
     """
     digest = hashlib.sha256(job_id.encode()).digest()
     return _FIRST_PORT + (int.from_bytes(digest[:4], "big") + 997 * attempt) % _PORTS
 
 
 def inherited_socket(descriptor: int) -> socket.socket:
-    """The socket that the spawn launcher left under ``descriptor``, for our use alone.
+    """Return the socket that the spawn launcher left under ``descriptor``, no longer inheritable.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the descriptor is not an open socket.
     """
     try:
         listener = socket.socket(fileno=os.dup(descriptor))
@@ -45,7 +45,7 @@ def inherited_socket(descriptor: int) -> socket.socket:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to ``host``; to all interfaces where ``host`` is not an address of this machine."""
+    """Return a socket bound to ``host``, or to all interfaces if ``host`` is not an address of this node."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -63,32 +63,34 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface.
+    """Return the IPv4 address of a network interface.
 
     Raises:
-        ConfigError: there is no such interface, or it has none; the message lists those that do.
+        ConfigError: the interface does not exist or has no IPv4 address; lists those that have one.
     """
-    there = {
+    addresses = {
         interface: entry.address
         for interface, entries in psutil.net_if_addrs().items()
         for entry in entries
         if entry.family == socket.AF_INET
     }
-    if name not in there:
-        raise ConfigError(f"--interface {name!r} has no IPv4 address here. Those that have: {', '.join(there)}.")
-    return there[name]
+    if name not in addresses:
+        raise ConfigError(
+            f"--interface {name!r} has no IPv4 address on this node. Interfaces with one: {', '.join(addresses)}."
+        )
+    return addresses[name]
 
 
 def meeting_address(host: str, interface: str | None) -> str:
-    """Where machine 0 listens for the others: where they look for it, also where the data goes elsewhere.
+    """Return the address on which node 0 listens for the other nodes.
 
     Args:
-        host: what the others call it; "" where nothing was said.
-        interface: the network interface to them, whose address is taken where ``host`` is none of this
-            machine's, or leads back to it (127.0.1.1).
+        host: the address that the other nodes use; "" if unknown.
+        interface: the network interface to them. Its address is used if ``host`` is not an address of this node or is a
+            loopback address (127.0.1.1).
 
     Raises:
-        ConfigError: there is no such interface.
+        ConfigError: the interface does not exist.
     """
     if interface is None:
         return host
@@ -98,34 +100,34 @@ def meeting_address(host: str, interface: str | None) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface that has this IPv4 address.
+    """Return the name of the network interface that has this IPv4 address.
 
     Raises:
-        ConfigError: none has it.
+        ConfigError: no interface has it.
     """
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return name
-    raise ConfigError(f"no network interface of this machine has the address {address}; give --interface.")
+    raise ConfigError(f"no network interface of this node has the address {address}. Give --interface.")
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's IPv4 address on the way to another one; nothing is sent.
+    """Return this node's IPv4 address on the route to another host; nothing is sent.
 
     Raises:
-        ConfigError: there is no such host, or no way to it.
+        ConfigError: the host does not exist or has no route.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
             address: str = probe.getsockname()[0]
     except OSError as error:
-        raise ConfigError(f"there is no way from here to {host}: {error.strerror or error}.") from error
+        raise ConfigError(f"there is no route to {host}: {error.strerror or error}.") from error
     return address
 
 
 def is_ours(address: str) -> bool:
-    """Whether a host name or address is this machine's."""
+    """Return whether a host name or address belongs to this node."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
@@ -135,8 +137,8 @@ def is_ours(address: str) -> bool:
 
 
 def loopback_interface() -> str:
-    """The name of the loopback interface: ``lo`` on Linux."""
+    """Return the name of the loopback interface: ``lo`` on Linux."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == LOOPBACK for entry in entries):
             return name
-    raise ConfigError(f"this machine has no loopback interface ({LOOPBACK}); give --interface.")
+    raise ConfigError(f"this node has no loopback interface ({LOOPBACK}). Give --interface.")

@@ -1,4 +1,4 @@
-"""Where a process stands: its Python stacks on request, and what the kernel says of it."""
+"""Python stacks of this and other processes, and the kernel's view of an unresponsive process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import paceline
 
-# --- Where threads are: this process's, and another's even while its interpreter is held. No torch ---
+# --- Stacks of this process's threads, and of another process even while a C call holds its interpreter ---
 #
-# Who calls :func:`install_dump_handler` can be asked from outside: on a signal that nothing else uses,
-# ``faulthandler`` writes the stacks into a file in memory, which whoever may read ``/proc/PID/fd`` can read.
+# :func:`install_dump_handler` makes ``faulthandler`` write the stacks into a memory file on an otherwise unused
+# signal. Other processes of the same user read that file through ``/proc/PID/fd``. No torch.
 
 
 _FILE = "paceline-stacks"
@@ -39,7 +39,7 @@ _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
 class Frame(NamedTuple):
-    """One call: its function, with the class where that is known, and where it is."""
+    """One call: the function's qualified name, if known, and its location."""
 
     name: str
     file: str
@@ -51,13 +51,12 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class UserFrame:
-    """Where a thread is, in words.
+    """The location of a thread, as text.
 
     Attributes:
-        where: the innermost call of the user's code, else of Paceline's; "" where there is none.
-        inside: the innermost call of all, where that is another one.
-        collective: the function of torch.distributed that the user's code, or a split layer, waits in; "" for
-            none.
+        where: the innermost call of the user's code, else of Paceline's; "" if unknown.
+        inside: the innermost call of all, if it is another one.
+        collective: the torch.distributed function in which the user's code, or a split layer, waits; "" for none.
         is_users: whether ``where`` is in the user's code.
     """
 
@@ -68,36 +67,36 @@ class UserFrame:
 
 
 def locate_user_frame(frames: Sequence[Frame]) -> UserFrame:
-    """Where a thread with these frames is, the innermost first.
+    """Return the location of a thread with these frames, innermost first.
 
-    A user's function that Paceline has called counts; the user's script that has called Paceline does not.
+    A user's function called by Paceline counts; the user's script that calls Paceline does not.
     """
     if not frames:
         return UserFrame()
     collective = of_layers = ""
-    found, is_users = frames[0], False
+    place, is_users = frames[0], False
     for frame in frames:
         if frame.file.endswith(_COLLECTIVES):
             collective = frame.name  # the outermost is what was called
         elif frame.file.endswith(_FUNCTIONAL):
             of_layers = of_layers or frame.name
         elif frame.file.startswith(_OURS) and not frame.file.startswith(_RECIPES):
-            found = frame
+            place = frame
             break
         elif not any(part in frame.file for part in _LIBRARIES):
-            found, is_users = frame, True
+            place, is_users = frame, True
             break
     waits_in = of_layers or (collective if is_users else "")
     return UserFrame(
-        where=str(found),
-        inside="" if found == frames[0] else str(frames[0]),
+        where=str(place),
+        inside="" if place == frames[0] else str(frames[0]),
         collective=f"torch.distributed.{waits_in}" if waits_in else "",
         is_users=is_users,
     )
 
 
 def frames_of(thread: int) -> list[Frame]:
-    """The frames of a thread of this process, the innermost first."""
+    """Return the frames of a thread of this process, innermost first."""
     frame: FrameType | None = sys._current_frames().get(thread)
     frames = []
     while frame is not None:
@@ -108,7 +107,7 @@ def frames_of(thread: int) -> list[Frame]:
 
 
 def all_stacks(first: int) -> str:
-    """The stacks of all threads of this process but the calling one, one of them first."""
+    """Return the stacks of all threads of this process but the calling one, thread ``first`` first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = sorted(sys._current_frames().items(), key=lambda item: item[0] != first)
     return "\n".join(
@@ -120,12 +119,12 @@ def all_stacks(first: int) -> str:
 
 @functools.cache
 def install_dump_handler() -> None:
-    """Let other processes of this user ask for this one's stacks; a second call does nothing."""
+    """Let other processes of this user request this process's stacks; a second call does nothing."""
     faulthandler.register(_SIGNAL, file=os.memfd_create(_FILE), all_threads=True, chain=False)
 
 
 def stacks_of(pid: int, limit_s: float = 0.5) -> str:
-    """The stacks of another process, in ``faulthandler``'s form; "" where it does not tell them in time."""
+    """Return the stacks of another process, in ``faulthandler``'s format; "" if it does not answer in time."""
     with suppress(OSError, StopIteration, ValueError):
         directory = Path(f"/proc/{pid}/fd")
         file = next(link for link in directory.iterdir() if _FILE in os.readlink(link))
@@ -148,21 +147,21 @@ def stacks_of(pid: int, limit_s: float = 0.5) -> str:
 
 
 def _is_caught(pid: int) -> bool:
-    """Whether the process has a handler for the signal: else it would die of it."""
+    """Return whether the process handles the signal; otherwise the signal would kill it."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1]
     return bool(int(caught, 16) >> (_SIGNAL - 1) & 1)
 
 
 def parse_frames(stacks: str) -> list[Frame]:
-    """The frames of the thread that was asked, the innermost first, out of ``faulthandler``'s text."""
+    """Parse the frames of the interrupted thread, innermost first, out of ``faulthandler``'s text."""
     # The thread that took the signal, which is the main thread, is the "current" one.
     _, _, current = stacks.rpartition("Current thread")
     thread = (current or stacks).split("\n\n", 1)[0]
     return [Frame(m["name"], m["file"], int(m["line"])) for m in _FRAME.finditer(thread)]
 
 
-# --- What the kernel says of a process that says nothing itself. No torch; Linux ---
+# --- The kernel's view of an unresponsive process. No torch; Linux ---
 
 
 _STATES = {
@@ -177,11 +176,11 @@ _STATES = {
 
 
 def describe_unresponsive(pid: int | None, limit_s: float = 0.3) -> str:
-    """Why a process does not answer, as the end of a sentence whose subject it is; "" where it has gone.
+    """Explain why a process does not answer, as a predicate ("is stopped"); "" if it is gone.
 
     Args:
         pid: the process's id.
-        limit_s: how long to wait for its stack.
+        limit_s: time to wait for its stack.
     """
     state = state_of(pid) if pid is not None else ""
     if not state or pid is None:
@@ -196,7 +195,7 @@ def describe_unresponsive(pid: int | None, limit_s: float = 0.3) -> str:
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state, as in ``/proc/PID/stat``; "" where there is no such process."""
+    """Return the letter of a process's state, as in ``/proc/PID/stat``; "" if there is no such process."""
     with suppress(OSError, IndexError):
         # The name in front may hold spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -204,7 +203,7 @@ def state_of(pid: int) -> str:
 
 
 def _in_kernel(pid: int) -> str:
-    """The kernel's function that the process waits in, where the kernel tells it."""
+    """Name the kernel function in which the process waits, if the kernel reports it."""
     with suppress(OSError):
         wchan = Path(f"/proc/{pid}/wchan").read_text().strip()
         return f", waiting in {wchan}" if wchan not in ("", "0") else ""

@@ -1,4 +1,4 @@
-"""How sure a measured number is: intervals and tests, computed by arithmetic alone.
+"""Confidence intervals and paired tests, computed by arithmetic alone.
 
 - Wilson's score interval for shares: E. B. Wilson, "Probable Inference, the Law of Succession, and
   Statistical Inference", JASA 22 (1927); recommended by Brown, Cai and DasGupta, "Interval Estimation for a
@@ -8,7 +8,7 @@
 - McNemar's test in its exact form for two classifiers on the same samples: Q. McNemar, Psychometrika 12
   (1947); T. G. Dietterich, "Approximate Statistical Tests for Comparing Supervised Classification Learning
   Algorithms", Neural Computation 10 (1998).
-- Holm's correction where several runs are compared: S. Holm, Scandinavian Journal of Statistics 6 (1979).
+- Holm's correction for comparisons of several runs: S. Holm, Scandinavian Journal of Statistics 6 (1979).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Counts = npt.NDArray[np.int64]
 
 LEVEL = 0.95
 RESAMPLES = 2000
-_SEED = 20_011_115  # an interval is the same each time that it is asked for
+_SEED = 20_011_115  # fixed, so that an interval is reproducible
 _AT_ONCE = 2_000_000  # numbers drawn at a time
 _LARGE = 200_000  # beyond it, the bootstrap and the normal interval agree
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and how sure it is.
+    """A number with its confidence interval.
 
     Attributes:
         value: as measured.
-        low, high: the ends of the interval at ``LEVEL``; None where none can be given.
-        method: what gave the interval; "" where there is none.
-        is_share: whether it is a part of a whole, from 0 to 1.
+        low, high: the ends of the interval at ``LEVEL``, or None.
+        method: the method of the interval; "" without one.
+        is_share: whether it is a share of a whole, from 0 to 1.
     """
 
     value: float
@@ -50,7 +50,7 @@ class Estimate:
     is_share: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """JSON types; what is not finite is null."""
+        """Return JSON types, with null for values that are not finite."""
         ends = {"low": self.low, "high": self.high}
         return {
             "value": self.value if math.isfinite(self.value) else None,
@@ -61,12 +61,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a run is better by than another one, on the same samples.
+    """The difference of two runs on the same samples.
 
     Attributes:
-        estimate: of the difference, this one minus the other.
-        p_value: of a difference at least as large, were there none.
-        test: what gave the p-value.
+        estimate: the second minus the first.
+        p_value: of a difference at least as large under the null hypothesis.
+        test: the name of the test.
     """
 
     estimate: Estimate
@@ -75,13 +75,13 @@ class Difference:
 
 
 def wilson(successes: int, total: int, level: float = LEVEL) -> Estimate:
-    """A share and Wilson's score interval.
+    """Return a share with Wilson's score interval.
 
     Raises:
-        ValueError: there is no sample, or more successes than samples.
+        ValueError: ``total`` is 0, or less than ``successes``.
     """
     if not 0 <= successes <= total or total == 0:
-        raise ValueError(f"{successes} of {total} is no share")
+        raise ValueError(f"{successes} of {total} is not a share")
     z = NormalDist().inv_cdf(0.5 + level / 2)
     share = successes / total
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
@@ -90,14 +90,14 @@ def wilson(successes: int, total: int, level: float = LEVEL) -> Estimate:
 
 
 def mean(values: Floats) -> Estimate:
-    """The mean of independent values, one a sample; a share where all are 0 or 1."""
+    """Estimate the mean of independent values, one per sample; a share if all are 0 or 1."""
     if len(values) and bool(np.isin(values, (0.0, 1.0)).all()):
         return wilson(int(values.sum()), len(values))
     return ratio(values, np.ones_like(values), "bootstrap over samples")
 
 
 def ratio(sums: Floats, weights: Floats, method: str = "bootstrap over batches") -> Estimate:
-    """The sum of ``sums`` over that of ``weights``, resampled together; both (N,), one entry a unit."""
+    """Estimate the ratio of two sums, resampled together; both (N,), one entry per unit."""
     total = math.fsum(weights)
     value = _total(sums) / total if total else math.nan
     if len(sums) < 10 or not math.isfinite(value):
@@ -124,7 +124,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def of_counts(counts: Counts, statistic: Callable[[Floats], Floats]) -> Estimate:
-    """A share that depends on how many samples fell into each cell, and its interval by resampling samples.
+    """Estimate a share that depends on the number of samples in each cell, by resampling samples.
 
     To draw N samples with replacement is to draw the cells' counts from a multinomial distribution.
 
@@ -146,9 +146,9 @@ def of_counts(counts: Counts, statistic: Callable[[Floats], Floats]) -> Estimate
 
 
 def mcnemar(first_right: npt.NDArray[np.bool_], second_right: npt.NDArray[np.bool_]) -> Difference:
-    """Whether the second of two classifiers is right more often than the first; both (N,), by sample.
+    """Test whether the second of two classifiers is right more often; both (N,), by sample.
 
-    The exact test: where they disagree, each is as often right as the other, if they are equally good.
+    The null hypothesis of the exact test: where they disagree, either is right with probability 1/2.
     """
     gained = int((second_right & ~first_right).sum())
     lost = int((first_right & ~second_right).sum())
@@ -159,7 +159,7 @@ def mcnemar(first_right: npt.NDArray[np.bool_], second_right: npt.NDArray[np.boo
 
 
 def paired(first: Floats, second: Floats) -> Difference:
-    """Whether the mean of the second differs from that of the first; both (N,), by sample, and finite."""
+    """Test whether the mean of the second differs from that of the first; both (N,), by sample, finite."""
     change = second - first
     estimate = ratio(change, np.ones_like(change), "paired bootstrap over samples")
     if not bool(change.any()):
@@ -178,7 +178,7 @@ def paired(first: Floats, second: Floats) -> Difference:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values of several comparisons, corrected so that none of them is found by chance."""
+    """Correct the p-values of several comparisons for multiple testing."""
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -188,7 +188,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _binomial_test(fewer: int, total: int) -> float:
-    """Two-sided, of a fair coin."""
+    """Return the two-sided p-value for a fair coin."""
     if total == 0:
         return 1.0
     logs = [

@@ -1,4 +1,4 @@
-"""The task: what a user writes, in plain PyTorch."""
+"""The task: the class that a user writes, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Loss(NamedTuple):
-    """A loss whose samples do not all weigh the same (tokens, ignored labels).
+    """A loss whose samples have different weights (tokens, ignored labels).
 
     Attributes:
         sum: scalar tensor, the sum of the losses; differentiable.
-        weight: what ``sum`` is divided by, once, after the sums of all micro-batches are added up.
+        weight: divisor of the total ``sum``, applied once after the sums of all micro-batches are added up.
     """
 
     sum: torch.Tensor
@@ -32,7 +32,7 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a task recommends for its runs; any option on the command line wins."""
+    """Options that a task recommends for its runs; explicit options override them."""
 
     global_batch_size: int | None = None
     microbatches: int | None = None
@@ -50,17 +50,17 @@ class Task:
 
     defaults: ClassVar[Defaults] = Defaults()
     min_microbatch_size: ClassVar[int] = 2
-    """The fewest samples a micro-batch may hold (batch norm cannot take one)."""
+    """The minimum number of samples in a micro-batch (batch norm cannot take one)."""
 
     static_graph: ClassVar[bool] = False
-    """Every step uses the same parameters in the same way; lets DistributedDataParallel do less."""
+    """Whether every step uses the same parameters in the same way, which speeds up DistributedDataParallel."""
 
     def build_model(self) -> nn.Module:
         """Return the model, on the CPU; Paceline seeds before the call and moves it after."""
         raise TaskError(f"{type(self).__name__} must define build_model(self).")
 
     def build_dataset(self, split: str) -> Any:
-        """Return the dataset of ``split`` ("train", "val" or "test"), or None where there is none.
+        """Return the dataset of ``split`` ("train", "val" or "test"), or None if the task has none.
 
         A map-style dataset (``__len__`` and ``__getitem__``) or a ``TensorDataset``; for "train" also an
         ``IterableDataset`` or a :class:`paceline.data.stream.ShardedStream`.
@@ -75,8 +75,8 @@ class Task:
         """Return a learning-rate scheduler, stepped after each step, or None.
 
         ``ReduceLROnPlateau`` is stepped after each evaluation instead, with the ``--best-metric`` metric.
-        Called once for each optimizer. ``total_steps`` is the whole run's number of steps; for a stream
-        trained by epochs nobody knows it, it is 0, and only ``ReduceLROnPlateau`` can be returned.
+        Called once for each optimizer. ``total_steps`` is the whole run's number of steps; it is 0 for a stream trained
+        by epochs, whose length is unknown; return only ``ReduceLROnPlateau`` there.
         """
         return None
 
@@ -85,7 +85,7 @@ class Task:
         raise TaskError(f"{type(self).__name__} must define loss(self, model, batch).")
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """Return metrics of an evaluation batch: name -> what it adds.
+        """Return an evaluation batch's contributions to the metrics, by name.
 
         A 1-d tensor is one value for each sample; a pair ``(sum, weight)`` is added up; for a
         name in :meth:`build_metrics`, the arguments of that torchmetrics object's ``update``.
@@ -97,67 +97,67 @@ class Task:
         return {}
 
     def recommended_batch_size(self) -> int:
-        """The global batch size where neither options nor ``defaults`` name one."""
+        """Return the global batch size to use if neither the options nor ``defaults`` set one."""
         return 64
 
     def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, ParallelStyle] | None:
-        """Return how ``--strategy tp`` splits the model's layers, or None to have them found.
+        """Return how ``--strategy tp`` splits the model's layers, or None to infer the plan.
 
-        Module name (with ``*`` for any) -> a style of ``torch.distributed.tensor.parallel``, as
-        ``parallelize_module`` takes them. What is not named is not split.
+        Module name (with ``*`` for any) -> a style of ``torch.distributed.tensor.parallel``, as ``parallelize_module``
+        takes them. Modules without an entry are not split.
         """
         return None
 
     def sequence_parallel_plan(self, model: nn.Module) -> Mapping[str, ParallelStyle] | None:
-        """Return how ``--strategy tp --sequence-parallel`` splits the model, or None where it cannot.
+        """Return how ``--strategy tp --sequence-parallel`` splits the model, or None if it cannot.
 
-        As :meth:`tensor_parallel_plan`, with norms and what else lies between the split layers computed on
-        parts of the sequence.
+        As :meth:`tensor_parallel_plan`, and the layers between the split ones, such as norms, compute parts of the
+        sequence.
         """
         return None
 
     def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
-        """Return what is called at fixed points of the training; made after the model, before optimizers."""
+        """Return the callback of the training; called after the model is built, before the optimizers."""
         from paceline.core.callback import Callback
 
         return Callback()
 
     def pipeline_blocks(self, model: nn.Module) -> Sequence[Any] | None:
-        """Return the parts that the model's forward runs one after the other, for ``--strategy pp``.
+        """Return the sequential parts of the model's forward, for ``--strategy pp``.
 
         Each is a module, or a pair of a function and a list of the modules and parameters that it uses. The
-        first is called with the model's arguments, each other one with what the one before it returned (a
-        tuple is unpacked). None: they are found by tracing the model's forward.
+        first receives the model's arguments, each later one the previous one's output (a tuple is unpacked). None:
+        Paceline finds them by tracing the model's forward.
         """
         return None
 
     def inference_signature(self, model: nn.Module) -> InferenceSignature | None:
-        """Return what the trained model does for others: what is exported, served and analysed.
+        """Return the function that export, serving and analysis use.
 
-        ``model`` is in evaluation mode; the returned module holds it. None: it is only trained.
+        ``model`` is in evaluation mode; the returned module contains it. None: the model cannot be exported.
         """
         return None
 
     def inference_batch(self, batch: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-        """Split a batch of a dataset: the inputs of :meth:`inference_signature`'s module, and what it should say.
+        """Split a dataset's batch into inputs of :meth:`inference_signature`'s module and expected classes.
 
         Returns:
-            The inputs in their order; and the number of each sample's class, int64 (B,), or None where
-            there are no classes.
+            The inputs in their order; and each sample's class, int64 (B,), or None for a task
+            without classes.
         """
         raise TaskError(
             f"{type(self).__name__} defines inference_signature and must define inference_batch(self, batch)."
         )
 
     def on_batch_begin(self, info: BatchInfo) -> None:
-        """Note where the batch stands that :meth:`loss` or :meth:`metrics` is called with next."""
+        """Receive the position of the batch with which :meth:`loss` or :meth:`metrics` is called next."""
 
     def sample_lengths(self, dataset: Any) -> Any:
-        """Return how heavy each sample of the training data is, or None where all are alike.
+        """Return the length of each training sample, or None if all are alike.
 
-        Whole numbers, one a sample in the dataset's order: tokens, pixels, points. The micro-batches of a step,
-        which are the micro-batches of a pipeline, then have the same numbers of samples and sizes that add
-        up to about the same. ``dataset`` is what :meth:`build_dataset` returned for "train", map-style.
+        Whole numbers in the dataset's order: tokens, pixels, points. The micro-batches of a step then have equal
+        numbers of samples and about equal total lengths. ``dataset`` is the map-style dataset that
+        :meth:`build_dataset` returned for "train".
         """
         return None
 

@@ -1,4 +1,4 @@
-"""How a task is found by its name, imported, and built from text."""
+"""Find a task by its name, import it, and build it from text."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from paceline.core.plugins import BUILT_IN, Plugin, all_names, find_plugin, load
 from paceline.core.task import Task
 
 BUILT_IN_TASKS = BUILT_IN["paceline.tasks"]
-"""Built-in recipes: name -> module:class."""
+"""Built-in tasks: name -> module:class."""
 
 
 @dataclass(frozen=True)
 class TaskReference:
-    """A task by name, with the values of its fields; what travels to every worker.
+    """A task by name, with the values of its fields; the form that is sent to every worker.
 
     Attributes:
-        spec: ``file.py:Name``, ``package.module:Name`` or a recipe's name.
+        spec: ``file.py:Name``, ``package.module:Name`` or a built-in task's name.
         fields: field name -> value (JSON types).
     """
 
@@ -39,66 +39,70 @@ class TaskReference:
         """Import the class and build the task.
 
         Raises:
-            TaskError: the spec, the file or a field is wrong; the message says how.
+            TaskError: the spec, the file or a field is wrong.
         """
         return build_task(load_task_class(self.spec), self.fields)
 
 
 def check_spec(spec: str) -> tuple[str, str]:
-    """The file or module of a task, and its class; nothing is imported.
+    """Return the file or module of a task, and its class name, without importing it.
 
     Raises:
-        TaskError: the spec has another form, or its file is not there.
+        TaskError: the spec is malformed, or its file does not exist.
     """
-    place, name = split_spec(spec)
-    if place.endswith(".py") and not Path(place).expanduser().is_file():
-        raise TaskError(f"task {spec!r}: there is no file {Path(place).expanduser().resolve()}.")
-    return place, name
+    module, name = split_spec(spec)
+    if module.endswith(".py") and not Path(module).expanduser().is_file():
+        raise TaskError(f"task {spec!r}: there is no file {Path(module).expanduser().resolve()}.")
+    return module, name
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """The file or module of a task, and its class, wherever they are.
+    """Split a spec into the file or module and the class name; the file need not exist.
 
     Raises:
-        TaskError: the spec has another form.
+        TaskError: the spec is malformed.
     """
     if not spec:
-        raise TaskError("no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe.")
+        raise TaskError("no task was given. Write paceline train TASK, where TASK is file.py:Name or a built-in task.")
     plugin = _find_plugin(spec)
-    place, separator, name = (BUILT_IN_TASKS.get(spec, spec) if plugin is None else plugin.place).rpartition(":")
-    if not separator or not place or not name:
+    module, separator, name = (BUILT_IN_TASKS.get(spec, spec) if plugin is None else plugin.place).rpartition(":")
+    if not separator or not module or not name:
         raise TaskError(
-            f"task {spec!r} is not a recipe and names no class.\n"
-            f"  Write file.py:Name or package.module:Name, or one of the recipes: "
+            f"task {spec!r} is not a built-in task and names no class.\n"
+            f"  Write file.py:Name or package.module:Name, or one of the built-in tasks: "
             f"{', '.join(all_names('paceline.tasks'))}."
         )
-    return place, name
+    return module, name
 
 
 def load_task_class(spec: str) -> type[Task]:
     """Return the task class that ``spec`` names.
 
     Raises:
-        TaskError: with what was looked for and what there is instead.
-        ConfigError: it is a plug-in that cannot be imported, or is no task.
+        TaskError: the module or class does not exist; the message lists the tasks of the module.
+        ConfigError: the plug-in cannot be imported, or is not a task.
     """
-    place, name = check_spec(spec)
+    file_or_module, name = check_spec(spec)
     if _find_plugin(spec) is not None:
         requirement = "a dataclass that extends paceline.Task"
         return typing.cast(type[Task], load("paceline.tasks", spec, requirement, _is_task_class))
-    module = _import_file(Path(place), spec) if place.endswith(".py") else _import_module(place, spec)
-    found = getattr(module, name, None)
-    if found is None:
-        there = [n for n, v in vars(module).items() if _is_task_class(v) and v.__module__ == module.__name__]
+    loaded = (
+        _import_file(Path(file_or_module), spec)
+        if file_or_module.endswith(".py")
+        else _import_module(file_or_module, spec)
+    )
+    loaded_class = getattr(loaded, name, None)
+    if loaded_class is None:
+        tasks = [n for n, v in vars(loaded).items() if _is_task_class(v) and v.__module__ == loaded.__name__]
         hint = (
-            f"It defines: {', '.join(there)}."
-            if there
+            f"It defines: {', '.join(tasks)}."
+            if tasks
             else "It defines no task (a dataclass that extends paceline.Task)."
         )
-        raise TaskError(f"{place} has no {name!r}. {hint}")
-    if not _is_task_class(found):
+        raise TaskError(f"{file_or_module} has no {name!r}. {hint}")
+    if not _is_task_class(loaded_class):
         raise TaskError(f"{spec}: {name} is not a task; it must be a dataclass that extends paceline.Task.")
-    return typing.cast(type[Task], found)
+    return typing.cast(type[Task], loaded_class)
 
 
 def _find_plugin(spec: str) -> Plugin | None:
@@ -117,8 +121,7 @@ def _import_module(name: str, spec: str) -> types.ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise TaskError(
-                f"task {spec!r}: there is no module {error.name!r} here "
-                "(looked in the current directory and the environment)."
+                f"task {spec!r}: there is no module {error.name!r} in the current directory or the environment."
             ) from error
         raise TaskError(f"task {spec!r}: {name} imports {error.name!r}, which is not installed.") from error
     except SyntaxError as error:
@@ -165,14 +168,13 @@ def build_task(task_class: type[Task], values: Mapping[str, Any]) -> Task:
     """Build a task from field values; strings are converted to the field's type.
 
     Raises:
-        TaskError: for an unknown field (listing those there are), a value of the wrong type, or a
-            class whose fields are none because it is not decorated.
+        TaskError: a field is unknown (lists the fields), a value has the wrong type, or the class lacks ``@dataclass``.
     """
     own = vars(task_class)
     bare = [n for n, hint in own.get("__annotations__", {}).items() if "ClassVar" not in str(hint)]
     if bare and "__dataclass_params__" not in own:
         raise TaskError(
-            f"{task_class.__name__} has fields ({', '.join(bare)}) but is no dataclass. "
+            f"{task_class.__name__} has fields ({', '.join(bare)}) but is not a dataclass. "
             f"Write @dataclass above class {task_class.__name__}."
         )
     hints = typing.get_type_hints(task_class)
@@ -180,8 +182,8 @@ def build_task(task_class: type[Task], values: Mapping[str, Any]) -> Task:
     converted = {}
     for name, value in values.items():
         if name not in fields:
-            there = ", ".join(fields) or "none"
-            raise TaskError(f"{task_class.__name__} has no field {name!r}. Its fields: {there}.")
+            names = ", ".join(fields) or "none"
+            raise TaskError(f"{task_class.__name__} has no field {name!r}. Its fields: {names}.")
         converted[name] = _convert(value, hints[name], f"{task_class.__name__}.{name}")
     try:
         return task_class(**converted)
@@ -207,10 +209,10 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, str]:
 
 
 def task_fields(task: Task) -> dict[str, Any]:
-    """The values of a task's fields, as JSON types.
+    """Return the values of a task's fields, as JSON types.
 
     Raises:
-        TaskError: a field's value has no JSON form, so it could not be recorded.
+        TaskError: a value has no JSON form, so the run could not record it.
     """
     values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.init}
     for name, value in values.items():
@@ -225,10 +227,10 @@ def task_fields(task: Task) -> dict[str, Any]:
 
 
 def task_assignments(task: Task) -> tuple[str, ...]:
-    """The fields that differ from their defaults, as :func:`parse_assignments` takes them.
+    """Return the fields that differ from their defaults, in the form of :func:`parse_assignments`.
 
     Raises:
-        TaskError: a field would be read as another value.
+        TaskError: --set would read a field as another value.
     """
     hints = typing.get_type_hints(type(task))
     defaults = {f.name: f.default for f in dataclasses.fields(task)}
@@ -238,8 +240,8 @@ def task_assignments(task: Task) -> tuple[str, ...]:
         read = _convert(text, hints[name], where)
         if isinstance(changed[name], str) and read != changed[name]:
             raise TaskError(
-                f"{where} is {changed[name]!r}, which the job would be given as --set, and read as {read!r}. "
-                "Choose a text that is no other value, and has no blanks at its ends."
+                f"{where} is {changed[name]!r}, which --set would read as {read!r}. "
+                "Choose text that is not a number, true, false or none, and has no leading or trailing blanks."
             )
     return tuple(f"{name}={value}" for name, value in changed.items())
 
@@ -247,8 +249,8 @@ def task_assignments(task: Task) -> tuple[str, ...]:
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """Convert a string from the command line, or a TOML value, to the annotated type."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    says_none = value is None or (isinstance(value, str) and value.lower() == "none")
-    if says_none and (type(None) in options or hint is Any):
+    is_none = value is None or (isinstance(value, str) and value.lower() == "none")
+    if is_none and (type(None) in options or hint is Any):
         return None
     for option in options:
         try:

@@ -1,1 +1,1 @@
-"""Which samples a step sees, how they are read, and the proof that each was seen once."""
+"""The deterministic order of the data, its loaders, and the ledger that proves each sample was seen once."""

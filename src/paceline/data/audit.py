@@ -1,4 +1,4 @@
-"""The audit: proves from ledgers that each sample was seen as often as it must have been."""
+"""The audit: proves from ledgers that each sample was seen as often as required."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.runs.directory import RunDirectory
 
 
-# --- One epoch of the audit: its steps put in their places, its samples ticked off ---
+# --- One epoch of the audit ---
 
 
 _CHUNK = 1 << 16  # positions to recompute at a time
@@ -32,22 +32,21 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """What the ledger proves about one epoch.
+    """The audit of one epoch.
 
     Attributes:
         epoch: its number.
-        num_samples: N, or None for a stream, which does not say.
-        steps: steps that were committed, each counted once.
+        num_samples: N, or None for a stream, whose length is unknown.
+        steps: committed steps, each counted once.
         once: samples seen exactly once.
         repeated: samples seen twice or more.
-        never: samples whose step is past and that were not seen.
-        not_yet: samples of steps that are still to come; 0 but in a run's last epoch.
-        missing_steps: steps that were left out.
-        repeated_steps: steps that were committed again.
-        misplaced_steps: steps that the epoch does not have, that took other positions than the
-            order gives them, or that came out of turn.
-        checksum_mismatches: steps that were fed other samples than the order gives them.
-        world_sizes: the numbers of ranks that shared the steps.
+        never: samples of past steps that were not seen.
+        not_yet: samples of future steps; 0 except in a run's last epoch.
+        missing_steps: skipped steps.
+        repeated_steps: steps committed more than once.
+        misplaced_steps: steps outside the epoch, with other positions than the order gives them, or out of sequence.
+        checksum_mismatches: steps that read other samples than the order gives them.
+        world_sizes: the world sizes of the steps.
     """
 
     epoch: int
@@ -65,12 +64,12 @@ class EpochAudit:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What is wrong, a phrase each; empty where nothing is."""
+        """The errors, one phrase each."""
         steps = (
             (self.missing_steps, "missing"),
             (self.repeated_steps, "repeated"),
             (self.misplaced_steps, "misplaced"),
-            (self.checksum_mismatches, "fed with other samples than the order gives"),
+            (self.checksum_mismatches, "read other samples than the order gives"),
         )
         phrases = [f"{_name_steps(ranges)} {what}" for ranges, what in steps if ranges]
         if self.never:
@@ -81,24 +80,24 @@ class EpochAudit:
 
 
 class EpochAuditor(Protocol):
-    """Takes the committed steps of one epoch, in the order of the ledger."""
+    """Audits the committed steps of one epoch, in the order of the ledger."""
 
     epoch: int
 
     def add(self, entry: LedgerEntry, *, in_turn: bool) -> None:
-        """Add a step; ``in_turn`` says that its state version is above all those before it."""
+        """Add a step; ``in_turn`` says whether its state version exceeds all earlier ones."""
 
     def report(self, *, is_last: bool) -> EpochAudit:
-        """The outcome; the last epoch of a run may be unfinished."""
+        """Return the result; the last epoch of a run may be unfinished."""
 
 
 class OrderedEpochAuditor:
-    """Audits an epoch whose order is index arithmetic: recomputes every sample number.
+    """Audits an epoch of a map-style dataset: recomputes every sample number.
 
-    Memory: a bit a sample, two where samples repeat; nothing grows with the number of good steps.
+    Memory: one bit per sample, two if samples repeat; independent of the number of correct steps.
 
     Raises:
-        RunDirectoryError: there is no memory for a bit a sample.
+        RunDirectoryError: there is not enough memory.
     """
 
     def __init__(self, epoch: int, order: DeterministicSampler) -> None:
@@ -106,20 +105,20 @@ class OrderedEpochAuditor:
         self._order = order
         self._sequence = _StepSequence()
         self._seen = _Bitmap(order.num_samples)
-        self._end = 0  # the position after the furthest step in its place
+        self._end = 0  # the position after the furthest well-placed step
         self._mismatches: set[int] = set()
         self._world_sizes: set[int] = set()
         self._pending: list[LedgerEntry] = []
 
     def add(self, entry: LedgerEntry, *, in_turn: bool) -> None:
-        """Add a step; one that is not in its place is ticked off where it says it was."""
+        """Add a step; mark the samples of a misplaced one at the positions that it claims."""
         self._world_sizes.add(entry.world_size)
         known = entry.step < self._order.steps_per_epoch
         if not known or (entry.start, entry.stop) != self._order.batch_range(entry.step):
             self._sequence.misplaced.add(entry.step)
             for start in range(entry.start, min(entry.stop, self._order.num_samples), _CHUNK):
                 stop = min(start + _CHUNK, entry.stop, self._order.num_samples)
-                self._seen.tick(self._order.indices(self.epoch, start, stop))
+                self._seen.mark(self._order.indices(self.epoch, start, stop))
             return
         self._sequence.take(entry.step, in_turn=in_turn)
         self._end = max(self._end, entry.stop)
@@ -130,7 +129,6 @@ class OrderedEpochAuditor:
             self._recompute()
 
     def report(self, *, is_last: bool) -> EpochAudit:
-        """The outcome; the last epoch of a run may be unfinished."""
         self._recompute()
         num_samples = self._order.num_samples
         seen, repeated = self._seen.counts()
@@ -153,14 +151,14 @@ class OrderedEpochAuditor:
         )
 
     def _recompute(self) -> None:
-        """Tick off the pending steps, whose positions follow each other, and compare checksums."""
+        """Mark the samples of the pending, contiguous steps, and compare checksums."""
         pending, self._pending = self._pending, []
         if not pending:
             return
         start = pending[0].start
         # Checksums are defined on '<i8'; a copy on big-endian machines only.
         numbers = self._order.indices(self.epoch, start, pending[-1].stop).astype("<i8", copy=False)
-        self._seen.tick(numbers)
+        self._seen.mark(numbers)
         content = numbers.data
         for entry in pending:
             bounds = self._order.microbatch_bounds(entry.step)
@@ -169,12 +167,12 @@ class OrderedEpochAuditor:
 
 
 class StreamEpochAuditor:
-    """Audits an epoch of a stream: its samples have no numbers, so their positions are counted.
+    """Audits an epoch of a stream by positions, because its samples have no numbers.
 
     Args:
         epoch: its number.
-        start: the position where the epoch before ended, from the start of the run: steps that are
-            missing at an epoch's end are noticed at the beginning of the next.
+        start: the end of the previous epoch, counted from the start of the run. Steps missing at an epoch's end are
+            therefore detected at the beginning of the next one.
 
     Attributes:
         end: the position after the furthest step.
@@ -188,7 +186,7 @@ class StreamEpochAuditor:
         self._world_sizes: set[int] = set()
 
     def add(self, entry: LedgerEntry, *, in_turn: bool) -> None:
-        """Add a step, whose positions should begin where the last step's ended."""
+        """Add a step, whose positions should begin at the previous step's end."""
         self._world_sizes.add(entry.world_size)
         self._sequence.take(entry.step, in_turn=in_turn)
         if entry.start != self.end:
@@ -198,7 +196,6 @@ class StreamEpochAuditor:
         self.end = max(self.end, entry.stop)
 
     def report(self, *, is_last: bool) -> EpochAudit:
-        """The outcome; a stream does not say whether more is to come."""
         return EpochAudit(
             epoch=self.epoch,
             num_samples=None,
@@ -216,7 +213,7 @@ class StreamEpochAuditor:
 
 
 class _StepSequence:
-    """Which steps came, out of 0, 1, 2, ...; grows only with what is wrong."""
+    """The set of steps seen, out of 0, 1, 2, ...; its size grows only with errors."""
 
     def __init__(self) -> None:
         self.missing: list[tuple[int, int]] = []
@@ -226,7 +223,7 @@ class _StepSequence:
 
     @property
     def count(self) -> int:
-        """Steps that came, each counted once."""
+        """Distinct steps."""
         return self._next - sum(last - first + 1 for first, last in self.missing)
 
     def take(self, step: int, *, in_turn: bool) -> None:
@@ -242,7 +239,7 @@ class _StepSequence:
             self.misplaced.add(step)
 
     def end_at(self, num_steps: int) -> None:
-        """Count steps that never came, up to the epoch's last, as missing."""
+        """Count missing steps up to the epoch's last."""
         self._skip_to(num_steps)
 
     def _skip_to(self, step: int) -> None:
@@ -251,7 +248,7 @@ class _StepSequence:
             self._next = step
 
     def _fill_gap(self, step: int) -> bool:
-        """Take a step that comes late out of the missing ones; False where it is not among them."""
+        """Remove a late step from the missing ones; return whether it was among them."""
         for number, (first, last) in enumerate(self.missing):
             if first <= step <= last:
                 rest = ((first, step - 1), (step + 1, last))
@@ -261,35 +258,35 @@ class _StepSequence:
 
 
 class _Bitmap:
-    """Ticks sample numbers off: a bit for seen, and a second, made when needed, for seen again."""
+    """Marks sample numbers: one bit for seen and, allocated when needed, a second for seen again."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._seen = self._allocate()
-        self._again: NDArray[np.uint8] | None = None
+        self._repeated: NDArray[np.uint8] | None = None
 
-    def tick(self, numbers: NDArray[np.int64]) -> None:
+    def mark(self, numbers: NDArray[np.int64]) -> None:
         ordered = np.sort(numbers)
         byte, bit = ordered >> 3, np.left_shift(1, ordered & 7).astype(np.uint8)
         again = (self._seen[byte] & bit) != 0
         again[1:] |= ordered[1:] == ordered[:-1]
         if again.any():
-            if self._again is None:
-                self._again = self._allocate()
-            np.bitwise_or.at(self._again, byte[again], bit[again])
+            if self._repeated is None:
+                self._repeated = self._allocate()
+            np.bitwise_or.at(self._repeated, byte[again], bit[again])
         np.bitwise_or.at(self._seen, byte, bit)
 
     def counts(self) -> tuple[int, int]:
-        """How many numbers were ticked off, and how many of them more than once."""
-        return _popcount(self._seen), 0 if self._again is None else _popcount(self._again)
+        """Return how many numbers were marked, and how many of them more than once."""
+        return _popcount(self._seen), 0 if self._repeated is None else _popcount(self._repeated)
 
     def _allocate(self) -> NDArray[np.uint8]:
         try:
             return np.zeros(-(-self._size // 64) * 8, dtype=np.uint8)
         except MemoryError:
             raise RunDirectoryError(
-                f"an audit needs a bit for each of the epoch's {self._size:,} samples, "
-                f"{self._size / 2**33:,.1f} GiB; run it on a machine that has them."
+                f"the audit needs {self._size / 2**33:,.1f} GiB of memory, one bit for each of the epoch's "
+                f"{self._size:,} samples. Run it on a larger node."
             ) from None
 
 
@@ -309,7 +306,7 @@ def _as_ranges(numbers: Iterable[int]) -> Ranges:
 
 
 def _name_steps(ranges: Ranges) -> str:
-    """Such as "3 steps (5, 9 to 10)"."""
+    """Format ranges, such as "3 steps (5, 9 to 10)"."""
     count = sum(last - first + 1 for first, last in ranges)
     shown = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:_SHOWN_RANGES]]
     if len(ranges) > _SHOWN_RANGES:
@@ -317,12 +314,11 @@ def _name_steps(ranges: Ranges) -> str:
     return f"{count:,} step{'s' if count > 1 else ''} ({', '.join(shown)})"
 
 
-# --- The audit: recompute what every step should have seen, and hold the ledger against it ---
+# --- The audit of a run ---
 #
-# Each committed step of the final lineage is put in its place in its epoch, its sample numbers are
-# recomputed from the order of the data, their CRC-32s are compared with those of the samples that
-# were really fetched, and every sample is ticked off. That takes N / 8 bytes for an epoch (as much
-# again where samples repeat) and 0.1 to 0.3 us a sample.
+# For each committed step of the final lineage, the audit recomputes the sample numbers from the order of the data,
+# compares their CRC-32s with the ledger's, which are of the fetched samples, and marks every sample. That takes N / 8
+# bytes for an epoch (twice that if samples repeat) and 0.1 to 0.3 us per sample.
 
 
 _SHOWN = 6  # findings in the verdict; all are in the report
@@ -330,17 +326,16 @@ _SHOWN = 6  # findings in the verdict; all are in the report
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What the ledger proves about a run.
+    """The audit of a run.
 
     Attributes:
-        epochs: the epochs that the final lineage has steps of.
-        missing_epochs: epochs before the last that it has none of.
+        epochs: the epochs with steps in the final lineage.
+        missing_epochs: earlier epochs without steps.
         stray_steps: (epoch, step) of steps committed after a later epoch had begun.
-        generations: starts of the run that wrote a ledger.
-        recomputed_steps: steps that a restart undid and that were computed again, or will be;
-            they count in no epoch.
-        recomputed_samples: the samples of those.
-        result_steps: the steps that ``result.json`` claims, None where there is none.
+        generations: number of ledger files, one per start of the run.
+        recomputed_steps: steps that a restart undid, so they were or will be recomputed; they count in no epoch.
+        recomputed_samples: the samples of those steps.
+        result_steps: the number of steps in ``result.json``, or None.
         checksums_compared: False for a stream, whose sample numbers cannot be recomputed.
     """
 
@@ -360,7 +355,7 @@ class AuditReport:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What is wrong, a phrase each; empty where nothing is."""
+        """The errors, one phrase each."""
         phrases = [phrase for epoch in self.epochs for phrase in epoch.findings]
         phrases += [f"epoch{f' {a}' if a == b else f's {a} to {b}'}: no steps" for a, b in self.missing_epochs]
         phrases += [f"epoch {e}: step {t} came after a later epoch had begun" for e, t in self.stray_steps]
@@ -375,7 +370,7 @@ class AuditReport:
 
     @property
     def verdict(self) -> str:
-        """The outcome in a sentence."""
+        """The result in one sentence."""
         if not self.clean:
             more = len(self.findings) - _SHOWN
             shown = [*self.findings[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
@@ -395,19 +390,19 @@ class AuditReport:
         return f"Clean{' so far' if last.not_yet else ''}: {' and '.join(parts)} seen exactly once."
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON types."""
+        """Return the report as JSON types."""
         summary = {"clean": self.clean, "verdict": self.verdict, "steps": self.steps}
         return {**summary, **dataclasses.asdict(self)}
 
 
 def audit(run: RunDirectory) -> AuditReport:
-    """Audit a run, finished or not, also while it runs.
+    """Audit a run, which may still be running.
 
     Raises:
-        RunDirectoryError: this is no run, it has no ledger, or the ledger is malformed.
+        RunDirectoryError: this is not a run, it has no ledger, or the ledger is malformed.
     """
     run.read_manifest()
-    # Read before the ledger: a run at work adds its steps first and its result last.
+    # Read before the ledger, because an active run writes the ledger first and the result last.
     result_steps = _result_steps(run)
     ledger = read_ledger(run.ledger)
     lineage = _LineageAuditor(with_saved_sizes(ledger.order, run.sample_lengths))
@@ -431,7 +426,7 @@ def audit(run: RunDirectory) -> AuditReport:
 
 
 class _LineageAuditor:
-    """Hands the final lineage's steps to one epoch's auditor after the other."""
+    """Splits the final lineage into epochs and audits each."""
 
     def __init__(self, order: DeterministicSampler | None) -> None:
         self.missing_epochs: list[tuple[int, int]] = []

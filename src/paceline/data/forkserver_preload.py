@@ -1,9 +1,8 @@
-"""Imported first by the server that data workers are forked from.
+"""Preloaded by the fork server of the data workers.
 
-The server forks from a process without threads in which torch is imported already, so a worker starts
-in milliseconds and shares torch's memory. A scheduler that ends a job signals every process of it; the
-trainer then still wants the batches of its last steps, so the server does not end on SIGTERM or
-SIGUSR1. It ends when the trainer has.
+The server is a single-threaded process with torch already imported, so a worker starts in milliseconds and shares
+torch's memory. A scheduler that ends a job signals every process of it, but the trainer still needs the batches of its
+last steps; the server therefore ignores SIGTERM and SIGUSR1, and ends when the trainer does.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import paceline.data.samples  # noqa: F401
 _IGNORED = (signal.SIGTERM, signal.SIGUSR1)
 
 
-def _heed() -> None:
+def _restore_signals() -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_DFL)
 
 
 for number in _IGNORED:
     signal.signal(number, signal.SIG_IGN)
-# The server is multiprocessing's own and shared: what others start from it ends on signals as usual.
-os.register_at_fork(after_in_child=_heed)
+# Other code may fork from multiprocessing's shared server too; its processes must still end on signals.
+os.register_at_fork(after_in_child=_restore_signals)

@@ -1,4 +1,4 @@
-"""The ledger: which samples were trained on, appended at each commit of a step, and read to prove it."""
+"""The ledger: the samples of every committed step, appended at each commit and read by the audit."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from paceline.core.files import fsync_directory
 from paceline.core.options import Shuffle
 from paceline.data.order import DeterministicSampler
 
-# --- The ledger: which samples each committed step saw, written down by the run itself ---
+# --- The format ---
 #
 # One JSONL file for each generation, ``ledger/gen-00000.jsonl``. Its first line is a header::
 #
 #     {"format":1,"generation":0,"parent_version":null,"order":{"num_samples":60000,...}}
 #
-# ``parent_version`` is the state version that this generation continued from, null where it began
-# from nothing. ``order`` holds the fields of :class:`~paceline.data.order.DeterministicSampler`, and is null
-# for a stream, whose order is the stream's own. Then one line for each committed step::
+# ``parent_version`` is the state version from which this generation continued, null for a fresh start. ``order`` holds
+# the fields of :class:`~paceline.data.order.DeterministicSampler`, and is null for a stream. Then one line for each
+# committed step::
 #
 #     {"v":1,"e":0,"t":0,"a":0,"b":128,"w":2,"c":5138420}
 #
 # v: state version after the step; e: epoch; t: step in the epoch; a, b: its positions [a, b) in the
-# epoch, but of a stream in the whole run, because nobody knows how long its epochs are; w: the number
-# of ranks where they share the micro-batches evenly, else the list of each rank's first micro-batch; c: the sum
-# over the step's micro-batches of the CRC-32 of the sample numbers (little-endian int64) that were really
-# fetched.
+# epoch, but for a stream in the whole run, because the length of its epochs is unknown; w: the world size if the
+# micro-batches are split evenly, else the list of each rank's first micro-batch; c: the sum over the step's
+# micro-batches of the CRC-32 of the fetched sample numbers (little-endian int64).
 #
-# A generation continues from a state that an earlier one left, so what the earlier ones did after
-# that state is not in the model: it was computed again. What remains is the final lineage.
+# A generation continues from a state of an earlier one. Later steps of the earlier one are not in the model, because
+# they were recomputed. The remaining steps are the final lineage.
 
 
 FORMAT = 1
@@ -45,7 +44,7 @@ _ORDER_FIELDS = tuple(field.name for field in dataclasses.fields(DeterministicSa
 
 
 class LedgerEntry(NamedTuple):
-    """One committed step; the module's docstring explains the fields."""
+    """One committed step; the comment above explains the fields."""
 
     version: int
     epoch: int
@@ -57,12 +56,12 @@ class LedgerEntry(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """How many ranks shared the step."""
+        """The number of ranks in the step."""
         return self.ranks if isinstance(self.ranks, int) else len(self.ranks)
 
 
 def ledger_path(directory: Path, generation: int) -> Path:
-    """The file of one generation."""
+    """Return the path of one generation's file."""
     return directory / f"gen-{generation:05d}.jsonl"
 
 
@@ -76,10 +75,10 @@ class LedgerFile:
     order: DeterministicSampler | None
 
     def entries(self) -> Iterator[LedgerEntry]:
-        """The committed steps, in the order of the file.
+        """Yield the committed steps, in the order of the file.
 
         Raises:
-            RunDirectoryError: a line is malformed; one that a crash cut short at the end is not.
+            RunDirectoryError: a line is malformed; a line cut short by a crash at the end is skipped.
         """
         lines = _lines(self.path)
         next(lines)  # the header
@@ -89,19 +88,19 @@ class LedgerFile:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All generations of a run, oldest first."""
+    """The ledger files of a run, oldest generation first."""
 
     files: tuple[LedgerFile, ...]
     order: DeterministicSampler | None
 
     def entries(self) -> Iterator[tuple[LedgerEntry, bool]]:
-        """Each committed step, and whether it is in the final lineage (else it was recomputed).
+        """Yield each committed step, and whether it is in the final lineage (else it was recomputed).
 
         Raises:
             RunDirectoryError: a line is malformed.
         """
         for number, file in enumerate(self.files):
-            # Every later generation cuts, not only the next: it may have gone further back.
+            # Every later generation counts, not only the next: it may have gone further back.
             parents = [later.parent_version or 0 for later in self.files[number + 1 :]]
             cut = min(parents, default=None)
             for entry in file.entries():
@@ -109,10 +108,10 @@ class Ledger:
 
 
 def read_ledger(directory: Path) -> Ledger:
-    """Open a run's ledger, also while the run is writing it.
+    """Open a run's ledger, which the run may still be writing.
 
     Raises:
-        RunDirectoryError: there is none, a header is malformed, or two disagree about the order.
+        RunDirectoryError: there is no ledger, a header is malformed, or two headers disagree about the order.
     """
     files = []
     for generation in sorted(generations(directory)):
@@ -121,19 +120,19 @@ def read_ledger(directory: Path) -> Ledger:
         if header is not None:  # else a crash cut the header short: nothing was committed
             files.append(_parse_header(header, path, generation))
     if not files:
-        raise RunDirectoryError(f"{directory} holds no ledger: no step of this run was committed.")
+        raise RunDirectoryError(f"{directory} holds no ledger, because no step of this run was committed.")
     first = files[0]
     for file in files[1:]:
         if file.order != first.order:
             raise RunDirectoryError(
-                f"{file.path}, line 1: its order of the data is not that of {first.path.name}. "
-                "A run has one order; these files are of different runs."
+                f"{file.path}, line 1: its order of the data differs from that of {first.path.name}. "
+                "A run has one order, so these files belong to different runs."
             )
     return Ledger(tuple(files), first.order)
 
 
 def last_recorded_version(directory: Path) -> int | None:
-    """The state version up to which the files hold every step; None where they hold none.
+    """Return the state version up to which the files record every step; None without records.
 
     Raises:
         RunDirectoryError: the last file is malformed.
@@ -151,7 +150,7 @@ def last_recorded_version(directory: Path) -> int | None:
 
 
 def superseded_at(directory: Path, generation: int) -> int | None:
-    """The lowest state version that a later generation went on from; None where there is none.
+    """Return the lowest state version from which a later generation continued, or None.
 
     Raises:
         RunDirectoryError: a later header is malformed.
@@ -167,7 +166,7 @@ def superseded_at(directory: Path, generation: int) -> int | None:
 
 
 def generations(directory: Path) -> list[int]:
-    """The generations that have a file."""
+    """Return the generations that have a file."""
     if not directory.is_dir():
         return []
     matches = (re.fullmatch(r"gen-(\d{5,})\.jsonl", path.name) for path in directory.iterdir())
@@ -175,7 +174,7 @@ def generations(directory: Path) -> list[int]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The whole lines of a file; one without its end is what a crash, or a writer at work, left."""
+    """Yield the complete lines of a file; a crash or an active writer leaves an incomplete last one."""
     try:
         with path.open("rb") as file:
             for line in file:
@@ -248,30 +247,29 @@ def _malformed(path: Path, number: int, what: str) -> RunDirectoryError:
     return RunDirectoryError(f"{path}, line {number}: {what}. The ledger was changed or damaged after it was written.")
 
 
-# --- Writing the ledger, on disks that may be full or fail for a while ---
+# --- The writer ---
 
 
-_MOST_BYTES = 64 * 2**20  # of entries that wait for the disk: a million steps
+_MOST_BYTES = 64 * 2**20  # of queued entries: a million steps
 
 
 class LedgerWriter:
-    """Writes one generation's file; one process of a run has it.
+    """Writes one generation's file, in one process of a run.
 
-    Entries stay in memory until they are surely on disk: whatever a write or an fsync that failed has left
-    in the file is written again, from the last place that is sure. So a disk that was full, or whose
-    errors have passed, costs no entry.
+    Entries stay in memory until an fsync succeeded. After a failed write or fsync, the writer repeats everything since
+    the last successful fsync, so a disk that was full or failed for a while loses no entry.
 
-    Methods may be called from several threads: the checkpointer's flushes what the trainer
-    appends. A killed process leaves at most one line cut short, at the end.
+    Thread-safe: the checkpointer flushes entries that the trainer appends. A killed process leaves at most one
+    incomplete line, at the end.
 
     Args:
-        directory: the run's ``ledger/``; it and the file are made by the first :meth:`flush`.
+        directory: the run's ``ledger/``; the first :meth:`flush` creates it and the file.
         order: the order of the data, None for a stream.
-        generation: 0 for a run's first start, one more at each restart.
-        parent_version: the state version that this generation continues from.
+        generation: 0 for a run's first start, incremented at each restart.
+        parent_version: the state version from which this generation continues.
 
     Raises:
-        RunDirectoryError: this generation or a later one has a file already.
+        RunDirectoryError: this generation or a later one already has a file.
     """
 
     def __init__(
@@ -294,15 +292,15 @@ class LedgerWriter:
             raise self._conflict(ledger_path(directory, latest), generation)
         self._generation = generation
         self._tail = bytearray((json.dumps(header, separators=(",", ":")) + "\n").encode())
-        self._sure = 0  # bytes of the file that are surely on disk; the tail follows them
-        self._handed = 0  # bytes of the tail that were handed to the system
+        self._synced = 0  # bytes of the file that an fsync covered; the tail follows them
+        self._written = 0  # bytes of the tail that were written without an fsync
         self._file: int | None = None
         self._exists = self._in_directory = self._closed = False
         self._appending, self._writing, self._syncing = Lock(), Lock(), Lock()
 
     @property
     def unsure(self) -> int:
-        """Bytes that a power cut would lose now."""
+        """Bytes that a power cut would lose."""
         return len(self._tail)
 
     def append(
@@ -316,26 +314,26 @@ class LedgerWriter:
         ranks: int | Sequence[int],
         checksum: int,
     ) -> None:
-        """Add one committed step, in memory (about 2 us).
+        """Append one committed step in memory (about 2 us).
 
         Raises:
-            RunDirectoryWriteError: the disk has taken nothing for so long that the memory for it is used up.
+            RunDirectoryWriteError: the disk has failed for so long that the queue is full.
         """
-        shared = ranks if isinstance(ranks, int) else "[" + ",".join(map(str, ranks)) + "]"
-        line = f'{{"v":{version},"e":{epoch},"t":{step},"a":{start},"b":{stop},"w":{shared},"c":{checksum}}}\n'
+        ranks_json = ranks if isinstance(ranks, int) else "[" + ",".join(map(str, ranks)) + "]"
+        line = f'{{"v":{version},"e":{epoch},"t":{step},"a":{start},"b":{stop},"w":{ranks_json},"c":{checksum}}}\n'
         with self._appending:
             if len(self._tail) > _MOST_BYTES:
-                raise self._failure(OSError(f"{_MOST_BYTES} bytes wait for the disk, and that is the limit"))
+                raise self._failure(OSError(f"the queue of {_MOST_BYTES} bytes is full"))
             self._tail += line.encode()
 
     def flush(self, *, sync: bool) -> None:
-        """Hand all entries to the system, which keeps them if this process dies.
+        """Write all entries to the operating system, which keeps them if this process dies.
 
-        ``sync`` waits for the disk too, so that they survive a power cut; call it so before a
-        checkpoint of these steps is committed. After :meth:`close` it still works.
+        With ``sync`` the entries also survive a power cut; flush so before a checkpoint of these steps is committed. It
+        still works after :meth:`close`.
 
         Raises:
-            RunDirectoryWriteError: the disk is full or gone; no entry is lost, and a later call tries again.
+            RunDirectoryWriteError: the disk is full or broken; no entry is lost, and a later call retries.
             RunDirectoryError: another process has written this generation's file.
         """
         try:
@@ -347,7 +345,7 @@ class LedgerWriter:
             finally:
                 os.close(descriptor)
                 if self._closed:
-                    self._let_go()
+                    self._close_file()
         except OSError as error:
             raise self._failure(error) from error
 
@@ -362,10 +360,10 @@ class LedgerWriter:
             try:
                 self.flush(sync=False)
             finally:
-                self._let_go()
+                self._close_file()
 
     def _write(self) -> int:
-        """Hand what is new to the system; the descriptor."""
+        """Write new entries to the operating system; return the descriptor."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             only_new = 0 if self._exists else os.O_EXCL
@@ -375,39 +373,39 @@ class LedgerWriter:
                 raise self._conflict(self.path, self._generation) from error
             self._exists = True
         with self._appending:
-            handed, new = self._handed, bytes(self._tail[self._handed :])
-            position = self._sure + handed
+            already_written, new = self._written, bytes(self._tail[self._written :])
+            position = self._synced + already_written
         try:
             while new:
                 written = os.pwrite(self._file, new, position)
                 new, position = new[written:], position + written
         except OSError:
-            self._handed = 0
+            self._written = 0
             raise
         with self._appending:
-            self._handed = position - self._sure
+            self._written = position - self._synced
         return self._file
 
     def _sync(self, descriptor: int) -> None:
         with self._syncing:
             with self._appending:
-                until = self._sure + self._handed
+                until = self._synced + self._written
             try:
                 os.fsync(descriptor)
                 if not self._in_directory:
                     fsync_directory(self.path.parent)
                     self._in_directory = True
             except OSError:
-                # The system has forgotten what it could not write: fsync would succeed the next time.
+                # The kernel drops pages that it could not write, so a second fsync would succeed without them.
                 with self._writing:
-                    self._handed = 0
+                    self._written = 0
                 raise
             with self._appending:
-                gained = until - self._sure
-                del self._tail[:gained]
-                self._sure, self._handed = until, max(0, self._handed - gained)
+                synced = until - self._synced
+                del self._tail[:synced]
+                self._synced, self._written = until, max(0, self._written - synced)
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         with self._writing:
             if self._file is not None:
                 os.close(self._file)
@@ -416,17 +414,17 @@ class LedgerWriter:
     def _conflict(self, path: Path, generation: int) -> RunDirectoryError:
         return RunDirectoryError(
             f"{path} exists, so generation {generation} cannot be written: "
-            "another process continued this run. End it if it is at work, then resume the run again."
+            "another process continued this run. End it if it is still running, then resume the run again."
         )
 
     def _failure(self, error: OSError) -> RunDirectoryWriteError:
         return RunDirectoryWriteError(
             f"cannot write the ledger {self.path}: {error.strerror or error}. "
-            "Make room or mend the disk, then resume the run."
+            "Free space or repair the disk, then resume the run."
         )
 
 
 def _fields(order: DeterministicSampler) -> dict[str, int]:
-    """What the header tells of an order; a balanced one's sizes are in a file of their own."""
+    """Return an order's fields for the header; a balanced order's sample lengths have a file of their own."""
     values = {field.name: getattr(order, field.name) for field in dataclasses.fields(DeterministicSampler)}
     return {**values, "shuffle": order.shuffle.window}

@@ -1,4 +1,4 @@
-"""From sample numbers to micro-batches on the device: loaders for training and for evaluation."""
+"""Loaders for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from paceline.data.samples import (
     without_subsets,
 )
 
-# --- The loader that fits a dataset: what a rank trains on, as a function of (seed, epoch, step, micro-batch) ---
+# --- The training loader of a dataset: batches as a function of (seed, epoch, step, micro-batch) ---
 #
-# Tensors are indexed a batch at a time (:mod:`paceline.data.samples`); other map-style datasets are read
-# sample by sample, by worker processes (:mod:`paceline.data.samples`). Streams: :mod:`paceline.data.stream`.
+# Tensors are indexed a batch at a time, other map-style datasets are read sample by sample in worker processes; both
+# in :mod:`paceline.data.samples`. Streams: :mod:`paceline.data.stream`.
 
 
 __all__ = [
@@ -59,20 +59,20 @@ def build_loader(
     index_map: Split | None = None,
     split: str = "train",
 ) -> Loader:
-    """The loader for a map-style dataset.
+    """Build the loader for a map-style dataset.
 
     Args:
         dataset: a ``TensorDataset``, or anything with ``__len__`` and ``__getitem__``.
-        order: which samples each micro-batch gets; its ``num_samples`` are the split's.
+        order: the samples of each micro-batch; its ``num_samples`` is the split's length.
         seed: keys the randomness inside ``__getitem__``.
-        device: where batches go.
+        device: the device of the batches.
         workers: worker processes; 0 loads in this one. Tensors need none.
-        collate: a list of samples -> a batch; ``task.collate``.
-        index_map: the split's place in the dataset where it was carved out of it.
+        collate: turns a list of samples into a batch; ``task.collate``.
+        index_map: the split's sample numbers in the dataset, if it was split off.
         split: its name, for messages.
 
     Raises:
-        DataError: this is no map-style dataset, or its length is not the order's.
+        DataError: the dataset is not map-style, or its length is not the order's.
     """
     num_samples = dataset_length(dataset, split) if index_map is None else len(index_map)
     if num_samples != order.num_samples:
@@ -95,10 +95,10 @@ def build_loader(
 
 
 def dataset_length(dataset: Any, split: str) -> int:
-    """``len(dataset)``.
+    """Return ``len(dataset)``.
 
     Raises:
-        DataError: it has no length or cannot be indexed.
+        DataError: the dataset has no length or cannot be indexed.
     """
     what = f"the {split} dataset is a {type(dataset).__name__}, which has no"
     stream = " or a stream" if split == "train" else ""
@@ -112,14 +112,14 @@ def dataset_length(dataset: Any, split: str) -> int:
 
 
 def resolve_workers(dataset: Any, collate: Collate, requested: int | Literal["auto"], local_world_size: int) -> int:
-    """Worker processes of a rank for this dataset: none for tensors, else :func:`auto_workers`."""
+    """Return the worker processes of a rank for this dataset: 0 for tensors, else :func:`auto_workers`."""
     return 0 if is_tensor_backed(dataset, collate) else auto_workers(requested, local_world_size)
 
 
 def auto_workers(requested: int | Literal["auto"], local_world_size: int) -> int:
-    """Worker processes of a rank: ``requested``, or for "auto" 4 but at most its share of the CPUs.
+    """Return the worker processes of a rank: ``requested``, or for "auto" up to 4, within its share of the CPUs.
 
-    Logs a warning where the workers of all ranks on this machine outnumber its CPUs.
+    Log a warning if the workers of all ranks on this node outnumber its CPUs.
     """
     cpus = len(os.sched_getaffinity(0))
     auto = max(1, min(AUTO_WORKERS, cpus // local_world_size))
@@ -136,15 +136,14 @@ def auto_workers(requested: int | Literal["auto"], local_world_size: int) -> int
     return requested
 
 
-# --- Evaluation batches: a split in its own order, in blocks that ranks share ---
+# --- Evaluation batches: a split in its own order, divided over the ranks ---
 
 
 class EvalBatches:
-    """A split as blocks of ``batch_size`` samples, the last one shorter; block b starts at b * batch_size.
+    """A split as evaluation batches of ``batch_size`` samples, the last one shorter.
 
-    Rank r of W takes ``range(r * num_blocks // W, (r + 1) * num_blocks // W)``. Worker processes, where
-    there are some, are kept from one evaluation to the next. Randomness in ``__getitem__`` is keyed by
-    sample alone, so each evaluation sees the same.
+    Rank r of W reads ``range(r * num_batches // W, (r + 1) * num_batches // W)``. Worker processes persist from one
+    evaluation to the next. Randomness in ``__getitem__`` is keyed by sample alone, so each evaluation sees the same.
     """
 
     def __init__(
@@ -159,10 +158,10 @@ class EvalBatches:
         index_map: Split | None = None,
         split: str = "val",
     ) -> None:
-        """Take a dataset; the arguments are those of :func:`paceline.data.loader.build_loader`.
+        """Wrap a dataset; the arguments are those of :func:`paceline.data.loader.build_loader`.
 
         Raises:
-            DataError: this is no map-style dataset.
+            DataError: the dataset is not map-style.
         """
         self.num_samples = dataset_length(dataset, split) if index_map is None else len(index_map)
         self.num_batches = -(-self.num_samples // batch_size)
@@ -176,32 +175,32 @@ class EvalBatches:
             self._rows = RowNumbers(index_map, subset)
             self._source = SampleSource(inner, seed=seed, device=device, workers=workers, collate=collate, split=split)
 
-    def read(self, blocks: Sequence[int]) -> Iterator[MicroBatch]:
-        """These blocks in order; ``microbatch`` is the block's number.
+    def read(self, batches: Sequence[int]) -> Iterator[MicroBatch]:
+        """Yield these batches in order.
 
         Raises:
             DataError: a sample cannot be read or does not fit its batch.
         """
         if self._source is not None:
-            yield from self._read_samples(self._source, blocks)
+            yield from self._read_samples(self._source, batches)
         if self._tensors is not None:
-            for block in blocks:
-                numbers = self._numbers(block)
+            for index in batches:
+                numbers = self._numbers(index)
                 batch = self._tensors.take(self._tensors.locate(numbers))
-                yield MicroBatch(block, batch, len(numbers), checksum(numbers))
+                yield MicroBatch(index, batch, len(numbers), checksum(numbers))
 
     def close(self) -> None:
         """End the workers; may be called twice."""
         if self._source is not None:
             self._source.close()
 
-    def _read_samples(self, source: SampleSource, blocks: Sequence[int]) -> Iterator[MicroBatch]:
-        numbers_of = (self._numbers(block) for block in blocks)
+    def _read_samples(self, source: SampleSource, batches: Sequence[int]) -> Iterator[MicroBatch]:
+        numbers_of = (self._numbers(index) for index in batches)
         source.start((ReadRequest(0, n, self._rows(n)) for n in numbers_of), ahead=2)
-        for block in blocks:
+        for index in batches:
             request, batch = source.next()
-            yield MicroBatch(block, batch, len(request.numbers), checksum(request.numbers))
+            yield MicroBatch(index, batch, len(request.numbers), checksum(request.numbers))
 
-    def _numbers(self, block: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        start = block * self._batch_size
+    def _numbers(self, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        start = index * self._batch_size
         return np.arange(start, min(start + self._batch_size, self.num_samples), dtype=np.int64)

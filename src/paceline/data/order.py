@@ -1,4 +1,4 @@
-"""Which samples a step sees: a keyed permutation of each epoch, cut into batches and micro-batches."""
+"""The order of the data: a keyed permutation of each epoch, split into batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from paceline.core.errors import ConfigError, DataError, RunDirectoryError
 from paceline.core.files import write_atomically
 from paceline.core.options import Shuffle
 
-# --- A keyed permutation of any range in constant memory, and the integer hash its keys come from ---
+# --- A keyed permutation of any range in constant memory, and the integer hash of its keys ---
 #
-# Values are promised for ever: only integer arithmetic modulo 2**64, no random number generator.
+# The values never change across versions: only integer arithmetic modulo 2**64, no random number generator.
 
 
 MAX_SIZE = 2**62
 """The largest range that can be permuted."""
 
 CHUNK = 8192
-"""Positions to work on at a time, so that the arrays stay in the L2 cache."""
+"""Positions computed at a time, so that the arrays stay in the L2 cache."""
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -37,7 +37,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def splitmix64(value: int) -> int:
-    """One output of the SplitMix64 generator (Steele, Lea and Flood 2014) in state ``value``."""
+    """Return one output of the SplitMix64 generator (Steele, Lea and Flood 2014) in state ``value``."""
     z = (value + _GAMMA) & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
     z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
@@ -45,7 +45,7 @@ def splitmix64(value: int) -> int:
 
 
 def derive_key(first: int, *rest: int) -> int:
-    """A 64-bit key that depends on every word and on their order: a chain of ``splitmix64``."""
+    """Derive a 64-bit key from words and their order: a chain of ``splitmix64``."""
     key = splitmix64(first)
     for word in rest:
         key = splitmix64(key ^ (word & _MASK))
@@ -53,7 +53,7 @@ def derive_key(first: int, *rest: int) -> int:
 
 
 def splitmix64_of(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """``splitmix64`` of each value."""
+    """Return ``splitmix64`` of each value."""
     z = values + np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
@@ -69,9 +69,9 @@ class FeistelNetwork:
     CT-RSA 2002). With rows and cols near sqrt(n), few numbers fall outside n and walk.
 
     ``rows`` is even because a round is then an odd permutation for some keys; with both sizes odd
-    every round is even, and half of all permutations could never come. Tiny domains need more
+    every round is even, and half of all permutations are impossible. Tiny domains need more
     rounds: the least at which chi-square tests over keys (whole permutations up to n = 7, order
-    patterns of five positions above) see no bias, plus a margin.
+    patterns of five positions above) detect no bias, plus a margin.
     """
 
     def __init__(self, n: int) -> None:
@@ -83,7 +83,7 @@ class FeistelNetwork:
         self.rounds = 24 if n < 32 else 12 if n < 256 else 8 if n < 4096 else 6
 
     def round_keys(self, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Round keys of K keys: shape (rounds, K)."""
+        """Return the round keys of K keys: shape (rounds, K)."""
         steps = np.arange(self.rounds, dtype=np.uint64)[:, None] * np.uint64(_GAMMA)
         return splitmix64_of(keys[None, :] + steps)
 
@@ -117,7 +117,7 @@ class FeistelNetwork:
             # 32 random bits to [0, size) without a division (Lemire 2019).
             np.multiply(h, size, out=h)
             np.right_shift(h, half, out=h)
-            # target = (target + h) mod size: what would be negative wraps to something huge.
+            # target = (target + h) mod size: a negative difference wraps to a huge number.
             np.add(target, h, out=target)
             np.subtract(target, size, out=h)
             np.minimum(target, h, out=target)
@@ -125,13 +125,13 @@ class FeistelNetwork:
 
 
 class Permutation:
-    """A keyed permutation of range(n) in constant memory, the same on every machine and for ever.
+    """A keyed permutation of range(n) in constant memory, equal on every node and in every version.
 
-    It is for shuffling, not for secrecy. Making one costs some microseconds; a call about 15 ns
-    a position on one core, and at least 40 us.
+    It is for shuffling, not for secrecy. Construction takes some microseconds; a call about 15 ns per position on one
+    core, and at least 40 us.
 
     Args:
-        n: how many numbers, 1 to 2**62.
+        n: the size, 1 to 2**62.
         key: any integer; the low 64 bits count.
     """
 
@@ -143,7 +143,7 @@ class Permutation:
         self._round_keys = self._network.round_keys(np.array([key & _MASK], dtype=np.uint64))
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The numbers at ``positions``, shape (k,) to shape (k,).
+        """Return the numbers at ``positions``, shape (k,) to shape (k,).
 
         Raises:
             IndexError: a position is not in range(n).
@@ -159,13 +159,12 @@ class Permutation:
 
 # --- The order of the data as index arithmetic: (seed, epoch, step, micro-batch) -> sample numbers ---
 #
-# Nothing here has state, and nothing is as large as the data set. An epoch is a keyed permutation
-# of the sample numbers; a step is a range of positions in it; a micro-batch is a part of that range.
-# Values are promised for ever, as those of ``paceline.data.order`` are.
+# Stateless, in memory independent of the dataset's size. An epoch is a keyed permutation of the sample numbers; a step
+# is a range of positions in it; a micro-batch is a part of that range. The values never change across versions.
 
 
 # Domains of the keys, so that no two uses of one seed share a key.
-_EPOCH, _SHORT_BLOCK, _CARVE = 1, 2, 3
+_EPOCH, _SHORT_WINDOW, _SPLIT = 1, 2, 3
 
 _BY_SAMPLE = Shuffle(window=1)
 
@@ -175,7 +174,7 @@ _SHOWN = 8  # sample numbers in a message
 
 @functools.lru_cache(maxsize=16)
 def _split(size: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Cut range(size) into ranges whose lengths differ by at most one, the longer ones first."""
+    """Split range(size) into ranges whose lengths differ by at most one, the longer ones first."""
     length, longer = divmod(size, parts)
     cuts = [k * length + min(k, longer) for k in range(parts + 1)]
     return tuple(itertools.pairwise(cuts))
@@ -183,23 +182,23 @@ def _split(size: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class DeterministicSampler:
-    """Which samples each micro-batch of each step sees: a pure function, the same for any number of ranks.
+    """The samples of each micro-batch of each step: a pure function, equal for any number of ranks.
 
     A step is ``global_batch_size`` samples over ``num_microbatches`` micro-batches whose sizes differ by at
-    most one. What is left over at the end of an epoch is a shorter batch, over as many micro-batches as
-    get ``min_microbatch_size`` samples each; fewer samples than that join the batch before.
+    most one. The remainder of an epoch is a shorter batch of as many micro-batches as
+    get ``min_microbatch_size`` samples each; fewer samples than that join the previous batch.
 
     Attributes:
         num_samples: N, the samples of an epoch.
         global_batch_size: G, the samples of a step; N need not be a multiple of it.
         num_microbatches: S, the micro-batches of a step; G need not be a multiple of it.
-        seed: decides the order, together with the epoch.
+        seed: determines the order, together with the epoch.
         min_microbatch_size: the fewest samples that a micro-batch may hold.
-        shuffle: by sample, by blocks of neighbours, or not at all.
+        shuffle: by sample, by windows of neighbours, or not at all.
 
     Raises:
-        ConfigError: the numbers do not fit together.
-        DataError: there are too few samples for one micro-batch, or too many to count.
+        ConfigError: the numbers are inconsistent.
+        DataError: there are too few samples for one micro-batch, or more than 2**62.
     """
 
     num_samples: int
@@ -230,16 +229,16 @@ class DeterministicSampler:
                 f"{self.min_microbatch_size}. Give more data, or lower min_microbatch_size in the task."
             )
         if self.num_samples > MAX_SIZE:
-            raise DataError(f"the training data claims {self.num_samples} samples; 2**62 is the most.")
+            raise DataError(f"the training data claims {self.num_samples} samples; the maximum is 2**62.")
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """How many batches an epoch has, a short last one included."""
+        """The number of batches of an epoch, including a short last one."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full + 1 if rest >= self.min_microbatch_size or full == 0 else full
 
     def batch_range(self, step: int) -> tuple[int, int]:
-        """The positions [start, stop) in the epoch that the step takes.
+        """Return the positions [start, stop) of the step in its epoch.
 
         Raises:
             IndexError: the epoch has no such step.
@@ -251,7 +250,7 @@ class DeterministicSampler:
         return start, self.num_samples if last else start + self.global_batch_size
 
     def microbatch_bounds(self, step: int) -> tuple[tuple[int, int], ...]:
-        """The positions [start, stop) of each micro-batch that is present; entry k is micro-batch k.
+        """Return the positions [start, stop) of each present micro-batch; entry k is micro-batch k.
 
         Raises:
             IndexError: the epoch has no such step.
@@ -261,7 +260,7 @@ class DeterministicSampler:
         return tuple((start + low, start + high) for low, high in _split(stop - start, present))
 
     def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The sample numbers at the positions [start, stop) of an epoch, shape (stop - start,).
+        """Return the sample numbers at the positions [start, stop) of an epoch, shape (stop - start,).
 
         Raises:
             IndexError: the range is not within [0, num_samples].
@@ -277,7 +276,7 @@ class DeterministicSampler:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def microbatch_indices(self, epoch: int, step: int, microbatch: int) -> NDArray[np.int64]:
-        """The sample numbers of one micro-batch of one step.
+        """Return the sample numbers of one micro-batch of one step.
 
         Raises:
             IndexError: the epoch has no such step, or the step no such micro-batch.
@@ -288,7 +287,7 @@ class DeterministicSampler:
         return self.indices(epoch, *bounds[microbatch])
 
     def describe(self, epoch: int, start: int, stop: int) -> str:
-        """The positions [start, stop) of an epoch, and their first sample numbers, in words.
+        """Describe the positions [start, stop) of an epoch with their first sample numbers, for messages.
 
         Raises:
             IndexError: the range is not within [0, num_samples].
@@ -298,85 +297,85 @@ class DeterministicSampler:
         return f"positions {start} to {stop - 1} of the epoch (samples {shown})"
 
     def _shuffled_windows(self, key: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
-        """Blocks of equal size, permuted; the short last block is put in between at a place of its own."""
-        block = self.shuffle.window
-        num_full, short = divmod(self.num_samples, block)
-        short_start = block * (derive_key(key, _SHORT_BLOCK) % (num_full + 1))
+        """Yield windows of equal size, permuted; the short last window is inserted at a keyed position."""
+        window = self.shuffle.window
+        num_full, short = divmod(self.num_samples, window)
+        short_start = window * (derive_key(key, _SHORT_WINDOW) % (num_full + 1))
         short_stop = short_start + short
         yield from self._full_windows(key, start, min(stop, short_start))
         low, high = max(start, short_start), min(stop, short_stop)
         if low < high:
             offsets = np.arange(low - short_start, high - short_start, dtype=np.int64)
-            yield num_full * block + _permutation(short, derive_key(key, num_full))(offsets)
+            yield num_full * window + _permutation(short, derive_key(key, num_full))(offsets)
         yield from self._full_windows(key, max(start, short_stop) - short, stop - short)
 
     def _full_windows(self, key: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
-        """Sample numbers at [start, stop) of the full blocks alone, a chunk at a time."""
-        block = self.shuffle.window
-        network = FeistelNetwork(block)
+        """Yield the sample numbers at [start, stop) of the full windows alone, a chunk at a time."""
+        window = self.shuffle.window
+        network = FeistelNetwork(window)
         for low in range(start, stop, CHUNK):
             positions = np.arange(low, min(low + CHUNK, stop), dtype=np.int64)
-            first_slot = low // block
-            slots = np.arange(first_slot, int(positions[-1]) // block + 1, dtype=np.int64)
-            blocks = _permutation(self.num_samples // block, key)(slots)
-            # One key a block: derive_key(key, block), vectorised.
-            block_keys = splitmix64_of(np.uint64(splitmix64(key)) ^ blocks.view(np.uint64))
-            local = positions // block - first_slot
-            offsets = (positions % block).view(np.uint64)
-            within = network.permute(offsets, network.round_keys(block_keys)[:, local])
-            yield blocks[local] * block + within.view(np.int64)
+            first_place = low // window
+            places = np.arange(first_place, int(positions[-1]) // window + 1, dtype=np.int64)
+            windows = _permutation(self.num_samples // window, key)(places)
+            # One key per window: derive_key(key, window), vectorised.
+            window_keys = splitmix64_of(np.uint64(splitmix64(key)) ^ windows.view(np.uint64))
+            local = positions // window - first_place
+            offsets = (positions % window).view(np.uint64)
+            within = network.permute(offsets, network.round_keys(window_keys)[:, local])
+            yield windows[local] * window + within.view(np.int64)
 
 
 class Split(Protocol):
-    """A part of a data set, as a function from index in the part to sample number in the whole."""
+    """A part of a dataset, as a function from index in the part to sample number in the whole."""
 
     def __len__(self) -> int: ...
 
     def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sample numbers in the whole data set, shape (k,) to shape (k,)."""
+        """Return sample numbers in the whole dataset, shape (k,) to shape (k,)."""
 
 
 class TrainValSplit(NamedTuple):
-    """Two disjoint splits that together are the whole data set."""
+    """Two disjoint splits that together are the whole dataset."""
 
     train: Split
     val: Split
 
 
 def split_train_val(num_samples: int, fraction: float, seed: int) -> TrainValSplit:
-    """Carve a validation split out of a data set, by index arithmetic.
+    """Split off a validation set by index arithmetic.
 
-    The data set is cut into as many intervals as the validation split has samples, their lengths
-    differing by at most one, and a keyed choice takes one sample of each (stratified sampling).
-    So both splits keep the data set's order, which ``--shuffle none`` and ``window:N`` rely on, and
-    a data set sorted by class gives up each class in proportion.
+    The dataset is divided into as many intervals as the validation split has samples, with lengths that differ by at
+    most one, and a keyed choice takes one sample of each (stratified sampling). Both splits therefore keep the
+    dataset's order, on which ``--shuffle none`` and ``window:N`` rely, and a dataset sorted by class contributes each
+    class in proportion.
 
     Args:
-        num_samples: samples in the data set, 2 to 2**52.
-        fraction: the part to validate on, in (0, 1); at least one sample is left on either side.
-        seed: decides the choice.
+        num_samples: samples in the dataset, 2 to 2**52.
+        fraction: the validation part, in (0, 1); at least one sample is left on either side.
+        seed: keys the choice.
 
     Raises:
         ConfigError: the fraction is not between 0 and 1.
-        DataError: the data set cannot be split.
+        DataError: the dataset cannot be split.
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"--val-fraction must be between 0 and 1, but is {fraction}.")
     if not 2 <= num_samples <= 2**52:
-        raise DataError(f"--val-fraction cannot split a data set of {num_samples} samples; it must have 2 to 2**52.")
+        raise DataError(f"--val-fraction cannot split a dataset of {num_samples} samples; it must have 2 to 2**52.")
     num_val = min(num_samples - 1, max(1, round(num_samples * fraction)))
-    strata = _Strata(num_samples, num_val, derive_key(seed, _CARVE))
+    strata = _Strata(num_samples, num_val, derive_key(seed, _SPLIT))
     return TrainValSplit(train=_TrainSplit(strata), val=_ValSplit(strata))
 
 
 def _scaled(x: NDArray[np.int64], numerator: int, denominator: int) -> NDArray[np.int64]:
-    """floor(x * numerator / denominator), exact although the product may exceed 64 bits.
+    """Return floor(x * numerator / denominator), exact although the product may exceed 64 bits.
 
-    A floating-point quotient is near enough that the remainder, computed modulo 2**64, is true.
+    The floating-point quotient is so near that its remainder, computed modulo 2**64, is exact.
     """
-    near = (x * (numerator / denominator)).astype(np.int64)
-    rest: NDArray[np.int64] = (x * np.int64(numerator) - near * np.int64(denominator)) // denominator
-    return near + rest
+    quotient = (x * (numerator / denominator)).astype(np.int64)
+    rest: NDArray[np.int64] = (x * np.int64(numerator) - quotient * np.int64(denominator)) // denominator
+    return quotient + rest
 
 
 @dataclass(frozen=True)
@@ -391,7 +390,7 @@ class _Strata:
         return -_scaled(-j, self.num_samples, self.num_val)
 
     def chosen(self, j: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sample number that validation takes of interval j."""
+        """Return the sample number that validation takes from interval j."""
         start = self.starts(j)
         length = (self.starts(j + 1) - start).view(np.uint64)
         hashed = splitmix64_of(np.uint64(splitmix64(self.key)) ^ j.view(np.uint64))
@@ -419,7 +418,7 @@ class _TrainSplit:
 
     def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         _check_indices(indices, len(self))
-        # Before interval j lie ceil(j T / V) of the T training samples, so i is in the last j
+        # ceil(j T / V) of the T training samples precede interval j, so i is in the last j
         # with j T / V <= i; j of the samples before it went to validation.
         j = _scaled(indices, self.strata.num_val, len(self))
         number = indices + j
@@ -431,96 +430,95 @@ def _check_indices(indices: NDArray[np.int64], size: int) -> None:
         raise IndexError(f"indices must lie in [0, {size}).")
 
 
-# --- An order of the data whose micro-batches weigh about the same: sentences by tokens, images by pixels ---
+# --- An order whose micro-batches have about equal lengths: sentences by tokens, images by pixels ---
 #
-# A step has the same samples as without, and its micro-batches have the same numbers of them. Only who of a step's
-# samples is in which micro-batch follows from their sizes, by a rule that everybody can compute: the heaviest
-# first, each into the micro-batch that is lightest so far and has room. (Graham, "Bounds on multiprocessing timing
-# anomalies", 1969: longest processing time first.)
+# Balancing changes neither a step's samples nor the sizes of its micro-batches, only the assignment: the longest sample
+# first, each to the shortest micro-batch that has capacity left. (Graham, "Bounds on multiprocessing timing anomalies",
+# 1969: longest processing time first.)
 
 
 @dataclass(frozen=True, eq=False)
 class BalancedOrder(DeterministicSampler):
-    """The order of ``DeterministicSampler``, with each step's samples dealt to its micro-batches by size.
+    """A ``DeterministicSampler`` that assigns each step's samples to its micro-batches by length.
 
     Attributes:
-        sizes: of each sample, by its number, int64 (num_samples,).
+        sizes: the length of each sample, by its number, int64 (num_samples,).
     """
 
     sizes: NDArray[np.int64] = field(kw_only=True, repr=False)
-    _dealt: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
+    _assigned: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
 
     def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         if not 0 <= start <= stop <= self.num_samples:
-            return super().indices(epoch, start, stop)  # which says what is wrong
+            return super().indices(epoch, start, stop)  # raises the error
         last = self.steps_per_epoch - 1
-        parts, at = [], start
-        while at < stop:
-            step = min(at // self.global_batch_size, last)
+        parts, position = [], start
+        while position < stop:
+            step = min(position // self.global_batch_size, last)
             low, high = self.batch_range(step)
             until = min(high, stop)
-            parts.append(self._batch(epoch, step)[at - low : until - low])
-            at = until
+            parts.append(self._batch(epoch, step)[position - low : until - low])
+            position = until
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def _batch(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """A step's sample numbers, micro-batch by micro-batch; those of the step asked for last are kept."""
-        kept = self._dealt.get((epoch, step))
-        if kept is None:
+        """Return a step's sample numbers, micro-batch by micro-batch; the last result is cached."""
+        assigned = self._assigned.get((epoch, step))
+        if assigned is None:
             start, stop = self.batch_range(step)
             numbers = super().indices(epoch, start, stop)
-            rooms = [high - low for low, high in self.microbatch_bounds(step)]
-            kept = numbers[assign_by_length(self.sizes[numbers], rooms)]
-            self._dealt.clear()
-            self._dealt[epoch, step] = kept
-        return kept
+            capacities = [high - low for low, high in self.microbatch_bounds(step)]
+            assigned = numbers[assign_by_length(self.sizes[numbers], capacities)]
+            self._assigned.clear()
+            self._assigned[epoch, step] = assigned
+        return assigned
 
 
-def assign_by_length(sizes: NDArray[np.int64], rooms: list[int]) -> NDArray[np.int64]:
-    """The places of samples, micro-batch by micro-batch, such that micro-batches' sums of sizes are about equal.
+def assign_by_length(sizes: NDArray[np.int64], capacities: list[int]) -> NDArray[np.int64]:
+    """Assign samples to micro-batches such that the micro-batches' total lengths are about equal.
 
     Args:
-        sizes: of the samples, (n,).
-        rooms: how many samples each micro-batch takes; n in all.
+        sizes: the lengths of the samples, (n,).
+        capacities: the number of samples of each micro-batch; n in total.
 
     Returns:
-        A permutation of range(n): the first micro-batch's places in their order, then the second's, and so on.
+        A permutation of range(n): the first micro-batch's samples in their order, then the second's, and so on.
     """
-    dealt: list[list[int]] = [[] for _ in rooms]
-    lightest = [(0, microbatch) for microbatch, room in enumerate(rooms) if room]
+    assigned: list[list[int]] = [[] for _ in capacities]
+    lightest = [(0, microbatch) for microbatch, capacity in enumerate(capacities) if capacity]
     for place in np.argsort(-sizes, kind="stable").tolist():
         load, microbatch = heapq.heappop(lightest)
-        dealt[microbatch].append(place)
-        if len(dealt[microbatch]) < rooms[microbatch]:
+        assigned[microbatch].append(place)
+        if len(assigned[microbatch]) < capacities[microbatch]:
             heapq.heappush(lightest, (load + int(sizes[place]), microbatch))
-    return np.concatenate([np.sort(np.asarray(microbatch, dtype=np.int64)) for microbatch in dealt])
+    return np.concatenate([np.sort(np.asarray(microbatch, dtype=np.int64)) for microbatch in assigned])
 
 
 def balance_order(order: DeterministicSampler, sizes: NDArray[np.int64]) -> BalancedOrder:
-    """The same order, balanced by these sizes."""
+    """Return the same order, balanced by these lengths."""
     return BalancedOrder(**{f.name: getattr(order, f.name) for f in fields(DeterministicSampler)}, sizes=sizes)
 
 
 def checked_sizes(values: Iterable[Any], num_samples: int, task: str) -> NDArray[np.int64]:
-    """What a task says of its samples, as an array.
+    """Return a task's sample lengths as an array.
 
     Raises:
-        DataError: they are not whole numbers of at least 0, one a sample.
+        DataError: they are not whole numbers of at least 0, one per sample.
     """
     try:
-        given = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+        lengths = np.asarray(values if isinstance(values, np.ndarray) else list(values))
     except (TypeError, ValueError) as error:
         raise DataError(f"{task}.sample_lengths must return a number for each sample: {error}") from error
-    if given.shape != (num_samples,) or given.dtype.kind not in "iu" or (given.size and given.min() < 0):
+    if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 0):
         raise DataError(
             f"{task}.sample_lengths must return a whole number of at least 0 for each of the {num_samples} "
-            f"samples, but returned {given.dtype} of shape {given.shape}. Count tokens, pixels or points."
+            f"samples, but returned {lengths.dtype} of shape {lengths.shape}. Count tokens, pixels or points."
         )
-    return given.astype(np.int64)
+    return lengths.astype(np.int64)
 
 
 def save_sizes(path: Path, order: DeterministicSampler | None) -> None:
-    """Keep what a balanced order is balanced by, for whoever recomputes it; of another there is no file."""
+    """Save the lengths of a balanced order, so that others can recompute it; remove the file for other orders."""
     if not isinstance(order, BalancedOrder):
         path.unlink(missing_ok=True)
         return
@@ -530,10 +528,10 @@ def save_sizes(path: Path, order: DeterministicSampler | None) -> None:
 
 
 def with_saved_sizes(order: DeterministicSampler | None, path: Path) -> DeterministicSampler | None:
-    """The order that a run had, whose sizes may be in a file.
+    """Return an order balanced by the saved lengths, if there are any.
 
     Raises:
-        RunDirectoryError: the file is not theirs.
+        RunDirectoryError: the file does not fit the order.
     """
     if order is None or not path.exists():
         return order
@@ -543,27 +541,27 @@ def with_saved_sizes(order: DeterministicSampler | None, path: Path) -> Determin
         raise RunDirectoryError(f"{path} cannot be read: {error}") from error
     if sizes.shape != (order.num_samples,) or sizes.dtype != np.int64:
         raise RunDirectoryError(
-            f"{path} must hold the sizes of {order.num_samples} samples, int64, but holds {sizes.dtype} of "
+            f"{path} must contain the lengths of {order.num_samples} samples, int64, but contains {sizes.dtype} of "
             f"shape {sizes.shape}."
         )
     return balance_order(order, sizes)
 
 
 def require_same_sizes(order: DeterministicSampler | None, path: Path) -> None:
-    """Refuse to go on with a run whose micro-batches were dealt by other sizes.
+    """Reject sample lengths other than those with which the run was created.
 
     Raises:
-        RunDirectoryError: they were.
+        RunDirectoryError: they differ.
     """
-    before = with_saved_sizes(order, path)
+    saved_order = with_saved_sizes(order, path)
     sizes = order.sizes if isinstance(order, BalancedOrder) else None
-    saved = before.sizes if isinstance(before, BalancedOrder) and path.exists() else None
+    saved = saved_order.sizes if isinstance(saved_order, BalancedOrder) and path.exists() else None
     if sizes is None or saved is None:
         same = sizes is saved
     else:
         same = np.array_equal(sizes, saved)
     if not same:
         raise RunDirectoryError(
-            f"the task's sample_lengths are not those of {path}, with which the run was created, so its micro-batches "
-            "would have other samples. Restore the task, or start a new run with another --run-dir DIR."
+            f"the task's sample_lengths differ from those in {path}, with which the run was created, so its "
+            "micro-batches would have other samples. Restore the task, or start a new run with another --run-dir DIR."
         )

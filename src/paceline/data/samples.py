@@ -1,4 +1,4 @@
-"""How samples are read: in this process or in workers, each under its own random key."""
+"""Read samples in this process or in workers, each sample under its own random key."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class
 from paceline.data.order import DeterministicSampler, Split, derive_key
 
-# --- What loaders hand to the trainer, and the few types that all of them share ---
+# --- Types shared by all loaders ---
 
 
 Indices = npt.NDArray[np.int64]
@@ -43,13 +43,13 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one micro-batch computes in one step.
+    """The data of one micro-batch in one step.
 
     Attributes:
-        microbatch: the logical micro-batch; in an evaluation, the block's number.
-        batch: what ``collate`` returned, on the device.
-        num_samples: how many samples it holds.
-        checksum: :func:`checksum` of the sample numbers that were fetched. The ledger's evidence.
+        index: the micro-batch's; in an evaluation, the evaluation batch's.
+        batch: the result of ``collate``, on the device.
+        num_samples: number of samples.
+        checksum: :func:`checksum` of the fetched sample numbers, for the ledger.
     """
 
     index: int
@@ -59,10 +59,10 @@ class MicroBatch:
 
 
 class Loader(Protocol):
-    """Gives a rank its micro-batches. Any (epoch, step) may come first; in order is fastest."""
+    """Loads a rank's micro-batches. Any (epoch, step) may come first; sequential access is fastest."""
 
     def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
-        """The micro-batches of those of ``microbatches`` that are present in this step, in order.
+        """Return those of ``microbatches`` that are present in this step, in order.
 
         Raises:
             DataError: a sample cannot be read or does not fit its batch.
@@ -75,10 +75,10 @@ class Loader(Protocol):
 
 
 def checksum(numbers: Indices) -> int:
-    """CRC-32 of sample numbers as little-endian int64.
+    """Return the CRC-32 of sample numbers as little-endian int64.
 
-    They are numbered within the split, before a carved split is mapped to its dataset, so that an
-    audit needs nothing but the order.
+    The numbers are those within the split, before they are mapped to the dataset, so that an audit needs only the
+    order.
     """
     return zlib.crc32(numbers.astype("<i8", copy=False).tobytes())
 
@@ -87,9 +87,9 @@ def checksum(numbers: Indices) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch, through mappings, sequences and dataclasses; leave the rest as it is.
+    """Move the tensors of a batch, through mappings, sequences and dataclasses; leave other values.
 
-    Copies to a GPU go through pinned memory and are not waited for.
+    Copies to a GPU go through pinned memory and are asynchronous.
     """
     if device.type == "cpu":
         return batch
@@ -115,7 +115,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def without_subsets(dataset: Any) -> tuple[Any, Indices | None]:
-    """Unwrap torch's ``Subset``: the dataset inside, and each sample's number there (None: the same)."""
+    """Unwrap torch's ``Subset``: return the inner dataset and each sample's number in it (None: the same)."""
     numbers: Indices | None = None
     # Only Subset itself: a subclass may do more in __getitem__.
     while type(dataset) is Subset:
@@ -126,7 +126,7 @@ def without_subsets(dataset: Any) -> tuple[Any, Indices | None]:
 
 
 def is_tensor_backed(dataset: Any, collate: Collate) -> bool:
-    """Whether batches are plain indexing: a ``TensorDataset`` (or a Subset of one), default collate."""
+    """Return whether batches are plain indexing: a ``TensorDataset`` (or a Subset of one), default collate."""
     if getattr(collate, "__func__", collate) not in (Task.collate, default_collate):
         return False
     inner = type(without_subsets(dataset)[0])
@@ -134,24 +134,23 @@ def is_tensor_backed(dataset: Any, collate: Collate) -> bool:
 
 
 class RowNumbers:
-    """Numbers within a split -> numbers in the innermost dataset, through a carved split and Subsets."""
+    """Maps numbers within a split to numbers in the innermost dataset, through an index map and Subsets."""
 
     def __init__(self, index_map: Split | None, subset: Indices | None) -> None:
         self._index_map = index_map
         self._subset = subset
 
     def __call__(self, numbers: Indices) -> Indices:
-        """Map many numbers at once."""
         if self._index_map is not None:
             numbers = self._index_map(numbers)
         return numbers if self._subset is None else self._subset[numbers]
 
 
 class TensorGather:
-    """Rows of tensors by number: one ``index_select`` for each tensor, then onto the device.
+    """Gathers rows of tensors by number: one ``index_select`` per tensor, then a copy to the device.
 
-    Tensors small enough live on the GPU. Bigger ones are gathered on the CPU into pinned memory and
-    copied without waiting, so that a gather overlaps with the step before.
+    Small tensors live on the GPU. Larger ones are gathered on the CPU into pinned memory and copied asynchronously, so
+    that a gather overlaps with the previous step.
     """
 
     def __init__(self, dataset: Any, *, device: torch.device, index_map: Split | None) -> None:
@@ -163,24 +162,24 @@ class TensorGather:
             num_bytes = sum(t.numel() * t.element_size() for t in self._tensors)
             if num_bytes <= torch.cuda.mem_get_info(device)[0] // 8:
                 self._tensors = tuple(t.to(device) for t in self._tensors)
-        self._home = self._tensors[0].device
+        self._tensor_device = self._tensors[0].device
 
     def locate(self, numbers: Indices) -> torch.Tensor:
-        """Numbers within the split -> row numbers, int64, where the tensors live."""
-        return torch.from_numpy(self._to_rows(numbers)).to(self._home)
+        """Map numbers within the split to row numbers, int64, on the tensors' device."""
+        return torch.from_numpy(self._to_rows(numbers)).to(self._tensor_device)
 
     def take(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of each tensor, on the device; a list, as ``default_collate`` makes of tuples."""
+        """Return the rows of each tensor, on the device; a list, as ``default_collate`` makes of tuples."""
         taken = [tensor.index_select(0, rows) for tensor in self._tensors]
-        if self._home.type != self._device.type:
+        if self._tensor_device.type != self._device.type:
             taken = [t.pin_memory().to(self._device, non_blocking=True) for t in taken]
         return taken
 
 
 class TensorLoader:
-    """Loads from tensors.
+    """Loads from tensors, and computes the order of many steps at once.
 
-    A step of a small model takes under a millisecond, so the order is computed for many steps at once.
+    A step of a small model takes less than a millisecond, so computing the order per step would cost too much.
     """
 
     _CHUNK = 16_384  # positions; 1 to 2 ms of index arithmetic
@@ -214,7 +213,7 @@ class TensorLoader:
             rows = torch.cat([self._rows[a - offset : b - offset] for a, b in bounds])
         tensors = self._gather.take(rows)
         sizes = [b - a for a, b in bounds]
-        # One split a tensor, not one slice a micro-batch: a slice costs 2 us.
+        # One split per tensor, not one slice per micro-batch: a slice costs 2 us.
         batches = zip(*(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True)
         return [
             MicroBatch(microbatch, list(batch), b - a, checksum(self._numbers[a - offset : b - offset]))
@@ -222,10 +221,10 @@ class TensorLoader:
         ]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no workers."""
 
     def _compute(self, epoch: int, start: int, stop: int) -> None:
-        """Order a chunk of positions; where a rank's own share is nearly as big, just that."""
+        """Compute the order of a chunk of positions, or of just this range if it is nearly as large."""
         if stop - start < self._CHUNK // 8:
             stop = max(stop, min(start + self._CHUNK, self._order.num_samples))
         self._numbers = self._order.indices(epoch, start, stop)
@@ -233,24 +232,24 @@ class TensorLoader:
         self._epoch, self._start, self._stop = epoch, start, stop
 
 
-# --- Reading and collating samples, with randomness keyed by sample: what a worker process does ---
+# --- Reading and collating samples with randomness keyed by sample, in a worker or this process ---
 #
-# Before each ``__getitem__`` the generators of torch, ``random`` and numpy are seeded from
-# (seed, epoch, sample), so augmentation is the same for any number of workers, micro-batches or processes.
+# The generators of torch, ``random`` and numpy are seeded from (seed, epoch, sample) before each ``__getitem__``, so
+# augmentation is equal for any number of workers, micro-batches or processes.
 
 
 _SAMPLE = 16
-"""Domain of the keys, apart from those of ``paceline.data.order``."""
+"""Domain of the keys, distinct from those of ``paceline.data.order``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """One micro-batch to read.
+    """A request for the samples of one micro-batch.
 
     Attributes:
         epoch: keys the randomness.
-        numbers: the samples' numbers within the split; what is recorded.
-        rows: their numbers in the dataset; what is read.
+        numbers: the samples' numbers within the split, for the ledger.
+        rows: their numbers in the dataset.
     """
 
     epoch: int
@@ -259,7 +258,7 @@ class ReadRequest:
 
 
 class ReadError(Exception):
-    """The traceback of an error in a dataset, as text, for the log: it may come from another process."""
+    """The traceback of an error in a dataset, as text, because it may come from another process."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -267,17 +266,17 @@ class ReadError(Exception):
 
 @dataclass(frozen=True)
 class ReadFailure:
-    """Why a micro-batch could not be read; travels back from a worker in its place."""
+    """The result of a micro-batch that could not be read, sent from a worker in place of the batch."""
 
     message: str
     cause: ReadError | None = None
 
 
 class SampleReader:
-    """Turns requests into batches. Never raises an ``Exception``: it returns a :class:`Failure`.
+    """Turns requests into batches. It returns a :class:`ReadFailure` instead of raising an ``Exception``.
 
-    A dataset with ``__getitems__`` (PyTorch's convention for batched reading) is read a micro-batch at
-    a time, and its randomness is keyed by the micro-batch's first sample.
+    A dataset with ``__getitems__`` (PyTorch's convention for batched reading) is read a micro-batch at a time, with
+    randomness keyed by the micro-batch's first sample.
     """
 
     def __init__(self, dataset: Any, *, collate: Collate, seed: int, split: str) -> None:
@@ -288,7 +287,7 @@ class SampleReader:
         self._batched = callable(getattr(type(dataset), "__getitems__", None))
 
     def __getitem__(self, request: ReadRequest) -> Any:
-        """The collated batch, or a :class:`Failure`."""
+        """Return the collated batch, or a :class:`ReadFailure`."""
         rows = request.rows.tolist()
         samples: list[Any] = []
         try:
@@ -319,13 +318,13 @@ class SampleReader:
 
 
 def describe_ragged(rows: Sequence[int], samples: Sequence[Any]) -> str | None:
-    """Which samples are shaped unlike the others; None where all shapes are equal."""
+    """Describe which samples have other shapes than the rest; None if all shapes are equal."""
     by_shape: dict[Any, list[int]] = {}
     for row, sample in zip(rows, samples, strict=True):
         by_shape.setdefault(_shape(sample), []).append(row)
     if len(by_shape) == 1:
         return None
-    # The rarest shape first: that is where the mistake is.
+    # The rarest shape first, because it is the likely mistake.
     parts = [
         f"{_named(members)} {'has' if len(members) == 1 else 'have'} {shape}"
         for shape, members in sorted(by_shape.items(), key=lambda item: len(item[1]))[:4]
@@ -344,7 +343,7 @@ def _span(rows: Sequence[int]) -> str:
 
 
 def _shape(sample: Any) -> str:
-    """The shapes in a sample, as text: "((1, 28, 28), int)"."""
+    """Format the shapes in a sample: "((1, 28, 28), int)"."""
     if isinstance(sample, torch.Tensor | np.ndarray):
         return str(tuple(sample.shape))
     if isinstance(sample, Mapping):
@@ -364,7 +363,7 @@ def seed_everything(key: int) -> None:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Read samples in the trainer's process as a worker would, and leave its state as it was.
+    """Read samples in the trainer's process as a worker would, and restore the RNG state afterwards.
 
     Workers run torch on one thread, and a sum over two threads can have other bits.
     """
@@ -386,12 +385,12 @@ def preserve_rng_state() -> Iterator[None]:
 
 
 class SampleSource:
-    """Reads requests in order, in this process or by workers through torch's ``DataLoader``.
+    """Reads requests in order, in this process or in workers of torch's ``DataLoader``.
 
-    Workers are forked from multiprocessing's fork server. A plain fork copies the locks of threads that
-    do not exist in the child (gloo, the checkpoint writer, OpenMP) and a CUDA context that is useless
-    there; a spawned process imports torch anew, which costs each worker a second and its own memory.
-    The dataset is pickled to each worker; torch tensors in it are shared, numpy arrays are copied.
+    Workers are forked from multiprocessing's fork server. A plain fork would copy the locks of threads that do not
+    exist in the child (gloo, the checkpoint writer, OpenMP) and an unusable CUDA context; a spawned process would
+    import torch again, which costs a second and more memory per worker. The dataset is pickled to each worker; its
+    torch tensors are shared, numpy arrays are copied.
     """
 
     def __init__(
@@ -406,11 +405,11 @@ class SampleSource:
         self._pending: deque[ReadRequest] = deque()
 
     def start(self, requests: Iterator[ReadRequest], *, ahead: int) -> None:
-        """Begin a sequence of requests; what was read ahead of another one is dropped.
+        """Begin a sequence of requests, and drop what was prefetched for the previous one.
 
         Args:
             requests: may be endless.
-            ahead: how many to keep in flight, at least.
+            ahead: minimum number of requests in flight.
         """
         self._pending.clear()
         if self._num_workers == 0:
@@ -420,7 +419,7 @@ class SampleSource:
             self._workers = _Workers(self._reader, self._num_workers, ahead=ahead, pin=self._device.type == "cuda")
         try:
             with warnings.catch_warnings():
-                # torch's advice to fork after all; the error below says what helps.
+                # torch advises to fork; the error below has better advice.
                 warnings.filterwarnings("ignore", message="Got pickle error")
                 self._workers.start(self._recorded(requests))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -430,7 +429,7 @@ class SampleSource:
             ) from error
 
     def next(self) -> tuple[ReadRequest, Any]:
-        """The next request and its batch, on the device.
+        """Return the next request and its batch, on the device.
 
         Raises:
             DataError: a sample cannot be read, samples do not fit together, or a worker died.
@@ -465,7 +464,7 @@ class SampleSource:
             rows = self._pending[0].rows
             raise DataError(
                 f"a worker process of the {self._split} dataset died; samples {rows[0]} ... {rows[-1]} were "
-                "due. Its own message, if any, stands above; often memory ran out: use fewer --num-workers, or "
+                "due. See above for its own message. The usual cause is lack of memory: use fewer --num-workers, or "
                 f"--num-workers 0. ({error})"
             ) from error
 
@@ -492,12 +491,12 @@ class SampleLoader:
         self._due: tuple[int, int, range] | None = None
 
     def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
-        """See :class:`Loader`; another step or other micro-batches than the next ones start reading anew."""
+        """See :class:`Loader`; a step or micro-batches out of sequence restart the prefetching."""
         if not microbatches:
-            return []  # a spare's
+            return []  # a spare has no micro-batches
         if (epoch, step, microbatches) != self._due:
-            self._source.start(self._from(epoch, step, microbatches), ahead=2 * len(microbatches))
-        # Not known to be due until all of it has been read.
+            self._source.start(self._requests_from(epoch, step, microbatches), ahead=2 * len(microbatches))
+        # Unknown until all of it has been read.
         self._due = None
         micro_batches = []
         for microbatch in microbatches[
@@ -513,8 +512,8 @@ class SampleLoader:
         """End the workers; may be called twice."""
         self._source.close()
 
-    def _from(self, epoch: int, step: int, microbatches: range) -> Iterator[ReadRequest]:
-        """Every micro-batch of these micro-batches from a step on, without end."""
+    def _requests_from(self, epoch: int, step: int, microbatches: range) -> Iterator[ReadRequest]:
+        """Yield these micro-batches of every step from this one on, endlessly."""
         for e in itertools.count(epoch):
             for t in range(step if e == epoch else 0, self._order.steps_per_epoch):
                 for start, stop in self._order.microbatch_bounds(t)[
@@ -528,29 +527,29 @@ _open: tuple[weakref.ref[_Workers], ...] = ()
 
 
 def data_workers() -> list[int]:
-    """The process ids of this process's data workers; may be asked from any thread."""
+    """Return the process ids of this process's data workers; thread-safe."""
     return [pid for reference in _open if (workers := reference()) is not None for pid in workers.pids]
 
 
 class _Workers:
-    """A ``DataLoader`` whose persistent workers answer one sequence of requests after another."""
+    """A ``DataLoader`` with persistent workers for one sequence of requests after another."""
 
     def __init__(self, reader: SampleReader, num_workers: int, *, ahead: int, pin: bool) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["paceline.data.forkserver_preload"])
         self._sequence = _Sequence()
         self._loader: DataLoader[Any] = DataLoader(
-            _Parcel(reader),  # type: ignore[arg-type]
+            _PickledReader(reader),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._sequence,
             num_workers=num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=pin,
             multiprocessing_context=context,
             worker_init_fn=_prepare_worker,
             prefetch_factor=max(2, -(-ahead // num_workers)),
             persistent_workers=True,
-            # Else every new sequence would draw a number from the trainer's generator.
+            # Otherwise every new sequence would draw a number from the trainer's generator.
             generator=torch.Generator(),
         )
         self._iterator: Iterator[Any] = iter(())
@@ -571,14 +570,14 @@ class _Workers:
         return next(self._iterator)
 
     def close(self) -> None:
-        # The last references: the DataLoader's iterator ends its workers when it is collected.
+        # These are the last references; the DataLoader's iterator ends its workers when it is collected.
         del self._iterator, self._loader
         self._end()
         self.pids = ()
 
 
 class _Sequence:
-    """The sampler: what a ``DataLoader`` iterates when it starts or starts anew."""
+    """The sampler that the ``DataLoader`` iterates for each sequence."""
 
     requests: Iterator[ReadRequest] = iter(())
 
@@ -586,11 +585,11 @@ class _Sequence:
         return self.requests
 
 
-class _Parcel:
-    """The reader on its way to a worker, behind the task files it was made of.
+class _PickledReader:
+    """A pickled reader, preceded by the task files that it needs.
 
-    A task from a file is no module that a worker could import by name, so its file is run there first;
-    ``pickle`` rebuilds arguments in their order.
+    A worker cannot import a task from a file by module name, so it runs the file first; ``pickle`` rebuilds arguments
+    in their order.
     """
 
     def __init__(self, reader: SampleReader) -> None:
@@ -606,7 +605,7 @@ class _TaskFiles:
 
 
 def list_task_files() -> list[str]:
-    """One ``file.py:Name`` for each file that tasks were loaded from."""
+    """Return one ``file.py:Name`` for each file from which tasks were loaded."""
     specs = []
     for module in list(sys.modules.values()):
         if module.__name__.startswith("paceline_task_"):
@@ -625,12 +624,12 @@ def _unpack(task_files: None, reader: SampleReader) -> SampleReader:
     return reader
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 def _prepare_worker(worker: int) -> None:
-    """Leave it to the trainer when to end: Ctrl-C and a scheduler's signals reach workers too."""
+    """Ignore Ctrl-C and a scheduler's signals, because the trainer decides when the worker ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     install_dump_handler()
@@ -638,7 +637,7 @@ def _prepare_worker(worker: int) -> None:
 
 
 def _end_with_trainer() -> None:
-    # The DataLoader watches the parent's process id, but that is the fork server's here.
+    # The DataLoader watches the parent's process id, but the parent is the fork server.
     trainer = multiprocessing.parent_process()
     if trainer is not None:
         wait([trainer.sentinel])
@@ -646,7 +645,7 @@ def _end_with_trainer() -> None:
 
 
 def _kill(processes: set[Any]) -> None:
-    """The end of workers that did not end when asked, being stuck in ``__getitem__``."""
+    """Kill workers that are stuck in ``__getitem__`` and did not end."""
     for process in processes:
         if process.is_alive():
             process.kill()

@@ -1,4 +1,4 @@
-"""Streaming datasets: S streams, one a shard, whose positions are saved and move with their shards."""
+"""Streaming datasets: S independent shards whose positions are saved with the state."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ from paceline.data.samples import (
 )
 
 _ITEM = 17
-"""Domain of the keys, apart from those of ``paceline.data.order`` and ``samples``."""
+"""Domain of the keys, distinct from those of ``paceline.data.order`` and ``samples``."""
 
 
 class StreamReader(Protocol):
     """Reads one shard of one epoch."""
 
     def __next__(self) -> Any:
-        """The next sample; ``StopIteration`` at the end of the shard, and ever after."""
+        """Return the next sample; raise ``StopIteration`` at the end of the shard and ever after."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as JSON types: what :meth:`load_state_dict` of a new reader continues from."""
+        """Return the position, as JSON types, from which :meth:`load_state_dict` of a new reader continues."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
+        """Move to a position."""
         ...
 
 
 @runtime_checkable
 class ShardedStream(Protocol):
-    """A dataset that is read as S independent streams, which together hold each sample once.
+    """A dataset of S independent streams that together contain each sample once.
 
-    What a shard yields must be a function of these four arguments. Paceline seeds torch, ``random``
-    and numpy before each item, by (seed, epoch, shard, item), so randomness in a reader is one, too.
+    The items of a shard must be a function of the arguments of :meth:`open`. Paceline seeds torch, ``random`` and numpy
+    before each item, by (seed, epoch, shard, item), so a reader may use their randomness.
     """
 
     def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> StreamReader:
-        """A reader at the beginning of a shard."""
+        """Return a reader at the beginning of a shard."""
         ...
 
 
 class IterableShards:
     """A torch ``IterableDataset`` as a :class:`ShardedStream`: shard k takes items k, k + S, k + 2 S, ...
 
-    Every shard iterates the whole dataset and drops what is not its own, and a resumed one iterates
-    again up to its position: right for any dataset whose ``__iter__`` yields the same items given the same
-    random state, at S times the reading. Where reading is dear, write a :class:`ShardedStream`.
+    Every shard iterates the whole dataset and drops other shards' items, and a resumed one iterates again up to its
+    position. That is correct for any dataset whose ``__iter__`` yields the same items given the same random state, at S
+    times the reading. If reading is expensive, write a :class:`ShardedStream`.
     """
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
@@ -76,7 +76,7 @@ class IterableShards:
 
 
 class _EveryNth:
-    """Items ``first``, ``first + step``, ... of an iterable; all items are drawn with keyed randomness."""
+    """Items ``first``, ``first + step``, ... of an iterable, all drawn with keyed randomness."""
 
     def __init__(self, dataset: IterableDataset[Any], first: int, step: int, key: int) -> None:
         self._first, self._step, self._key = first, step, key
@@ -103,7 +103,7 @@ class _EveryNth:
             next(self)
 
     def _advance_to(self, index: int) -> Any:
-        """Draw items up to this one. The key of an item does not depend on the shard that draws it."""
+        """Draw items up to ``index``; an item's key does not depend on the shard that draws it."""
         for number in range(self._drawn, index + 1):
             seed_everything(derive_key(self._key, number))
             item = next(self._items)
@@ -112,7 +112,7 @@ class _EveryNth:
 
 
 def as_stream(dataset: Any) -> ShardedStream | None:
-    """The dataset as a stream; None where it is map-style."""
+    """Return the dataset as a stream, or None for a map-style one."""
     if isinstance(dataset, IterableDataset):
         return dataset if isinstance(dataset, ShardedStream) else IterableShards(dataset)
     # A map-style dataset may have an open() of its own.
@@ -122,7 +122,7 @@ def as_stream(dataset: Any) -> ShardedStream | None:
 
 @dataclass
 class _StreamShard:
-    """A shard's reader, which is one micro-batch ahead of what was handed out."""
+    """A shard's reader, one micro-batch ahead of the trainer."""
 
     epoch: int
     step: int  # the step whose samples are in `ahead`
@@ -132,21 +132,21 @@ class _StreamShard:
     ahead: list[Any]
 
     def position(self) -> dict[str, Any]:
-        """Where it stands before ``step``, as JSON types."""
+        """Return the position before ``step``, as JSON types."""
         return {"epoch": self.epoch, "step": self.step, "handed_out": self.handed_out, "reader": self.state}
 
 
-def _serves(position: Mapping[str, Any], epoch: int, step: int) -> bool:
-    """Whether one can read on from a position to the beginning of a step."""
+def _can_continue(position: Mapping[str, Any], epoch: int, step: int) -> bool:
+    """Return whether reading can continue from a position to the beginning of a step."""
     return bool(position["epoch"] == epoch and position["step"] <= step)
 
 
 class StreamLoader:
-    """Loads a stream: in each step every shard gives its G / S samples until it has no more.
+    """Loads a stream: in each step every shard contributes G / S samples until it is exhausted.
 
-    Sizes differ by at most one, the larger ones first. A shard's last micro-batch is what is left; less
-    than ``min_microbatch_size`` joins the one before. A shard is absent from then on. Streams are read in this
-    process, one micro-batch ahead, so that the end of an epoch is known before the step after it.
+    Sizes differ by at most one, the larger ones first. A shard's last micro-batch is its remainder; if that is smaller
+    than ``min_microbatch_size``, it joins the previous one. Streams are read in this process, one micro-batch ahead, so
+    that the end of an epoch is known before the next step.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class StreamLoader:
         collate: Collate,
         split: str = "train",
     ) -> None:
-        """Take a stream.
+        """Wrap a stream.
 
         Raises:
             ConfigError: G is too small for S micro-batches of ``min_microbatch_size`` samples.
@@ -186,74 +186,74 @@ class StreamLoader:
         self._known: dict[int, Mapping[str, Any]] = {}  # positions before steps that were committed
 
     def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
-        """The micro-batches of those of ``microbatches`` that have samples left; steps in order.
+        """Return those of ``microbatches`` that have samples left; steps must be in order.
 
-        A shard that was not here in the step before is read on from where it is known to have been, or
-        else from its beginning.
+        A shard that this rank did not read in the previous step continues from its known position, or else from its
+        beginning.
 
         Raises:
-            DataError: the stream fails, its samples do not fit together, or a whole shard has fewer
-                than ``min_microbatch_size`` samples.
+            DataError: the stream fails, its samples do not fit together, or a whole shard has fewer than
+                ``min_microbatch_size`` samples.
         """
         self._shards = {k: s for k, s in self._shards.items() if k in microbatches}
         micro_batches = []
         with preserve_rng_state():
             for k in microbatches:
-                shard = self._at(k, epoch, step)
-                # If this step is not committed, it is fetched again.
+                shard = self._shard_at(k, epoch, step)
+                # The step is fetched again if it is not committed.
                 self._known[k] = shard.position()
                 first, samples = shard.handed_out, shard.ahead
                 if not samples:
                     shard.step += 1
                     continue
-                self._hand_out(k, shard)
+                self._advance(k, shard)
                 numbers = np.array([k, first, len(samples)], dtype="<i8")
-                batch = to_device(self._collated(k, first, samples), self._device)
+                batch = to_device(self._collate_samples(k, first, samples), self._device)
                 micro_batches.append(MicroBatch(k, batch, len(samples), zlib.crc32(numbers.tobytes())))
         return micro_batches
 
     def exhausted(self, microbatches: range) -> bool:
-        """Whether these micro-batches, as of the last :meth:`fetch`, have no samples left in the epoch."""
+        """Return whether these micro-batches, as of the last :meth:`fetch`, have no samples left in the epoch."""
         return not any(self._shards[k].ahead for k in microbatches)
 
     @property
     def reading(self) -> tuple[int, ...]:
-        """The shards that this rank has readers of."""
+        """The shards for which this rank has readers."""
         return tuple(self._shards)
 
     def positions(self, epoch: int, step: int, microbatches: Iterable[int]) -> dict[str, Any]:
-        """From where these shards can be read on to the beginning of a step: shard (as text) -> position.
+        """Return the positions from which these shards can be read to the beginning of a step, by shard (as text).
 
-        As JSON types; a shard of which nothing is known is left out: it is read from its beginning. A reader
-        that was ahead of ``step``, because the step failed, counts with its position before that.
+        The values are JSON types; shards without a known position are omitted and read from the beginning. A reader
+        ahead of ``step``, because the step failed, counts with its earlier position.
         """
-        found: dict[str, Any] = {}
+        positions: dict[str, Any] = {}
         for k in microbatches:
             known = [self._shards[k].position()] if k in self._shards else []
             known += [dict(self._known[k])] if k in self._known else []
-            found |= {str(k): position for position in known[::-1] if _serves(position, epoch, step)}
-        return found
+            positions |= {str(k): candidate for candidate in known[::-1] if _can_continue(candidate, epoch, step)}
+        return positions
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Take positions in place of all that are known, also of shards that this rank does not have."""
+        """Replace all known positions, including those of shards that this rank does not read."""
         self._shards.clear()
         self._known = {int(k): state for k, state in states.items()}
 
     def add_positions(self, states: Mapping[str, Any]) -> None:
-        """Take positions that other ranks know; own readers stay where they are."""
+        """Add positions from other ranks; this rank's readers keep theirs."""
         self._known |= {int(k): state for k, state in states.items()}
 
     def close(self) -> None:
         """Drop all readers."""
         self._shards.clear()
 
-    def _at(self, k: int, epoch: int, step: int) -> _StreamShard:
-        """Shard ``k``, with the samples of this step read."""
+    def _shard_at(self, k: int, epoch: int, step: int) -> _StreamShard:
+        """Return shard ``k``, with the samples of this step read."""
         shard = self._shards.get(k)
         if shard is None or (shard.epoch, shard.step) != (epoch, step):
             reader = self._stream.open(k, len(self._sizes), epoch, self._seed)
             known = self._known.get(k)
-            if known is not None and _serves(known, epoch, step):
+            if known is not None and _can_continue(known, epoch, step):
                 reader.load_state_dict(known["reader"])
                 shard = _StreamShard(epoch, known["step"], known["handed_out"], reader, known["reader"], [])
                 self._read_ahead(k, shard)
@@ -262,18 +262,18 @@ class StreamLoader:
                 self._read_ahead(k, shard)
                 if 0 < len(shard.ahead) < self._min_microbatch_size:
                     raise DataError(
-                        f"{self._split} stream, shard {k} holds {len(shard.ahead)} samples in all, but a "
+                        f"{self._split} stream, shard {k} contains only {len(shard.ahead)} samples, but a "
                         f"shard needs at least {self._min_microbatch_size}. Give more data, use fewer "
                         "--microbatches, or "
                         "lower min_microbatch_size in the task."
                     )
             while shard.step < step:
-                self._hand_out(k, shard)
+                self._advance(k, shard)
             self._shards[k] = shard
         return shard
 
-    def _hand_out(self, k: int, shard: _StreamShard) -> None:
-        """Count the samples ahead as handed out; a remainder too small to stand alone joins them."""
+    def _advance(self, k: int, shard: _StreamShard) -> None:
+        """Advance past the prefetched samples; a remainder that is too small joins them."""
         samples = shard.ahead
         shard.state = shard.reader.state_dict()
         shard.handed_out += len(samples)
@@ -299,7 +299,7 @@ class StreamLoader:
             where = f"{self._split} stream, shard {k}, item {number}"
             raise DataError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
 
-    def _collated(self, k: int, first: int, samples: list[Any]) -> Any:
+    def _collate_samples(self, k: int, first: int, samples: list[Any]) -> Any:
         try:
             return self._collate(samples)
         except Exception as error:

@@ -1,1 +1,1 @@
-"""Who takes part in a job: agents start, watch and replace workers."""
+"""Elastic membership: agents start, watch and replace the workers of a job."""

@@ -1,6 +1,6 @@
-"""The agent: keeps a job's workers on this machine alive, and never ends survivors. No torch.
+"""The agent: keeps a job's workers on this node alive, and never ends survivors. No torch.
 
-One loop joins two parts: :class:`~paceline.elastic.node.NodeWorkers`, which has the workers, and a
+One loop drives two parts: :class:`~paceline.elastic.node.NodeWorkers`, which owns the workers, and a
 :class:`~paceline.elastic.controller.Controller`, which decides for them. On one node that is a
 :class:`~paceline.elastic.controller.SingleNodeController`. Agents of several nodes first agree on the one that
 decides: :mod:`paceline.elastic.consensus`, which is imported there only.
@@ -38,14 +38,14 @@ class Agent:
     def __init__(self, spec: LaunchSpec, forkserver: Command) -> None:
         assert spec.log_directory is not None
         if shutil.which(forkserver.argv[0]) is None:
-            raise LaunchError(f"{forkserver.argv[0]} is no program that can be run.")
+            raise LaunchError(f"{forkserver.argv[0]}: command not found or not executable.")
         self._signals: list[int] = []  # not handled yet
         self._node: NodeWorkers | None = None
         self._controller: Controller | None = None
         self._directory = directory = spec.log_directory
         self._control: ControlSocket | None = None
-        self._retry_at = 0.0  # to take what the leading agent holds, by the monotonic clock
-        self._said_why = False  # why no control socket could be had
+        self._retry_at = 0.0  # when to try again to take the leader's resources, by the monotonic clock
+        self._has_reported_no_control = False  # whether the lack of a control socket was reported
         self._stack = ExitStack()
         try:
             directory.create()
@@ -53,20 +53,20 @@ class Agent:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._stack.callback(os.close, self._wake)
             self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-            meeting = None
+            discovery = None
             if not spec.is_single_node:
                 from paceline.elastic.consensus.discovery import discover
 
-                meeting = discover(spec, directory)
-                self._stack.callback(meeting.listener.close)
-            # Not before: looking for the secret that machines share can be interrupted as it is.
+                discovery = discover(spec, directory)
+                self._stack.callback(discovery.listener.close)
+            # Not before, because the search for the shared secret can be interrupted by default handlers.
             self._stack.enter_context(handle_signals(STOP_SIGNALS, self._on_signal))
-            founds = meeting is None or meeting.is_first
+            is_first = discovery is None or discovery.is_first
             self._lock = self._stack.enter_context(closing(RunLock(directory)))
-            if founds:
+            if is_first:
                 self._lock.take()
-                for old in directory.logs.glob("rank-*.error.json"):
-                    old.unlink(missing_ok=True)
+                for stale_record in directory.logs.glob("rank-*.error.json"):
+                    stale_record.unlink(missing_ok=True)
             node = self._node = NodeWorkers(
                 forkserver,
                 spec.command[-1],
@@ -75,18 +75,18 @@ class Agent:
                 heartbeat_s=spec.heartbeat_s,
                 grace_s=spec.grace_s,
                 inherited=(self._lock.fileno(),),
-                interface="" if meeting is None else meeting.interface,
+                interface="" if discovery is None else discovery.interface,
             )
-            if meeting is None:
+            if discovery is None:
                 self._controller = SingleNodeController(spec, directory, node)
             else:
                 from paceline.elastic.consensus.controller import AgentController
 
-                self._controller = AgentController(spec, directory, node, meeting, self._selector)
+                self._controller = AgentController(spec, directory, node, discovery, self._selector)
             node.reports = self._controller
             self._requests = ControlApi(spec, directory, self._controller, node)
             self._controller.begin()
-            if founds:
+            if is_first:
                 self._control = ControlSocket(directory, self._selector, self._requests)
         except BaseException as error:
             self._end()
@@ -96,7 +96,7 @@ class Agent:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The workers that run."""
+        """The process ids of the active workers."""
         return () if self._node is None else self._node.pids
 
     def wait(self) -> int:
@@ -112,12 +112,12 @@ class Agent:
         return code
 
     def cancel(self) -> None:
-        """Ask the workers to stop; may be called from another thread than :meth:`wait`."""
+        """Request the workers to stop; thread-safe."""
         self._signals.append(0)
         os.eventfd_write(self._wake, 1)
 
     def _turn(self, node: NodeWorkers, controller: Controller) -> None:
-        """What has happened, then what has not happened in time."""
+        """Handle one round of events, then timeouts."""
         now = time.monotonic()
         due = min(now + _LONGEST_S, node.deadline, controller.deadline)
         for key, _ in self._selector.select(max(0.0, due - now)):
@@ -125,13 +125,13 @@ class Agent:
         now = time.monotonic()
         node.expire(now)
         controller.expire(now)
-        self._take_office(controller, now)
+        self._take_leadership(controller, now)
 
-    def _take_office(self, controller: Controller, now: float) -> None:
-        """The leading agent holds the run's lock and answers other commands, as soon as it can.
+    def _take_leadership(self, controller: Controller, now: float) -> None:
+        """Take the run's lock and serve commands, as soon as possible, while this agent leads.
 
-        The last processes of the machine that led before may hold the lock, and the disk may be full: neither
-        is a reason to give up the workers.
+        The last processes of the previous leader's node may still hold the lock, and the disk may be full; the workers
+        continue in both cases.
         """
         if controller.leader is None:
             if self._control is not None:
@@ -140,7 +140,7 @@ class Agent:
             return
         if now < self._retry_at:
             return
-        # The other machines' signs of life turn the loop often enough for this to need no deadline.
+        # The other nodes' heartbeats wake the loop often enough, so no deadline is needed.
         self._retry_at = now + _RETRY_S
         if not self._lock.held:
             with suppress(OSError):
@@ -149,9 +149,9 @@ class Agent:
             try:
                 self._control = ControlSocket(self._directory, self._selector, self._requests)
             except (OSError, RunDirectoryError) as error:
-                if not self._said_why:
+                if not self._has_reported_no_control:
                     print_status(f"other commands cannot reach this run yet: {error}")
-                self._said_why = True
+                self._has_reported_no_control = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -169,7 +169,7 @@ class Agent:
                 self._controller.cancel()
 
     def _end(self) -> None:
-        """Leave nothing behind, whatever happened."""
+        """Release everything, after any error."""
         if self._node is not None:
             self._node.end()
         if self._control is not None:

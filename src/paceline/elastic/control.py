@@ -1,4 +1,4 @@
-"""The agent's control socket: what `paceline scale`, `runs` and others may ask of a running job."""
+"""The agent's control socket, for `paceline scale`, `runs` and other commands."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from paceline.elastic.controller import Controller, JobController
 from paceline.elastic.node import NodeWorkers
 from paceline.runs.directory import RunDirectory
 
-# --- How other commands talk to the agent of a run at work: a Unix socket that only its own user can reach
+# --- The protocol: a Unix socket that only its own user can reach
 #
-# The agent serves it; ``RUN/agent.json`` says where. One packet is one JSON object: a request such as
-# ``{"status": {}}`` or ``{"scale": {"nproc": 2}}``, and one answer to each, ``{"error": text}`` where it
-# cannot be done. A socket's path may not be longer than 107 bytes, and a run's directory often is, so the
-# socket lies in a private directory of its own. No torch.
+# ``RUN/agent.json`` has the path. One packet is one JSON object: a request such as ``{"status": {}}`` or
+# ``{"scale": {"nproc": 2}}``, and one answer to each, ``{"error": text}`` on failure. A socket's path is limited to 107
+# bytes, which run directories often exceed, so the socket is in a private directory. No torch.
 
 
-_LONGEST = 131072  # bytes of a packet; a member takes about a hundred
+_LONGEST = 131072  # bytes per packet; a member takes about a hundred
 _LONGEST_PATH = 107  # of a Unix socket's address, by the kernel
 _MOST_CLIENTS = 16
 _ANSWER_S = 10.0
@@ -44,15 +43,15 @@ _NAME = "agent"
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """A worker, as its agent knows it.
+    """A worker's status, as known by its agent.
 
     Attributes:
-        rank: in the view; None for one that is in none.
-        slot: names its log.
-        node: the machine that it is on.
-        pid: None until it runs, and on other machines than the leading one.
-        step: steps done when it last told, up to a beat ago; -1 before it knows.
-        phase: what it is doing.
+        rank: in the group, or None.
+        local_index: its index on its node, which names its log.
+        node: its node.
+        pid: None before it runs, and on other nodes than the leader's.
+        step: steps done at its last heartbeat; -1 before the first.
+        phase: its current phase.
     """
 
     rank: int | None
@@ -65,15 +64,15 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A job, as its agent knows it.
+    """A job's status, as known by its agent.
 
     Attributes:
-        generation: of the view, -1 before the first.
-        target: how many workers there should be.
-        whole: all members of the view hold its state and train.
-        stopping: nobody is started any more.
+        generation: of the group, -1 before the first.
+        target: the wanted number of workers.
+        whole: whether all members of the group hold its state and train.
+        stopping: whether no more workers are started.
         recoveries: workers lost so far.
-        step: the highest that a member of the view has told.
+        step: the highest that a member of the group reported.
         workers: members by rank, then the others.
     """
 
@@ -87,39 +86,39 @@ class RunStatus:
 
     @property
     def members(self) -> tuple[WorkerStatus, ...]:
-        """Those in the view, by rank."""
+        """The workers in the group, by rank."""
         return tuple(worker for worker in self.workers if worker.rank is not None)
 
 
 class ControlHandler(Protocol):
-    """What can be asked for."""
+    """Answers control requests."""
 
     def status(self) -> RunStatus:
-        """Where the job stands."""
+        """Return the job's status."""
 
     def scale(self, nproc: int) -> None:
-        """Want another number of workers on each machine.
+        """Set the number of workers on each node.
 
         Raises:
-            ConfigError: there cannot be so many.
+            ConfigError: the number is not possible.
         """
 
     def scale_nodes(self, nodes: int) -> None:
-        """Want fewer machines.
+        """Reduce the number of nodes.
 
         Raises:
-            ConfigError: there cannot be so many.
+            ConfigError: the number is not possible.
         """
 
     def gather(self) -> None:
-        """Train on only once all that there should be take part."""
+        """Make training wait until all wanted workers take part."""
 
 
 class ControlSocket:
     """The agent's side; its descriptors are in the agent's selector, with handlers as their data.
 
     Args:
-        directory: the run's; ``agent.json`` is there until :meth:`close`.
+        directory: the run's; contains ``agent.json`` until :meth:`close`.
         selector: the agent's.
         controlled: answers requests.
     """
@@ -128,17 +127,17 @@ class ControlSocket:
         self._selector = selector
         self._controlled = controlled
         self._clients: set[socket.socket] = set()
-        self._note = directory.agent
-        self._home = _private_directory()
+        self._address_file = directory.agent
+        self._socket_directory = _private_directory()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            path = self._home / _NAME
+            path = self._socket_directory / _NAME
             self._listener.bind(str(path))
             path.chmod(0o600)
             self._listener.listen(_MOST_CLIENTS)
             self._listener.setblocking(False)
             selector.register(self._listener, selectors.EVENT_READ, self._on_client)
-            write_atomically(self._note, json.dumps({"pid": os.getpid(), "socket": str(path)}).encode())
+            write_atomically(self._address_file, json.dumps({"pid": os.getpid(), "socket": str(path)}).encode())
         except BaseException:
             self.close()
             raise
@@ -152,17 +151,17 @@ class ControlSocket:
         self.close()
 
     def close(self) -> None:
-        """Serve nobody any more, and leave no file."""
+        """Close all connections, and remove the files."""
         for served in (*self._clients, self._listener):
             with suppress(KeyError, ValueError):
                 self._selector.unregister(served)
             served.close()
         self._clients.clear()
         with suppress(OSError, ValueError, KeyError, TypeError):
-            # Another machine's agent may lead by now, and have written its own.
-            if json.loads(self._note.read_bytes())["socket"] == str(self._home / _NAME):
-                self._note.unlink()
-        shutil.rmtree(self._home, ignore_errors=True)
+            # Another node's agent may lead by now, and have written its own file.
+            if json.loads(self._address_file.read_bytes())["socket"] == str(self._socket_directory / _NAME):
+                self._address_file.unlink()
+        shutil.rmtree(self._socket_directory, ignore_errors=True)
 
     def _on_client(self) -> None:
         with suppress(BlockingIOError, ConnectionError):
@@ -181,7 +180,7 @@ class ControlSocket:
                 client.send(json.dumps(self._answer(content)).encode(), socket.MSG_NOSIGNAL)
                 return
         except OSError:
-            pass  # it has gone, or does not read: either way it is no client any more
+            pass  # the client has gone or does not read, so drop it
         self._selector.unregister(client)
         self._clients.discard(client)
         client.close()
@@ -202,17 +201,17 @@ class ControlSocket:
                 case {"scale": {"nodes": int(nodes)}} if not isinstance(nodes, bool):
                     self._controlled.scale_nodes(nodes)
                 case _:
-                    raise ConfigError(f"there is no such request: {content[:200]!r}")
+                    raise ConfigError(f"unknown request: {content[:200]!r}")
         except PacelineError as error:
             return {"error": str(error)}
         return asdict(self._controlled.status())
 
 
 class AgentConnection:
-    """A command's side: asks the agent of a run at work.
+    """A command's connection to the agent of an active run.
 
     Raises:
-        RunDirectoryError: no agent is at work on this run.
+        RunDirectoryError: no agent is active on this run.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -225,7 +224,7 @@ class AgentConnection:
                 raise PermissionError("it is another user's")
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._socket.close()
-            raise RunDirectoryError(_nobody(directory, error)) from error
+            raise RunDirectoryError(_describe_no_agent(directory, error)) from error
 
     def __enter__(self) -> Self:
         return self
@@ -236,7 +235,7 @@ class AgentConnection:
         self._socket.close()
 
     def status(self) -> RunStatus:
-        """Where the job stands.
+        """Return the job's status.
 
         Raises:
             AgentGone: the job has ended.
@@ -244,16 +243,16 @@ class AgentConnection:
         return self._ask({"status": {}})
 
     def scale(self, **wanted: int) -> RunStatus:
-        """Ask for other numbers: ``nproc`` or ``nodes``; return at once, with the new target.
+        """Request another ``nproc`` or number of ``nodes``; return at once, with the new target.
 
         Raises:
-            ConfigError: there cannot be so many; the message is the agent's.
+            ConfigError: the number is not possible.
             AgentGone: the job has ended.
         """
         return self._ask({"scale": wanted})
 
     def gather(self) -> RunStatus:
-        """Have training wait, after the step, until all that there should be take part.
+        """Make training wait, after the step, until all wanted workers take part.
 
         Raises:
             AgentGone: the job has ended.
@@ -280,57 +279,54 @@ class AgentGone(PacelineError):
     """The job, and its agent with it, has ended."""
 
 
-def _nobody(directory: RunDirectory, error: Exception) -> str:
+def _describe_no_agent(directory: RunDirectory, error: Exception) -> str:
     if not directory.exists() and not directory.path.is_dir():
         return f"there is no run {directory.path}."
     if directory.is_running() and isinstance(error, FileNotFoundError):
-        return (
-            f"{directory.path} is at work, but without an agent that could be asked. Only runs with "
-            "--recover inplace have one."
-        )
+        return f"{directory.path} is running, but without an agent. Only runs with --recover inplace have one."
     if directory.is_running():
         return f"the agent of {directory.path} cannot be reached: {error}."
-    return f"{directory.path} is not at work. Continue it with: paceline resume {directory.path}"
+    return f"{directory.path} is not running. Continue it with: paceline resume {directory.path}"
 
 
 def _private_directory() -> Path:
-    """A new directory that only this user can enter, with a name short enough for a socket's path."""
+    """Create a directory that only this user can enter, with a path short enough for a socket."""
     parents = (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp")
     longest = _LONGEST_PATH - len(f"/paceline-????????/{_NAME}")
     for parent in parents:
         if parent and len(os.fsencode(parent)) <= longest and os.access(parent, os.W_OK):
             return Path(tempfile.mkdtemp(prefix="paceline-", dir=parent))
     raise RunDirectoryError(
-        f"no folder for the agent's socket: none of {', '.join(filter(None, parents))} is both writable and "
+        f"no directory for the agent's socket: none of {', '.join(filter(None, parents))} is both writable and "
         f"at most {longest} bytes long. Set TMPDIR."
     )
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user at the other end, as the kernel knows it."""
+    """Return the user at the other end, from the kernel."""
     content = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(content)[1]
     return user
 
 
-# --- What other commands ask of a run at work: answered by the agent that leads. No torch ---
+# --- The leading agent's answers. No torch ---
 
 
 class ControlApi:
-    """Answers them; see :class:`~paceline.elastic.control.Controlled`.
+    """The leading agent's :class:`ControlHandler`.
 
     Args:
         spec: the job's.
         directory: the run's.
-        controller: knows which agent leads.
-        node: this machine's workers.
+        controller: knows the leader.
+        node: this node's workers.
     """
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, controller: Controller, node: NodeWorkers) -> None:
         self._spec, self._directory, self._controller, self._node = spec, directory, controller, node
 
     def status(self) -> RunStatus:
-        """Where the job stands.
+        """Return the job's status.
 
         Raises:
             ConfigError: this agent does not lead.
@@ -338,8 +334,8 @@ class ControlApi:
         leader = self._leader()
         coordinator, beats = leader.coordinator, leader.beats
         members = coordinator.members()
-        others = [worker for worker in coordinator.workers if worker not in members]
-        steps = {worker: beats[worker].step if worker in beats else -1 for worker in (*members, *others)}
+        other_workers = [worker for worker in coordinator.workers if worker not in members]
+        steps = {worker: beats[worker].step if worker in beats else -1 for worker in (*members, *other_workers)}
         return RunStatus(
             generation=-1 if coordinator.group is None else coordinator.generation,
             target=coordinator.target,
@@ -361,10 +357,10 @@ class ControlApi:
         )
 
     def scale(self, nproc: int) -> None:
-        """Want another number of workers on each machine; who joins or leaves does so after a step.
+        """Set the number of workers on each node; workers join or leave after a step.
 
         Raises:
-            ConfigError: there cannot be so many, the job is ending, or this agent does not lead.
+            ConfigError: the number is not possible, the job is ending, or this agent does not lead.
         """
         leader = self._leader()
         leader.shutdown.refuse_changes()
@@ -372,40 +368,44 @@ class ControlApi:
             raise ConfigError(f"--nproc must be at least 1, but is {nproc}.")
         leader.learn_microbatches()
         coordinator = leader.coordinator
-        machines, most = len(coordinator.nodes), coordinator.max_workers
-        if nproc * machines > most:
+        num_nodes, most = len(coordinator.nodes), coordinator.max_workers
+        if nproc * num_nodes > most:
             raise ConfigError(
-                f"{nproc * machines} processes cannot share {most} micro-batches: each needs at least one. "
-                f"Use --nproc {most // machines} or fewer. "
+                f"{nproc * num_nodes} processes cannot share {most} micro-batches: each needs at least one. "
+                f"Use --nproc {most // num_nodes} or fewer. "
                 "A run's number of micro-batches is fixed when it is created."
             )
         leader.resize(
             dict.fromkeys(coordinator.nodes, nproc),
             before=coordinator.target,
-            target=nproc * machines + coordinator.spares,
+            target=nproc * num_nodes + coordinator.spares,
         )
 
     def scale_nodes(self, nodes: int) -> None:
-        """Want fewer machines: those that came last leave after a step.
+        """Reduce the number of nodes; the last ones to join leave after a step.
 
         Raises:
-            ConfigError: there cannot be so many, the job is ending, or this agent does not lead.
+            ConfigError: the number is not possible, the job is ending, or this agent does not lead.
         """
         leader = self._leader()
-        there = [name for name in self._controller.nodes if name in leader.nodes]
-        if nodes > len(there):
+        current_nodes = [name for name in self._controller.nodes if name in leader.nodes]
+        if nodes > len(current_nodes):
             raise ConfigError(
-                f"the run is on {len(there)} machine(s). Another one joins it, up to --nodes MIN:MAX, when "
-                f"this is given there: paceline join {self._directory.path}"
+                f"the run has {len(current_nodes)} node(s). To add one, up to --nodes MIN:MAX, run there: "
+                f"paceline join {self._directory.path}"
             )
         if nodes < self._spec.least_nodes:
-            raise ConfigError(f"--nodes must be at least {self._spec.least_nodes}, as the run was started so.")
-        # The leading one stays: somebody has to see the others off.
-        leaving = [name for name in reversed(there) if name != self._controller.name][: len(there) - nodes]
+            raise ConfigError(
+                f"--nodes must be at least {self._spec.least_nodes}, the minimum with which the run was started."
+            )
+        # The leading node stays, because it removes the others.
+        leaving = [name for name in reversed(current_nodes) if name != self._controller.name][
+            : len(current_nodes) - nodes
+        ]
         leader.retire(leaving)
 
     def gather(self) -> None:
-        """Train on only once all that there should be take part.
+        """Make training wait until all wanted workers take part.
 
         Raises:
             ConfigError: this agent does not lead.
@@ -414,5 +414,5 @@ class ControlApi:
 
     def _leader(self) -> JobController:
         if self._controller.leader is None:
-            raise ConfigError("another machine's agent leads the run by now; ask again there.")
+            raise ConfigError("another node's agent leads the run now. Repeat the command there.")
         return self._controller.leader

@@ -1,4 +1,4 @@
-"""Leads a job: which nodes take part, what is restarted, and how the job ends."""
+"""The leader of a job: its nodes, restarts, and the end of the job."""
 
 from __future__ import annotations
 
@@ -44,76 +44,75 @@ from paceline.elastic.worker_channel import (
 )
 from paceline.runs.directory import RunDirectory
 
-# --- What is told of a job: what ended each view, who was lost, and how long it took to go on. No torch ---
+# --- The recovery log: what ended each group, and how long the recovery took. No torch ---
 
 
 def append_event(directory: RunDirectory, kind: str, **fields: object) -> None:
-    """Note an event; a full disk is no reason to give up the workers."""
+    """Record an event; the workers continue even if the disk is full."""
     with suppress(OSError):
         directory.append_event(kind, **fields)
 
 
 def print_status(sentence: str) -> None:
-    """Tell the user something; stderr may be a file on a full disk too."""
+    """Print a message for the user; stderr may be a file on a full disk too."""
     with suppress(OSError):
         print(f"paceline: {sentence}", file=sys.stderr, flush=True)
 
 
 class RecoveryLog:
-    """Of the views that one leader forms.
+    """Records the groups that one leader forms.
 
     Args:
         directory: the run's.
-        first: the job's first generation, which replaces no other; -1 where another agent has led before.
+        first: the job's first generation, which replaces no other; -1 if another agent has led before.
     """
 
     def __init__(self, directory: RunDirectory, first: int) -> None:
         self._directory, self._first = directory, first
-        self._lost_at: float | None = None  # when the view was hit, or left, that is being replaced
-        self._hit = False  # a worker or node was lost since the current view was formed
-        self._asked_to_reform = -1  # the generation whose members were asked to leave it
-        self._why = ""  # what the first member that left the current view said
-        self._joined: set[int] = set()  # those of the current view's members that hold its state
+        self._lost_at: float | None = None  # when the group being replaced was broken or left
+        self._hit = False  # whether a worker or node was lost since the current group was formed
+        self._asked_to_reform = -1  # the generation whose members were told to leave it
+        self._why = ""  # the reason from the first member that left the current group
+        self._joined: set[int] = set()  # members of the current group that have its state
 
     def record(self, kind: str, **fields: object) -> None:
-        """Note an event."""
         append_event(self._directory, kind, **fields)
 
     def lost(self, since: float | None = None) -> None:
-        """The view is hit, or left; by the monotonic clock, since when, if not now."""
+        """Record that the group is broken or left, now or at ``since`` by the monotonic clock."""
         since = time.monotonic() if since is None else since
         self._lost_at = since if self._lost_at is None else min(since, self._lost_at)
 
     def hit(self) -> None:
-        """A worker or node was lost."""
+        """Record the loss of a worker or node."""
         self._hit = True
 
     def left(self, why: str) -> None:
-        """A worker asks for a view, and says what made it leave its own."""
+        """Record that a worker has left its group, and why."""
         self._why = self._why or why
 
     def asked_to_reform(self, generation: int) -> None:
-        """The members of this view were asked to leave it."""
+        """Record that the members of this group were told to leave it."""
         self._asked_to_reform = generation
 
     def was_asked_to_reform(self, generation: int) -> bool:
-        """Whether the members of this view were asked to leave it."""
+        """Return whether the members of this group were told to leave it."""
         return self._asked_to_reform == generation
 
-    def formed(self, view: WorkerGroup, slots: Sequence[int], nodes: Sequence[str], step: int) -> None:
-        """A view is formed.
+    def formed(self, view: WorkerGroup, local_indices: Sequence[int], nodes: Sequence[str], step: int) -> None:
+        """Record a new group.
 
         Args:
-            view: the view.
-            slots: its members'.
-            nodes: its members'.
-            step: where they stand; -1 before they know.
+            view: the group.
+            local_indices: its members'.
+            nodes: its members' nodes.
+            step: their step; -1 if unknown yet.
         """
         if view.generation > self._first:
             self.record(
                 "view",
                 generation=view.generation,
-                members=list(slots),
+                members=list(local_indices),
                 world_size=len(view.members),
                 computing=view.active,
                 nodes=len(set(nodes)),
@@ -126,103 +125,101 @@ class RecoveryLog:
         self._why, self._hit = "", False
 
     def joined(self, view: WorkerGroup, worker: int, step: int) -> None:
-        """A member of the current view holds its state."""
+        """Record that a member of the current group has its state."""
         self._joined.add(worker)
         if self.is_whole(view) and view.generation > self._first:
             self.record("joined", generation=view.generation, step=step, seconds=self._since_loss())
             self._lost_at = None
 
     def is_whole(self, view: WorkerGroup | None) -> bool:
-        """Whether all members of the current view hold its state."""
+        """Return whether all members of the current group have its state."""
         return view is not None and self._joined >= set(view.members)
 
     def _since_loss(self) -> float | None:
         return None if self._lost_at is None else round(time.monotonic() - self._lost_at, 4)
 
 
-# --- The nodes of a job, as their leader gives them orders. No torch ---
+# --- The worker pool: orders to the workers of all nodes. No torch ---
 
 
 class WorkerPool:
-    """All workers of a job, on whichever node they are.
+    """All workers of a job, on all nodes.
 
     Args:
-        coordinator: knows where each of them is.
+        coordinator: knows their nodes.
 
     Attributes:
-        nodes: those that have come, by name.
+        nodes: the nodes that have joined, by name.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self.nodes: dict[str, NodeCommands] = {}
-        self._took_part: set[str] = set()  # nodes with workers that were in a view
+        self._took_part: set[str] = set()  # nodes whose workers were in a group
 
     def joins(self, name: str, node: NodeCommands, seats: Iterable[WorkerSlot]) -> None:
-        """A node has come, with the workers that it has."""
+        """Add a node, with its workers."""
         self.nodes[name] = node
         if any(seat.status != "starting" for seat in seats):
             self._took_part.add(name)
 
     def is_of_newcomer(self, worker: int) -> bool:
-        """Whether a worker runs on a node that never took part, beside others that do."""
-        at_work = self._took_part & self.nodes.keys()
+        """Return whether a worker's node has never taken part, while others have."""
+        participating = self._took_part & self.nodes.keys()
         known = worker in self._coordinator.workers
-        return known and bool(at_work) and self._coordinator.node(worker) not in at_work
+        return known and bool(participating) and self._coordinator.node(worker) not in participating
 
-    def start(self, worker: int, node: str, slot: int) -> None:
-        """Start a worker."""
-        self.nodes[node].start(worker, slot)
+    def start(self, worker: int, node: str, local_index: int) -> None:
+        self.nodes[node].start(worker, local_index)
 
     def send(self, workers: Iterable[int], order: Order) -> None:
-        """Tell workers something; those that have ended may be among them."""
+        """Send an order to workers that have not ended."""
         for worker in workers:
             if worker in self._coordinator.workers:
                 self._node_of(worker).send(worker, order)
 
     def place(self, view: WorkerGroup, address: str, port: int) -> None:
-        """Tell the members of a view to form it.
+        """Tell the members of a group to form it.
 
         Args:
-            view: the view.
+            view: the group.
             address: of its store.
             port: of its store.
         """
         nodes = self.nodes_of(view)
         self._took_part.update(nodes)
-        there: Counter[str] = Counter(nodes)
-        so_far: Counter[str] = Counter()
+        workers_on: Counter[str] = Counter(nodes)
+        assigned_on: Counter[str] = Counter()
         for rank, (worker, node) in enumerate(zip(view.members, nodes, strict=True)):
-            place = Assignment(
+            assignment = Assignment(
                 generation=view.generation,
                 rank=rank,
                 world_size=len(view.members),
-                local_rank=so_far[node],
-                local_world_size=there[node],
+                local_rank=assigned_on[node],
+                local_world_size=workers_on[node],
                 active=view.active,
                 address=address,
                 port=port,
             )
-            so_far[node] += 1
-            self.nodes[node].send(worker, place)
+            assigned_on[node] += 1
+            self.nodes[node].send(worker, assignment)
 
     def nodes_of(self, view: WorkerGroup) -> list[str]:
-        """Where the members of a new view are, by rank."""
+        """Return the nodes of a group's members, by rank."""
         return [self._coordinator.node(worker) for worker in view.members]
 
     def kill(self, workers: Iterable[int], why: str) -> None:
-        """Fence workers; those that have ended may be among them."""
+        """Fence workers that have not ended."""
         for worker in workers:
             if worker in self._coordinator.workers:
                 self._node_of(worker).kill(worker, why)
 
     def stop(self, number: int) -> None:
-        """Send all workers this signal, also those that are yet to be forked."""
+        """Signal all workers, including those not forked yet."""
         for node in self.nodes.values():
             node.stop(number)
 
     def kill_all(self, why: str) -> None:
-        """Kill all workers."""
         for node in self.nodes.values():
             node.kill_all(why)
 
@@ -230,14 +227,14 @@ class WorkerPool:
         return self.nodes[self._coordinator.node(worker)]
 
 
-# --- Restart recovery: when one member of a view is lost, all others end with it. No torch ---
+# --- Restart recovery: the loss of one member ends all members of a group. No torch ---
 
 
 _WITH_PEERS = "ended with its peers"
 
 
 class RestartAllPolicy:
-    """Ends the members of a view together, and tells which ends are but one fault.
+    """Ends the members of a group together, and groups their exits into one fault.
 
     Args:
         workforce: all workers.
@@ -245,46 +242,46 @@ class RestartAllPolicy:
 
     def __init__(self, workforce: WorkerPool) -> None:
         self._pool = workforce
-        self._generation = -1  # whose members are being killed, to be started again
-        self._counted = -1  # whose fault was counted
+        self._generation = -1  # the generation being killed and restarted
+        self._counted = -1  # the generation whose fault was counted
 
     def end(self, generation: int, members: Iterable[int]) -> None:
-        """Kill these members of a view: none of them may survive into the next one."""
+        """Kill these members of a group, so that none survives into the next one."""
         self._generation = generation
         self._pool.kill(members, _WITH_PEERS)
 
     def shares_fault(self, end: Ended, generation: int) -> bool:
-        """Whether a worker ended because another one of the current view was lost."""
+        """Return whether a worker ended because another member of the current group was lost."""
         with_peers = end.killed == _WITH_PEERS or (end.failure is not None and end.failure.victim)
         return self._generation == generation and with_peers
 
     def counts(self, generation: int) -> bool:
-        """Whether a fault of this view is its first; the ends of the others belong to the same restart."""
+        """Return whether a fault of this group is its first; further exits belong to the same restart."""
         first = self._counted != generation
         self._counted = generation
         return first
 
 
-# --- How a job is brought to its end before the work is done. No torch ---
+# --- Early shutdown. No torch ---
 
 
 class Shutdown:
-    """Begins when somebody asks for it, or when the job has failed.
+    """The shutdown of a job, by request or after a failure.
 
     Args:
         spec: the job's.
-        workforce: who is to stop.
-        coordinator: is to start nobody any more.
+        workforce: the workers to stop.
+        coordinator: starts no workers from then on.
 
     Attributes:
-        asked: the first signal; None where no signal asked.
+        requested: the first signal, or None.
         begun: whether the workers were told to stop.
         deadline: when :meth:`expire` is due, by the monotonic clock.
     """
 
     def __init__(self, spec: LaunchSpec, workforce: WorkerPool, coordinator: Coordinator) -> None:
         self._spec, self._pool, self._coordinator = spec, workforce, coordinator
-        # Ctrl-C may reach the agents of all machines.
+        # Ctrl-C may reach the agents of all nodes.
         self._requests = StopRequests(ECHO_S if spec.nodes[1] > 1 else 0.0)
         self.requested: int | None = None
         self.begun = False
@@ -292,22 +289,22 @@ class Shutdown:
 
     @property
     def is_final(self) -> bool:
-        """Whether nobody is started any more: the workers were told to stop, or have begun to finish."""
+        """Whether no workers are started any more, because they stop or have begun to finish."""
         return self.begun or not self._coordinator.may_spawn
 
     def refuse_changes(self) -> None:
-        """Refuse to let anybody join or leave a run that ends, or whose recovery does not allow it.
+        """Reject a change of workers if the run is ending, or its recovery does not allow one.
 
         Raises:
-            ConfigError: says which.
+            ConfigError: names the reason.
         """
         if self.is_final:
-            raise ConfigError("the run is ending, so nobody joins or leaves it any more.")
+            raise ConfigError("the run is ending, so its workers can no longer change.")
         if self._spec.recover != "inplace":
-            raise ConfigError("with --recover restart nobody joins or leaves a run that is at work.")
+            raise ConfigError("--recover restart does not allow a change of workers in a running job.")
 
     def signalled(self, number: int) -> None:
-        """A signal asks the job to stop; Ctrl-C beside another, at once."""
+        """Handle a stop signal; Ctrl-C after another one ends the job at once."""
         match self._requests.hear(number):
             case "first":
                 self.requested = number
@@ -316,51 +313,51 @@ class Shutdown:
                 self.kill_all()
 
     def cancel(self) -> None:
-        """Have the job stop, within the grace period."""
+        """Stop the job within the grace period."""
         self.requested = self.requested or signal.SIGTERM
         self.within_grace()
 
     def within_grace(self) -> None:
-        """Have all workers stop, and kill who has not after the grace period."""
+        """Tell all workers to stop, and kill the remaining ones after the grace period."""
         self.deadline = time.monotonic() + self._spec.grace_s
         self._stop(signal.SIGTERM)
 
     def expire(self, now: float) -> None:
-        """Kill who has not ended within the time given."""
+        """Kill workers after the grace period."""
         if now >= self.deadline:
             self.deadline = math.inf
             self.kill_all()
 
     def kill_all(self) -> None:
-        """Kill all workers; nobody is started any more."""
+        """Kill all workers, and start no more."""
         self.begun = True
         self._coordinator.may_spawn = False
         self._pool.kill_all("was told to end")
 
     def _stop(self, number: int) -> None:
-        """Have all workers finish their step, save, and end; nobody is started any more."""
+        """Tell all workers to finish their step, save, and end; start no more."""
         self.begun = True
         self._coordinator.may_spawn = False
         self._pool.stop(number)
 
 
-# --- The leading agent's part: it decides for the workers of all nodes, and judges how the job ends ---
+# --- The leading agent ---
 #
-# Who belongs to which view is decided by :class:`~paceline.elastic.coordinator.Coordinator`; here its
-# actions become orders to the nodes, and what the nodes report becomes its events.
+# The :class:`~paceline.elastic.coordinator.Coordinator` decides on the groups; this class turns its actions into orders
+# to the nodes, and the nodes' reports into its events.
 
 
 class Quorum(Protocol):
-    """What the agents of a job have agreed on; on one node there is nothing to agree on."""
+    """The set of nodes that leads the job: one node by itself, or several in consensus."""
 
     def may_form(self, nodes: frozenset[str]) -> bool:
-        """Whether a view of workers on these nodes may be formed now."""
+        """Return whether a group of workers on these nodes may be formed now."""
 
     def formed(self, nodes: frozenset[str]) -> None:
-        """It is."""
+        """Record that it is formed."""
 
     def reject(self, node: str, why: str) -> None:
-        """Do without a node; this is told there."""
+        """Remove a node, and send it the reason."""
 
 
 class JobController:
@@ -369,18 +366,18 @@ class JobController:
     Args:
         spec: the job's.
         directory: the run's.
-        coordinator: decides; it knows no node yet.
-        roster: when it may form a view.
-        here: this machine's node; it serves the stores in which members meet.
-        address: of this machine, where members on all nodes reach its stores.
-        follows: another agent has led before this one.
+        coordinator: decides; has no nodes yet.
+        quorum: the agreement on the set of nodes.
+        here: this node, which serves the rendezvous stores.
+        address: this node's address for members on all nodes.
+        follows: whether another agent has led before.
 
     Attributes:
-        coordinator: as given; others only ask it.
-        judgement: what has become of workers so far.
-        ending: brings the job to its end where somebody asks for that.
-        chronicle: what has become of views.
-        beats: each worker's last one.
+        coordinator: as given; read-only for others.
+        failure_policy: the exits of workers so far.
+        shutdown: ends the job on request.
+        recovery_log: the record of groups.
+        beats: each worker's last heartbeat.
     """
 
     def __init__(
@@ -388,13 +385,13 @@ class JobController:
         spec: LaunchSpec,
         directory: RunDirectory,
         coordinator: Coordinator,
-        roster: Quorum,
+        quorum: Quorum,
         here: NodeWorkers,
         address: str,
         *,
         follows: bool = False,
     ) -> None:
-        self._spec, self._directory, self._quorum = spec, directory, roster
+        self._spec, self._directory, self._quorum = spec, directory, quorum
         self._here, self._address = here, address
         self._pool = WorkerPool(coordinator)
         self.shutdown = Shutdown(spec, self._pool, coordinator)
@@ -404,13 +401,13 @@ class JobController:
         self.beats: dict[int, WorkerHeartbeat] = {}
         self._hangs = HangDetector(directory)
         self._restart = RestartAllPolicy(self._pool)
-        self._culprit_is_to_come = False  # the job ends, and whose fault it is nobody has said yet
+        self._culprit_is_to_come = False  # the job ends, and the root cause has not been reported yet
         coordinator.hold()
 
     # Nodes.
 
     def node_joins(self, name: str, node: NodeCommands, nproc: int, seats: Mapping[int, WorkerSlot]) -> None:
-        """A node has come, with the workers that it has."""
+        """Add a node, with its workers."""
         self._pool.joins(name, node, seats.values())
         self.learn_microbatches()
         if self.shutdown.begun:
@@ -418,7 +415,7 @@ class JobController:
         self._do(self.coordinator.node_joins(name, nproc, seats))
 
     def node_lost(self, name: str, why: str) -> None:
-        """A node is gone, and all its workers with it."""
+        """Remove a node and all its workers."""
         if name not in self._pool.nodes:
             return
         self.recovery_log.hit()
@@ -430,17 +427,17 @@ class JobController:
 
     @property
     def nodes(self) -> frozenset[str]:
-        """All that have come."""
+        """All nodes that have joined."""
         return frozenset(self._pool.nodes)
 
     def learn_microbatches(self) -> None:
-        """So many can compute; before the run is created, whoever begins it checks that they are not more."""
+        """Read the maximum number of active workers; before the run is created, rank 0 checks it."""
         with suppress(RunDirectoryError, KeyError, TypeError, ValueError):
             if self._directory.exists():
                 self.coordinator.max_workers = int(self._directory.read_manifest()["config"]["microbatches"])
 
     def settle(self) -> None:
-        """Form the next view, where one is due and the agents have agreed on its nodes."""
+        """Form the next group, if one is due and the agents agree on its nodes."""
         if self._quorum.may_form(self.coordinator.nodes_next):
             actions = self.coordinator.release()
             self.coordinator.hold()
@@ -457,7 +454,7 @@ class JobController:
         return not self.coordinator.workers
 
     def expire(self, now: float) -> None:
-        """Kill who has not ended within the time given, and who holds the others up."""
+        """Kill overdue workers, and those that block the others."""
         self.shutdown.expire(now)
         match self._hangs.poll():
             case Ask(workers):
@@ -467,7 +464,7 @@ class JobController:
 
     def _on_hang(self, hang: Hang) -> None:
         if not hang.culprits:
-            self.failure_policy.reason = hang.sentence  # it would happen again
+            self.failure_policy.reason = hang.sentence  # it would hang again
             self.shutdown.kill_all()
             return
         print_status(hang.sentence)
@@ -478,10 +475,10 @@ class JobController:
         """Print one message if the job failed; return its exit code."""
         return self.failure_policy.conclude(self.shutdown.requested)
 
-    # What the nodes report.
+    # Reports of the nodes.
 
     def said(self, worker: int, message: Said) -> None:
-        """A worker sent something."""
+        """Handle a worker's message."""
         match message:
             case WorkerHeartbeat(step, overdue=overdue):
                 self.failure_policy.budget.stands_at(step)
@@ -494,7 +491,7 @@ class JobController:
                     self.recovery_log.lost()
                 self.recovery_log.left(why)
                 if self._spec.recover == "restart" and self._has_lost_a_peer(worker):
-                    # It must not be a survivor of the next view; its end breaks this one for the others too.
+                    # It must not survive into the next group; its end breaks this one for the others too.
                     self._restart.end(self.coordinator.generation, (worker,))
                     return
                 self._do(self.coordinator.waits(worker))
@@ -505,12 +502,12 @@ class JobController:
                     self.recovery_log.joined(view, worker, self._step_of(worker))
 
     def _has_lost_a_peer(self, worker: int) -> bool:
-        """Whether a worker has left the current view though nobody asked it to."""
-        left_unasked = not self.recovery_log.was_asked_to_reform(self.coordinator.generation)
-        return self.coordinator.may_spawn and worker in self.coordinator.members() and left_unasked
+        """Return whether a worker has left the current group without a request."""
+        without_request = not self.recovery_log.was_asked_to_reform(self.coordinator.generation)
+        return self.coordinator.may_spawn and worker in self.coordinator.members() and without_request
 
     def ended(self, end: Ended) -> None:
-        """A worker's process has ended."""
+        """Handle the end of a worker's process."""
         self.beats.pop(end.worker, None)
         if end.retired and end.code == 0:
             self.recovery_log.record("retired", slot=end.local_index, pid=end.pid, step=end.step)
@@ -526,7 +523,7 @@ class JobController:
                 self._hangs.finishes(end.worker)
                 self._do(self.coordinator.done(end.worker))
                 if not self.coordinator.members():
-                    # Only spares are left, and nothing is left for them to do.
+                    # Only spares are left, without work.
                     self.shutdown.kill_all()
                 return
             case "unfit":
@@ -542,14 +539,14 @@ class JobController:
         generation, again = self.coordinator.generation, False
         shared = self._restart.shares_fault(end, generation)
         if self._spec.recover == "restart" and end.worker in self.coordinator.members():
-            # A peer may tell of a fault, and all be killed, before the culprit has come to its end.
+            # A peer may report a fault, and all may be killed, before the root-cause worker has ended.
             again = not self._restart.counts(generation)
         if shared and again:
             return
         if not shared:
             self.recovery_log.hit()
             if end.worker in self.coordinator.members():
-                # A silent member was lost when it was last heard, not when its node lost patience.
+                # A silent member was lost at its last message, not at its node's timeout.
                 self.recovery_log.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
             self.recovery_log.record("fault", slot=end.local_index, pid=end.pid, how=describe_end(end), step=end.step)
         view, hiring = self.coordinator.group, self.coordinator.may_spawn
@@ -561,13 +558,13 @@ class JobController:
     def _step_of(self, worker: int) -> int:
         return self.beats[worker].step if worker in self.beats else -1
 
-    # What other commands ask.
+    # Requests of other commands.
 
     def resize(self, wanted: Mapping[str, int], **event: object) -> None:
-        """Want so many workers on these nodes; who joins or leaves does so after a step.
+        """Set the number of workers on these nodes; they join or leave after a step.
 
         Raises:
-            ConfigError: the job is ending, or they cannot.
+            ConfigError: the job is ending, or its recovery does not allow it.
         """
         self.shutdown.refuse_changes()
         self.recovery_log.record("scale", **event, step=self.failure_policy.budget.step)
@@ -576,20 +573,20 @@ class JobController:
         self.settle()
 
     def retire(self, nodes: Collection[str]) -> None:
-        """Have all workers of these nodes leave, after a step.
+        """Make all workers of these nodes leave after a step.
 
         Raises:
-            ConfigError: the job is ending, or they cannot.
+            ConfigError: the job is ending, or its recovery does not allow it.
         """
         self.resize(dict.fromkeys(nodes, 0), nodes=len(self.coordinator.nodes) - len(nodes))
 
     def gather(self) -> None:
-        """Train on only once all that there should be take part."""
+        """Make training wait until all wanted workers take part."""
         self.recovery_log.record("gather", step=self.failure_policy.budget.step)
         self._do(self.coordinator.gather())
         self.settle()
 
-    # What the coordinator decides.
+    # Actions of the coordinator.
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -609,7 +606,7 @@ class JobController:
     def _break(self, generation: int, members: tuple[int, ...]) -> None:
         self.recovery_log.lost()
         self._hangs.forget()
-        # Those who wait in the store for one who is gone are freed by its end.
+        # Closing the store frees members that wait in it for a lost one.
         self._here.close_store(generation)
         if self._spec.recover == "inplace":
             self._pool.send(members, GroupBroken(generation))
@@ -618,11 +615,11 @@ class JobController:
 
     def _form(self, view: WorkerGroup) -> None:
         nodes = self._pool.nodes_of(view)
-        slots = [self.coordinator.local_index(worker) for worker in view.members]
+        local_indices = [self.coordinator.local_index(worker) for worker in view.members]
         step = max(self._step_of(worker) for worker in view.members)
         self._quorum.formed(frozenset(nodes))
         self._here.close_store(view.generation - 1)
-        self.recovery_log.formed(view, slots, nodes, step)
+        self.recovery_log.formed(view, local_indices, nodes, step)
         self._hangs.forms(view, nodes)
         port = self._here.open_store(view.generation, self._address)
         self._pool.place(view, self._address, port)

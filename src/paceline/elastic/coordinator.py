@@ -1,4 +1,4 @@
-"""Forms groups of workers, one after the other, as workers come and go."""
+"""Forms successive groups of workers as workers come and go."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# --- Views, and what :class:`~paceline.elastic.coordinator.Coordinator` asks its driver to do. No torch ---
+# --- Worker groups, and the actions of a :class:`~paceline.elastic.coordinator.Coordinator`. No torch ---
 
 
 Status = Literal["starting", "waiting", "member"]
@@ -18,9 +18,9 @@ class WorkerGroup:
     """One generation of the group.
 
     Attributes:
-        generation: rises by one with every view.
-        members: worker ids; the position is the rank.
-        computing: how many of them, from rank 0 on, compute micro-batches; the others are spares.
+        generation: rises by one with every group.
+        members: worker ids, by rank.
+        active: number of members, from rank 0 on, that compute micro-batches; the others are spares.
     """
 
     generation: int
@@ -30,7 +30,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class Start:
-    """Start this worker on this node, in this slot."""
+    """Start this worker on this node, with this local index."""
 
     worker: int
     node: str
@@ -39,21 +39,21 @@ class Start:
 
 @dataclass(frozen=True)
 class FormGroup:
-    """Tell these members to form this view."""
+    """Tell the members to form this group."""
 
     group: WorkerGroup
 
 
 @dataclass(frozen=True)
 class RequestReform:
-    """Tell the view's members to leave it together, after a step."""
+    """Tell the group's members to leave it together, after a step."""
 
     group: WorkerGroup
 
 
 @dataclass(frozen=True)
 class BreakGroup:
-    """Tell these members that the view is broken, should they not feel it by themselves."""
+    """Tell these members that the group is broken, in case they have not noticed."""
 
     generation: int
     members: tuple[int, ...]
@@ -61,7 +61,7 @@ class BreakGroup:
 
 @dataclass(frozen=True)
 class StopWorker:
-    """Tell a worker to end: it is not needed any more."""
+    """Tell a surplus worker to end."""
 
     worker: int
 
@@ -71,7 +71,7 @@ Action = Start | FormGroup | RequestReform | BreakGroup | StopWorker
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """Where a worker is on its node, and what it does."""
+    """A worker's place on its node, and its status."""
 
     local_index: int
     status: Status
@@ -79,21 +79,18 @@ class WorkerSlot:
 
 # --- The membership protocol of the leading agent, as a pure state machine: events in, actions out ---
 #
-# A *view* is one generation of the group: a number and its members, in the order of their ranks.
-# A worker is *starting* until it first asks for a view, then *waiting* until it is in one, then a
-# *member*. A view is broken once a member has died or has left it. Then every living member leaves
-# it too (a death is felt by all as a lost peer), asks for a new one, and the next generation is
-# formed of all that wait: survivors first, in their old order, so that rank 0 is one that holds the
-# state, then those who join. Where nobody survives, the next view waits for all, like the first. No view
-# is formed while a living member of the last one may still act in it; whoever never leaves it is silent,
-# and is killed by the agent before that.
+# A *group* is one generation: a number and its members, in the order of their ranks. A worker is *starting* until it
+# first requests a group, then *waiting* until it is in one, then a *member*. A group is broken once a member has died
+# or left. Every living member then leaves it too (all see a lost peer) and requests a new one, and the next generation
+# is formed of all waiting workers: survivors first, in their old order, so that rank 0 has the state, then newcomers.
+# Without survivors the next group waits for all, like the first. No group is formed while a living member of the last
+# one may still act in it; the agent kills members that do not leave.
 #
-# Workers run on *nodes*, the machines of a job, each of which has an agent. Nodes come and go; with a node
-# all its workers are gone. While the agents have not agreed on who they are, views are *held*: none is
-# formed.
+# Workers run on *nodes*, each with an agent. Nodes come and go, together with all their workers. While the agents have
+# no agreed set of nodes, no group is formed.
 #
-# A worker that ends in good order, because the run is finished or was asked to stop, breaks nothing:
-# the others of its view are about to end too. Whoever loses it before that asks for a new view.
+# A worker that ends normally, because the run is finished or stops, does not break its group, because the other members
+# are about to end too. A member that loses it before that requests a new group.
 
 
 @dataclass
@@ -101,25 +98,25 @@ class _Worker:
     node: str
     local_index: int
     status: Status = "starting"
-    retiring: bool = False  # not needed; may still be taken back
-    told: bool = False  # ... but not once it was told
+    retiring: bool = False  # surplus, but may still be kept
+    is_told: bool = False  # ... unless it was told to end
 
 
 @dataclass
 class Coordinator:
-    """Decides who is started, who forms which view and who is sent home.
+    """Decides which workers start, form a group or end.
 
     Attributes:
-        nodes: how many workers each node shall have for computing, in the order in which they came.
-        most: how many may compute (the number of micro-batches); who is more waits.
-        generation: the last view's.
-        spares: how many workers there shall be besides, who hold the state and compute only when needed.
-        first: the first view waits for so many nodes.
-        least: with fewer nodes no view is formed.
-        view: the current view, None before the first.
-        held: whether the forming of views has to wait.
-        hiring: whether who is lacking is started.
-        gathering: the next view waits for all that there should be, as the first one did.
+        nodes: number of active workers of each node, in the order of their arrival.
+        max_workers: maximum number of active workers (the number of micro-batches); surplus ones wait.
+        generation: the last group's.
+        spares: number of further workers, which hold the state and compute only when needed.
+        initial_nodes: the first group waits for this many nodes.
+        min_nodes: with fewer nodes no group is formed.
+        group: the current group, None before the first.
+        frozen: whether forming groups is suspended.
+        may_spawn: whether missing workers are started.
+        wait_for_all: whether the next group waits for all workers, as the first one did.
     """
 
     nodes: dict[str, int]
@@ -133,60 +130,59 @@ class Coordinator:
     may_spawn: bool = True
     wait_for_all: bool = False
     _workers: dict[int, _Worker] = field(default_factory=dict)
-    _done: set[int] = field(default_factory=set)  # those who ended in good order
-    _vacant: int = 0  # places for computing on nodes that were lost: spares fill them
+    _done: set[int] = field(default_factory=set)  # workers that ended normally
+    _vacant: int = 0  # active places on lost nodes, for spares to fill
     _next_worker: int = 0
-    _asked: int = -1  # the generation whose members were asked to re-form
+    _reform_requested: int = -1  # the generation whose members were told to re-form
     _broken: int = -1  # the generation whose members were told that it is broken
-    _invalid_view: int = -1  # the generation that is broken whoever lives: its leader is gone
+    _invalid_view: int = -1  # the generation that is obsolete because its leader is gone
 
     def begin(self) -> list[Action]:
-        """Start the first workers."""
         return self._decide()
 
     def take_over(self, first_worker: int, places: int) -> None:
-        """Lead workers that another leader has started: :meth:`node_joins` says which.
+        """Lead workers that another leader started and :meth:`node_joins` reports.
 
         Args:
-            first_worker: where the numbers of new workers begin: above all that another leader gave.
-            places: for computing, on all nodes that there were.
+            first_worker: the first number of new workers, above all that another leader assigned.
+            places: active places on all earlier nodes.
         """
         self._vacant = places
         self._next_worker, self.initial_nodes = first_worker, self.min_nodes
         self.group, self._invalid_view = WorkerGroup(self.generation, (), 0), self.generation
 
     def observe_view(self, generation: int) -> None:
-        """Another leader has formed this view; later ones get higher numbers."""
+        """Record another leader's group; later ones get higher numbers."""
         if generation > self.generation:
             if self.group is not None and self._invalid_view == self.group.generation:
                 self.group, self._invalid_view = WorkerGroup(generation, self.group.members, 0), generation
             self.generation = generation
 
     def waits(self, worker: int) -> list[Action]:
-        """A worker has left its view, or never had one, and asks for the next."""
+        """Record that a worker has left its group, or never had one, and requests the next."""
         if worker in self._workers:
             self._workers[worker].status = "waiting"
         return self._decide()
 
     def exited(self, worker: int) -> list[Action]:
-        """A worker's process has ended."""
+        """Record that a worker's process has ended."""
         self._workers.pop(worker, None)
         return self._decide()
 
     def done(self, worker: int) -> list[Action]:
-        """A worker's process has ended in good order; from now on nobody is started."""
+        """Record that a worker has ended normally; from now on none is started."""
         self._workers.pop(worker, None)
         self._done.add(worker)
         self.may_spawn = False
         return self._decide()
 
     def node_joins(self, node: str, nproc: int, seats: Mapping[int, WorkerSlot] | None = None) -> list[Action]:
-        """A node has come.
+        """Add a node.
 
         Args:
             node: its name.
-            nproc: how many workers it shall have for computing.
-            seats: those that it has already, from before this coordinator led.
+            nproc: its number of active workers.
+            seats: the workers that it already has, from before this coordinator led.
         """
         self.nodes[node] = nproc
         self._vacant = max(0, self._vacant - nproc)
@@ -198,69 +194,67 @@ class Coordinator:
         return self._decide()
 
     def resize(self, node: str, nproc: int) -> list[Action]:
-        """Another number of workers is wanted on a node; at least 1 over all nodes."""
+        """Set another number of workers on a node; at least 1 over all nodes."""
         self.nodes[node] = nproc
         return self._decide()
 
     def gather(self) -> list[Action]:
-        """Have the next view wait for all; where some are missing in a healthy one, it is left for that."""
+        """Make the next group wait for all workers; leave a healthy but incomplete one."""
         self.wait_for_all = len(self.members()) < self._full
         return self._decide()
 
     def node_lost(self, node: str) -> list[Action]:
-        """A node is gone, and all its workers with it."""
+        """Remove a node and all its workers."""
         self._vacant += self.nodes.pop(node, 0)
         self._workers = {w: worker for w, worker in self._workers.items() if worker.node != node}
         return self._decide()
 
     def hold(self) -> None:
-        """Form no view until :meth:`release`."""
+        """Form no group until :meth:`release`."""
         self.frozen = True
 
     def release(self) -> list[Action]:
-        """Form views again."""
+        """Allow forming groups again."""
         self.frozen = False
         return self._decide()
 
     @property
     def target(self) -> int:
-        """How many workers there shall be, spares included."""
+        """The wanted number of workers, including spares."""
         return sum(self.nodes.values()) + self.spares
 
     @property
     def _full(self) -> int:
-        """How many a view has when nobody is missing."""
+        """The size of a complete group."""
         return min(self.target, self.max_workers + self.spares)
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """All that live, by slot."""
+        """All living workers, by local index."""
         return tuple(sorted(self._workers, key=lambda worker: self._workers[worker].local_index))
 
     def local_index(self, worker: int) -> int:
-        """A worker's slot."""
         return self._workers[worker].local_index
 
     def node(self, worker: int) -> str:
-        """The node that a worker runs on."""
         return self._workers[worker].node
 
     @property
     def nodes_acting(self) -> frozenset[str]:
-        """The nodes with workers that may act in a view."""
+        """The nodes with workers that may act in a group."""
         return frozenset(w.node for w in self._workers.values() if w.status == "member")
 
     @property
     def nodes_next(self) -> frozenset[str]:
-        """The nodes of the next view's members, if it were formed of those who are there now."""
+        """The nodes of the next group's members, if it were formed now."""
         return frozenset(self._workers[w].node for w in self._next_members(("waiting", "member")))
 
     def is_leaving(self, node: str) -> bool:
-        """Whether a node shall have no worker, and none of its workers may act in a view."""
+        """Return whether a node should have no worker, and none of its workers may act in a group."""
         return self.nodes.get(node) == 0 and node not in self.nodes_acting
 
     def members(self) -> tuple[int, ...]:
-        """The living members of the current view, by rank."""
+        """Return the living members of the current group, by rank."""
         return () if self.group is None else tuple(w for w in self.group.members if w in self._workers)
 
     def _decide(self) -> list[Action]:
@@ -280,36 +274,36 @@ class Coordinator:
         return actions
 
     def _staff(self) -> list[Action]:
-        """Start whom a node lacks, and mark whom it does not need.
+        """Start the missing workers of each node, and mark surplus ones.
 
-        Who holds the state is kept before who does not, and lower ranks before higher ones. A member is
-        told only when the next view forms without it: should the others die before, it is still needed.
+        Workers with the state are kept before others, and lower ranks before higher ones. A member is told to end only
+        when the next group forms without it, because it is still needed if others die before.
         """
         actions: list[Action] = []
         members = self.members()
         for node, wanted in self._wanted().items():
-            here = [w for w in self.workers if self.node(w) == node and not self._workers[w].told]
-            for _ in range(wanted - len(here) if self.may_spawn else 0):
-                taken = {worker.local_index for worker in self._workers.values()}
-                slot = next(slot for slot in itertools.count() if slot not in taken)
-                self._workers[self._next_worker] = _Worker(node, slot)
-                actions.append(Start(self._next_worker, node, slot))
-                here.append(self._next_worker)
+            workers_here = [w for w in self.workers if self.node(w) == node and not self._workers[w].is_told]
+            for _ in range(wanted - len(workers_here) if self.may_spawn else 0):
+                used_indices = {worker.local_index for worker in self._workers.values()}
+                local_index = next(local_index for local_index in itertools.count() if local_index not in used_indices)
+                self._workers[self._next_worker] = _Worker(node, local_index)
+                actions.append(Start(self._next_worker, node, local_index))
+                workers_here.append(self._next_worker)
                 self._next_worker += 1
             rank_of = {worker: rank for rank, worker in enumerate(members)}
-            here.sort(key=lambda w: (rank_of.get(w, len(members)), self._workers[w].status == "starting"))
-            for place, worker in enumerate(here):
-                self._workers[worker].retiring = place >= wanted
+            workers_here.sort(key=lambda w: (rank_of.get(w, len(members)), self._workers[w].status == "starting"))
+            for position, worker in enumerate(workers_here):
+                self._workers[worker].retiring = position >= wanted
                 if self._workers[worker].retiring and worker not in members:
                     actions.append(self._retire(worker))
         return actions
 
     def _retire(self, worker: int) -> StopWorker:
-        self._workers[worker].told = True
+        self._workers[worker].is_told = True
         return StopWorker(worker)
 
     def _wanted(self) -> dict[str, int]:
-        """How many workers each node shall have; spares are dealt out from the last node on."""
+        """Return the number of workers of each node; spares are assigned from the last node on."""
         wanted = dict(self.nodes)
         hosts = [node for node in reversed(self.nodes) if self.nodes[node]]
         for node in itertools.islice(itertools.cycle(hosts), self.spares):
@@ -324,42 +318,42 @@ class Coordinator:
         return bool(lost) or any(self._workers[w].status == "waiting" for w in members)
 
     def _ask_for_change(self, members: tuple[int, ...], actions: list[Action]) -> None:
-        """A healthy view changes only for who waits to join it and who is to leave it."""
+        """Request a re-form of a healthy group if workers wait to join or should leave."""
         assert self.group is not None
-        joining = [w for w in self._able(("waiting",)) if w not in members]
-        room = self.max_workers + self.spares - len(members)
+        joining = [w for w in self._eligible(("waiting",)) if w not in members]
+        vacancies = self.max_workers + self.spares - len(members)
         leaving = any(self._workers[w].retiring for w in members)
-        changes = (joining and room > 0) or leaving or self.wait_for_all
-        if self._asked < self.group.generation and changes:
-            self._asked = self.group.generation
+        changes = (joining and vacancies > 0) or leaving or self.wait_for_all
+        if self._reform_requested < self.group.generation and changes:
+            self._reform_requested = self.group.generation
             actions.append(RequestReform(self.group))
 
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
-        """Form the next view of all that wait, if there is anything to wait for no longer."""
-        waiting = self._able(("waiting",))
+        """Form the next group of all waiting workers, unless it must wait for more."""
+        waiting = self._eligible(("waiting",))
         for_all = self.wait_for_all or not survivors
         if for_all and len(waiting) < min(self._full, len(self._workers)):
             return
         for worker in survivors:
             if self._workers[worker].retiring:
                 actions.append(self._retire(worker))
-        chosen = self._next_members(("waiting",))
-        if not chosen:
+        next_members = self._next_members(("waiting",))
+        if not next_members:
             return
         self.wait_for_all = False
         self.generation += 1
-        computing = max(1, min(len(chosen), sum(self.nodes.values()) + self._vacant, self.max_workers))
-        self.group = WorkerGroup(self.generation, chosen, computing)
-        for worker in chosen:
+        num_active = max(1, min(len(next_members), sum(self.nodes.values()) + self._vacant, self.max_workers))
+        self.group = WorkerGroup(self.generation, next_members, num_active)
+        for worker in next_members:
             self._workers[worker].status = "member"
         actions.append(FormGroup(self.group))
 
     def _next_members(self, statuses: tuple[Status, ...]) -> tuple[int, ...]:
-        """Survivors of the current view first, in their order, then who else; as many as there may be."""
-        able, survivors = self._able(statuses), self.members()
-        order = [w for w in survivors if w in able] + [w for w in able if w not in survivors]
+        """Return survivors of the current group in their order, then other workers, up to the maximum."""
+        eligible, survivors = self._eligible(statuses), self.members()
+        order = [w for w in survivors if w in eligible] + [w for w in eligible if w not in survivors]
         return tuple(order[: self.max_workers + self.spares])
 
-    def _able(self, statuses: tuple[Status, ...]) -> list[int]:
+    def _eligible(self, statuses: tuple[Status, ...]) -> list[int]:
         workers = self._workers
         return [w for w in self.workers if workers[w].status in statuses and not workers[w].retiring]

@@ -1,4 +1,4 @@
-"""What follows from a failure: another try, another worker, or the end of the job."""
+"""The policy after a failure: a replacement, a rejection, or the end of the job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.data.order import DeterministicSampler
 
 
-# --- What to say of a step that fails again and again: which, on which samples, with which error. No torch
+# --- The message about a crash loop: the step, its samples and the error. No torch
 
 
 def describe_crash_loop(
@@ -41,20 +41,20 @@ def describe_crash_loop(
     rank: int | None,
     ranks: int,
 ) -> str:
-    """The verdict on a job whose replacements are used up.
+    """Describe a job whose replacements are used up.
 
     Args:
         directory: the run's.
-        steps: done so far; -1 for none that is known.
-        replacements: that did not help.
+        steps: steps done; -1 if unknown.
+        replacements: number of futile replacements.
         how: the last worker's end.
         failure: the error that it recorded.
-        rank: its rank in its last view, None where it was in none.
-        ranks: how many computed in that view.
+        rank: its rank in its last group, or None.
+        ranks: number of active ranks in that group.
     """
-    where = f"at step {steps}" if steps >= 0 else "before its first step"
-    text = f"The run is still {where} after {replacements} replacements, the last of which {how}: "
-    text += "it would happen again."
+    position = f"at step {steps}" if steps >= 0 else "before its first step"
+    text = f"The run is still {position} after {replacements} replacements, the last of which {how}: "
+    text += "another one would fail the same way."
     samples = "" if steps < 0 or rank is None or rank >= ranks else _samples(directory, steps, rank, ranks)
     if samples:
         text += f"\n  In step {steps + 1}, rank {rank} computes {samples}."
@@ -64,25 +64,25 @@ def describe_crash_loop(
 
 
 def _samples(directory: RunDirectory, steps: int, rank: int, ranks: int) -> str:
-    """What a rank computes in the step after so many, as far as the run's files tell."""
+    """Describe the samples of a rank in the step after ``steps``, as far as the run's files contain them."""
     try:
         config = directory.read_manifest()["config"]
         order = with_saved_sizes(read_ledger(directory.ledger).order, directory.sample_lengths)
         return of_rank(config, order, steps, rank, ranks)
     except (RunDirectoryError, KeyError, TypeError, ValueError, IndexError):
-        # What is said in passing must not hide why the job ends.
+        # This extra information must not hide why the job ends.
         return ""
 
 
 def of_rank(config: Mapping[str, Any], order: DeterministicSampler | None, steps: int, rank: int, ranks: int) -> str:
-    """The micro-batches and samples of a rank in the step after so many; "" where it has none.
+    """Describe the micro-batches and samples of a rank in the step after ``steps``; "" if it has none.
 
     Args:
         config: the run's options.
-        order: of the training samples; None for streams, whose samples are counted only.
-        steps: done so far.
-        rank: who computes.
-        ranks: among how many, evenly.
+        order: of the training samples; None for streams, whose samples are only counted.
+        steps: steps done.
+        rank: the rank.
+        ranks: number of ranks, with an equal split.
     """
     microbatches = ReductionPlan(int(config["microbatches"]), ranks).microbatches_of(rank)
     named = (
@@ -97,12 +97,12 @@ def of_rank(config: Mapping[str, Any], order: DeterministicSampler | None, steps
     return f"{named}: {order.describe(epoch, bounds[0][0], bounds[-1][1])}" if bounds else ""
 
 
-# --- What the end of a worker means for its run, and how often it may be made good. Pure ---
+# --- The classification of a worker's exit, and the restart budget. Pure ---
 
 
 ExitClass = Literal["done", "asked", "fatal", "fault"]
-"""done: it ended in good order; asked: it died of a signal that the agent passed on; fatal: it would
-happen again; fault: a replacement goes on from where the run stands."""
+"""done: a normal end; asked: killed by a forwarded stop signal; fatal: it would fail again; fault: a replacement
+continues the run."""
 
 _FATAL = tuple(kind.__name__ for kind in (NonFiniteLossError, CheckpointError, NondeterminismError))
 
@@ -116,15 +116,15 @@ def classify_exit(
     progressed: bool,
     distrusted: bool = False,
 ) -> ExitClass:
-    """What a worker's end means.
+    """Classify a worker's exit.
 
     Args:
-        code: its exit code; minus the signal's number where one killed it.
+        code: its exit code; minus the signal's number if one killed it.
         failure: the error that it recorded.
-        finished: the run has its result.
-        stopping: the agent has told the workers to stop.
-        progressed: a step was done since the job began; an exception before that is a bug.
-        distrusted: a worker in its place was found to compute wrongly before.
+        finished: whether the run has its result.
+        stopping: whether the agent has told the workers to stop.
+        progressed: whether a step was done since the job began; an exception before that is a bug.
+        distrusted: whether an earlier worker in its place computed wrongly.
     """
     if code == 0 or code in STOPPED or finished:
         return "done"
@@ -133,7 +133,7 @@ def classify_exit(
     if code < 0:
         return "fault"
     if failure is None:
-        # Nothing of ours ends like that: os._exit() in the user's code, or a broken interpreter.
+        # Paceline never exits so; the cause is os._exit() in the user's code, or a broken interpreter.
         return "fault" if progressed else "fatal"
     if is_corruption(failure):
         return "fatal" if distrusted else "fault"
@@ -143,12 +143,12 @@ def classify_exit(
 
 
 def is_corruption(failure: FailureRecord | None) -> bool:
-    """Whether a worker ended because the others found that it computes wrongly."""
+    """Return whether a worker ended because the others found that it computes wrongly."""
     return failure is not None and failure.type == SilentDataCorruptionError.__name__
 
 
 def describe_code(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code."""
     if code >= 0:
         return f"exited with status {code}"
     return f"was killed by {signal.Signals(-code).name if -code in signal.valid_signals() else -code}"
@@ -156,12 +156,12 @@ def describe_code(code: int) -> str:
 
 @dataclass
 class RestartBudget:
-    """Replacements that are left; progress refills it.
+    """The remaining replacements; progress refills the budget.
 
     Attributes:
-        most: replacements without progress.
-        first: the step at which the job began, None before any worker told its own.
-        step: the highest step that any worker has told.
+        most: maximum number of replacements without progress.
+        first: the step at which the job began, None before any worker reported one.
+        step: the highest reported step.
         spent: replacements since it rose.
     """
 
@@ -176,58 +176,58 @@ class RestartBudget:
         return self.first is not None and self.step > self.first
 
     def stands_at(self, step: int) -> None:
-        """A worker has done this many steps; -1: it does not know yet."""
+        """Report the steps that a worker has done; -1: unknown."""
         if step > self.step:
             self.first = step if self.first is None else self.first
             self.step, self.spent = step, 0
 
     def spend(self) -> bool:
-        """Take one replacement; False where none is left."""
+        """Use one replacement; return False if none is left."""
         self.spent += 1
         return not self.overspent
 
     @property
     def overspent(self) -> bool:
-        """Whether more were needed than there are."""
+        """Whether the budget is exceeded."""
         return self.spent > self.most
 
 
-# --- What the ends of workers come to: faults that are made good, or the end of the job. No torch ---
+# --- The policy of one job. No torch ---
 
 
 class FailurePolicy:
-    """Of one job.
+    """Decides whether a job continues after a worker's exit.
 
     Args:
         directory: the run's.
-        budget: replacements that are left.
+        budget: the remaining replacements.
 
     Attributes:
         budget: as given.
         recoveries: workers lost so far.
-        verdict: why the job is ended; "" where it is not.
+        reason: why the job ends; "" if it does not.
     """
 
     def __init__(self, directory: RunDirectory, budget: RestartBudget) -> None:
         self._directory, self.budget = directory, budget
         self.recoveries = 0
         self.reason = ""
-        self._exits: list[ProcessExit] = []  # those that decide the job's exit code
-        self._lost: list[ProcessExit] = []  # faults after which nobody was started
-        self._distrusted: set[int] = set()  # slots whose worker was found to compute wrongly
+        self._exits: list[ProcessExit] = []  # exits that determine the job's exit code
+        self._lost: list[ProcessExit] = []  # faults without a replacement
+        self._distrusted: set[int] = set()  # local indices of workers that computed wrongly
 
     def classify(self, end: Ended, *, stopping: bool, newcomer: bool) -> ExitClass | Literal["unfit"]:
-        """What an end means; of a fault, :meth:`may_go_on` is to be asked too.
+        """Classify an exit; for a fault, also call :meth:`may_go_on`.
 
         Args:
-            end: of a worker that was not retired in good order.
-            stopping: the workers were told to stop.
-            newcomer: its machine never took part, and others do.
+            end: of a worker that was not retired.
+            stopping: whether the workers were told to stop.
+            newcomer: whether its node has never taken part, while others do.
 
         Returns:
-            "unfit" where a newcomer failed by itself: the job goes on without its machine.
+            "unfit" if a newcomer failed by itself: the job continues without its node.
         """
-        what = classify_exit(
+        exit_class = classify_exit(
             end.code,
             end.failure,
             finished=self._directory.result.is_file(),
@@ -238,33 +238,33 @@ class FailurePolicy:
         if is_corruption(end.failure):
             self._distrusted.add(end.local_index)
         by_itself = not end.killed and end.failure is not None and not end.failure.victim
-        if what != "done" and newcomer and by_itself and not stopping:
+        if exit_class != "done" and newcomer and by_itself and not stopping:
             return "unfit"
-        if what == "fault" and stopping and end.killed:
-            what = "asked"
-        if what == "done":
+        if exit_class == "fault" and stopping and end.killed:
+            exit_class = "asked"
+        if exit_class == "done":
             self._exits.append(ProcessExit(end.local_index, max(end.code, 0), time.time()))
-        elif what != "fault":
-            self._exits.append(ProcessExit(end.local_index, end.code, time.time(), stopped=what == "asked"))
-        return what
+        elif exit_class != "fault":
+            self._exits.append(ProcessExit(end.local_index, end.code, time.time(), stopped=exit_class == "asked"))
+        return exit_class
 
     def rejection_message(self, end: Ended) -> str:
-        """What to tell a newcomer's machine."""
+        """Return the message for a newcomer's node."""
         assert end.failure is not None
         what_failed = describe(end.failure, self._directory)
-        return f"this machine cannot take part in the run, and the others go on:\n  {what_failed}"
+        return f"this node cannot take part in the run; the other nodes continue:\n  {what_failed}"
 
     def may_go_on(
         self, end: Ended, view: WorkerGroup | None, *, hiring: bool, again: bool = False, shared: bool = False
     ) -> bool:
-        """Whether the job goes on after a fault; else :attr:`verdict` says why not.
+        """Return whether the job continues after a fault; if not, :attr:`reason` explains.
 
         Args:
             end: the fault.
-            view: the current one.
-            hiring: whether anybody is started in its place.
-            again: this fault was counted before, when another end told of it.
-            shared: it ended because of another's fault.
+            view: the current group.
+            hiring: whether a replacement is started.
+            again: whether this fault was already counted with another exit.
+            shared: whether it is the consequence of another worker's fault.
         """
         if again:
             if not self.budget.overspent:
@@ -294,11 +294,11 @@ class FailurePolicy:
         """Print one message if the job failed; return its exit code.
 
         Args:
-            asked: the signal that asked it to stop.
+            asked: the signal that requested the stop.
         """
         return report_job_failure(self._directory, self._exits or self._lost, asked, self.reason)
 
 
 def describe_end(end: Ended) -> str:
-    """A fault in words."""
+    """Describe a fault."""
     return end.killed or describe_code(end.code)

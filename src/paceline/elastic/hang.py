@@ -1,4 +1,4 @@
-"""Which rank holds up the others: how it is found, recorded and told."""
+"""Hang detection: diagnosis, records, and the watchdog."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from paceline.parallel.progress import ProgressTracker
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import exit_code_of, record_failure
 
-# --- Who keeps the others waiting: from what each rank says of itself to one sentence. Pure ---
+# --- Diagnosis: from the ranks' snapshots to one sentence. Pure ---
 #
-# All ranks of a world take part in the same exchanges in the same order, and count them. So a rank that is
-# outside any, while others wait inside the next one, is the culprit, and they are its victims. A rank that
-# does not answer is a culprit whatever it did last. Where all of them wait, but not in the same exchange,
-# there is no one culprit: the program lets them disagree, and would do so again.
+# All ranks of a world enter the same exchanges in the same order, and count them. A rank that is outside of any while
+# others wait inside the next one is a root cause, and they are blocked by it. A rank that does not answer is a root
+# cause in any case. If all wait, but not in the same exchange, there is no single root cause: the program makes the
+# ranks disagree, and would do so again.
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class NoResponse:
 
     Attributes:
         rank: its rank.
-        why: what is known of its process, as the end of a sentence; "" for nothing.
-        stacks: of its threads, as far as they can be had.
+        why: a predicate about its process; "" if unknown.
+        stacks: of its threads, if available.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class NoResponse:
 
 @dataclass(frozen=True)
 class ExitedRank:
-    """A rank whose process has ended in good order.
+    """A rank whose process has ended normally.
 
     Attributes:
         rank: its rank.
@@ -62,13 +62,13 @@ class ExitedRank:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Who is to blame.
+    """The diagnosis of a hang.
 
     Attributes:
-        reasons: of each rank that keeps others waiting, what it does; none where all wait for each other.
-        victims: ranks that wait.
-        sentence: says so.
-        certain: False where somebody still moves or may take its time: then they are only slow.
+        reasons: the activity of each root-cause rank; empty for a deadlock.
+        victims: blocked ranks.
+        sentence: the description.
+        certain: False if a rank still progresses or is within its time limit; then it is only slow.
     """
 
     reasons: Mapping[int, str]
@@ -78,7 +78,7 @@ class HangVerdict:
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """The ranks that keep others waiting."""
+        """The root-cause ranks."""
         return tuple(sorted(self.reasons))
 
     @property
@@ -88,79 +88,79 @@ class HangVerdict:
 
 
 Told = StallSnapshot | NoResponse | ExitedRank
-"""What is known of a rank."""
+"""The report on one rank."""
 
 
 def diagnose(reports: Sequence[Told], nodes: Mapping[int, str] | None = None) -> HangVerdict:
-    """Who keeps whom waiting.
+    """Determine which ranks block which.
 
     Args:
-        reports: one a rank.
-        nodes: the node of each rank; named where there are several.
+        reports: one per rank.
+        nodes: the node of each rank, named if there are several.
 
     Returns:
-        The verdict. It is certain where each culprit is silent, or is overdue and has not moved for half
-        of the time that it has been at its stage.
+        The verdict. It is certain if each root-cause rank is silent, or is overdue and has not progressed for half of
+        the time in its stage.
     """
-    standings = sorted((r for r in reports if isinstance(r, StallSnapshot)), key=lambda s: s.rank)
+    snapshots = sorted((r for r in reports if isinstance(r, StallSnapshot)), key=lambda s: s.rank)
     silences = sorted((r for r in reports if isinstance(r, NoResponse)), key=lambda s: s.rank)
     names = _Names(nodes or {})
-    inside = [s for s in standings if s.collective_seq > s.left]
-    # Who waits in a collective of the user's own waits too, and nobody else may know of it.
-    in_users = [s for s in standings if s.collective_seq == s.left and s.collective]
-    at_work = [s for s in standings if s.collective_seq == s.left and not s.collective]
+    inside = [s for s in snapshots if s.collective_seq > s.left]
+    # A rank in a collective of the user's own code waits too, perhaps unknown to the others.
+    in_users = [s for s in snapshots if s.collective_seq == s.left and s.collective]
+    computing = [s for s in snapshots if s.collective_seq == s.left and not s.collective]
     last = max((s.collective_seq for s in inside), default=0)
-    behind = [s for s in at_work if s.collective_seq < last or not inside]
+    behind = [s for s in computing if s.collective_seq < last or not inside]
     waiting = [*inside, *in_users]
     victims = tuple(sorted(s.rank for s in waiting))
     if silences or behind:
         reasons = {s.rank: s.why or "does not answer" for s in silences}
         reasons |= {s.rank: _reason(s, inside) for s in behind}
         clauses = [f"{names((rank,))} {reason}" for rank, reason in reasons.items()]
-        clauses += _of_victims(names, inside, in_users, told=bool(behind and inside))
+        clauses += _describe_blocked(names, inside, in_users, exchange_is_named=bool(behind and inside))
         return HangVerdict(reasons, victims, "; ".join(clauses), all(map(_is_stuck, behind)))
-    ahead = [s for s in at_work if s not in behind]
+    ahead = [s for s in computing if s not in behind]
     finished = sorted(r.rank for r in reports if isinstance(r, ExitedRank))
-    sentence = _of_deadlock(names, inside, in_users, ahead, finished)
-    return HangVerdict({}, victims, sentence, all(map(_is_stuck, standings)))
+    sentence = _describe_deadlock(names, inside, in_users, ahead, finished)
+    return HangVerdict({}, victims, sentence, all(map(_is_stuck, snapshots)))
 
 
-def _is_stuck(standing: StallSnapshot) -> bool:
-    return standing.overdue and standing.still_s >= standing.stage_s / 2
+def _is_stuck(snapshot: StallSnapshot) -> bool:
+    return snapshot.overdue and snapshot.still_s >= snapshot.stage_s / 2
 
 
 def _reason(culprit: StallSnapshot, inside: Sequence[StallSnapshot]) -> str:
-    """What it has not done, and where it is."""
+    """Describe what a root-cause rank has not done, and its location."""
     awaited = next((s for s in inside if s.collective_seq == culprit.collective_seq + 1), None)
-    what = (
+    missing = (
         f"has not entered {_exchange(awaited)}"
         if awaited is not None
         else f"has been at {_stage(culprit)} for {culprit.stage_s:.0f} s"
     )
-    return f"{what}: {_place(culprit)}"
+    return f"{missing}: {_place(culprit)}"
 
 
-def _place(standing: StallSnapshot) -> str:
-    if standing.helper:
-        return f"it waits for its {standing.helper}"
-    text = f"it is in {standing.where}" if standing.where else f"it is at {standing.phase}"
-    return text + (f", inside {standing.inside}" if standing.inside else "")
+def _place(snapshot: StallSnapshot) -> str:
+    if snapshot.helper:
+        return f"it waits for its {snapshot.helper}"
+    text = f"it is in {snapshot.where}" if snapshot.where else f"it is at {snapshot.phase}"
+    return text + (f", inside {snapshot.inside}" if snapshot.inside else "")
 
 
-def _of_victims(
-    names: _Names, inside: Sequence[StallSnapshot], in_users: Sequence[StallSnapshot], told: bool
+def _describe_blocked(
+    names: _Names, inside: Sequence[StallSnapshot], in_users: Sequence[StallSnapshot], exchange_is_named: bool
 ) -> list[str]:
-    """Who waits; ``told``: the exchange was named already."""
+    """Describe the blocked ranks; ``exchange_is_named``: the sentence already names the exchange."""
     clauses = []
     groups = _by_exchange(inside)
     for exchange, ranks in groups.items():
-        where = "" if told and len(groups) == 1 else f" in {exchange}"
+        where = "" if exchange_is_named and len(groups) == 1 else f" in {exchange}"
         clauses.append(f"{names(ranks)} {_wait(ranks)}{where}")
     clauses += [f"{names((s.rank,))} waits in {s.collective}, called by {s.where}" for s in in_users]
     return clauses
 
 
-def _of_deadlock(
+def _describe_deadlock(
     names: _Names,
     inside: Sequence[StallSnapshot],
     in_users: Sequence[StallSnapshot],
@@ -172,31 +172,31 @@ def _of_deadlock(
     clauses += [f"{names((s.rank,))} has left it, and: {_place(s)}" for s in ahead]
     clauses += [f"{names((rank,))} has finished" for rank in finished]
     if len(clauses) == 1:
-        return f"{clauses[0]}, and none of them gets any further: what they send each other does not arrive"
+        return f"{clauses[0]}, and none of them progresses: their messages do not arrive"
     return (
         f"the ranks wait for each other: {'; '.join(clauses)}. "
-        "All of them must do the same exchanges in the same order, whatever their rank and data"
+        "All of them must run the same exchanges in the same order, independent of rank and data"
     )
 
 
 def _by_exchange(inside: Sequence[StallSnapshot]) -> dict[str, tuple[int, ...]]:
     ranks: dict[str, tuple[int, ...]] = {}
-    for standing in inside:
-        name = _exchange(standing)
-        ranks[name] = (*ranks.get(name, ()), standing.rank)
+    for snapshot in inside:
+        name = _exchange(snapshot)
+        ranks[name] = (*ranks.get(name, ()), snapshot.rank)
     return ranks
 
 
-def _exchange(standing: StallSnapshot) -> str:
-    return f"{standing.exchange} {standing.collective_seq} of {_stage(standing)}"
+def _exchange(snapshot: StallSnapshot) -> str:
+    return f"{snapshot.exchange} {snapshot.collective_seq} of {_stage(snapshot)}"
 
 
-def _stage(standing: StallSnapshot) -> str:
-    if standing.stage in ("step", "first step"):
-        return f"step {standing.step + 1}"
-    if standing.stage in ("evaluation", "checkpoint"):
-        return f"the {standing.stage} after step {standing.step}"
-    return standing.stage
+def _stage(snapshot: StallSnapshot) -> str:
+    if snapshot.stage in ("step", "first step"):
+        return f"step {snapshot.step + 1}"
+    if snapshot.stage in ("evaluation", "checkpoint"):
+        return f"the {snapshot.stage} after step {snapshot.step}"
+    return snapshot.stage
 
 
 def _wait(ranks: Sequence[int]) -> str:
@@ -208,7 +208,7 @@ def _are(ranks: Sequence[int]) -> str:
 
 
 class _Names:
-    """Ranks in words: "rank 3 on node b", "ranks 0-2 and 5"."""
+    """Formats ranks: "rank 3 on node b", "ranks 0-2 and 5"."""
 
     def __init__(self, nodes: Mapping[int, str]) -> None:
         self._nodes = nodes if len(set(nodes.values())) > 1 else {}
@@ -227,14 +227,14 @@ class _Names:
         return "ranks " + (", ".join(words) if len(words) != 2 else " and ".join(words))
 
 
-# --- What a run's directory keeps of a hang: an event, and where each rank was ---
+# --- The record of a hang in the run directory: an event, and each rank's stacks ---
 
 
 def record_hang(directory: RunDirectory, verdict: HangVerdict, reports: Sequence[Told]) -> Path:
-    """Add an event, and write ``hangs/TIME/rank-N.txt``; return that folder, whether or not that worked."""
+    """Add an event, and write ``hangs/TIME/rank-N.txt``; return that directory, even if writing failed."""
     folder = directory.hangs / time.strftime("%Y%m%d-%H%M%S")
     step = max((r.step for r in reports if isinstance(r, StallSnapshot)), default=-1)
-    # A full disk is no reason to let the ranks hang.
+    # A full disk must not keep the ranks hanging.
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         for report in reports:
@@ -252,7 +252,7 @@ def record_hang(directory: RunDirectory, verdict: HangVerdict, reports: Sequence
 
 
 def record_slow(directory: RunDirectory, verdict: HangVerdict) -> None:
-    """Add an event: these ranks hold the others up, but they do move."""
+    """Add an event about ranks that slow the others down, but still progress."""
     with suppress(OSError):
         directory.append_event("slow", ranks=list(verdict.culprits), sentence=verdict.sentence)
 
@@ -271,33 +271,32 @@ def _page(report: Told) -> str:
     )
 
 
-# --- When an agent asks its workers where they stand, and when it has waited for long enough. No torch ---
+# --- The agent's hang detector. No torch ---
 #
-# Each worker knows how long its steps take, and says with its beats when one takes too long. Then all
-# members of the view are asked. If who holds them up is stuck, it is a hang; if it moves, or may take its
-# time, it is only slow, and they are asked again later.
+# Each worker knows how long its steps take, and its heartbeats report one that is overdue. The agent then requests
+# snapshots from all members of the group. If the blocking rank is stuck, it is a hang; if it progresses, or is within
+# its time limit, it is only slow, and the agent asks again later.
 
 
-_ANSWER_S = 5.0  # who cannot even answer is usually silent altogether, and killed for that before
+_ANSWER_S = 5.0  # a worker that cannot answer usually sends no heartbeats either, and is killed earlier
 _PAUSE_S = 2.0
 _SLOW_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Ask these workers for a :class:`~paceline.elastic.worker_channel.Standing`."""
+    """Request a :class:`~paceline.elastic.worker_channel.StallSnapshot` from these workers."""
 
     workers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Hang:
-    """The view hangs.
+    """The group hangs.
 
     Attributes:
-        sentence: who keeps whom waiting, and where the stacks are.
-        culprits: why each of these workers is to be killed; none where killing does not help, because they
-            all wait for each other.
+        sentence: the diagnosis, and the directory of the stacks.
+        culprits: the workers to kill, with reasons; empty for a deadlock, where killing does not help.
     """
 
     sentence: str
@@ -305,7 +304,7 @@ class Hang:
 
 
 class HangDetector:
-    """Watches over the members of one view after another.
+    """Watches the members of one group after another.
 
     Args:
         directory: the run's.
@@ -316,45 +315,45 @@ class HangDetector:
         self._view: WorkerGroup | None = None
         self._nodes: dict[int, str] = {}  # by rank
         self._finished: set[int] = set()
-        self._answers: dict[int, StallSnapshot] | None = None  # by worker, while they are asked
+        self._answers: dict[int, StallSnapshot] | None = None  # by worker, during a request
         self._due = math.inf
         self._patient_until = -math.inf
         self._next_slow = -math.inf
 
     @property
     def deadline(self) -> float:
-        """When :meth:`turn` is due, by the monotonic clock."""
+        """When :meth:`poll` is due, by the monotonic clock."""
         return self._due
 
     def forms(self, view: WorkerGroup, nodes: Sequence[str]) -> None:
-        """From now on this is the view; ``nodes`` are its members'."""
+        """Watch this group from now on; ``nodes`` are its members'."""
         self.forget()
         self._view, self._nodes = view, dict(enumerate(nodes))
 
     def forget(self) -> None:
-        """The view is broken: its members are about to leave it."""
+        """Stop watching a broken group."""
         self._view, self._answers, self._due = None, None, math.inf
         self._finished.clear()
 
     def finishes(self, worker: int) -> None:
-        """A worker has ended in good order; the others should be about to."""
+        """Record that a worker has ended normally."""
         self._finished.add(worker)
 
     def beats(self, worker: int, *, overdue: bool) -> None:
-        """A worker has told whether what it does takes too long."""
+        """Record a heartbeat."""
         if overdue and self._answers is None and self._view is not None and worker in self._view.members:
             self._due = min(self._due, max(time.monotonic(), self._patient_until))
 
-    def answers(self, worker: int, standing: StallSnapshot) -> None:
-        """A worker has told where it stands."""
-        if self._answers is None or self._view is None or standing.generation != self._view.generation:
+    def answers(self, worker: int, snapshot: StallSnapshot) -> None:
+        """Record a snapshot."""
+        if self._answers is None or self._view is None or snapshot.generation != self._view.generation:
             return
-        self._answers[worker] = standing
+        self._answers[worker] = snapshot
         if self._answers.keys() >= set(self._view.members) - self._finished:
             self._due = time.monotonic()
 
     def poll(self) -> Ask | Hang | None:
-        """What is to be done, once the deadline is reached."""
+        """Return the next action, once the deadline is reached."""
         now = time.monotonic()
         if self._view is None or now < self._due:
             return None
@@ -367,27 +366,27 @@ class HangDetector:
             answers.get(worker) or (ExitedRank(rank) if worker in self._finished else NoResponse(rank))
             for rank, worker in enumerate(members)
         ]
-        found = diagnose(reports, self._nodes)
-        if not found.certain:
-            self._is_slow(found, now)
+        verdict = diagnose(reports, self._nodes)
+        if not verdict.certain:
+            self._record_slow(verdict, now)
             return None
         self._view = None
-        folder = record_hang(self._directory, found, reports)
+        folder = record_hang(self._directory, verdict, reports)
         return Hang(
-            f"{found.sentence}. All stacks: {folder}",
-            {members[rank]: reason for rank, reason in found.reasons.items()},
+            f"{verdict.sentence}. All stacks: {folder}",
+            {members[rank]: reason for rank, reason in verdict.reasons.items()},
         )
 
-    def _is_slow(self, found: HangVerdict, now: float) -> None:
-        if found.culprits and now >= self._next_slow:
+    def _record_slow(self, verdict: HangVerdict, now: float) -> None:
+        if verdict.culprits and now >= self._next_slow:
             self._next_slow = now + _SLOW_EVERY_S
-            record_slow(self._directory, found)
+            record_slow(self._directory, verdict)
 
 
-# --- Notices a hang where no agent watches: the ranks tell each other through the run's directory. No torch
+# --- The watchdog for jobs without an agent, through files in the run directory. No torch
 #
-# A thread in each rank looks once a second. Who is overdue asks, by a file, and then every rank writes where
-# it stands. The lowest that is overdue judges, and ends the job: its launcher may start it again.
+# A thread in each rank polls once a second. An overdue rank requests snapshots by a file, and every rank writes its
+# own. The lowest overdue rank makes the diagnosis and ends the job, which its launcher may restart.
 
 
 _GLANCE_S = 1.0
@@ -395,7 +394,7 @@ _GLANCE_S = 1.0
 
 @dataclass(frozen=True)
 class _Note:
-    """What a rank leaves in the run's directory: its process, and where it stood when it was last asked."""
+    """A rank's file: its process, and its last snapshot on request."""
 
     generation: int
     pid: int
@@ -404,16 +403,16 @@ class _Note:
 
 
 class Watchdog:
-    """Watches over this rank and, where it is the first to be held up, over all.
+    """Watches this rank and, if it is the first one blocked, all ranks.
 
     Use it as a context manager: the thread and the files end with it.
 
     Args:
         activity: this rank's.
         directory: the run's.
-        rank, world_size, generation: this rank's place.
-        one_host: whether the other ranks' processes can be looked at.
-        tell: where the verdict goes, unless a launcher reads it from the run's directory.
+        rank, world_size, generation: this rank's.
+        one_host: whether the other ranks' processes are visible.
+        tell: receives the verdict, unless a launcher reads it from the run directory.
     """
 
     def __init__(
@@ -432,8 +431,8 @@ class Watchdog:
         self._rank, self._world_size, self._generation = rank, world_size, generation
         self._one_host = one_host
         self._tell = tell
-        self._asked = directory.logs / f"hang-asked-{generation}"
-        self._judged = directory.logs / f"hang-judged-{generation}"
+        self._request_file = directory.logs / f"hang-asked-{generation}"
+        self._verdict_file = directory.logs / f"hang-judged-{generation}"
         self._over = threading.Event()
         self._next_slow = -1.0
         self._thread = threading.Thread(target=self._watch, name="paceline-watchdog", daemon=True)
@@ -441,8 +440,8 @@ class Watchdog:
     def __enter__(self) -> Self:
         install_dump_handler()
         if self._rank == 0:
-            for old in self._directory.logs.glob("hang-*"):
-                old.unlink(missing_ok=True)
+            for stale_file in self._directory.logs.glob("hang-*"):
+                stale_file.unlink(missing_ok=True)
         self._note(None)
         self._thread.start()
         return self
@@ -452,7 +451,7 @@ class Watchdog:
     ) -> None:
         self._over.set()
         self._thread.join()
-        for path in (self._file(self._rank), self._asked):
+        for path in (self._file(self._rank), self._request_file):
             path.unlink(missing_ok=True)
 
     def _file(self, rank: int) -> Path:
@@ -460,30 +459,30 @@ class Watchdog:
 
     def _note(self, standing: StallSnapshot | None) -> None:
         note = _Note(self._generation, os.getpid(), time.time(), standing)
-        # Where the disk is full, this rank is told by its process alone.
+        # On a full disk, other ranks can only inspect this rank's process.
         with suppress(OSError):
             write_atomically(self._file(self._rank), json.dumps(msgspec.to_builtins(note)).encode())
 
     def _watch(self) -> None:
         asked_at: float | None = None
         while not self._over.wait(_GLANCE_S):
-            # Who was not asked is not meant: the file may be older than this process.
-            if asked_at is not None and self._judged.exists():
+            # Without a request the file does not count, because it may be older than this process.
+            if asked_at is not None and self._verdict_file.exists():
                 self._end(PeerLostError("the job was ended, because another rank held it up"))
             overdue = self._activity.overdue
-            if not self._asked.exists():
+            if not self._request_file.exists():
                 asked_at = None
                 if not overdue:
                     continue
                 with suppress(OSError):
-                    self._asked.touch()
+                    self._request_file.touch()
             asked_at = asked_at or time.time()
             self._note(take_stall_snapshot(self._activity, self._generation, self._rank))
             if overdue:
                 self._judge(asked_at)
 
     def _judge(self, asked_at: float) -> None:
-        """Judge, if it is this rank's turn and all have answered that will."""
+        """Make the diagnosis, if this is the lowest overdue rank and all reachable ranks have answered."""
         notes = {rank: self._read(rank) for rank in range(self._world_size)}
         reports: list[StallSnapshot | NoResponse] = []
         unseen = []
@@ -499,17 +498,17 @@ class Watchdog:
                 reports.append(NoResponse(rank, describe_unresponsive(pid), stacks_of(pid) if pid else ""))
         if self._rank != min(r.rank for r in reports if isinstance(r, StallSnapshot) and r.overdue):
             return
-        found = diagnose(reports)
-        if not found.certain:
-            if found.culprits and time.monotonic() >= self._next_slow:
+        verdict = diagnose(reports)
+        if not verdict.certain:
+            if verdict.culprits and time.monotonic() >= self._next_slow:
                 self._next_slow = time.monotonic() + _SLOW_EVERY_S
-                record_slow(self._directory, found)
-            self._asked.unlink(missing_ok=True)
+                record_slow(self._directory, verdict)
+            self._request_file.unlink(missing_ok=True)
             return
-        folder = record_hang(self._directory, found, reports)
-        text = f"{found.sentence}. All stacks: {folder}"
+        folder = record_hang(self._directory, verdict, reports)
+        text = f"{verdict.sentence}. All stacks: {folder}"
         if unseen:
-            text += f". Nothing is known of ranks {unseen}, which do not share this directory"
+            text += f". Ranks {unseen} are unknown, because they do not share this directory"
         self._end(HangError(text))
 
     def _read(self, rank: int) -> _Note | None:
@@ -520,13 +519,13 @@ class Watchdog:
         return note if note.generation == self._generation else None
 
     def _end(self, error: HangError | PeerLostError) -> None:
-        """End this process, whatever its main thread waits in."""
+        """End this process, wherever its main thread waits."""
         record_failure(self._directory, self._rank, error)
         if isinstance(error, HangError):
             self._tell(str(error))
             with suppress(OSError):
-                self._judged.touch()
-                self._asked.unlink(missing_ok=True)
+                self._verdict_file.touch()
+                self._request_file.unlink(missing_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code_of(error))

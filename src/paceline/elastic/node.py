@@ -38,7 +38,7 @@ from paceline.elastic.worker_channel import (
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import FailureRecord, read_failure
 
-# --- What a leader orders of nodes, and what they report to it. No torch ---
+# --- A leader's commands to nodes, and their reports. No torch ---
 
 
 Order = Assignment | ReformRequest | GroupBroken | ReportRequest | ExitRequest
@@ -46,13 +46,13 @@ Said = WorkerHeartbeat | Ready | Joined | StallSnapshot
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind", forbid_unknown_fields=True):
-    """A worker's process has ended.
+    """The end of a worker's process.
 
     Attributes:
-        code: its exit code; minus the signal's number where one killed it.
-        killed: why this node killed it; "" where it did not.
-        silent_s: how long it had not been heard when it ended.
-        retired: it was told to end, as it is not needed.
+        code: its exit code; minus the signal's number if one killed it.
+        killed: why this node killed it; "" if it did not.
+        silent_s: seconds since its last message when it ended.
+        retired: whether it was told to end.
         failure: the error that it recorded.
     """
 
@@ -68,23 +68,22 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind", forbid_u
 
 
 class NodeEvents(Protocol):
-    """Who hears what becomes of workers."""
+    """Receives the events of workers."""
 
     def said(self, worker: int, message: Said) -> None:
-        """A worker sent something."""
+        """A worker sent a message."""
 
     def ended(self, end: Ended) -> None:
-        """A worker's process has ended; nothing of it acts any more."""
+        """A worker's process has ended."""
 
 
 class NodeCommands(Protocol):
-    """A node, as its leader sees it: this machine's, or another's behind a link."""
+    """A node as seen by its leader: this one, or another one behind a connection."""
 
-    def start(self, number: int, slot: int) -> None:
-        """Start a worker."""
+    def start(self, number: int, local_index: int) -> None: ...
 
     def send(self, number: int, order: Order) -> None:
-        """Tell a worker something."""
+        """Send an order to a worker."""
 
     def kill(self, number: int, why: str) -> None:
         """Fence a worker."""
@@ -92,34 +91,33 @@ class NodeCommands(Protocol):
     def stop(self, number: int) -> None:
         """Signal all workers."""
 
-    def kill_all(self, why: str) -> None:
-        """Kill all workers."""
+    def kill_all(self, why: str) -> None: ...
 
 
-# --- A worker as its agent knows it: its process, its channel, and what it owes by when ---
+# --- A worker from its agent's side: process, channel and deadlines ---
 
 
-_START_S = 60.0  # who imports a task or builds a dataset may hold the interpreter's lock for long
+_START_S = 60.0  # importing a task or building a dataset may hold the interpreter lock for long
 
 
 class WorkerProcess:
-    """One worker, from the request to fork it until it has been seen to end.
+    """One worker, from the request to fork it until its end was seen.
 
     Attributes:
         pid: None until it was forked.
-        step: the last that it told, -1 for none.
-        phase: what it said that it is doing.
-        heard_at: when it last sent anything, by the monotonic clock.
-        killed: why the agent killed it; "" where it did not.
-        ending: its process has ended, and how is not known yet.
-        beats: its channel is open.
-        status: as the coordinator knows it.
-        generation: of the view that it was put into last, -1 for none.
-        retired: the agent told it to end.
+        step: its last reported step, -1 for none.
+        phase: its last reported phase.
+        heard_at: time of its last message, by the monotonic clock.
+        killed: why the agent killed it; "" if it did not.
+        ending: whether its process has ended, with an exit code not known yet.
+        beats: whether its channel is open.
+        status: as known by the coordinator.
+        generation: of its last group, -1 for none.
+        retired: whether the agent told it to end.
     """
 
-    def __init__(self, number: int, slot: int, log: Path | None) -> None:
-        self.number, self.local_index = number, slot
+    def __init__(self, number: int, local_index: int, log: Path | None) -> None:
+        self.number, self.local_index = number, local_index
         self.pid: int | None = None
         self.pidfd: int | None = None
         self.step = -1
@@ -129,74 +127,73 @@ class WorkerProcess:
         self.ending = False
         self.beats = True
         self.retired = False
-        self._owes, self._limit_s, self._by = "start", math.inf, math.inf
+        self._expected, self._limit_s, self._expected_by = "start", math.inf, math.inf
         self._leave_by = math.inf
         self.status: Status = "starting"
         self.generation = -1
-        self._theirs = ExitStack()
-        self.channel, theirs = channel_pair()
+        self._child_ends = ExitStack()
+        self.channel, child_end = channel_pair()
         self.channel.setblocking(False)
-        self._theirs.callback(theirs.close)
-        self.descriptors = [theirs.fileno()]
+        self._child_ends.callback(child_end.close)
+        self.descriptors = [child_end.fileno()]
         if log is not None:
-            with suppress(OSError):  # on a full disk: then it prints to the terminal
-                self.descriptors.append(self._theirs.enter_context(log.open("ab")).fileno())
+            with suppress(OSError):  # on a full disk it prints to the terminal
+                self.descriptors.append(self._child_ends.enter_context(log.open("ab")).fileno())
 
     def fileno(self) -> int:
-        """Its channel's, for a selector."""
         return self.channel.fileno()
 
     @property
     def deadline(self) -> float:
-        """When the agent shall lose patience, by the monotonic clock."""
-        return min(self._by, self._leave_by)
+        """When the worker's time is up, by the monotonic clock."""
+        return min(self._expected_by, self._leave_by)
 
     @property
     def failing(self) -> str:
         """What it has not done by its deadline."""
-        if self._leave_by < self._by:
-            return "did not leave a broken view"
-        return f"did not {self._owes} within {self._limit_s:g} s"
+        if self._leave_by < self._expected_by:
+            return "did not leave a broken group"
+        return f"did not {self._expected} within {self._limit_s:g} s"
 
     def runs(self, pid: int, pidfd: int) -> None:
-        """It was forked; ``pidfd`` is its own now."""
+        """Record that it was forked; takes over ``pidfd``."""
         self.pid, self.pidfd = pid, pidfd
-        self._theirs.close()
+        self._child_ends.close()
         self.expect("say anything", _START_S)
 
     def expect(self, what: str, limit_s: float) -> None:
-        """Begin to wait for something."""
-        self._owes, self._limit_s = what, limit_s
-        self._by, self._leave_by = time.monotonic() + limit_s, math.inf
+        """Set the next deadline."""
+        self._expected, self._limit_s = what, limit_s
+        self._expected_by, self._leave_by = time.monotonic() + limit_s, math.inf
 
     def heard(self, heartbeat_s: float) -> None:
-        """It sent something."""
+        """Record a message."""
         self.heard_at = time.monotonic()
-        self._be_patient(heartbeat_s)
+        self._extend_deadline(heartbeat_s)
 
-    def _be_patient(self, heartbeat_s: float) -> None:
+    def _extend_deadline(self, heartbeat_s: float) -> None:
         if self.beats and not self.ending and not self.killed:
-            self._owes, self._limit_s = "answer", heartbeat_s if self.status == "member" else _START_S
-            self._by = time.monotonic() + self._limit_s
+            self._expected, self._limit_s = "answer", heartbeat_s if self.status == "member" else _START_S
+            self._expected_by = time.monotonic() + self._limit_s
 
     def enter_group(self, generation: int, heartbeat_s: float) -> None:
-        """It is in a view: from now on others wait for it."""
+        """Record that it is in a group, where others wait for it."""
         self.status, self.generation = "member", generation
         self._leave_by = math.inf
-        self._be_patient(heartbeat_s)
+        self._extend_deadline(heartbeat_s)
 
     def leave_group(self) -> None:
-        """It is in no view any more: it may wait, or end without a further beat."""
+        """Record that it has left its group, so it may wait, or end without a further heartbeat."""
         self.status = "waiting"
         self._leave_by = math.inf
-        self._be_patient(_START_S)
+        self._extend_deadline(_START_S)
 
     def expect_leave(self, limit_s: float) -> None:
-        """Its view is broken, and it is still in it."""
+        """Set the deadline for leaving a broken group."""
         self._leave_by = time.monotonic() + limit_s
 
     def signal(self, number: int) -> None:
-        """Signal the process; one that is gone, or not there yet, is left alone."""
+        """Signal the process, if it runs."""
         if self.pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -207,40 +204,39 @@ class WorkerProcess:
             select.select([self.pidfd], [], [], limit_s)
 
     def close(self) -> None:
-        """Close all that is open."""
-        self._theirs.close()
+        self._child_ends.close()
         self.channel.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
 
 
-# --- This machine's workers: started, told, watched, fenced. Who belongs where is decided by the leader ---
+# --- This node's workers: started, watched and fenced by orders of the leader ---
 #
 # One thread and one selector, shared with whoever owns the node: workers' channels and pidfds, the
 # fork server and the store host. What happens to workers is reported; what to do with them is ordered.
 
 
 _REPORT_S = 1.0  # how long the fork server may take to report an end that its pidfd shows already
-_LEAVE_S = 60.0  # how long a member may take to leave a broken view: a step's computation, at most
-_FORKSERVERS = 1  # how many may end one after another without having forked anything
+_LEAVE_S = 60.0  # how long a member may take to leave a broken group: at most a step's computation
+_FORKSERVERS = 1  # consecutive fork servers that may end without having forked anything
 
 
 class NodeWorkers:
-    """The workers of one machine.
+    """The workers of one node.
 
     Args:
-        fork_server: the command of the process that forks workers.
-        job: the file that workers are started with.
-        directory: where they log, and record the errors that end them.
-        selector: of the loop that this node lives in; its handlers are the registered data.
-        heartbeat_s: a member that is silent for so long is killed, as if it had died.
-        grace_s: how long a worker may take to end once it has closed its channel.
+        fork_server: the command of the fork server.
+        job: the file of the workers' configuration.
+        directory: for logs and error records.
+        selector: of the agent's loop; handlers are the registered data.
+        heartbeat_s: a member that is silent for this long is killed.
+        grace_s: how long a worker may take to end after it has closed its channel.
         inherited: descriptors that all processes here keep.
-        interface: the network interface over which members on other machines are met.
+        interface: the network interface to members on other nodes.
 
     Attributes:
-        reports: who hears what happens; set it before anything is ordered.
+        reports: receives the events; set it before any order.
     """
 
     reports: NodeEvents
@@ -261,37 +257,36 @@ class NodeWorkers:
         self._heartbeat_s, self._grace_s, self._inherited = heartbeat_s, grace_s, inherited
         self._interface = interface
         self._workers: dict[int, WorkerProcess] = {}
-        self._stop = 0  # the signal that all were sent, and that later ones are sent too
+        self._stop = 0  # the signal sent to all workers, including later ones
         self._stores = RendezvousStores(selector)
         self._failed_forkservers = 0  # fork servers that ended without having forked anything
         self._start_forkserver()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The workers that run."""
+        """The process ids of the active workers."""
         return tuple(w.pid for w in self._workers.values() if w.pid is not None)
 
     @property
     def seats(self) -> dict[int, tuple[int, WorkerSlot]]:
-        """All workers by number: the generation that each was in last, and what it does now."""
+        """All workers by number, with their last generation and current status."""
         return {w.number: (w.generation, WorkerSlot(w.local_index, w.status)) for w in self._workers.values()}
 
     def pid_of(self, number: int) -> int | None:
-        """A worker's process; None where it is not ours, or not there yet."""
+        """Return a worker's process id, or None if it is not on this node or not forked yet."""
         return self._workers[number].pid if number in self._workers else None
 
-    # What is ordered.
+    # Orders.
 
-    def start(self, number: int, slot: int) -> None:
-        """Start a worker."""
-        self._directory.error_of(slot).unlink(missing_ok=True)
-        log = self._directory.log_of(slot) if slot > 0 else None
-        worker = self._workers[number] = WorkerProcess(number, slot, log)
+    def start(self, number: int, local_index: int) -> None:
+        self._directory.error_of(local_index).unlink(missing_ok=True)
+        log = self._directory.log_of(local_index) if local_index > 0 else None
+        worker = self._workers[number] = WorkerProcess(number, local_index, log)
         self._watch(worker, partial(self._on_message, worker))
         self._fork(worker)
 
     def send(self, number: int, order: Order) -> None:
-        """Tell a worker something; one that has ended is not told."""
+        """Send an order to a worker, unless it has ended."""
         worker = self._workers.get(number)
         if worker is None:
             return
@@ -307,30 +302,29 @@ class NodeWorkers:
         worker.channel.send(order)
 
     def kill(self, number: int, why: str) -> None:
-        """Fence a worker: nothing of it acts any more once its end is reported."""
+        """Fence a worker; nothing of it acts any more once its end is reported."""
         if number in self._workers:
             self._kill(self._workers[number], why)
 
     def stop(self, number: int) -> None:
-        """Signal all workers, also those that are yet to be forked."""
+        """Signal all workers, including those not forked yet."""
         self._stop = number
         for worker in self._workers.values():
             worker.signal(number)
 
     def kill_all(self, why: str) -> None:
-        """Kill all workers."""
         for worker in list(self._workers.values()):
             self._kill(worker, why)
 
     def open_store(self, generation: int, address: str) -> int:
-        """Serve a store for a generation at this address of ours; return its port."""
+        """Serve a store for a generation at this node's address; return its port."""
         return self._stores.open(generation, address, self._forkserver)
 
     def close_store(self, generation: int) -> None:
-        """Serve it no longer: who waits in it for one who is gone is freed."""
+        """Close a generation's store, which frees members that wait in it."""
         self._stores.close(generation)
 
-    # What has not happened in time.
+    # Timeouts.
 
     @property
     def deadline(self) -> float:
@@ -338,7 +332,7 @@ class NodeWorkers:
         return min([self._stores.deadline, *(worker.deadline for worker in self._workers.values())])
 
     def expire(self, now: float) -> None:
-        """Lose patience with whoever is late."""
+        """Kill overdue workers, and replace an overdue store host."""
         for worker in [w for w in self._workers.values() if w.deadline <= now]:
             if worker.ending:
                 self._ended(worker, -signal.SIGKILL)  # the fork server does not say how
@@ -349,7 +343,7 @@ class NodeWorkers:
         self._stores.expire(now)
 
     def end(self) -> None:
-        """Leave nothing behind, whatever happened."""
+        """Release everything, after any error."""
         for worker in list(self._workers.values()):
             worker.signal(signal.SIGKILL)
         self._stores.end()
@@ -404,7 +398,7 @@ class NodeWorkers:
         self._failed_forkservers += 1
         if self._failed_forkservers > _FORKSERVERS:
             raise LaunchError(
-                f"the process that forks workers ended with status {code}, twice; what it printed is above. "
+                f"the process that forks workers ended with status {code}, twice; see its output above. "
                 "Use --recover none to start workers without it."
             )
         self._start_forkserver()
@@ -418,7 +412,7 @@ class NodeWorkers:
 
     def _forked(self, number: int, pid: int, pidfd: int) -> None:
         if number not in self._workers:
-            # Given up before it was there.
+            # The worker was killed before it was forked.
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
             return
@@ -429,7 +423,7 @@ class NodeWorkers:
             worker.signal(self._stop)
 
     def _on_end(self, worker: WorkerProcess) -> None:
-        """A pidfd says that its process has ended; how, the fork server says, if it lives."""
+        """Handle a pidfd whose process has ended; the fork server reports the exit code, if it is alive."""
         if worker.number not in self._workers:
             return
         assert worker.pidfd is not None
@@ -447,7 +441,7 @@ class NodeWorkers:
                 self._kill(worker, str(error))
                 return
             if message is None:
-                # It is on its way out, and beats no more.
+                # It is exiting, without further heartbeats.
                 self._selector.unregister(worker)
                 worker.beats = False
                 worker.expect("end", self._grace_s)

@@ -1,4 +1,4 @@
-"""The stores in which members meet, one a generation; a host that ends or hangs is replaced. No torch."""
+"""The rendezvous stores of a node, one per generation; a host process that ends or hangs is replaced. No torch."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class StoreHost:
 
 
 class RendezvousStores:
-    """Of one machine.
+    """The rendezvous stores of one node.
 
     Args:
-        selector: of the loop; its handlers are the registered data.
+        selector: of the agent's loop; handlers are the registered data.
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
@@ -96,7 +96,7 @@ class RendezvousStores:
         self._host: StoreHost | None = None
 
     def open(self, generation: int, address: str, fork_server: ForkServer) -> int:
-        """Serve a store at this address of ours, by a host that ``fork_server`` forks if there is none.
+        """Serve a store at this node's ``address``, in a host that ``fork_server`` forks if there is none.
 
         Returns:
             The port.
@@ -107,12 +107,12 @@ class RendezvousStores:
         return self._host.open(generation, address)
 
     def close(self, generation: int) -> None:
-        """Serve it no longer: who waits in it for one who is gone is freed."""
+        """Close the store of a generation, which frees members that wait in it."""
         if self._host is not None:
             self._host.close(generation)
 
     def forked(self, pidfd: int) -> None:
-        """The host runs; ``pidfd`` is ours now."""
+        """Register the forked host; takes over ``pidfd``."""
         if self._host is not None:
             self._host.runs(pidfd)
         else:
@@ -124,12 +124,11 @@ class RendezvousStores:
         return math.inf if self._host is None else self._host.deadline
 
     def expire(self, now: float) -> None:
-        """Lose patience with the host."""
+        """Replace a host that did not answer in time."""
         if now >= self.deadline:
             self._replace()
 
     def end(self) -> None:
-        """End the host."""
         if self._host is not None:
             self._host.end()
 
@@ -138,7 +137,7 @@ class RendezvousStores:
             self._replace()
 
     def _replace(self) -> None:
-        """Its clients lose it, ask for another view, and meet in a store of the next host."""
+        """Replace the host; its clients lose it, request a new group, and meet in the next host's store."""
         assert self._host is not None
         self._selector.unregister(self._host)
         self._host.end()

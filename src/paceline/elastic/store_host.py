@@ -1,10 +1,9 @@
-"""Serves the stores in which members meet, one a generation, in a process that no fault of a worker hits.
+"""Serves the rendezvous stores, one per generation, in a process that worker faults do not affect.
 
-Commands come over a socket pair, one JSON object a packet: ``{"open": generation}`` with a bound and
-listening socket beside it, and ``{"close": generation}``. As the agent has made the socket, it
-knows the port at once, and who connects early waits in its backlog. Closing a store resets its
-clients, which frees members that wait in it for one who never comes. ``{"done": command}`` answers
-each command; where it does not come, this process hangs, and the agent ends it.
+Commands come over a socket pair, one JSON object per packet: ``{"open": generation}`` with a bound and listening
+socket, and ``{"close": generation}``. The agent creates the socket, so it knows the port at once, and early clients
+wait in the backlog. Closing a store resets its clients, which frees members that wait in it for a lost one. ``{"done":
+command}`` answers each command; without an answer the agent considers this process hung, and ends it.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ _LONGEST = 4096
 
 
 def serve(descriptor: int) -> int:
-    """Serve until the agent has gone."""
+    """Serve until the agent has ended."""
     commands = socket.socket(fileno=descriptor)
     stores: dict[int, TCPStore] = {}
     while True:
         content, descriptors = b"", list[int]()
-        with suppress(ConnectionError):  # an agent that was killed
+        with suppress(ConnectionError):  # the agent was killed
             content, descriptors, _, _ = socket.recv_fds(commands, _LONGEST, 1)
         if not content:
-            # Without waiting for any store's threads: nobody is left to be served.
+            # Exit without waiting for any store's threads.
             os._exit(0)
         command = json.loads(content)
         if "open" in command:
@@ -41,7 +40,7 @@ def serve(descriptor: int) -> int:
 
 
 def _store(listener: int) -> TCPStore:
-    """A store on a listening socket, which it then owns."""
+    """Create a store on a listening socket, which it then owns."""
     with socket.socket(fileno=os.dup(listener)) as known:
         address, port = known.getsockname()
     return TCPStore(

@@ -23,25 +23,25 @@ from paceline.core.stack_dump import (
 )
 from paceline.parallel.progress import ProgressTracker
 
-# --- What an agent and its workers tell each other: one JSON object a packet, over a socket pair. No torch
+# --- The messages: one JSON object per packet, over a socket pair. No torch
 #
-# A packet arrives whole or not at all, so any thread of a worker may send. Generations rise over the
-# whole life of a run: an agent begins after the last that the run's ledger knows.
+# A packet arrives completely or not at all, so any thread of a worker may send. Generations rise over the whole life of
+# a run: an agent begins after the last one in the run's ledger.
 
 
-_LONGEST = 262144  # bytes; a message is a few hundred, but for one with stacks
+_LONGEST = 262144  # bytes; a message takes a few hundred, except for stacks
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
-    """What is read as one has all its fields, each of its type, and no other."""
+    """A message on the channel; the reader checks that all fields are there, of their types, and no other."""
 
 
 class Ready(ChannelMessage, frozen=True, tag="waits"):
-    """Worker to agent: it is in no view, and asks for one.
+    """Worker to agent: it is in no group, and requests one.
 
     Attributes:
         left: the generation that it left, -1 for none.
-        why: what made it leave, for the events.
+        why: why it left, for the events.
     """
 
     left: int
@@ -49,13 +49,13 @@ class Ready(ChannelMessage, frozen=True, tag="waits"):
 
 
 class WorkerHeartbeat(ChannelMessage, frozen=True, tag="beat"):
-    """Worker to agent, ``BEATS`` times within a heartbeat's limit: it lives, and stands here.
+    """Worker to agent, ``BEATS`` times per heartbeat limit: its progress.
 
     Attributes:
-        step: optimizer steps done; -1 before it knows.
-        version: its state_version; -1 before it knows.
-        phase: what it is doing.
-        overdue: that takes longer than expected.
+        step: optimizer steps done; -1 if unknown yet.
+        version: its state_version; -1 if unknown yet.
+        phase: its current phase.
+        overdue: whether that takes longer than expected.
     """
 
     step: int
@@ -65,18 +65,18 @@ class WorkerHeartbeat(ChannelMessage, frozen=True, tag="beat"):
 
 
 class StallSnapshot(ChannelMessage, frozen=True, tag="standing"):
-    """Worker to agent, when asked: what it does at this moment.
+    """Worker to agent, on request: its current activity.
 
     Attributes:
-        generation: of the view that it is in.
+        generation: of its group.
         rank: its rank there.
         step: optimizer steps done.
-        stage, phase, exchange, entered, left: as :class:`~paceline.parallel.progress.Activity` says.
-        stage_s: how long it has been at its stage.
-        overdue: that is longer than expected.
-        still_s: for how long it has not gone on to anything else.
-        where, inside, collective: as :class:`~paceline.core.stack_dump.Whereabouts` says.
-        helper: what it waits for, where that is a process of its own; "" where it is not.
+        stage, phase, exchange, collective_seq, left: see :class:`~paceline.parallel.progress.ProgressTracker`.
+        stage_s: seconds in the current stage.
+        overdue: whether that is longer than expected.
+        still_s: seconds without progress.
+        where, inside, collective: see :class:`~paceline.core.stack_dump.UserFrame`.
+        helper: the helper process for which it waits, or "".
         stacks: of all its threads, as text.
     """
 
@@ -99,21 +99,21 @@ class StallSnapshot(ChannelMessage, frozen=True, tag="standing"):
 
 
 class Joined(ChannelMessage, frozen=True, tag="joined"):
-    """Worker to agent: it holds the state of this view, as all in it do."""
+    """Worker to agent: it has the state of this group, as all its members do."""
 
     generation: int
 
 
 class Assignment(ChannelMessage, frozen=True, tag="view"):
-    """Agent to worker: the view to form, and its place there.
+    """Agent to worker: the group to form, and the worker's place in it.
 
     Attributes:
-        local_rank: its position among the members on its machine.
-        local_world_size: how many those are.
-        computing: how many members, from rank 0 on, compute micro-batches; the others are spares.
-        address: of the view's store.
-        port: of the view's store.
-        interface: the network interface that the members meet over; "" for loopback.
+        local_rank: its index among the members on its node.
+        local_world_size: number of these members.
+        active: number of members, from rank 0 on, that compute micro-batches; the others are spares.
+        address: of the group's store.
+        port: of the group's store.
+        interface: the network interface of the members; "" for loopback.
     """
 
     generation: int
@@ -128,23 +128,23 @@ class Assignment(ChannelMessage, frozen=True, tag="view"):
 
 
 class ReformRequest(ChannelMessage, frozen=True, tag="reform"):
-    """Agent to worker: leave this view, together with all others and after a step."""
+    """Agent to worker: leave this group after a step, together with all members."""
 
     generation: int
 
 
 class GroupBroken(ChannelMessage, frozen=True, tag="break"):
-    """Agent to worker: this view is broken, so give up what waits for its members."""
+    """Agent to worker: this group is broken, so abandon any wait for its members."""
 
     generation: int
 
 
 class ReportRequest(ChannelMessage, frozen=True, tag="report"):
-    """Agent to worker: tell what you do at this moment."""
+    """Agent to worker: send a :class:`StallSnapshot`."""
 
 
 class ExitRequest(ChannelMessage, frozen=True, tag="retire"):
-    """Agent to worker: it is not needed any more, and ends with exit code 0."""
+    """Agent to worker: it is surplus, and ends with exit code 0."""
 
 
 Message = (
@@ -163,17 +163,17 @@ BEATS = 4
 
 
 class ChannelError(PacelineError):
-    """What came through a channel is no message: the two sides are different versions."""
+    """A packet is not a message; the two sides are different versions."""
 
 
 def channel_pair() -> tuple[WorkerChannel, WorkerChannel]:
-    """The two ends of a new channel; neither survives an ``exec``."""
+    """Return the two ends of a new channel; neither survives an ``exec``."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return WorkerChannel(one), WorkerChannel(other)
 
 
 class WorkerChannel:
-    """One end. :meth:`send` may be called from any thread, :meth:`receive` from one."""
+    """One end of a channel. :meth:`send` is thread-safe, :meth:`receive` is not."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -184,15 +184,13 @@ class WorkerChannel:
         return cls(socket.socket(fileno=descriptor))
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
         return self._end.fileno()
 
     def setblocking(self, blocking: bool) -> None:
-        """As for a socket."""
         self._end.setblocking(blocking)
 
     def send(self, message: Message) -> bool:
-        """Send; say whether it went out. It does not where the other side is gone, or its buffer full."""
+        """Send a message; return False if the other side is gone, or its buffer full."""
         content = json.dumps(msgspec.to_builtins(message)).encode()
         try:
             self._end.send(content, socket.MSG_NOSIGNAL)
@@ -201,11 +199,11 @@ class WorkerChannel:
         return True
 
     def receive(self) -> Message | None:
-        """The next message; None once the other side is gone.
+        """Return the next message; None once the other side is gone.
 
         Raises:
             BlockingIOError: there is none now, and the channel does not block.
-            ChannelError: the packet is no message.
+            ChannelError: the packet is not a message.
         """
         try:
             content = self._end.recv(_LONGEST)
@@ -219,15 +217,14 @@ class WorkerChannel:
             self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close this end; the other one reads its end of file."""
         self._end.close()
 
 
 def decode(content: bytes) -> Message:
-    """A packet's message.
+    """Decode a packet's message.
 
     Raises:
-        ChannelError: it is none.
+        ChannelError: it is not a message.
     """
     try:
         message: Message = msgspec.convert(json.loads(content), Message)
@@ -236,20 +233,20 @@ def decode(content: bytes) -> Message:
     return message
 
 
-# --- What a rank tells of itself when a hang is suspected: from any thread but its main one. No torch ---
+# --- The snapshot of a rank when a hang is suspected, from any thread but its main one. No torch ---
 
 
 _LONGEST_STACKS = 24_000  # characters; a packet holds six times as many bytes
 
 
 def take_stall_snapshot(activity: ProgressTracker, generation: int, rank: int) -> StallSnapshot:
-    """Where this process stands."""
+    """Take a snapshot of this process's activity."""
     place = locate_user_frame(frames_of(activity.thread))
     stacks = all_stacks(first=activity.thread)
     helper = ""
     if activity.phase in ("data", "evaluation"):
-        helper, theirs = _active_helper(activity)
-        stacks += theirs
+        helper, helper_stacks = _active_helper(activity)
+        stacks += helper_stacks
     now = monotonic()
     return StallSnapshot(
         generation=generation,
@@ -272,26 +269,26 @@ def take_stall_snapshot(activity: ProgressTracker, generation: int, rank: int) -
 
 
 def _active_helper(activity: ProgressTracker) -> tuple[str, str]:
-    """Where the first helper is that is in the user's code, or cannot tell; and all helpers' stacks."""
-    found, texts = "", []
+    """Describe the first helper that is in user code or does not answer; also return all helpers' stacks."""
+    active_helper, texts = "", []
     for pid in activity.helpers():
         stacks = stacks_of(pid)
         place = locate_user_frame(parse_frames(stacks))
         if place.is_users:
-            at = f"which is in {place.where}"
+            activity_text = f"which is in {place.where}"
         else:
-            at = "" if stacks else f"which {describe_unresponsive(pid) or 'has ended'}"
-        found = found or (f"data worker {pid}, {at}" if at else "")
+            activity_text = "" if stacks else f"which {describe_unresponsive(pid) or 'has ended'}"
+        active_helper = active_helper or (f"data worker {pid}, {activity_text}" if activity_text else "")
         texts.append(f"\nData worker {pid}:\n{stacks}")
-    return found, "".join(texts)
+    return active_helper, "".join(texts)
 
 
-# --- A worker's side of the membership: it asks for views, and hears what becomes of them. No torch ---
+# --- The worker's client of its agent. No torch ---
 #
-# Two threads serve the channel, so that neither a long step nor a wait in C++ keeps the agent in the dark.
+# Two threads serve the channel, so that heartbeats continue during a long step or a wait in C++.
 
 
-_ORPHANED = 1  # exit code of a worker whose agent is gone; nobody is left to read it
+_ORPHANED = 1  # exit code of a worker whose agent is gone
 _GLANCE_S = 0.1
 
 
@@ -306,7 +303,7 @@ class Retired(PacelineError):
 
 
 class HeartbeatState:
-    """Where this worker stands; the trainer writes it, the beats tell it to the agent."""
+    """This worker's progress; the trainer sets it, and heartbeats report it."""
 
     def __init__(self) -> None:
         self.step = -1
@@ -315,17 +312,17 @@ class HeartbeatState:
 
 
 class AgentClient:
-    """This worker, as the agent knows it.
+    """This worker's connection to its agent.
 
     Args:
         channel: this worker's end.
-        heartbeat_s: how long the agent bears silence.
-        orphaned: called once the agent is gone. By default the process ends at once, as nobody could
-            tell it who its peers are.
+        heartbeat_s: the agent's timeout without a heartbeat.
+        orphaned: called once the agent is gone. By default the process ends at once, because it could not learn its
+            peers.
 
     Attributes:
-        pulse: where this worker stands.
-        activity: what it is doing, and for how long it may.
+        pulse: this worker's progress.
+        progress_tracker: its current stage and time limit.
     """
 
     def __init__(
@@ -335,8 +332,8 @@ class AgentClient:
         self.progress_tracker = ProgressTracker()
         self._beat_s = heartbeat_s / BEATS
         self._channel = channel
-        self._news = threading.Condition()
-        self._place: Assignment | None = None
+        self._changed = threading.Condition()
+        self._assignment: Assignment | None = None
         self._to_reform = -1
         self._broken = -1
         self._when_broken: tuple[int, Callable[[], None]] = (-1, lambda: None)
@@ -347,57 +344,57 @@ class AgentClient:
             threading.Thread(target=serve, name=f"paceline-membership{serve.__name__}", daemon=True).start()
 
     def next_group(self, left: int, why: str, give_up: Callable[[], bool] = lambda: False) -> Assignment | None:
-        """Ask for the view after generation ``left``, -1 for the first, and wait for it.
+        """Request the group after generation ``left``, -1 for the first, and wait for it.
 
         Args:
-            left: the generation that this worker was in before.
-            why: what made it leave.
-            give_up: asked several times a second; once it is true, None is returned.
+            left: the generation of this worker's last group.
+            why: why it left.
+            give_up: polled several times a second; return None once it is true.
 
         Raises:
-            Retired: the agent has no place for this worker.
+            Retired: the agent does not need this worker.
         """
-        self.pulse.phase = "waiting for a view"
+        self.pulse.phase = "waiting for a group"
         self.progress_tracker.wait()
         self.beat()
         self._channel.send(Ready(left, why))
-        with self._news:
-            while self._place is None or self._place.generation <= left:
+        with self._changed:
+            while self._assignment is None or self._assignment.generation <= left:
                 if self._retired:
                     raise Retired("the agent does not need this worker any more")
                 if give_up():
                     return None
-                self._news.wait(_GLANCE_S)  # not for ever: signals are handled between two waits
+                self._changed.wait(_GLANCE_S)  # bounded, because signals are handled between two waits
             self.pulse.phase = "joining"
             self.progress_tracker.join()
-            return self._place
+            return self._assignment
 
     def beat(self) -> None:
-        """Tell the agent where this worker stands, without waiting for the next beat."""
+        """Send a heartbeat now."""
         pulse = self.pulse
         self._channel.send(WorkerHeartbeat(pulse.step, pulse.version, pulse.phase, self.progress_tracker.overdue))
 
     def leave(self) -> None:
-        """Tell the agent that this process is about to end: its interpreter may take seconds, in silence."""
+        """Announce the exit, because the interpreter's end may take seconds without heartbeats."""
         self._channel.finish()
 
     def joined(self, generation: int) -> None:
-        """Tell the agent that this worker holds the state of its view."""
+        """Report that this worker has the state of its group."""
         self.beat()
         self.pulse.phase = "training"
         self._channel.send(Joined(generation))
 
     def should_reform(self, generation: int) -> bool:
-        """Whether the members of this view shall leave it together; costs nothing."""
+        """Return whether the members of this group should leave it together; cheap."""
         return self._to_reform >= generation
 
     def broken(self, generation: int) -> bool:
-        """Whether this view lost a member; costs nothing."""
+        """Return whether this group has lost a member; cheap."""
         return self._broken >= generation
 
     def when_broken(self, generation: int, do: Callable[[], None]) -> None:
-        """Call ``do``, from another thread, once this view has lost a member; at once if it has already."""
-        with self._news:
+        """Call ``do``, from another thread, once this group has lost a member; at once if it already has."""
+        with self._changed:
             self._when_broken = (generation, do)
         if self.broken(generation):
             do()
@@ -407,9 +404,9 @@ class AgentClient:
             if isinstance(message, ReportRequest):
                 self._report()
                 continue
-            with self._news:
-                self._take(message)
-                self._news.notify_all()
+            with self._changed:
+                self._handle(message)
+                self._changed.notify_all()
                 generation, when_broken = self._when_broken
             if isinstance(message, GroupBroken) and message.generation >= generation:
                 when_broken()
@@ -417,14 +414,14 @@ class AgentClient:
         self._orphaned()
 
     def _report(self) -> None:
-        place = self._place
+        place = self._assignment
         if place is not None:
             self._channel.send(take_stall_snapshot(self.progress_tracker, place.generation, place.rank))
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case Assignment():
-                self._place = message
+                self._assignment = message
             case ReformRequest(generation):
                 self._to_reform = max(self._to_reform, generation)
             case GroupBroken(generation):

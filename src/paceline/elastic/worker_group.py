@@ -1,4 +1,4 @@
-"""How a worker enters a group, and gets the training state from another."""
+"""A worker's process group, and the transfer of the training state."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.parallel.world import World, collect_at_exit, translate_peer_errors
 from paceline.runs.checkpoint_state import flatten, unflatten
 
-# --- A process group's own connections, and how to cut them ---
+# --- Shutting down a process group's sockets ---
 #
-# A collective that waits for a peer whose machine is unreachable, or whose process is stopped, waits until
-# its time-out: no abort ends it, as there is nothing to be read. But it ends at once when its sockets are
-# shut down on this side: to gloo, that is a peer that closed the connection. And after it nothing that the
-# peer still sends can reach a buffer.
+# A collective that waits for a peer on an unreachable node, or for a stopped process, waits until its timeout, and no
+# abort ends it. Shutting down its sockets on this side ends it at once, because gloo sees a closed connection. After
+# that, late messages of the peer cannot reach a buffer.
 
 
 class GroupSockets:
@@ -35,52 +34,52 @@ class GroupSockets:
 
     def __init__(self) -> None:
         self._before = set(_sockets().items())
-        self._mine: dict[int, str] = {}
-        self._cut = False
+        self._own_sockets: dict[int, str] = {}
+        self._is_shut_down = False
         self._lock = threading.Lock()
 
     def opened(self) -> None:
-        """All of the group's connections are there now."""
+        """Record the group's connections; call it when all exist."""
         with self._lock:
-            mine = {fd: inode for fd, inode in _sockets().items() if (fd, inode) not in self._before}
-            self._mine = {fd: inode for fd, inode in mine.items() if _is_connected(fd)}
-            if self._cut:
+            new_sockets = {fd: inode for fd, inode in _sockets().items() if (fd, inode) not in self._before}
+            self._own_sockets = {fd: inode for fd, inode in new_sockets.items() if _is_connected(fd)}
+            if self._is_shut_down:
                 self._shut_down()
 
     def shutdown(self) -> None:
-        """End them, from any thread; whoever waits for a peer is freed with a lost connection."""
+        """Shut the sockets down, from any thread; waiting collectives fail with a lost connection."""
         with self._lock:
-            self._cut = True
+            self._is_shut_down = True
             self._shut_down()
 
     def closed(self) -> None:
-        """The group has closed them itself; from now on :meth:`cut` does nothing."""
+        """Forget the sockets, because the group has closed them."""
         with self._lock:
-            self._mine.clear()
+            self._own_sockets.clear()
 
     def _shut_down(self) -> None:
-        now = _sockets()
-        for fd, inode in self._mine.items():
-            # The number may be another socket's by now.
-            if now.get(fd) == inode:
+        current = _sockets()
+        for fd, inode in self._own_sockets.items():
+            # The descriptor may belong to another socket by now.
+            if current.get(fd) == inode:
                 with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
-        self._mine.clear()
+        self._own_sockets.clear()
 
 
 def _sockets() -> dict[int, str]:
-    """What each descriptor that is a socket refers to."""
-    found = {}
+    """Return the socket behind each descriptor of one."""
+    sockets = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:"):
-                found[int(name)] = target
-    return found
+                sockets[int(name)] = target
+    return sockets
 
 
 def _is_connected(fd: int) -> bool:
-    """Whether it is a TCP connection."""
+    """Return whether a descriptor is a TCP connection."""
     try:
         with socket.socket(fileno=os.dup(fd)) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
@@ -91,20 +90,19 @@ def _is_connected(fd: int) -> bool:
     return True
 
 
-# --- Which state a new view continues from, and how those get it who do not hold it ---
+# --- The state of a new group, and its transfer ---
 #
-# A state is identified by its version, for a run is a pure function of its options. So the members only
-# compare numbers: the highest version that some member holds whole wins, and is copied from the lowest
-# rank that holds it. Only tensors and JSON are sent.
+# A version identifies a state, because a run is a pure function of its options. The members therefore compare versions
+# only: the highest valid one wins, and is copied from the lowest rank that has it. Only tensors and JSON are sent.
 
 
 class StateSource(NamedTuple):
-    """What the members of a view found out about their states.
+    """The source of a group's state.
 
     Attributes:
-        source: the lowest rank that holds the highest version; None where nobody holds a state.
-        version: that version; -1 where there is none.
-        behind: the ranks that lack it.
+        source: the lowest rank with the highest version; None if no rank has a state.
+        version: that version; -1 without one.
+        behind: the ranks without it.
     """
 
     source: int | None
@@ -113,11 +111,11 @@ class StateSource(NamedTuple):
 
 
 def elect_source(world: World, *, valid: bool, version: int) -> StateSource:
-    """Compare the states of all ranks.
+    """Compare the states of all ranks; a collective.
 
     Args:
-        world: the ranks; all of them call this together.
-        valid: this rank's state is whole.
+        world: the ranks.
+        valid: whether this rank's state is complete.
         version: its version.
 
     Raises:
@@ -132,18 +130,18 @@ def elect_source(world: World, *, valid: bool, version: int) -> StateSource:
 
 
 def transfer_state(world: World, agreement: StateSource, state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Copy the source's state to the ranks that lack it.
+    """Copy the source's state to the ranks that lack it; a collective.
 
     Args:
-        world: the ranks; all of them call this together.
-        agreement: who gives, and who takes.
-        state: the source's, as ``flatten`` takes it; ignored elsewhere.
+        world: the ranks.
+        agreement: source and receivers.
+        state: the source's, as for ``flatten``; ignored elsewhere.
 
     Returns:
-        The state, of tensors of its own, on ranks that lacked it; None on the others.
+        The state, with tensors of its own, on ranks that lacked it; None on the others.
 
     Raises:
-        PeerLostError: a rank is gone; what was received so far is dropped.
+        PeerLostError: a rank is gone; a partial state is dropped.
     """
     source, behind = agreement.source, agreement.behind
     if source is None or not behind:
@@ -186,7 +184,7 @@ def _send(world: World, tensors: Sequence[torch.Tensor], behind: Sequence[int]) 
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's bytes: not every dtype can be sent, but bytes can."""
+    """View a contiguous tensor as bytes, because not every dtype can be sent."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -194,25 +192,25 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# --- From a view to a world: the process group of one generation ---
+# --- The process group of one generation ---
 
 
-_CONNECT_S = 2.0  # the store listens before anybody is told of it
+_CONNECT_S = 2.0  # the store listens before its address is sent
 _HANDSHAKE_S = 10.0
 _COLLECTIVE_S = 1800.0
 
 
 @contextmanager
 def open_process_group(place: Assignment, member: AgentClient, *, device: torch.device) -> Iterator[World]:
-    """Form a view with its other members, and leave it at exit.
+    """Form the process group of a worker group, and leave it on exit.
 
-    Leave it without an exception under way: its frames would keep the group and its connections open,
-    and the others notice by the closed ones that this rank has left.
+    Leave it without an active exception, whose frames would keep the group and its connections open; the other members
+    detect the exit by the closed connections.
 
     Args:
         place: this worker's.
-        member: hears, at any time, that the view is broken.
-        device: where its tensors are.
+        member: reports at any time that the group is broken.
+        device: the device of its tensors.
 
     Raises:
         PeerLostError: another member did not come, or was lost.
@@ -231,7 +229,7 @@ def open_process_group(place: Assignment, member: AgentClient, *, device: torch.
         active=place.active,
         progress_tracker=member.progress_tracker,
     )
-    _tell_user_code(place)
+    _set_rank_variables(place)
     if place.world_size == 1:
         yield world
         return
@@ -243,8 +241,8 @@ def open_process_group(place: Assignment, member: AgentClient, *, device: torch.
             _form(place, "cpu:gloo,cuda:nccl" if on_gpu else "gloo")
             connections.opened()
         except RuntimeError as error:
-            # Whatever goes wrong between processes that an agent has brought together, one of them has gone.
-            raise PeerLostError(f"a view could not be formed: {str(error).splitlines()[0]}") from error
+            # Any failure between processes that an agent has grouped means that one of them is gone.
+            raise PeerLostError(f"the group could not be formed: {str(error).splitlines()[0]}") from error
         yield world
     finally:
         world.cleanup.close()
@@ -253,8 +251,8 @@ def open_process_group(place: Assignment, member: AgentClient, *, device: torch.
         connections.closed()
 
 
-def _tell_user_code(place: Assignment) -> None:
-    """Set the variables that other launchers set, for a task that logs its rank."""
+def _set_rank_variables(place: Assignment) -> None:
+    """Set the variables of other launchers, for a task that logs its rank."""
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.world_size),
@@ -265,18 +263,18 @@ def _tell_user_code(place: Assignment) -> None:
 
 def _form(place: Assignment, backend: str) -> None:
     handshake = timedelta(seconds=_HANDSHAKE_S)
-    # The plain probe finds at once that a store is closed, because its view is void already.
+    # The plain probe detects at once a store that is closed because its group is obsolete.
     try:
         socket.create_connection((place.address, place.port), timeout=_CONNECT_S).close()
     except OSError as error:
-        raise PeerLostError(f"the view's store is closed: {error.strerror or error}") from error
+        raise PeerLostError(f"the group's store is closed: {error.strerror or error}") from error
     store = TCPStore(
         place.address, place.port, place.world_size, is_master=False, timeout=timedelta(seconds=_CONNECT_S)
     )
     store.set_timeout(handshake)
     os.environ["GLOO_SOCKET_IFNAME"] = place.interface or loopback_interface()
-    # The group's name is in its keys. It is counted, also when a group could not be made, and so
-    # members that failed at different places would never meet again.
+    # The keys contain the group's name, a counter that rises on failures too, so members that failed at
+    # different points would never meet again.
     _world.group_count = 0
     dist.init_process_group(
         backend,
@@ -285,5 +283,5 @@ def _form(place: Assignment, backend: str) -> None:
         world_size=place.world_size,
         timeout=handshake,
     )
-    # Members may train or evaluate at different speeds for longer than they may take to meet.
+    # Members may train or evaluate at different speeds for longer than the rendezvous timeout.
     _set_pg_timeout(timedelta(seconds=_COLLECTIVE_S), dist.group.WORLD)

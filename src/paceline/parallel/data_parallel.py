@@ -1,4 +1,4 @@
-"""Data parallelism: one process, DDP, and replicas that train apart between two averages."""
+"""Single-process training, DDP with Paceline's reducer, and Local SGD."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ class Single(ReducerStrategy):
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         processes = mesh.world.world_size
         if processes != 1:
-            raise ConfigError(f"--strategy single is for one process, but there are {processes}. Use ddp.")
+            raise ConfigError(f"--strategy single needs one process, but there are {processes}. Use ddp.")
         super().__init__(module, mesh, options)
 
 
-# --- Distributed data parallel: every rank holds the model and computes its share of the micro-batches ---
+# --- Distributed data parallel: every rank holds the model and computes a part of the micro-batches ---
 
 
 class DDP(ReducerStrategy):
     """Data parallelism with Paceline's reducer (``--reduction exact`` or ``allreduce``)."""
 
 
-# --- Ranks that train apart for some steps (``--local-sgd-steps``): each sums its own micro-batches' gradients only ---
+# --- Local SGD (``--local-sgd-steps``): each rank sums the gradients of its own micro-batches only ---
 
 
 class LocalSGDStrategy(MicrobatchStrategy):
-    """A step of this rank alone, on the micro-batches that are its own.
+    """Steps this rank alone, on its own micro-batches.
 
-    Stich, "Local SGD Converges Fast and Communicates Little", 2019. The gradient is summed along the tree
-    over all micro-batches, of which the others' are absent. A rank without a micro-batch in a short batch steps with a
-    gradient of zero.
+    Stich, "Local SGD Converges Fast and Communicates Little", 2019. The gradient is summed along the tree over all
+    micro-batches, with those of other ranks absent. A rank without a micro-batch in a short batch steps with a zero
+    gradient.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         num_microbatches = sum(options.work_split)
-        alone = ReductionPlan(num_microbatches, 1)
-        super().__init__(module, mesh.single_rank, alone, options, sums_gradients=True)
+        plan = ReductionPlan(num_microbatches, 1)
+        super().__init__(module, mesh.single_rank, plan, options, sums_gradients=True)
         self.microbatches = ReductionPlan(
             num_microbatches, mesh.data.world_size, work_split=options.work_split
         ).microbatches_of(mesh.data.rank)
@@ -65,7 +65,7 @@ class LocalSGDStrategy(MicrobatchStrategy):
         super().begin_step(present)
 
     def reduce(self, row: Sequence[float]) -> StepSums:
-        """This rank's sums; the others' rows come with the synchronisation."""
+        """Return this rank's sums; other ranks' rows come with the synchronisation."""
         if self._present:
             return replace(self.reducer.finish(row), rows=[])
         self.reducer.rollback()

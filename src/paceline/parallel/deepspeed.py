@@ -28,21 +28,21 @@ from paceline.parallel.sharded_state import ShardedOptimizer, gather_full
 from paceline.parallel.strategy import AMP_DTYPES, ParameterLayout, Replicated, StrategyOptions
 from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
-# --- DeepSpeed itself: imported when it is used, kept quiet, and rid of what it remembers of a world ---
+# --- DeepSpeed itself: imported on use, silenced, and reset after a world ---
 
 
 _BUCKET_ELEMENTS = 50 * 2**20
-_for_the_world = ExitStack()
+_world_cleanup = ExitStack()
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """The package ``deepspeed``, for this kind of device.
+    """Import ``deepspeed`` for this kind of device.
 
     Raises:
         ConfigError: it is not installed, or does not work here.
     """
     try:
-        # Told, it does not look for GPUs, nor warn that there is none.
+        # With this variable it neither probes for GPUs nor warns that there are none.
         with patch_environ({"DS_ACCELERATOR": device.type}):
             deepspeed = import_module("deepspeed")
     except (ImportError, RuntimeError, AssertionError) as error:
@@ -50,12 +50,12 @@ def import_deepspeed(device: torch.device) -> Any:
             f"--strategy deepspeed needs DeepSpeed ({str(error).splitlines()[0]}). "
             "Install it: pip install 'paceline[deepspeed]'"
         ) from error
-    # Its notes go to standard output, where results are.
+    # It logs to standard output, which is for results.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # On the CPU it would build a reduction through shared memory, with a compiler; gloo does as well.
+    # On the CPU it would compile a shared-memory reduction; gloo is good enough.
     import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-    # Defaults of its methods are the group that there was when it was imported; None is that of the call.
+    # Defaults of its methods are the group at import time; None means the current one.
     for method in vars(import_module("deepspeed.comm.torch").TorchBackend).values():
         if isinstance(method, FunctionType) and method.__defaults__:
             method.__defaults__ = tuple(
@@ -67,24 +67,24 @@ def import_deepspeed(device: torch.device) -> Any:
 def engine_of(
     module: nn.Module, optimizer: Optimizer, world: World, *, stage: int, autocast: torch.dtype | None
 ) -> Any:
-    """DeepSpeed's engine around a model and its optimizer; all ranks build it together.
+    """Build DeepSpeed's engine around a model and its optimizer; a collective.
 
     Args:
-        module: the model, whole, on its device.
+        module: the full model, on its device.
         optimizer: the task's, of the model's parameters.
         world: the ranks.
         stage: of ZeRO, 1 to 3.
         autocast: the type in which the task's loss is computed; None: that of the parameters.
     """
     deepspeed = import_deepspeed(world.device)
-    reset_deepspeed_comm()  # a run that was refused may have left one
+    reset_deepspeed_comm()  # a rejected run may have left one
     config = {
-        # Required, and of no effect: whoever calls the engine says when a step ends.
+        # Required, but without effect, because the strategy tells the engine when a step ends.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        # Its own default clips to 1; here only --clip-norm does.
+        # Its default clips to 1; only --clip-norm should clip.
         "gradient_clipping": 0.0,
-        # Its own default takes 2 GB, however small the model.
+        # Its default takes 2 GB even for small models.
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": min(sum(p.numel() for p in module.parameters()), _BUCKET_ELEMENTS),
@@ -92,50 +92,50 @@ def engine_of(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    # Its stage 3 looks there again whenever the order of modules changes.
-    _for_the_world.enter_context(patch_environ({"LOCAL_RANK": str(world.local_rank)}))
+    # Its stage 3 reads the variable whenever the order of modules changes.
+    _world_cleanup.enter_context(patch_environ({"LOCAL_RANK": str(world.local_rank)}))
     with patch_environ({"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}):
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     if autocast is not None:
-        # It turns off an autocast that it was not told of, and would scale the loss itself if told.
+        # It disables an autocast that is not configured, and scales the loss itself if it is.
         engine.torch_autocast_enabled = lambda: True
         engine.torch_autocast_dtype = lambda: autocast
     return engine
 
 
 def reset_deepspeed_comm() -> None:
-    """Have DeepSpeed let go of the process group, and join the next one when it is asked to."""
-    _for_the_world.close()
+    """Make DeepSpeed drop the process group, so that it joins the next one."""
+    _world_cleanup.close()
     comm: Any = import_module("deepspeed.comm.comm")
     comm.cdb = None
     groups = import_module("deepspeed.utils.groups")
     for name in ("_WORLD_GROUP", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "mesh_device"):
         setattr(groups, name, None)
-    # The modules, with the groups that their parameters know, would stay in a stack and in caches of methods.
+    # A stack and method caches would keep the modules, whose parameters refer to groups.
     import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
     for cache in gc.get_objects():
         if type(cache) is _lru_cache_wrapper and cache.__module__.startswith("deepspeed.runtime.zero"):
             cache.cache_clear()
 
 
-# --- The task's optimizer, whose steps DeepSpeed takes on this rank's flat part of the parameters ---
+# --- The task's optimizer, stepped by DeepSpeed on this rank's flat part of the parameters ---
 
 
 ELEMENT_BY_ELEMENT = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
     *(optim.RMSprop, optim.Rprop, optim.Adadelta, optim.ASGD),
 )
-"""Optimizers that treat every element by itself: they may be given flat parts of parameters.
+"""Elementwise optimizers, which work on flat parts of parameters.
 
-Not Adagrad, which DeepSpeed builds anew, whereby schedulers lose it.
+Not Adagrad, which DeepSpeed rebuilds, so that schedulers lose it.
 """
 
 
 def require_element_by_element(optimizers: Mapping[str, Optimizer]) -> Optimizer:
-    """The one optimizer, if DeepSpeed can shard it.
+    """Return the only optimizer, if DeepSpeed can shard it.
 
     Raises:
-        ConfigError: there are several, or it cannot; says what can.
+        ConfigError: there are several, or it cannot; lists those that work.
     """
     if len(optimizers) > 1:
         raise ConfigError(
@@ -146,28 +146,28 @@ def require_element_by_element(optimizers: Mapping[str, Optimizer]) -> Optimizer
     if not isinstance(optimizer, ELEMENT_BY_ELEMENT):
         known = ", ".join(kind.__name__ for kind in ELEMENT_BY_ELEMENT)
         raise ConfigError(
-            "--strategy deepspeed gives an optimizer flat parts of the parameters, and it is not known that "
-            f"{type(optimizer).__name__} treats each element by itself. Use one of {known}, or "
+            "--strategy deepspeed gives an optimizer flat parts of the parameters, but "
+            f"{type(optimizer).__name__} is not known to be elementwise. Use one of {known}, or "
             "--strategy zero1."
         )
     if not all(any(p.requires_grad for p in group["params"]) for group in optimizer.param_groups):
         raise ConfigError(
-            "--strategy deepspeed cannot shard a parameter group in which nothing is trained. "
+            "--strategy deepspeed cannot shard a parameter group without trainable parameters. "
             "Leave frozen parameters out of the optimizer, or use --strategy zero1."
         )
     return optimizer
 
 
 class ZeroOptimizer(ShardedOptimizer):
-    """Stands in the run's state for the task's optimizer.
+    """Represents the task's optimizer in the run's state.
 
-    Its groups are those of the task's, so that schedulers reach them. Its state is that of one process.
+    Its groups are those of the task's optimizer, so that schedulers reach them. Its state is that of one process.
 
     Args:
         module: the model, whose attribute ``zero_optimizer`` this becomes.
         base: the task's optimizer.
-        parameters: of its groups, as they were before DeepSpeed put its flat parts there.
-        engine: DeepSpeed's, which has the optimizer.
+        parameters: of its groups, before DeepSpeed replaced them by its flat parts.
+        engine: DeepSpeed's, which owns the optimizer.
         stage: of ZeRO.
         world: the ranks.
     """
@@ -192,14 +192,14 @@ class ZeroOptimizer(ShardedOptimizer):
         self._api = import_module("deepspeed.utils")
 
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's parts of the sums over all ranks; there are some after a step's last backward."""
+        """Return this rank's parts of the sums over all ranks, after a step's last backward."""
         groups = self._zero.averaged_gradients.values()
         return [part for group in groups if group is not None for part in group if part is not None]
 
     def discard(self) -> None:
-        """Have no gradients, whatever became of those of the last step."""
+        """Drop the gradients of the last step."""
         if self.stage == 3:
-            # Its buffers stay, and a parameter that the next step does not use leaves its own as it is.
+            # Its buffers stay, and a parameter unused in the next step would keep its old gradient.
             for part in self.gradients():
                 part.zero_()
             self._zero.averaged_gradients = {}
@@ -210,7 +210,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self._zero.zero_grad(set_to_none=True)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step this rank's part, and gather those of the others."""
+        """Step this rank's part, and gather the other ranks'."""
         assert closure is None
         self._world.progress_tracker.begin_collective("all-gather")
         with translate_peer_errors():
@@ -218,7 +218,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self._world.progress_tracker.end_collective()
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups, numbered as in one process, without the state: see :meth:`full_state_dict`."""
+        """Return the groups, numbered as in one process, without the state; see :meth:`full_state_dict`."""
         numbers = iter(range(sum(len(group) for group in self._parameters)))
         groups = []
         for group, parameters in zip(self.param_groups, self._parameters, strict=True):
@@ -227,12 +227,12 @@ class ZeroOptimizer(ShardedOptimizer):
         return {"state": {}, "param_groups": groups}
 
     def full_state_dict(self, *, keep: bool) -> dict[int, dict[str, Any]]:
-        """Each parameter's state by its number, on the CPU; all ranks call this together.
+        """Return each parameter's state by its number, on the CPU; a collective.
 
         Args:
-            keep: whether this rank needs it; else it holds one tensor at a time.
+            keep: whether this rank needs it; others hold one tensor at a time.
         """
-        whole: dict[int, dict[str, Any]] = {}
+        full_state: dict[int, dict[str, Any]] = {}
         self._link_states()
         self._world.progress_tracker.begin_collective("gather")
         with translate_peer_errors():
@@ -246,15 +246,15 @@ class ZeroOptimizer(ShardedOptimizer):
                             value = value.detach().cpu().clone() if keep else None
                         values[name] = value
                     if keep and values:
-                        whole[number] = values
+                        full_state[number] = values
         self._world.progress_tracker.end_collective()
-        return dict(sorted(whole.items()))
+        return dict(sorted(full_state.items()))
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take over a state as one process has it; the model has its parameters by now.
+        """Load a one-process state, after the model's parameters.
 
         Raises:
-            ValueError: it is of other parameter groups.
+            ValueError: it has other parameter groups.
         """
         self._zero.refresh_fp32_params()
         saved_groups = state_dict["param_groups"]
@@ -265,9 +265,9 @@ class ZeroOptimizer(ShardedOptimizer):
         of_numbers = {int(number): values for number, values in state_dict["state"].items()}
         for flat, members in self._flat_parts():
             self.state.pop(flat, None)
-            having = [(p, of_numbers[number]) for number, p in members if of_numbers.get(number)]
-            if having:
-                self.state[flat] = self._laid_out(flat, *having[0])
+            with_state = [(p, of_numbers[number]) for number, p in members if of_numbers.get(number)]
+            if with_state:
+                self.state[flat] = self._flat_state(flat, *with_state[0])
         self._link_states()
         for flat, members in self._flat_parts():
             for number, parameter in members:
@@ -276,7 +276,7 @@ class ZeroOptimizer(ShardedOptimizer):
                         self._set_part(parameter, flat, name, value)
 
     def _link_states(self) -> None:
-        """Have DeepSpeed find each parameter's state.
+        """Make DeepSpeed find each parameter's state.
 
         It does so itself after the first group's first step, when the other groups have none yet.
         """
@@ -285,27 +285,29 @@ class ZeroOptimizer(ShardedOptimizer):
             self._zero._lazy_init_hp_params_optimizer_state()
 
     @staticmethod
-    def _laid_out(flat: torch.Tensor, parameter: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """A flat part's state, with zeros for what each parameter has of its own."""
+    def _flat_state(flat: torch.Tensor, parameter: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a flat part's state, with zeros for the parameters' elementwise values."""
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        return {name: torch.zeros_like(flat) if _is_of(value, shape) else value for name, value in values.items()}
+        return {
+            name: torch.zeros_like(flat) if _is_elementwise(value, shape) else value for name, value in values.items()
+        }
 
     def _set_part(self, parameter: Any, flat: torch.Tensor, name: str, value: Any) -> None:
-        if not _is_of(value, getattr(parameter, "ds_shape", parameter.shape)):
-            return  # a number, which all parameters of a group have in common
+        if not _is_elementwise(value, getattr(parameter, "ds_shape", parameter.shape)):
+            return  # a number shared by all parameters of a group
         value = value.to(flat.device, flat.dtype)
         if self.stage < 3:
             self._api.safe_set_full_optimizer_state(parameter, value, name)
             return
-        # The function for whole tensors takes none whose size the ranks do not divide.
+        # The function for full tensors does not support sizes that the ranks do not divide.
         size = parameter.ds_tensor.numel()
         part = torch.zeros(size, dtype=flat.dtype, device=flat.device)
-        mine = value.flatten()[size * self._world.rank : size * (self._world.rank + 1)]
-        part[: mine.numel()] = mine
+        own_slice = value.flatten()[size * self._world.rank : size * (self._world.rank + 1)]
+        part[: own_slice.numel()] = own_slice
         self._api.safe_set_local_optimizer_state(parameter, part, name)
 
     def _flat_parts(self) -> Iterator[tuple[torch.Tensor, list[tuple[int, torch.nn.Parameter]]]]:
-        """This rank's flat parts, and whose parts are in each: parameters with their numbers."""
+        """Yield this rank's flat parts, each with its parameters and their numbers."""
         zero = self._zero
         flats, groups = (
             (zero.fp32_partitioned_groups_flat, zero.fp16_groups)
@@ -319,22 +321,22 @@ class ZeroOptimizer(ShardedOptimizer):
 
 
 def optimizer_of(module: torch.nn.Module) -> ZeroOptimizer:
-    """The one that DeepSpeed made of the task's, for this model."""
+    """Return the model's :class:`ZeroOptimizer`."""
     optimizer = module.zero_optimizer
     assert isinstance(optimizer, ZeroOptimizer)
     return optimizer
 
 
-def _is_of(value: Any, shape: torch.Size) -> bool:
-    """Whether this is a state of each element of a parameter, and not a number of steps."""
+def _is_elementwise(value: Any, shape: torch.Size) -> bool:
+    """Return whether this is an elementwise state of a parameter, not a number such as a step count."""
     return isinstance(value, torch.Tensor) and value.shape == shape and value.dim() > 0
 
 
-# --- How a model lies on the ranks under DeepSpeed: whole in stages 1 and 2, in parts in stage 3 ---
+# --- The layout under DeepSpeed: replicated in stages 1 and 2, sharded in stage 3 ---
 
 
 class DeepSpeedLayout(Replicated):
-    """DeepSpeed's engine around the model, made as soon as its optimizer is there.
+    """DeepSpeed's engine around the model, built together with the optimizer.
 
     Args:
         mesh: the ranks.
@@ -347,7 +349,7 @@ class DeepSpeedLayout(Replicated):
     def __init__(self, mesh: ParallelDims, config: RunConfig) -> None:
         if mesh.world.world_size == 1:
             raise ConfigError(
-                "--strategy deepspeed shards states over processes, but there is one. Use --strategy single."
+                "--strategy deepspeed shards states over processes, but there is only one. Use --strategy single."
             )
         import_deepspeed(mesh.world.device)
         self._world = mesh.world
@@ -365,7 +367,7 @@ class DeepSpeedLayout(Replicated):
                     "(1,), or use --strategy zero1."
                 )
         module.to(device)
-        # A model may be built with randomness that no seed of torch's reaches.
+        # The task may build the model with randomness that Paceline does not seed.
         self._world.broadcast_module(module)
         self._module = module
         return module
@@ -381,7 +383,7 @@ class DeepSpeedLayout(Replicated):
         with translate_peer_errors():
             engine = engine_of(self._module, base, self._world, stage=self._stage, autocast=self._autocast)
         if self._stage == 3:
-            _give_whole_parameters(self._module)
+            _hook_full_state(self._module)
         self._optimizer = ZeroOptimizer(self._module, base, parameters, engine, self._stage, self._world)
         return dict.fromkeys(optimizers, self._optimizer)
 
@@ -404,27 +406,27 @@ class DeepSpeedLayout(Replicated):
         torch._foreach_mul_(parts, factor)
 
 
-def _give_whole_parameters(module: nn.Module) -> None:
-    """Have a model in parts give, and take, a state as if it were whole; all ranks do so together."""
+def _hook_full_state(module: nn.Module) -> None:
+    """Make a sharded model save and load full states, as collectives."""
     zero = import_module("deepspeed").zero
     loading = ExitStack()
 
-    def whole(parameter: nn.Parameter) -> torch.Tensor:
+    def full_tensor(parameter: nn.Parameter) -> torch.Tensor:
         with translate_peer_errors(), zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
     def hold_parameters(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
-        # In place of empty tensors: what is behind them can be gathered.
+        # Parameters that can be gathered, in place of their empty tensors.
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state:
                 state[prefix + name] = parameter
 
     def gather(*_: object) -> None:
-        # As DeepSpeed's own loading does: rank 0's values are scattered at the end.
+        # As in DeepSpeed's own loading, rank 0's values are scattered at the end.
         loading.enter_context(zero.GatheredParameters(list(module.parameters()), modifier_rank=0))
 
     for parameter in module.parameters():
-        parameter.full_tensor = MethodType(whole, parameter)  # type: ignore[attr-defined]
+        parameter.full_tensor = MethodType(full_tensor, parameter)  # type: ignore[attr-defined]
     module.register_state_dict_post_hook(hold_parameters)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(gather)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(lambda *_: loading.close())  # type: ignore[no-untyped-call]
@@ -436,10 +438,10 @@ def _give_whole_parameters(module: nn.Module) -> None:
 
 
 class DeepSpeed(ExternalReduceStrategy):
-    """DeepSpeed's engine runs forward and backward, and sums the gradients, each rank its part.
+    """DeepSpeed's engine runs forward and backward, and each rank sums its part of the gradients.
 
     Args:
-        module: as :class:`~paceline.parallel.deepspeed.Partitioned` placed it.
+        module: as :class:`DeepSpeedLayout` placed it.
         mesh: the ranks.
         options: the strategy's.
     """
@@ -460,9 +462,9 @@ class DeepSpeed(ExternalReduceStrategy):
         super().begin_step(present)
 
     def _count_micro_steps(self, present: Sequence[int]) -> int:
-        # Every backward, and in stage 3 every forward, is one of all ranks.
-        rounds = super()._count_micro_steps(present)
-        return int(max(of_rank[0] for of_rank in self._mesh.gather_rows([rounds])))
+        # Every backward, and in stage 3 every forward, is a collective.
+        micro_steps = super()._count_micro_steps(present)
+        return int(max(of_rank[0] for of_rank in self._mesh.gather_rows([micro_steps])))
 
     def _begin_microbatch(self) -> None:
         super()._begin_microbatch()
@@ -478,15 +480,15 @@ class DeepSpeed(ExternalReduceStrategy):
         sums = self.reducer.finish(row)
         gradients = self._optimizer.gradients()
         if sums.weight > 0:
-            # DeepSpeed divides by the number of ranks; what is wanted is the sum over the summed weights.
+            # DeepSpeed divides by the number of ranks instead of the sum of the weights.
             torch._foreach_mul_(gradients, self._world.world_size / sums.weight)
             finite = sums.finite and all(bool(torch.isfinite(part.sum())) for part in gradients)
             sums = replace(sums, finite=finite)
-        finite = all(told for (told,) in self._mesh.gather_rows([float(sums.finite)]))
+        finite = all(is_finite for (is_finite,) in self._mesh.gather_rows([float(sums.finite)]))
         return replace(sums, finite=finite)
 
     def close(self) -> None:
         super().close()
         self.model.destroy()  # type: ignore[operator]
         reset_deepspeed_comm()
-        gc.collect()  # the engine refers to itself, and so to the process group, which must end first
+        gc.collect()  # the engine is in a reference cycle, and keeps the process group

@@ -1,4 +1,4 @@
-"""One process, several devices (``--strategy dp``): what ``nn.DataParallel`` does, micro-batch by micro-batch."""
+"""One process, several devices (``--strategy dp``): ``nn.DataParallel``, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from paceline.parallel.world import ParallelDims
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
-    "--strategy dp: one process computes %d micro-batches at a time, in threads that wait for each other's Python. "
-    "--strategy ddp with --nproc %d is usually faster, to the same bits (docs/communication.md says why)."
+    "--strategy dp: one process computes %d micro-batches at a time, in threads that share one interpreter lock. "
+    "--strategy ddp with --nproc %d is usually faster, with the same bits (see docs/communication.md)."
 )
 
 
@@ -39,53 +39,52 @@ class _MicrobatchResult:
 
 
 class DataParallel(ReducerStrategy):
-    """Scatter, replicate, parallel apply, gather on the first device.
+    """Scatter, replicate, parallel apply, and gather on the first device.
 
-    A step's micro-batches are scattered over replicas of the model; each computes one micro-batch's forward and
-    backward in a thread of its own, and the gradients are gathered on the first device, where they are added along
-    the tree. So the weights are those of one process, bit for bit. On a CPU the replicas share the model's
-    parameters, on GPUs they are copied in each step by ``torch.nn.parallel.replicate``.
+    A step's micro-batches are scattered over replicas of the model; each replica computes one micro-batch's forward
+    and backward in a thread. The gradients are gathered on the first device and added along the tree, so the weights
+    are bitwise those of one process. On a CPU the replicas share the model's parameters; on GPUs
+    ``torch.nn.parallel.replicate`` copies them in each step.
 
-    All threads share one random number generator. Where a model turns out to draw from it, its micro-batches are
-    computed one after the other from then on, each with its own seed; the round in which that showed is
-    computed again.
+    All threads share one random number generator. If the model draws from it, its micro-batches are computed one after
+    the other from then on, each with its own seed, including those in which the draw was detected.
 
     Raises:
-        ConfigError: there are several processes, or more devices are asked for than there are.
+        ConfigError: there are several processes, or too few devices.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         processes = mesh.world.world_size
         if processes != 1:
             raise ConfigError(
-                f"--strategy dp is one process for all devices, but there are {processes}. Use --nproc 1 "
+                f"--strategy dp needs one process for all devices, but there are {processes}. Use --nproc 1 "
                 "with --dp-devices, or --strategy ddp."
             )
         super().__init__(module, mesh, options)
         self._devices = _devices(mesh.world.device, options.config.dp_devices, len(self.microbatches))
         self._replicas: list[nn.Module] = []
-        self._draws = len(self._devices) == 1
+        self._is_random = len(self._devices) == 1
         self._threads = ThreadPoolExecutor(len(self._devices), "paceline-dp")
-        if not self._draws:
+        if not self._is_random:
             _log.info(_ADVICE, len(self._devices), len(self._devices))
 
     def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
-        if self._draws:
+        if self._is_random:
             return super().run_microbatches(microbatches, work)
         self._replicate()
         size = len(self._devices)
         for first in range(0, len(microbatches), size):
-            some = microbatches[first : first + size]
-            before = _random_state(self._devices)
-            computed = self._apply(some, work)
-            if _random_state(self._devices) != before:
-                self._draws = True
+            chunk = microbatches[first : first + size]
+            state_before = _random_state(self._devices)
+            results = self._apply(chunk, work)
+            if _random_state(self._devices) != state_before:
+                self._is_random = True
                 _log.warning(
-                    "--strategy dp: the model draws random numbers, and threads share their generator. Its "
-                    "micro-batches are computed one after the other; use --strategy ddp."
+                    "--strategy dp: the model draws random numbers, and threads share one generator. Its "
+                    "micro-batches are computed one after the other. Use --strategy ddp."
                 )
                 return super().run_microbatches(microbatches[first:], work)
-            self._gather(some, computed)
+            self._gather(chunk, results)
             work.backward_done()
 
     def close(self) -> None:
@@ -94,7 +93,7 @@ class DataParallel(ReducerStrategy):
         super().close()
 
     def _replicate(self) -> None:
-        """Have a replica on each device, with the model's parameters as they are now."""
+        """Create or update a replica of the model on each device."""
         if self._devices[0].type == "cuda":
             from torch.nn.parallel import replicate
 
@@ -103,73 +102,72 @@ class DataParallel(ReducerStrategy):
                 for name, parameter in _parameters(replica).items():
                     parameter.requires_grad_(self._trainable(name))
         elif not self._replicas:
-            self._replicas = [_sharing(self.module) for _ in self._devices]
+            self._replicas = [_share_parameters(self.module) for _ in self._devices]
         for replica in self._replicas:
-            for mine, module in zip(replica.modules(), self.module.modules(), strict=True):
-                mine.training = module.training
+            for replica_module, module in zip(replica.modules(), self.module.modules(), strict=True):
+                replica_module.training = module.training
 
     def _trainable(self, name: str) -> bool:
         return self.module.get_parameter(name).requires_grad
 
     def _apply(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> list[_MicrobatchResult]:
-        """Forward and backward of one micro-batch a replica, at once."""
+        """Run forward and backward of one micro-batch per replica, in parallel."""
 
-        def one(replica: nn.Module, microbatch: MicroBatch, device: torch.device) -> _MicrobatchResult:
+        def compute(replica: nn.Module, microbatch: MicroBatch, device: torch.device) -> _MicrobatchResult:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            here = to_device(microbatch.batch, device)
-            loss = work.forward_unseeded(replica, MicroBatch(microbatch.index, here, microbatch.num_samples, 0))
+            batch = to_device(microbatch.batch, device)
+            loss = work.forward_unseeded(replica, MicroBatch(microbatch.index, batch, microbatch.num_samples, 0))
             work.scale_loss(loss.sum).backward()  # type: ignore[no-untyped-call]
             return _MicrobatchResult(replica, loss)
 
         for replica in self._replicas:
-            _take_buffers(replica, self.module)
+            _copy_buffers(replica, self.module)
             for parameter in _parameters(replica).values():
                 parameter.grad = None
         running = [
-            self._threads.submit(one, *arguments)
+            self._threads.submit(compute, *arguments)
             for arguments in zip(self._replicas, microbatches, self._devices, strict=False)
         ]
         return [future.result() for future in running]
 
-    def _gather(self, microbatches: Sequence[MicroBatch], computed: Sequence[_MicrobatchResult]) -> None:
-        """Add the gradients up on the first device, micro-batch by micro-batch, as one process would."""
+    def _gather(self, microbatches: Sequence[MicroBatch], results: Sequence[_MicrobatchResult]) -> None:
+        """Add the gradients on the first device, micro-batch by micro-batch, as one process would."""
         own = dict(self.module.named_parameters())
-        for microbatch, one in zip(microbatches, computed, strict=True):
+        for microbatch, result in zip(microbatches, results, strict=True):
             self._begin_microbatch()
             with torch.no_grad():
-                for name, parameter in _parameters(one.replica).items():
+                for name, parameter in _parameters(result.replica).items():
                     total = own[name].grad
                     if parameter.grad is not None and total is not None:
                         total.add_(parameter.grad.to(total.device))
-            _take_buffers(self.module, one.replica)
-            weight = one.loss.weight
+            _copy_buffers(self.module, result.replica)
+            weight = result.loss.weight
             self.reducer.end_microbatch(
                 microbatch.num_samples,
                 weight.to(self._devices[0]) if isinstance(weight, torch.Tensor) else weight,
-                one.loss.sum.detach().to(self._devices[0]),
+                result.loss.sum.detach().to(self._devices[0]),
                 microbatch.checksum,
             )
 
 
 def _devices(own: torch.device, wanted: int | Literal["auto"], num_microbatches: int) -> list[torch.device]:
-    there = torch.cuda.device_count() if own.type == "cuda" else len(os.sched_getaffinity(0))
-    count = min(there, num_microbatches) if wanted == "auto" else wanted
-    if own.type == "cuda" and count > there:
-        raise ConfigError(f"--dp-devices {count}: there are {there} GPUs. Use --dp-devices {there}.")
+    available = torch.cuda.device_count() if own.type == "cuda" else len(os.sched_getaffinity(0))
+    count = min(available, num_microbatches) if wanted == "auto" else wanted
+    if own.type == "cuda" and count > available:
+        raise ConfigError(f"--dp-devices {count}: there are only {available} GPUs. Use --dp-devices {available}.")
     if count > num_microbatches:
         raise ConfigError(
             f"--dp-devices {count}: a step has {num_microbatches} micro-batches, and each device computes one at a "
-            "time. "
-            f"Use --dp-devices {num_microbatches}, or create the run with --microbatches {count}."
+            f"time. Use --dp-devices {num_microbatches}, or create the run with --microbatches {count}."
         )
     if own.type != "cuda":
         return [own] * count
-    return [own, *(torch.device("cuda", i) for i in range(there) if i != own.index)][:count]
+    return [own, *(torch.device("cuda", i) for i in range(available) if i != own.index)][:count]
 
 
-def _sharing(module: nn.Module) -> nn.Module:
-    """A copy of a module on the CPU whose parameters are the module's own memory, with gradients apart."""
+def _share_parameters(module: nn.Module) -> nn.Module:
+    """Copy a CPU module, sharing its parameters' memory but not their gradients."""
     replica = copy.deepcopy(module)
     for name, parameter in replica.named_parameters():
         parameter.data = module.get_parameter(name).data
@@ -178,17 +176,17 @@ def _sharing(module: nn.Module) -> nn.Module:
 
 
 def _parameters(replica: nn.Module) -> dict[str, torch.Tensor]:
-    """A replica's parameters by name; ``replicate`` leaves them as plain tensors."""
-    found: dict[str, torch.Tensor] = {}
+    """Return a replica's parameters by name; ``replicate`` leaves them as plain tensors."""
+    parameters: dict[str, torch.Tensor] = {}
     for prefix, module in replica.named_modules():
-        there: dict[str, Any] = {**module._parameters, **getattr(module, "_former_parameters", {})}
-        for name, value in there.items():
-            if isinstance(value, torch.Tensor) and all(value is not other for other in found.values()):
-                found[f"{prefix}.{name}" if prefix else name] = value
-    return found
+        candidates: dict[str, Any] = {**module._parameters, **getattr(module, "_former_parameters", {})}
+        for name, value in candidates.items():
+            if isinstance(value, torch.Tensor) and all(value is not other for other in parameters.values()):
+                parameters[f"{prefix}.{name}" if prefix else name] = value
+    return parameters
 
 
-def _take_buffers(into: nn.Module, source: nn.Module) -> None:
+def _copy_buffers(into: nn.Module, source: nn.Module) -> None:
     values = dict(source.named_buffers())
     with torch.no_grad():
         for name, buffer in into.named_buffers():
@@ -196,7 +194,7 @@ def _take_buffers(into: nn.Module, source: nn.Module) -> None:
 
 
 def _random_state(devices: Sequence[torch.device]) -> tuple[Any, ...]:
-    """The state of all generators that a model may draw from, to be compared."""
+    """Return the state of all generators that a model may use, for comparison."""
     gpus = [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
     states = (state.numpy().tobytes() for state in (torch.get_rng_state(), *gpus))
     name, keys, *rest = np.random.get_state(legacy=True)

@@ -22,31 +22,31 @@ from paceline.parallel.strategy import AMP_DTYPES, StrategyOptions
 from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 from paceline.parallel.wrap_units import exclude_tied, wrap_units
 
-# --- A reduce-scatter that sums along the tree of micro-batches, round by round ---
+# --- A reduce-scatter that sums along the tree of micro-batches, micro-step by micro-step ---
 
 
-class _InPlainMemory(ReduceScatter):
-    """A reduce-scatter that needs memory of no special kind."""
+class _PlainMemoryReduceScatter(ReduceScatter):
+    """A reduce-scatter with ordinary memory."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for its input or output."""
+        """Allocate its input or output."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class TreeReduceScatter(_InPlainMemory):
-    """Sums what the ranks contribute in the rounds of a step, in the order of the tree over all micro-batches.
+class TreeReduceScatter(_PlainMemoryReduceScatter):
+    """Sums the ranks' contributions in the micro-steps of a step, in the order of the tree over all micro-batches.
 
-    In each round of a step every rank gives the gradient of one micro-batch. Each owner of a chunk receives the
-    round's contributions to it, and adds them as soon as the tree allows; the last round gives the total, the
-    others zeros, so that whoever adds up the rounds' results has the total. Between two rounds at most
-    log2(S) partial sums are kept, and none between two steps.
+    In each micro-step every rank contributes the gradient of one micro-batch. The owner of a chunk receives the
+    contributions to it, and adds them as soon as the tree allows; the last micro-step returns the total and the others
+    zeros, so the sum over micro-steps is the total. At most log2(S) partial sums are kept between two micro-steps, and
+    none between two steps.
 
-    Where several ranks hold the same chunk, each of them sums a part of it, and they exchange the totals.
+    If several ranks hold the same chunk, each sums a part of it, and they exchange the totals.
 
     Args:
         num_microbatches: S.
-        data: all ranks that contribute, those that hold copies of the same chunk W / copies apart.
-        copies: those that hold the same chunk as this one.
+        data: all contributing ranks; holders of the same chunk are W / copies apart.
+        copies: the holders of this rank's chunk.
     """
 
     def __init__(self, num_microbatches: int, data: World, copies: World) -> None:
@@ -56,14 +56,16 @@ class TreeReduceScatter(_InPlainMemory):
         self._micro_steps: list[list[int | None]] = []
         self._waiting: dict[int, torch.Tensor] = {}
 
-    def begin(self, rounds: Sequence[Sequence[int | None]]) -> None:
-        """Start a step.
+    def begin(self, micro_steps: Sequence[Sequence[int | None]]) -> None:
+        """Begin a step.
 
         Args:
-            rounds: for each round the micro-batch of each rank, None where a rank's contribution weighs nothing.
+            micro_steps: for each the micro-batch of each rank, or None for a contribution of weight 0.
         """
-        present = sorted(microbatch for of_round in rounds for microbatch in of_round if microbatch is not None)
-        self._micro_steps = [list(of_round) for of_round in reversed(rounds)]
+        present = sorted(
+            microbatch for micro_step in micro_steps for microbatch in micro_step if microbatch is not None
+        )
+        self._micro_steps = [list(micro_step) for micro_step in reversed(micro_steps)]
         self._leaves = list(reversed(present))
         self._steps = list(reversed(self._plan.accumulation(0, present)))
         nodes = self._plan.subtrees[0]
@@ -95,11 +97,11 @@ class TreeReduceScatter(_InPlainMemory):
         if self._micro_steps:
             output_tensor.zero_()
         else:
-            output_tensor.copy_(self._of_all_copies(self._total())[: output_tensor.numel()])
+            output_tensor.copy_(self._gather_chunk(self._total())[: output_tensor.numel()])
         return None
 
     def _by_owner(self, contribution: torch.Tensor, chunks: int) -> torch.Tensor:
-        """What each rank is to sum, by rank: chunk after chunk, or the first part of all chunks first."""
+        """Order a contribution by the rank that sums it: chunk by chunk, or the first part of all chunks first."""
         copies = self._copies.world_size
         if copies == 1:
             return contribution
@@ -109,7 +111,7 @@ class TreeReduceScatter(_InPlainMemory):
         padded[:, : of_chunk.shape[1]] = of_chunk
         return padded.view(chunks, copies, part).transpose(0, 1).reshape(-1)
 
-    def _of_all_copies(self, total: torch.Tensor) -> torch.Tensor:
+    def _gather_chunk(self, total: torch.Tensor) -> torch.Tensor:
         if self._copies.world_size == 1:
             return total
         chunk = total.new_empty(self._copies.world_size * total.numel())
@@ -122,7 +124,7 @@ class TreeReduceScatter(_InPlainMemory):
         if not step.fresh:
             self._grad_buffers[step.slot].add_(contribution)
         elif self._micro_steps:
-            # A copy: what is kept until the next round must not hold all that was received.
+            # A copy, so that the kept sum does not hold the whole received buffer until the next micro-step.
             self._grad_buffers[step.slot] = contribution.clone()
         else:
             self._grad_buffers[step.slot] = contribution
@@ -138,8 +140,8 @@ class TreeReduceScatter(_InPlainMemory):
         return total
 
 
-class ReduceScatterOverReplicas(_InPlainMemory):
-    """torch's own reduce-scatter, and then the sum over the ranks that hold the same chunk.
+class ReduceScatterOverReplicas(_PlainMemoryReduceScatter):
+    """torch's reduce-scatter, followed by the sum over the ranks with the same chunk.
 
     Args:
         copies: these ranks.
@@ -164,38 +166,40 @@ class ReduceScatterOverReplicas(_InPlainMemory):
 
 # --- Fully sharded data parallelism by torch's ``fully_shard`` (FSDP2, ZeRO-3) ---
 #
-# Every rank keeps 1/W of each parameter, gradient and optimizer state. A block's parameters are gathered for
-# its forward and again for its backward, and its gradients are scattered summed: Rajbhandari et al., "ZeRO:
+# Every rank keeps 1/W of each parameter, gradient and optimizer state. A wrap unit's parameters are gathered for
+# its forward and again for its backward, and its gradients are reduce-scattered: Rajbhandari et al., "ZeRO:
 # Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 
 
 AUTO_WRAP = "1M"
 _CAST = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
-"""The modules whose parameters autocast casts, all of them."""
+"""The modules of which autocast casts all parameters."""
 
 
 class FullyShard:
-    """Shards a model's parameters over the ranks of the mesh's ``fsdp`` axis, block by block.
+    """Shards a model's parameters over the ranks of the mesh's ``fsdp`` axis, wrap unit by wrap unit.
 
-    Along its ``dp`` axis every rank holds the same part (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023).
+    Along its ``dp`` axis every rank holds the same shard (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023).
 
     Args:
         mesh: the ranks.
-        config: which modules are gathered as one block, and how; "auto" is :data:`AUTO_WRAP`.
+        config: the options of FSDP.
     """
 
     is_collective = True
 
     def __init__(self, mesh: ParallelDims, config: RunConfig) -> None:
         if mesh.world.world_size == 1:
-            raise ConfigError("--strategy fsdp shards a model over processes, but there is one. Use --strategy single.")
+            raise ConfigError(
+                "--strategy fsdp shards a model over processes, but there is only one. Use --strategy single."
+            )
         self._mesh = mesh
         self._config = config
         self._wrap = AUTO_WRAP if config.fsdp_wrap == "auto" else config.fsdp_wrap
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
         module.to(device)
-        # A model may be built with randomness that no seed of torch's reaches.
+        # The task may build the model with randomness that Paceline does not seed.
         self._mesh.world.broadcast_module(module)
         assert self._mesh.device_mesh is not None
         config = self._config
@@ -207,13 +211,13 @@ class FullyShard:
         if config.fsdp_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         for unit in [*self._units(module), module]:
-            # What autocast computes in float32 is gathered in float32.
+            # Parameters that autocast keeps in float32 are gathered in float32.
             lowered = config.fsdp_mixed_precision and _is_cast(unit)
             fully_shard(unit, mp_policy=self._precision() if lowered else MixedPrecisionPolicy(), **options)
         return module
 
     def _units(self, module: nn.Module) -> list[nn.Module]:
-        """What is gathered by itself, inner ones first; the rest is gathered with the model."""
+        """Return the wrap units, inner ones first; other parameters are gathered with the model."""
         chosen = {id(block) for block in wrap_units(module, self._wrap)}
         if self._config.fsdp_mixed_precision:
             chosen |= {
@@ -223,7 +227,7 @@ class FullyShard:
         return exclude_tied(module, reversed(below))
 
     def _precision(self) -> MixedPrecisionPolicy:
-        # Inputs are left alone: autocast casts them where it should, and integers must stay.
+        # Inputs are not cast: autocast does that where it should, and integers must stay.
         return MixedPrecisionPolicy(
             param_dtype=AMP_DTYPES[self._config.precision],
             reduce_dtype=torch.float32,
@@ -234,13 +238,13 @@ class FullyShard:
         return optimizers  # their state follows the parameters
 
     def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
-        twin = self.place(build(), device)
-        twin.load_state_dict(like.state_dict())
-        for unit in twin.modules():
+        ema_model = self.place(build(), device)
+        ema_model.load_state_dict(like.state_dict())
+        for unit in ema_model.modules():
             if isinstance(unit, FSDPModule):
-                # No backward frees what it gathers, and the average changes only what is not gathered.
+                # Without a backward nothing frees gathered parameters, and the average updates only sharded ones.
                 unit.set_reshard_after_forward(True, recurse=False)
-        return twin
+        return ema_model
 
     def full(self, state: Any, *, keep: bool) -> Any:
         return gather_full(state, keep=keep)
@@ -254,10 +258,10 @@ def _holds_parameters(module: nn.Module) -> bool:
 
 
 class FSDP(ExternalReduceStrategy):
-    """Sums a step over ranks that hold a part of the model each.
+    """Sums a step over ranks that hold a shard of the model each.
 
-    With ``exact``, every micro-batch's gradient is scattered in a round of its own and added along the tree over
-    all micro-batches, so that the bits are those of every other number of ranks; with ``allreduce``, a rank adds up its
+    With ``exact``, every micro-batch's gradient is scattered in a micro-step of its own and added along the tree over
+    all micro-batches, so the bits do not depend on the number of ranks; with ``allreduce``, a rank adds its
     micro-batches' gradients and scatters once.
 
     Args:
@@ -282,7 +286,7 @@ class FSDP(ExternalReduceStrategy):
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            # What a micro-batch does not use weighs nothing; all ranks scatter the same in every round.
+            # Unused parameters contribute zeros, so that all ranks scatter the same in every micro-step.
             unit.set_reduce_scatter_unused_params(True, recurse=False)
             if not any(parameter.requires_grad for parameter in _own_parameters(unit)):
                 continue
@@ -302,13 +306,13 @@ class FSDP(ExternalReduceStrategy):
         return len(self._micro_steps)
 
     def _agree_on_micro_steps(self, present: Sequence[int]) -> list[list[int | None]]:
-        """Each rank's present micro-batch, round by round: a short batch, or a stream, lacks some."""
-        there = torch.zeros(self._num_microbatches, dtype=torch.uint8)
-        there[list(present)] = 1
+        """Return each rank's micro-batch in each micro-step; a short batch, or a stream, lacks some."""
+        is_present = torch.zeros(self._num_microbatches, dtype=torch.uint8)
+        is_present[list(present)] = 1
         with translate_peer_errors():
-            dist.all_reduce(there, group=self._world.group)
+            dist.all_reduce(is_present, group=self._world.group)
         size = self._world.world_size
-        of_ranks = [[k for k in range(r, self._num_microbatches, size) if there[k]] for r in range(size)]
+        of_ranks = [[k for k in range(r, self._num_microbatches, size) if is_present[k]] for r in range(size)]
         longest = max(len(microbatches) for microbatches in of_ranks)
         return [[s[i] if i < len(s) else None for s in of_ranks] for i in range(longest)]
 
@@ -322,7 +326,7 @@ class FSDP(ExternalReduceStrategy):
                 unit.set_reshard_after_backward(is_last, recurse=False)
 
     def backward(self, loss: torch.Tensor) -> None:
-        # The exact sum enters each of its exchanges itself.
+        # The exact sum reports each of its collectives itself.
         if not self._exact:
             self._world.progress_tracker.begin_collective("reduce-scatter")
         with translate_peer_errors():
@@ -337,7 +341,7 @@ class FSDP(ExternalReduceStrategy):
 
 
 def _is_cast(unit: nn.Module) -> bool:
-    """Whether autocast casts all parameters that are to be gathered with ``unit``."""
+    """Return whether autocast casts all parameters gathered with ``unit``."""
     own = {id(parameter) for parameter in _own_parameters(unit)}
     return all(
         isinstance(owner, _CAST)
@@ -347,7 +351,7 @@ def _is_cast(unit: nn.Module) -> bool:
 
 
 def _own_parameters(unit: nn.Module) -> Sequence[nn.Parameter]:
-    """The parameters that are gathered with ``unit``: not those of blocks inside of it."""
+    """Return the parameters gathered with ``unit``, without those of inner units."""
     inner = {
         id(parameter)
         for child in unit.modules()

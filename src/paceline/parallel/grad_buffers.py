@@ -1,4 +1,4 @@
-"""Flat buffers of gradients, and buffers of modules that each micro-batch changes."""
+"""Flat gradient buffers, and module buffers that each micro-batch changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from paceline.core.errors import TaskError
 from paceline.parallel.transports import Bucket, GradBuffer
 
-# --- Where each gradient and each buffer of a module lies in the flat lanes that are summed ---
+# --- The layout of gradients and module buffers in flat buffers ---
 
 
 _FIRST_BUCKET_BYTES = 2**20
@@ -21,32 +21,31 @@ _BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """A tensor's place in its lane, in elements."""
+    """A tensor's place in its dtype's flat buffer, in elements."""
 
     dtype: torch.dtype
     start: int
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def view(self, slot: GradBuffer) -> torch.Tensor:
-        if self.dtype not in slot:  # an empty tensor takes no lane
+    def view(self, grad_buffer: GradBuffer) -> torch.Tensor:
+        if self.dtype not in grad_buffer:  # an empty tensor has no flat buffer
             return torch.empty(self.shape, dtype=self.dtype)
-        return slot[self.dtype][self.start : self.start + self.shape.numel()].as_strided(self.shape, self.stride)
+        return grad_buffer[self.dtype][self.start : self.start + self.shape.numel()].as_strided(self.shape, self.stride)
 
 
 class FlatLayout:
-    """Places for the gradients of ``parameters`` and the contributions to buffers.
+    """The places of the gradients of ``parameters`` and of the contributions to module buffers.
 
-    Gradients lie in the reverse order of the parameters, about the order in which backward
-    produces them. Floating-point buffers follow in their own dtype's lane, half-precision ones in
-    float32's; integer buffers (counters) share one int64 lane with the counts of micro-batches and changed
-    buffers.
+    Gradients are in reverse order of the parameters, about the order in which backward produces them. Floating-point
+    buffers follow in their own dtype's flat buffer, half-precision ones in float32's; integer buffers (counters) share
+    one int64 flat buffer with the counts of micro-batches and changed buffers.
 
     Attributes:
-        lanes: elements of each dtype's lane.
-        gradients: elements of each lane that are gradients (they come first).
-        buckets: the gradients in stretches of about 25 MiB (1 MiB for the first, so that sending
-            starts early), then one for each lane's buffers.
+        flat_buffers: elements of each dtype's flat buffer.
+        gradients: elements of each that are gradients (they come first).
+        buckets: slices of the gradients of about 25 MiB (1 MiB for the first, so that sending starts early), then one
+            slice for each dtype's module buffers.
         bucket_of: for each parameter, the bucket of its gradient.
     """
 
@@ -94,32 +93,32 @@ class FlatLayout:
         ]
 
     def slice_of(self, parameters: range) -> dict[torch.dtype, slice]:
-        """Where the gradients of neighbouring parameters lie in each lane."""
-        found: dict[torch.dtype, slice] = {}
+        """Return the slices of neighbouring parameters' gradients in each flat buffer."""
+        slices: dict[torch.dtype, slice] = {}
         for number in parameters:
             place = self._gradient_places[number]
             if place.dtype not in self.flat_buffers:
                 continue
-            before = found.get(place.dtype, slice(place.start, place.start))
-            start, stop = min(before.start, place.start), max(before.stop, place.start + place.shape.numel())
-            found[place.dtype] = slice(start, stop)
-        return found
+            previous = slices.get(place.dtype, slice(place.start, place.start))
+            start, stop = min(previous.start, place.start), max(previous.stop, place.start + place.shape.numel())
+            slices[place.dtype] = slice(start, stop)
+        return slices
 
-    def gradient_views(self, slot: GradBuffer) -> list[torch.Tensor]:
-        """One view for each parameter, with its shape and memory format."""
-        return [place.view(slot) for place in self._gradient_places]
+    def gradient_views(self, grad_buffer: GradBuffer) -> list[torch.Tensor]:
+        """Return one view per parameter, with its shape and memory format."""
+        return [place.view(grad_buffer) for place in self._gradient_places]
 
-    def float_buffer_views(self, slot: GradBuffer) -> list[torch.Tensor]:
-        """One view for each floating-point buffer."""
-        return [place.view(slot) for place in self._float_places]
+    def float_buffer_views(self, grad_buffer: GradBuffer) -> list[torch.Tensor]:
+        """Return one view per floating-point buffer."""
+        return [place.view(grad_buffer) for place in self._float_places]
 
-    def integer_buffer_views(self, slot: GradBuffer) -> list[torch.Tensor]:
-        """One int64 view for each integer buffer."""
-        return [place.view(slot) for place in self._integer_places]
+    def integer_buffer_views(self, grad_buffer: GradBuffer) -> list[torch.Tensor]:
+        """Return one int64 view per integer buffer."""
+        return [place.view(grad_buffer) for place in self._integer_places]
 
-    def counts_view(self, slot: GradBuffer) -> torch.Tensor:
-        """The int64 counts of micro-batches and changed buffers."""
-        return self._counts_place.view(slot)
+    def counts_view(self, grad_buffer: GradBuffer) -> torch.Tensor:
+        """Return the int64 counts of micro-batches and changed buffers."""
+        return self._counts_place.view(grad_buffer)
 
     def _append(self, dtype: torch.dtype, tensor: torch.Tensor, stride: tuple[int, ...]) -> _TensorPlace:
         start = self.flat_buffers.get(dtype, 0)
@@ -133,29 +132,29 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where they leave no gaps (channels last), else contiguous ones."""
+    """Return the tensor's own strides if they leave no gaps (channels last), else contiguous ones."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
-# --- A module's buffers over the micro-batches of a step (batch norm's running statistics, counters) ---
+# --- Module buffers over the micro-batches of a step (batch norm's running statistics, counters) ---
 
 
 class MicrobatchBuffers:
-    """Lets every micro-batch start from the step's base values, and takes the mean of what they made.
+    """Starts every micro-batch from the step's base values, and averages the results.
 
-    A floating-point buffer becomes the mean over the micro-batches, weighted by their samples; one that
-    no micro-batch changed (a mask, a table) is left untouched, bit for bit. An integer buffer changes by
-    the mean of the micro-batches' changes: a counter rises by one a step.
+    A floating-point buffer becomes the mean over the micro-batches, weighted by their samples; one that no micro-batch
+    changed (a mask, a table) stays bitwise unchanged. An integer buffer changes by the mean of the micro-batches'
+    changes: a counter rises by one per step.
 
-    ``counts`` is an int64 vector: the micro-batches present, then for each floating-point buffer how many
-    micro-batches changed it.
+    ``counts`` is an int64 vector: the number of micro-batches, then for each floating-point buffer the number of
+    micro-batches that changed it.
 
-    Where forwards of several micro-batches come before the first one's backward, each forward is put between
-    :meth:`swap_in` and :meth:`swap_out`, and :meth:`restore` comes before :meth:`add_to`.
+    If several forwards precede the first backward, surround each forward by :meth:`swap_in` and :meth:`swap_out`, and
+    call :meth:`restore` before :meth:`add_to`.
 
     Args:
-        module: whose buffers are meant.
-        holds: says of a buffer whether it is one of them.
+        module: the model.
+        holds: selects the buffers.
     """
 
     def __init__(self, module: nn.Module, holds: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
@@ -175,12 +174,12 @@ class MicrobatchBuffers:
         self._integer_base: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """Remember the values that every micro-batch of the step starts from."""
+        """Record the base values of the step."""
         self._float_base = [buffer.clone() for buffer in self.floats]
         self._integer_base = [buffer.to(torch.int64, copy=True) for buffer in self.integers]
 
     def rollback(self) -> None:
-        """Go back to the base values of a step that is not finished; does nothing after :meth:`assign`."""
+        """Restore the base values of an unfinished step; does nothing after :meth:`assign`."""
         if self._float_base:
             self._restore(self._floats, self._float_base)
         if self._integer_base:
@@ -188,26 +187,26 @@ class MicrobatchBuffers:
         self._float_base, self._integer_base = [], []
 
     def reset(self) -> None:
-        """Go back to the base values of the step under way."""
+        """Restore the base values of the current step."""
         self._restore(self._floats, self._float_base)
         self._restore(self._integers, self._integer_base)
 
     def swap_in(self) -> None:
-        """Have the next forward write to tensors of its own: an earlier one's backward reads the others."""
+        """Give the next forward copies of the buffers, because an earlier one's backward reads the originals."""
         for owner, name, buffer in (*self._floats, *self._integers):
             owner[name] = buffer.clone()
 
     def swap_out(self) -> list[torch.Tensor]:
-        """What the forward left; the buffers are those of the step's base again."""
+        """Return the buffers that the forward left, and bind those of the step's base again."""
         places = (*self._floats, *self._integers)
-        left = [_current(place) for place in places]
+        values = [_current(place) for place in places]
         for place in places:
             _bind(place)
-        return left
+        return values
 
-    def restore(self, left: Sequence[torch.Tensor]) -> None:
-        """Have the buffers be what a forward left."""
-        for (owner, name, _), value in zip((*self._floats, *self._integers), left, strict=True):
+    def restore(self, values: Sequence[torch.Tensor]) -> None:
+        """Bind the buffers that a forward left."""
+        for (owner, name, _), value in zip((*self._floats, *self._integers), values, strict=True):
             owner[name] = value
 
     def add_to(
@@ -219,21 +218,21 @@ class MicrobatchBuffers:
         *,
         reset: bool,
     ) -> None:
-        """Add one micro-batch's contribution, and go back to the base values if another micro-batch follows."""
+        """Add one micro-batch's contribution; restore the base values if another micro-batch follows."""
         if not counts.numel():
             return
         changed = [1]
         if self.floats:
             values = [_current(place) for place in self._floats]
-            # By value: batch norm does not raise its statistics' version counters.
+            # Compared by value, because batch norm does not raise its statistics' version counters.
             changed += [int(not torch.equal(v, base)) for v, base in zip(values, self._float_base, strict=True)]
             # Half-precision buffers are summed in float32, where sums neither overflow nor lose digits.
             values = [value.to(total.dtype) for value, total in zip(values, float_sums, strict=True)]
             # Multiplied first: a fused multiply-add would round a lone micro-batch differently from a pair.
             torch._foreach_add_(list(float_sums), torch._foreach_mul(values, float(samples)))
         if self.integers:
-            now = [_current(place).to(torch.int64) for place in self._integers]
-            torch._foreach_add_(list(integer_sums), torch._foreach_sub(now, self._integer_base))
+            current = [_current(place).to(torch.int64) for place in self._integers]
+            torch._foreach_add_(list(integer_sums), torch._foreach_sub(current, self._integer_base))
         counts.add_(torch.tensor(changed, device=counts.device))
         if reset:
             self.reset()
@@ -268,7 +267,7 @@ class MicrobatchBuffers:
 
 
 def _current(place: tuple[dict[str, torch.Tensor | None], str, torch.Tensor]) -> torch.Tensor:
-    """The buffer's value now; the module may have bound another tensor to its name."""
+    """Return the buffer's current value; the module may have bound another tensor to its name."""
     owner, name, buffer = place
     value = owner[name]
     if value is None:

@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank may hold a part, and clipping by it."""
+"""The norm of possibly sharded gradients, and clipping by it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from paceline.parallel.world import translate_peer_errors
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Scale the gradients so that the 2-norm of all of them, whoever holds them, is at most ``max_norm``.
+    """Scale the gradients such that the 2-norm of all of them, over all ranks, is at most ``max_norm``.
 
-    Where no rank holds a part only, this is ``torch.nn.utils.clip_grad_norm_``; else all ranks call it
-    together. torch's takes no plain parameters beside distributed ones.
+    Without sharded gradients this is ``torch.nn.utils.clip_grad_norm_``; with them it is a collective. torch's function
+    does not support a mix of plain and distributed parameters.
 
     Raises:
         PeerLostError: a rank is gone.
     """
-    having = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients: list[Any] = [parameter.grad for parameter in having]
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients: list[Any] = [parameter.grad for parameter in with_gradient]
     if not any(is_distributed(gradient) for gradient in gradients):
-        nn.utils.clip_grad_norm_(having, max_norm)
+        nn.utils.clip_grad_norm_(with_gradient, max_norm)
         return
-    # Parts are added up along the dimensions of the mesh over which they are spread; others count once.
+    # Sum shards along the mesh dimensions over which they are sharded; replicated gradients count once.
     spread: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         spread.setdefault(_dimensions(gradient), []).append(local_shard(gradient))
@@ -42,7 +42,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
 
 @torch.no_grad()
 def norms_of_parts(gradients: Sequence[torch.Tensor]) -> list[float]:
-    """The 2-norm of each gradient, whole, whoever holds its parts; these ranks call it together.
+    """Return the 2-norm of each full gradient; a collective of these ranks.
 
     Raises:
         PeerLostError: a rank is gone.
@@ -64,17 +64,17 @@ def norms_of_parts(gradients: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _dimensions(gradient: Any) -> tuple[Any, tuple[int, ...]]:
-    """The mesh of a gradient, and those of its dimensions along which ranks hold different parts."""
+    """Return the mesh of a gradient, and its dimensions along which ranks hold different shards."""
     if not is_distributed(gradient):
         return None, ()
     placements = gradient.placements
     assert not any(placement.is_partial() for placement in placements), "a part is not yet a sum"
-    there = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
-    return (gradient.device_mesh, there) if there else (None, ())
+    sharded_dims = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
+    return (gradient.device_mesh, sharded_dims) if sharded_dims else (None, ())
 
 
 def _square(parts: list[torch.Tensor], dimensions: tuple[Any, tuple[int, ...]]) -> torch.Tensor:
-    """The square of the norm of all parts, float32."""
+    """Return the squared norm over all shards, float32."""
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(parts)])
     square = norms.square().sum()
     mesh, along = dimensions

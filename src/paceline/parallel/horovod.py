@@ -20,18 +20,18 @@ from paceline.parallel.world import ParallelDims, World
 class Horovod(ExternalReduceStrategy):
     """Horovod sums the gradients while backward runs.
 
-    Horovod's optimizer never takes a step here: it is asked for its sums (``synchronize``), which are divided
-    by the sum of the losses' weights, and the task's own optimizers take the step.
+    Horovod's optimizer never steps: it only synchronizes its sums, which are divided by the sum of the losses' weights,
+    and the task's own optimizers step.
 
     Raises:
-        ConfigError: there is only one process, Horovod is not installed, or it does not know the processes.
+        ConfigError: there is only one process, Horovod is not installed, or it has another world size.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         world = mesh.world
         if world.world_size == 1:
-            raise ConfigError("--strategy horovod needs at least two processes; with one, leave it out.")
-        self._hvd = _initialised(world)
+            raise ConfigError("--strategy horovod needs at least two processes. Leave it out for one.")
+        self._hvd = _init_horovod(world)
         plan = ReductionPlan(sum(options.work_split), world.world_size, "allreduce", options.work_split)
         super().__init__(module, mesh, plan, options)
         self._activity = world.progress_tracker
@@ -42,7 +42,7 @@ class Horovod(ExternalReduceStrategy):
 
     def begin_step(self, present: Sequence[int]) -> None:
         super().begin_step(present)
-        # A rank without a micro-batch runs one backward that weighs nothing.
+        # A rank without a micro-batch runs one backward with weight 0.
         self._optimizer.set_backward_passes_per_step(self._micro_steps_left)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -61,32 +61,32 @@ class Horovod(ExternalReduceStrategy):
         self._hvd.shutdown()
 
 
-def _initialised(world: World) -> Any:
-    """Horovod's module for PyTorch, with the run's processes in it."""
+def _init_horovod(world: World) -> Any:
+    """Import and initialise Horovod for PyTorch, and check its world."""
     try:
         import horovod.torch as hvd
     except ImportError as error:
         raise ConfigError(
-            f"--strategy horovod needs Horovod for this PyTorch ({error}). Build it: scripts/build-horovod, "
-            "as docs/launchers/horovod.md says."
+            f"--strategy horovod needs Horovod for this PyTorch ({error}). Build it with scripts/build-horovod; "
+            "see docs/launchers/horovod.md."
         ) from error
     hvd.init()
-    found = (hvd.rank(), hvd.size())
-    if found != (world.rank, world.world_size):
+    horovod_world = (hvd.rank(), hvd.size())
+    if horovod_world != (world.rank, world.world_size):
         hvd.shutdown()
         raise ConfigError(
-            f"--strategy horovod: Horovod counts {found[1]} processes here, but there are "
-            f"{world.world_size}. Have horovodrun start them: --on horovod."
+            f"--strategy horovod: Horovod has {horovod_world[1]} processes, but there are "
+            f"{world.world_size}. Start them with horovodrun: --on horovod."
         )
     return hvd
 
 
 @contextmanager
 def _translate_peer_errors() -> Iterator[None]:
-    """Turn what Horovod raises when a peer is gone into a :class:`PeerLostError`."""
+    """Turn Horovod's error for a lost peer into a :class:`PeerLostError`."""
     from horovod.common.exceptions import HorovodInternalError
 
     try:
         yield
     except HorovodInternalError as error:
-        raise PeerLostError(f"another rank went away: {str(error).splitlines()[0]}") from error
+        raise PeerLostError(f"another rank is gone: {str(error).splitlines()[0]}") from error

@@ -1,4 +1,4 @@
-"""What the strategies have in common that compute one micro-batch after the other."""
+"""Base classes of strategies that compute one micro-batch after the other."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class MicrobatchStrategy:
     """Computes this rank's micro-batches one by one; its :class:`GradientReducer` sums buffers, losses and rows.
 
     Attributes:
-        plan: who computes which micro-batch.
-        reducer: what sums.
+        plan: the assignment of micro-batches to the ranks of ``mesh.data``.
+        reducer: sums the contributions.
 
     Args:
-        module: the model, as it lies on this rank.
+        module: the model, as placed on this rank.
         mesh: the ranks.
         plan: who of ``mesh.data`` computes which micro-batch.
         options: the strategy's.
-        sums_gradients: whether the reducer sums the gradients too.
-        transport: as :class:`GradientReducer` takes it.
+        sums_gradients: whether the reducer also sums the gradients.
+        transport: as for :class:`GradientReducer`.
     """
 
     num_dummy_steps = 0
@@ -92,7 +92,7 @@ class MicrobatchStrategy:
             work.backward_done()
 
     def run_dummy(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
-        raise AssertionError("no rank waits for another one's backward here")
+        raise AssertionError("this strategy has no dummy micro-steps")
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the micro-batch's gradient of ``loss``, a sum over its samples."""
@@ -120,7 +120,7 @@ class ReducerStrategy(MicrobatchStrategy):
 
 
 class ExternalReduceStrategy(MicrobatchStrategy):
-    """Somebody else sums the gradients, in rounds that all ranks take part in."""
+    """Another library sums the gradients, in micro-steps that all ranks run together."""
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, plan: ReductionPlan, options: StrategyOptions) -> None:
         super().__init__(module, mesh, plan, options, sums_gradients=False)
@@ -150,7 +150,7 @@ class ExternalReduceStrategy(MicrobatchStrategy):
         return require_agreement(sums, row, self._mesh)
 
     def _count_micro_steps(self, present: Sequence[int]) -> int:
-        """How many forwards and backwards all ranks need of this one."""
+        """Return the number of forwards and backwards that all ranks run in this step."""
         return max(1, len(present))
 
     def _take_mean(self, gradients: list[torch.Tensor], weight: float) -> None:
@@ -164,21 +164,21 @@ class ExternalReduceStrategy(MicrobatchStrategy):
 
 
 def require_agreement(sums: StepSums, row: Sequence[float], mesh: ParallelDims) -> StepSums:
-    """The sums with every rank's row, and finite only where every rank's part of the gradients is."""
+    """Return the sums with every rank's row; finite only if every rank's gradients are."""
     if mesh.device_mesh is None:
         return sums
-    told = mesh.gather_rows([*row, float(sums.finite)])
-    finite = all(of_rank[-1] for of_rank in told)
-    return replace(sums, rows=[of_rank[:-1] for of_rank in told], finite=finite)
+    rows = mesh.gather_rows([*row, float(sums.finite)])
+    finite = all(of_rank[-1] for of_rank in rows)
+    return replace(sums, rows=[of_rank[:-1] for of_rank in rows], finite=finite)
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients, as far as this rank holds them."""
+    """Return this rank's shards of the gradients."""
     return [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def compile_model(module: nn.Module) -> nn.Module:
-    """The module, compiled on its first call."""
+    """Return the module, to be compiled on its first call."""
     wrapped = torch.compile(module)
     assert isinstance(wrapped, nn.Module)
     return wrapped

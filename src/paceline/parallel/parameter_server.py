@@ -1,4 +1,4 @@
-"""A parameter server: parameters split over servers, and the transport between them and workers."""
+"""The synchronous parameter server: the partition of the parameters, the transport, and the strategy."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from paceline.parallel.strategy import StrategyOptions
 from paceline.parallel.transports import GradBuffer, gather_headers
 from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
-# --- Which parameter server holds which parameters: neighbouring ones, about equally many numbers each ---
+# --- The partition: each server holds neighbouring parameters of about equal total size ---
 
 
 def partition_parameters(sizes: Sequence[int], servers: int) -> tuple[range, ...]:
-    """Cut a list of parameters into one range a server, at least one parameter in each.
+    """Split a list of parameters into one range per server, with at least one parameter in each.
 
-    A parameter is never cut: an optimizer looks at one as a whole.
+    A parameter is never split, because an optimizer needs it as a whole.
 
     Args:
-        sizes: the numbers in each parameter.
-        servers: how many servers.
+        sizes: the numbers of elements of the parameters.
+        servers: number of servers.
 
     Raises:
         ConfigError: there are fewer parameters than servers.
@@ -44,33 +44,33 @@ def partition_parameters(sizes: Sequence[int], servers: int) -> tuple[range, ...
     sums = [0, *itertools.accumulate(sizes)]
     cuts = [0]
     for server in range(1, servers):
-        wanted = server * sums[-1] / servers
+        target = server * sums[-1] / servers
         possible = range(cuts[-1] + 1, len(sizes) - (servers - server) + 1)
-        cuts.append(min(possible, key=lambda cut: abs(sums[cut] - wanted)))
+        cuts.append(min(possible, key=lambda cut: abs(sums[cut] - target)))
     return tuple(itertools.starmap(range, itertools.pairwise([*cuts, len(sizes)])))
 
 
-# --- The transport of a synchronous parameter server: workers push their sums, servers add them up ---
+# --- The transport: workers push their sums, servers add them ---
 #
-# Each server receives its parameters' part of every worker's nodes, and adds them up in the order of the tree
-# (Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014, with the tree in place
-# of the order of arrival). The total of the gradients stays there: workers get parameters back, and no
-# gradients. Buffers, which no optimizer changes, are added up by the first server, and everybody gets them.
+# Each server receives its parameters' part of every worker's nodes and adds them in the order of the tree (Li et al.,
+# "Scaling Distributed Machine Learning with the Parameter Server", 2014, with the tree in place of the order of
+# arrival). The total of the gradients stays there: workers get parameters back, not gradients. The first server adds
+# the module buffers, which no optimizer changes, and broadcasts them.
 
 
 Slices = Mapping[torch.dtype, slice]
-"""A part of each lane."""
+"""A slice of each dtype's flat buffer."""
 
 
 class ServerTransport:
-    """Sums the slots of all workers on the servers, each its own part.
+    """Sums the gradient buffers of all workers on the servers, each its own part.
 
     Args:
         world: the ranks; the first ones are servers.
-        plan: who computes what; servers compute nothing.
-        lanes: elements of each dtype's lane, the same on every rank.
+        plan: the work split; servers compute nothing.
+        lanes: elements of each dtype's flat buffer, the same on every rank.
         parts: each server's part of the gradients.
-        buffers: the part of the lanes that holds buffers.
+        buffers: the part of the flat buffers with module buffers.
 
     Raises:
         PeerLostError: (from the methods) a connection broke.
@@ -89,14 +89,14 @@ class ServerTransport:
         self._world = world
         self._parts = parts
         self._buffers = buffers
-        self._nodes = [(rank, slot) for rank, nodes in enumerate(plan.subtrees) for slot in range(len(nodes))]
+        self._nodes = [(rank, index) for rank, nodes in enumerate(plan.subtrees) for index in range(len(nodes))]
         self.grad_buffers: list[GradBuffer] = [
             {dtype: torch.zeros(numel, dtype=dtype, device=world.device) for dtype, numel in lanes.items()}
             for _ in range(plan.grad_buffers[world.rank])
         ]
 
     def launch(self, bucket: int) -> None:
-        raise AssertionError("sums are pushed when all of them are there")
+        raise AssertionError("sums are pushed together")
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
         return gather_headers(self._world, header)
@@ -107,8 +107,8 @@ class ServerTransport:
         else:
             self._push()
         with translate_peer_errors():
-            for dtype, stretch in self._buffers.items():
-                dist.broadcast(self.grad_buffers[0][dtype][stretch], group=self._world.group, group_src=0)
+            for dtype, part_slice in self._buffers.items():
+                dist.broadcast(self.grad_buffers[0][dtype][part_slice], group=self._world.group, group_src=0)
 
     def close(self) -> None:
         self.grad_buffers.clear()
@@ -116,19 +116,19 @@ class ServerTransport:
     def _push(self) -> None:
         works = []
         with translate_peer_errors():
-            for number, (holder, slot) in enumerate(self._nodes):
+            for number, (holder, index) in enumerate(self._nodes):
                 if holder != self._world.rank:
                     continue
                 for server in range(len(self._parts)):
-                    for dtype, stretch in self._of(server):
-                        part = self.grad_buffers[slot][dtype][stretch]
+                    for dtype, part_slice in self._slices_for(server):
+                        part = self.grad_buffers[index][dtype][part_slice]
                         works.append(dist.isend(part, group=self._world.group, tag=number, group_dst=server))
             for work in works:
                 assert work is not None
                 work.wait()
 
     def _add_up(self, combine: Combine) -> None:
-        mine = self._of(self._world.rank)
+        mine = self._slices_for(self._world.rank)
         works, received = [], []
         with translate_peer_errors():
             for number, (holder, _) in enumerate(self._nodes):
@@ -141,33 +141,33 @@ class ServerTransport:
         for into, other in combine.additions:
             for total, part in zip(received[into], received[other], strict=True):
                 total.add_(part)
-        for (dtype, stretch), total in zip(mine, received[combine.root], strict=True):
-            self.grad_buffers[0][dtype][stretch] = total
+        for (dtype, part_slice), total in zip(mine, received[combine.root], strict=True):
+            self.grad_buffers[0][dtype][part_slice] = total
 
-    def _of(self, server: int) -> list[tuple[torch.dtype, slice]]:
-        """What goes to one server: its part of the gradients, and to the first one the buffers."""
-        found = list(self._parts[server].items())
-        return found + list(self._buffers.items()) if server == 0 else found
+    def _slices_for(self, server: int) -> list[tuple[torch.dtype, slice]]:
+        """Return the slices for one server: its part of the gradients, and for the first one the buffers."""
+        slices = list(self._parts[server].items())
+        return slices + list(self._buffers.items()) if server == 0 else slices
 
 
-# --- A synchronous parameter server: workers compute the micro-batches, servers add up the gradients and update ---
+# --- The strategy: workers compute the micro-batches, servers sum the gradients and update ---
 #
-# Each step, the workers push the sums of their micro-batches to the servers, each server adds up its parameters'
-# part along the tree, and its optimizer updates them; then everybody gets the new parameters. Same additions,
-# same optimizer: the bits of ``ddp``. The asynchronous modes are in :mod:`paceline.training.parameter_server`.
+# In each step, the workers push the sums of their micro-batches to the servers, each server adds its parameters' part
+# along the tree, its optimizer updates them, and all ranks get the new parameters. The bits are those of ``ddp``
+# with the same optimizer. The asynchronous modes are in :mod:`paceline.training.parameter_server`.
 
 
 class ServerParameters:
-    """The trainable parameters, divided among the servers, which are the first ranks.
+    """The trainable parameters, partitioned over the servers, which are the first ranks.
 
     Attributes:
-        servers: how many there are.
+        servers: number of servers.
         parameters: each server's.
-        parcels: a place for each server's parameters, or their gradients, on their way.
+        parcels: a send buffer for each server's parameters or their gradients.
 
     Args:
-        module: whose parameters they are.
-        servers: how many servers.
+        module: the model.
+        servers: number of servers.
 
     Raises:
         ConfigError: there are fewer parameters than servers.
@@ -181,13 +181,13 @@ class ServerParameters:
         self.parcels = [TensorBundle(held) for held in self.parameters]
 
     def keep_gradients_of(self, rank: int) -> None:
-        """Let go of the gradients that are other servers' to apply."""
+        """Free the gradients that other servers apply."""
         for server, held in enumerate(self.parameters):
             for parameter in held if server != rank else ():
                 parameter.grad = None
 
     def publish(self, world: World) -> None:
-        """Give every rank the servers' parameters; all ranks call this together.
+        """Broadcast the servers' parameters to every rank; a collective.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -232,7 +232,7 @@ class ParameterServer(MicrobatchStrategy):
 
     def reduce(self, row: Sequence[float]) -> StepSums:
         sums = self.reducer.finish(row)
-        # Only servers have the total: a worker's gradients are the sums of its own micro-batches.
+        # Only servers have the total; a worker's gradients are the sums of its own micro-batches.
         is_server = self._mesh.world.rank < len(self._ranges)
-        told = self._mesh.gather_rows([float(sums.finite or not is_server)])
-        return replace(sums, finite=all(of_rank[0] for of_rank in told))
+        rows = self._mesh.gather_rows([float(sums.finite or not is_server)])
+        return replace(sums, finite=all(of_rank[0] for of_rank in rows))

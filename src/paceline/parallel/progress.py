@@ -1,8 +1,8 @@
-"""What a rank is doing, and for how long it may: written by its main thread, read by any other. No torch.
+"""The progress of a rank for hang detection: written by its main thread, read by any other. No torch.
 
-A *stage* is what the others wait for as a whole (a step, an evaluation, ...); it has a limit, which is
-learned from how long such stages took. A *phase* is a part of it. An *exchange* is whatever all ranks of a
-world take part in together; they are numbered, so that two ranks can be compared.
+A *stage* is a unit of work for which other ranks wait (a step, an evaluation, ...); its time limit is learned from
+earlier durations. A *phase* is a part of it. An *exchange* is a collective of the whole world; exchanges are numbered,
+so that ranks can be compared.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from typing import Literal
 Stage = Literal["waiting", "joining", "first step", "step", "evaluation", "checkpoint"]
 
 FLOOR_S: dict[Stage, float] = {
-    "waiting": math.inf,  # for a world: there is nobody yet who waits for this rank
+    "waiting": math.inf,  # no world yet, so no rank waits for this one
     "joining": 600.0,
     "first step": 300.0,  # it may compile, and fill caches
     "step": 30.0,
     "evaluation": 300.0,
-    "checkpoint": 1800.0,  # the one at the end is awaited, whatever the disk
+    "checkpoint": 1800.0,  # the final checkpoint is awaited even on a slow disk
 }
-"""Seconds that a stage may take at least, whatever was learned."""
+"""Minimum time limit of each stage in seconds, whatever was learned."""
 
 _TIMES_THE_MEDIAN = 10
 _RECENT = 25
 
 
 class ProgressTracker:
-    """One rank's.
+    """The progress of one rank.
 
     Attributes:
-        stage: what it is at.
-        since: when the stage began, by the monotonic clock.
-        moved_at: when it last went on to something else, be it within the stage.
-        phase: what it is at within the stage.
+        stage: the current stage.
+        since: start of the stage, by the monotonic clock.
+        moved_at: time of the last progress, within the stage too.
+        phase: the current phase of the stage.
         step: optimizer steps done; -1 before it is known.
-        exchange: the kind of exchange that it entered last.
-        entered: exchanges entered in this world.
-        left: exchanges left in this world; it is in one where this is less than ``entered``.
-        thread: the one that made this, whose activity it is.
-        helpers: gives the process ids of those that work for this rank.
+        exchange: the kind of the last exchange entered.
+        collective_seq: number of exchanges entered in this world.
+        left: number of exchanges left; less than ``collective_seq`` inside of one.
+        thread: the thread that created this object, which it describes.
+        helpers: returns the process ids of this rank's helper processes.
 
     Args:
-        limit_s: what a step may take; None: as learned, ``math.inf``: for ever, as may all stages.
+        limit_s: time limit of a step; None: learned, ``math.inf``: no limit for any stage.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:
@@ -59,31 +59,30 @@ class ProgressTracker:
         self.join()
 
     def limit_steps_to(self, limit_s: float | None) -> None:
-        """Set what a step may take, as ``limit_s`` says above."""
+        """Set the time limit of a step; see ``limit_s`` above."""
         self._limit_s = limit_s
 
     def wait(self) -> None:
-        """There is no world: nobody waits for this rank."""
+        """Enter the stage without a world, in which no rank waits for this one."""
         self.begin("waiting")
 
     def join(self) -> None:
-        """A world begins, and the numbers of its exchanges."""
+        """Begin a world and reset the exchange numbers."""
         self.exchange, self.collective_seq, self.left = "", 0, 0
         self.begin("joining")
 
     def begin(self, stage: Stage) -> None:
-        """Begin a stage."""
         self.stage: Stage = stage
         self.phase: str = stage
         self.since = self.moved_at = monotonic()
 
     def end(self) -> None:
-        """End the stage, learn how long such take, and begin a step."""
+        """End the stage, learn its duration, and begin a step."""
         self._took_s[self.stage].append(monotonic() - self.since)
         self.begin("step")
 
     def move(self, phase: str) -> None:
-        """Go on to a phase."""
+        """Enter a phase."""
         self.phase = phase
         self.moved_at = monotonic()
 
@@ -94,30 +93,29 @@ class ProgressTracker:
         self.moved_at = monotonic()
 
     def end_collective(self) -> None:
-        """The exchange is over."""
         self.left = self.collective_seq
 
     def suspend_collective(self) -> None:
-        """Go out of an exchange that goes on, to work for it; :meth:`enter` then enters the same one again.
+        """Leave an unfinished exchange to work for it; :meth:`begin_collective` then re-enters it.
 
-        So a rank for whose work the others wait counts one exchange less than they.
+        A rank for whose work the others wait thus counts one exchange less than they do.
         """
         self.collective_seq -= 1
         self.moved_at = monotonic()
 
     @property
     def limit_s(self) -> float:
-        """How long the stage may take."""
+        """The time limit of the stage."""
         took_s = self._took_s[self.stage]
         floor_s = FLOOR_S[self.stage]
         if self._limit_s is not None:
             if self.stage == "step":
                 return self._limit_s
             floor_s = max(floor_s, self._limit_s)
-        # A copy: the main thread may add to it meanwhile.
+        # Copied, because the main thread may append meanwhile.
         return max(floor_s, _TIMES_THE_MEDIAN * statistics.median(tuple(took_s) or (0.0,)))
 
     @property
     def overdue(self) -> bool:
-        """Whether the stage takes longer than it may."""
+        """Whether the stage exceeds its time limit."""
         return monotonic() - self.since > self.limit_s

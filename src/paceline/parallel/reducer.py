@@ -1,4 +1,4 @@
-"""The exact reduction: gradients, losses and counts are added in the order of one tree."""
+"""The gradient reducer: gradients, losses and counts are added in the order of one tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.parallel.transports import (
 )
 from paceline.parallel.world import World
 
-# --- What each rank tells all others in a step: its first bad micro-batch, its row of numbers, its nodes' sums ---
+# --- The header of a rank in a step: its first bad micro-batch, its row, and its nodes' sums ---
 
 
 _NODE_FIELDS = 4  # samples, weight, loss sum, checksum
@@ -37,7 +37,7 @@ _NO_MICROBATCH = -1.0
 
 @dataclass(frozen=True)
 class MicrobatchSums:
-    """One micro-batch's sums; the loss stays on its device until the step's end, to wait only once."""
+    """One micro-batch's sums; the loss stays on its device until the step's end, to synchronise only once."""
 
     microbatch: int
     samples: int
@@ -47,12 +47,12 @@ class MicrobatchSums:
 
 
 class StepHeader:
-    """A rank's header: float64 numbers, equally many on every rank.
+    """A rank's header: equally many float64 values on every rank.
 
     Args:
-        plan: who sums what.
+        plan: the work split and the tree.
         rank: this one.
-        row_length: numbers that each rank adds of its own.
+        row_length: number of values in a rank's row.
 
     Attributes:
         length: of a header.
@@ -64,36 +64,35 @@ class StepHeader:
         self.length = 1 + row_length + _NODE_FIELDS * max(len(nodes) for nodes in plan.subtrees)
 
     def pack(self, row: Sequence[float], microbatches_sums: Sequence[MicrobatchSums]) -> list[float]:
-        """The header of this rank, which has computed these micro-batches, in order."""
+        """Return the header of this rank, which has computed these micro-batches, in order."""
         assert len(row) == self._row_length
         nodes = self._plan.subtrees[self._rank]
         microbatches = [sums.microbatch for sums in microbatches_sums]
         weights = _to_host([sums.weight for sums in microbatches_sums])
         losses = _to_host([sums.loss_sum for sums in microbatches_sums])
         bad_microbatch = _NO_MICROBATCH
-        slots = [[0.0] * _NODE_FIELDS for _ in range(self._plan.grad_buffers[self._rank])]
+        node_sums = [[0.0] * _NODE_FIELDS for _ in range(self._plan.grad_buffers[self._rank])]
         # The same additions in the same order as for the gradients, in float64.
         for step, sums, weight, loss in zip(
             self._plan.accumulation(self._rank, microbatches), microbatches_sums, weights, losses, strict=True
         ):
             values = [sums.samples, weight, loss, sums.checksum]
-            slots[step.slot] = values if step.fresh else add_fields(slots[step.slot], values)
+            node_sums[step.slot] = values if step.fresh else add_fields(node_sums[step.slot], values)
             for into, other in step.merges:
-                slots[into] = add_fields(slots[into], slots[other])
+                node_sums[into] = add_fields(node_sums[into], node_sums[other])
             if bad_microbatch == _NO_MICROBATCH and not (math.isfinite(loss) and math.isfinite(weight)):
                 bad_microbatch = sums.microbatch
         header = [bad_microbatch, *row]
-        for node, fields in zip(nodes, slots, strict=False):
-            holds_any = any(node.start <= microbatch < node.stop for microbatch in microbatches)
-            header += fields if holds_any else [0.0] * _NODE_FIELDS
+        for node, fields in zip(nodes, node_sums, strict=False):
+            has_microbatch = any(node.start <= microbatch < node.stop for microbatch in microbatches)
+            header += fields if has_microbatch else [0.0] * _NODE_FIELDS
         return header + [0.0] * (self.length - len(header))
 
     def rows(self, headers: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-        """Each rank's row."""
         return [header[1 : 1 + self._row_length] for header in headers]
 
     def node_sums(self, headers: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Samples, weight, loss and checksum of each node, in the order of the plan's."""
+        """Return samples, weight, loss and checksum of each node, in the order of the plan."""
         first = 1 + self._row_length
         return [
             list(headers[rank][first + _NODE_FIELDS * i :][:_NODE_FIELDS])
@@ -102,50 +101,50 @@ class StepHeader:
         ]
 
     def bad_microbatch(self, headers: Sequence[Sequence[float]]) -> int | None:
-        """The lowest micro-batch whose loss was NaN or infinite."""
+        """Return the lowest micro-batch whose loss was NaN or infinite."""
         return min((int(header[0]) for header in headers if header[0] != _NO_MICROBATCH), default=None)
 
 
 def add_fields(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    """Two nodes' sums, added."""
+    """Add two nodes' sums."""
     return [a + b for a, b in zip(left, right, strict=True)]
 
 
 def _to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Numbers of zero-dimensional tensors, waiting once for a GPU instead of once for each."""
+    """Return the numbers in zero-dimensional tensors, with one GPU synchronisation in total."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if len(tensors) == len(values) and any(tensor.is_cuda for tensor in tensors):
         return [float(number) for number in torch.stack(tensors).tolist()]
     return [float(value) for value in values]
 
 
-# --- A few bits that stand for many: whether two machines computed the same gradient ---
+# --- Fingerprints, to compare two ranks' gradients ---
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**18  # elements: bounds the memory, and stays in a cache
-_BYTES = 6  # of the result: a float64 holds it exactly, as rows of a step are float64
+_CHUNK = 2**18  # elements; bounds the memory, and fits a cache
+_BYTES = 6  # of the result, so that a float64 in a step's row represents it exactly
 _MASK = 2**64 - 1
 
 
-def fingerprint(lanes: Iterable[torch.Tensor], *numbers: float) -> int:
-    """A number in [1, 2**48] of the bits of some tensors and numbers.
+def fingerprint(flat_buffers: Iterable[torch.Tensor], *numbers: float) -> int:
+    """Return a number in [1, 2**48] for the bits of some tensors and numbers.
 
-    Of each tensor's elements x_i, taken as integers, the sums of x_i and of (2 i + 1) x_i are formed modulo
-    2**64, where the tensor lives; a single wrong element always changes the first. Integers have
-    no rounding, so neither device nor threads matter.
+    For each tensor's elements x_i, taken as integers, the sums of x_i and of (2 i + 1) x_i are computed modulo 2**64 on
+    its device; a single wrong element always changes the first. Integers have no rounding, so the result does not
+    depend on device or threads.
 
     Args:
-        lanes: 1-d, contiguous.
-        numbers: what else counts.
+        flat_buffers: 1-d, contiguous.
+        numbers: further values to include.
     """
     digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}d", *numbers), digest_size=_BYTES)
-    for lane in lanes:
-        bits = lane.view(_INTEGERS[lane.element_size()])
+    for flat_buffer in flat_buffers:
+        bits = flat_buffer.view(_INTEGERS[flat_buffer.element_size()])
         odd = torch.arange(min(_CHUNK, bits.numel()), device=bits.device).mul_(2).add_(1)
         sums = []
         for chunk in torch.tensor_split(bits, list(range(_CHUNK, bits.numel(), _CHUNK))):
-            wide = chunk.to(torch.int64)  # float64's bits are not copied: only read what is there
+            wide = chunk.to(torch.int64)  # a view for 64-bit types, so do not change it
             sums += [wide.sum(), (wide * odd[: wide.numel()]).sum()]
         plain = weighted = 0
         for number, value in enumerate(torch.stack(sums).tolist()):
@@ -158,15 +157,15 @@ def fingerprint(lanes: Iterable[torch.Tensor], *numbers: float) -> int:
     return int.from_bytes(digest.digest(), "little") + 1
 
 
-# --- One micro-batch's gradient by itself, so that it can be compared with what another rank computes ---
+# --- One micro-batch's gradient in a separate buffer, for comparison with another rank's ---
 
 
 class ScratchGradient:
-    """A buffer for one micro-batch's gradient, beside the slots that sum several; made when it is first wanted.
+    """A buffer for one micro-batch's gradient, separate from the sums; allocated on first use.
 
     Args:
-        layout: where each gradient lies.
-        like: a slot, on whose device it is made.
+        layout: the places of the gradients.
+        like: a gradient buffer on the same device.
     """
 
     def __init__(self, layout: FlatLayout, like: GradBuffer) -> None:
@@ -174,33 +173,31 @@ class ScratchGradient:
         self._flat_buffers: GradBuffer = {}
 
     def views(self) -> list[torch.Tensor]:
-        """Make the buffer; one view for each parameter's gradient."""
+        """Allocate the buffer; return one view per parameter's gradient."""
         self._flat_buffers = {
             dtype: torch.empty_like(self._like[dtype][:numel]) for dtype, numel in self._layout.gradients.items()
         }
         return self._layout.gradient_views(self._flat_buffers)
 
     def zero(self) -> None:
-        """Begin a gradient."""
-        for lane in self._flat_buffers.values():
-            lane.zero_()
+        for flat_buffer in self._flat_buffers.values():
+            flat_buffer.zero_()
 
-    def add_to(self, slot: GradBuffer) -> None:
-        """Add the gradient to a slot's."""
-        for dtype, lane in self._flat_buffers.items():
-            slot[dtype][: lane.numel()].add_(lane)
+    def add_to(self, grad_buffer: GradBuffer) -> None:
+        """Add the gradient to a gradient buffer."""
+        for dtype, flat_buffer in self._flat_buffers.items():
+            grad_buffer[dtype][: flat_buffer.numel()].add_(flat_buffer)
 
     def fingerprint(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, checksum: int) -> int:
-        """Of the gradient, the sums of the losses and of their weights, and the sample numbers' checksum."""
+        """Return the fingerprint of the gradient, the sums of the losses and weights, and the checksum."""
         return fingerprint(self._flat_buffers.values(), float(loss_sum.detach()), float(weight), float(checksum))
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._flat_buffers.clear()
         self._like = {}
 
 
-# --- One reducer: gradients, buffers, losses and the control word of a step, summed over all micro-batches ---
+# --- The reducer: gradients, buffers, losses and control flags of a step, summed over all micro-batches ---
 
 
 _log = logging.getLogger(__name__)
@@ -208,16 +205,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepSums:
-    """What a step's micro-batches add up to, the same on every rank.
+    """The sums of a step's micro-batches, equal on every rank.
 
     Attributes:
         samples: number of samples.
-        weight: sum of the losses' weights; what gradients and loss were divided by.
+        weight: sum of the losses' weights, the divisor of gradients and loss.
         loss: sum of losses over ``weight``.
         checksum: sum of the micro-batches' checksums of the sample numbers they fetched.
-        rows: each rank's own numbers, by rank.
-        bad_microbatch: the lowest micro-batch whose loss was NaN or infinite, if any was.
-        finite: whether loss, weight and gradients hold no NaN and no infinity.
+        rows: each rank's row, by rank.
+        bad_microbatch: the lowest micro-batch whose loss was NaN or infinite, if any.
+        finite: whether loss, weight and gradients are all finite.
     """
 
     samples: int
@@ -230,28 +227,27 @@ class StepSums:
 
 
 class GradientReducer:
-    """Sums what the micro-batches of a step contribute, in the plan's order.
+    """Sums the contributions of the micro-batches of a step, in the plan's order.
 
-    Gradients accumulate in flat buffers, of which each ``parameter.grad`` is a view. Where the
-    transport can overlap, hooks send a bucket as soon as the last micro-batch's backward has filled it.
-    A parameter that no micro-batch uses gets a gradient of zero, not ``None``, on every rank alike.
-
-    Buffers are summed beside them, as :class:`~paceline.parallel.grad_buffers.MicrobatchBuffers` says.
+    Gradients accumulate in flat buffers, of which each ``parameter.grad`` is a view. If the transport can overlap,
+    hooks send a bucket as soon as the last micro-batch's backward has filled it. A parameter that no micro-batch uses
+    gets a zero gradient, not ``None``, on every rank. Module buffers are summed as in
+    :class:`~paceline.parallel.grad_buffers.MicrobatchBuffers`.
 
     Attributes:
-        watched: the fingerprint of the micro-batch that :meth:`watch` named; 0 where this rank has not computed it.
-        buffers: for whoever runs several micro-batches' forwards before the first one's backward.
+        watched: the fingerprint of the micro-batch given to :meth:`watch`; 0 if this rank has not computed it.
+        buffers: for strategies that run several micro-batches' forwards before the first backward.
 
     Args:
-        module: whose parameters and buffers are summed.
-        plan: who sums what.
-        world: the ranks; all of them construct the reducer together.
-        row_length: float64 numbers that each rank gives every other rank in a step.
+        module: the model.
+        plan: the work split and the tree.
+        world: the ranks; the construction is a collective.
+        row_length: number of float64 values in a rank's row.
         timeout_s: how long a rank may keep the others waiting.
-        with_gradients: False where somebody else sums the gradients.
-        holds: says of a parameter or buffer whether it is summed here; by default whether it is on this rank.
-        transport: makes what brings the sums together; by default what fits the ranks. One that leaves
-            the total to some ranks only has to be asked by these whether it is finite.
+        with_gradients: False if another library sums the gradients.
+        holds: selects the parameters and buffers; by default those on this rank.
+        transport: builds the transport; by default the fastest for these ranks. If it leaves the total on some ranks
+            only, only these can tell whether it is finite.
     """
 
     def __init__(
@@ -269,12 +265,12 @@ class GradientReducer:
         self.plan = plan
         self._rank = world.rank
         self._activity = world.progress_tracker
-        there = [(n, p) for n, p in module.named_parameters() if holds(p)]
-        named = [(n, p) for n, p in there if p.requires_grad] if with_gradients else []
+        present_parameters = [(n, p) for n, p in module.named_parameters() if holds(p)]
+        named = [(n, p) for n, p in present_parameters if p.requires_grad] if with_gradients else []
         self._parameters = [parameter for _, parameter in named]
-        self._frozen = [(n, p) for n, p in there if not p.requires_grad]
+        self._frozen = [(n, p) for n, p in present_parameters if not p.requires_grad]
         self.buffers = MicrobatchBuffers(module, holds)
-        # Of a distributed parameter each rank sums the part that it holds.
+        # Each rank sums its shard of a distributed parameter.
         parts = [(n, local_shard(p)) for n, p in named]
         layout = FlatLayout(parts, self.buffers.floats, self.buffers.integers, self.buffers.counts)
         self._header = StepHeader(plan, world.rank, row_length)
@@ -283,16 +279,16 @@ class GradientReducer:
             if transport is None
             else transport(layout)
         )
-        slots = self._transport.grad_buffers
-        self._gradients = [self._as_parameters(layout.gradient_views(slot)) for slot in slots]
-        self._scratch = ScratchGradient(layout, slots[0])
+        buffers = self._transport.grad_buffers
+        self._gradients = [self._as_parameters(layout.gradient_views(buffer)) for buffer in buffers]
+        self._scratch = ScratchGradient(layout, buffers[0])
         self._watch: int | None = None
         self._check: Callable[[list[Sequence[float]]], None] | None = None
         self.watched = 0
-        self._float_sums = [layout.float_buffer_views(slot) for slot in slots]
-        self._integer_sums = [layout.integer_buffer_views(slot) for slot in slots]
-        self._counts = [layout.counts_view(slot) for slot in slots]
-        self._gradient_buffers = [slots[0][dtype][:numel] for dtype, numel in layout.gradients.items()]
+        self._float_sums = [layout.float_buffer_views(buffer) for buffer in buffers]
+        self._integer_sums = [layout.integer_buffer_views(buffer) for buffer in buffers]
+        self._counts = [layout.counts_view(buffer) for buffer in buffers]
+        self._gradient_buffers = [buffers[0][dtype][:numel] for dtype, numel in layout.gradients.items()]
         self._buckets = layout.buckets
         self._bucket_of = layout.bucket_of
         self._bucket_sizes = [layout.bucket_of.count(bucket) for bucket in range(len(layout.buckets))]
@@ -306,58 +302,58 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(self._make_guard(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
         ]
-        self._accumulated: set[int] | None = None  # parameters with a gradient of the micro-batch under way
-        self._microbatches: list[int] = []  # still to come in this step, the next one last
+        self._accumulated: set[int] | None = None  # parameters with a gradient of the current micro-batch
+        self._microbatches: list[int] = []  # remaining ones of this step, the next one last
         self._steps: list[Accumulate] = []
         self._sums: list[MicrobatchSums] = []
-        self._grad_buffer = -1  # where the gradients point
-        self._missing: list[int] = []  # gradients each bucket waits for; empty before the last micro-batch
+        self._grad_buffer = -1  # the buffer to which the gradients point
+        self._missing: list[int] = []  # missing gradients of each bucket; empty before the last micro-batch
         self._next_bucket = 0
 
     def begin(self, present: Sequence[int]) -> None:
-        """Start a step in which this rank computes the micro-batches ``present``, in that order."""
+        """Begin a step in which this rank computes the micro-batches ``present``, in that order."""
         self._microbatches = list(reversed(present))
         self._steps = list(reversed(self.plan.accumulation(self._rank, present)))
         self._sums = []
-        self._grad_buffer = -1  # somebody may have set gradients to None since
+        self._grad_buffer = -1  # user code may have set gradients to None
         self._missing = []
         self._next_bucket = 0
         self._watch, self._check, self.watched = None, None, 0
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise TaskError(
-                    f"parameter {name!r} requires a gradient now, but did not when training began. "
+                    f"parameter {name!r} requires a gradient now, but did not at the start of training. "
                     "Build the model with it trainable, and give it a learning rate of 0 until then."
                 )
         self.buffers.begin()
         if not present:
-            for slot in self._transport.grad_buffers:
-                _zero(slot)
+            for grad_buffer in self._transport.grad_buffers:
+                _zero(grad_buffer)
             if self._transport.overlaps:
-                # Before the exchange, as on the ranks that have micro-batches: collectives must come in one order.
+                # Before the exchange, in the same order of collectives as on ranks with micro-batches.
                 for bucket in range(len(self._buckets)):
                     self._transport.launch(bucket)
 
     def watch(self, microbatch: int, check: Callable[[list[Sequence[float]]], None]) -> None:
-        """In the step that was begun, take the fingerprint of one micro-batch, whoever computes it.
+        """Take the fingerprint of one micro-batch within the current step, on the rank that computes it.
 
         Args:
-            microbatch: computed aside and then added, to the same bits: in an IEEE sum that began with +0,
-                ``a + (0 + g)`` is ``a + g``.
-            check: called with each rank's row before anything is made of the sums; all ranks give one.
+            microbatch: computed into the scratch buffer and then added, with the same bits: in an IEEE sum that began
+                with +0, ``a + (0 + g)`` is ``a + g``.
+            check: called with each rank's row before the sums are used; a collective.
         """
         self._watch, self._check = microbatch, check
 
     def recompute(
         self, forward_backward: Callable[[], tuple[torch.Tensor, torch.Tensor | float]], checksum: int
     ) -> int:
-        """The fingerprint of a micro-batch that is not this rank's, within a step and between micro-batches.
+        """Return the fingerprint of another rank's micro-batch, within a step and between micro-batches.
 
-        What the step has summed so far, and the buffers, stay as they are.
+        The step's sums so far, and the buffers, do not change.
 
         Args:
-            forward_backward: leaves the micro-batch's gradient in the parameters; returns the sums of its
-                losses and of their weights.
+            forward_backward: leaves the micro-batch's gradient in the parameters; returns the sums of its losses and of
+                their weights.
             checksum: of the sample numbers.
         """
         self._point_gradients_at_scratch()
@@ -369,7 +365,7 @@ class GradientReducer:
         return self._scratch.fingerprint(loss_sum, weight, checksum)
 
     def begin_microbatch(self) -> None:
-        """Get ready for the next micro-batch's forward and backward."""
+        """Prepare the next micro-batch's forward and backward."""
         step = self._steps[-1]
         if step.fresh:
             _zero(self._transport.grad_buffers[step.slot])
@@ -383,7 +379,7 @@ class GradientReducer:
         self._accumulated = set()
 
     def end_microbatch(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
-        """Take in what the micro-batch left in the gradients and buffers, and its sums."""
+        """Collect the micro-batch's gradients, buffers and sums."""
         step = self._steps[-1]
         self._accumulated = None
         microbatch = self._microbatches.pop()
@@ -416,10 +412,10 @@ class GradientReducer:
         """Sum over all ranks; afterwards gradients and buffers hold the step's means.
 
         Args:
-            row: this rank's numbers, which every rank gets to see.
+            row: this rank's values, for every rank.
 
         Raises:
-            PeerLostError: a rank went away; gradients and buffers are undefined.
+            PeerLostError: a rank is gone; gradients and buffers are undefined.
         """
         assert not self._steps, "a micro-batch has not been ended"
         header = self._header.pack(row, self._sums)
@@ -427,7 +423,7 @@ class GradientReducer:
         headers = self._transport.exchange(header)
         rows = self._header.rows(headers)
         if self._check is not None:
-            # It may have the ranks compute, and exchange what comes out: then that is what they wait for.
+            # The check may compute and communicate itself.
             self._activity.end_collective()
             self._check(rows)
             self._activity.begin_collective("all-reduce")
@@ -447,7 +443,7 @@ class GradientReducer:
         if self._grad_buffer != 0:
             self._point_gradients_at(0)
         self.buffers.assign(self._float_sums[0], self._integer_sums[0], self._counts[0], samples)
-        # One step shows how the model is built; from then on the check would only cost.
+        # One step is enough to check how the model is built.
         while self._guards:
             self._guards.pop().remove()
         return StepSums(
@@ -461,11 +457,11 @@ class GradientReducer:
         )
 
     def rollback(self) -> None:
-        """Drop a step that cannot be finished: the buffers are again what they were before it."""
+        """Drop an unfinished step, and restore the buffers."""
         self.buffers.rollback()
 
     def close(self) -> None:
-        """Let go of the gradients and of the transport's memory."""
+        """Free the gradients and the transport's memory."""
         for hook in (*self._hooks, *self._guards):
             hook.remove()
         for parameter in self._parameters:
@@ -482,35 +478,35 @@ class GradientReducer:
         self._transport.close()
 
     def _divide(self, weight: float) -> bool:
-        """Divide the summed gradients, once; return whether they are finite."""
+        """Divide the summed gradients; return whether they are finite."""
         if not (math.isfinite(weight) and weight > 0):
             return False
         finite = True
         for gradients in self._gradient_buffers:
             gradients.div_(weight)
-            # A sum is finite only if all its terms are; in float16 it would overflow too soon.
+            # A sum is finite only if all its terms are; float16 would overflow too early.
             wide = torch.promote_types(gradients.dtype, torch.float32)
             finite = finite and math.isfinite(gradients.sum(dtype=wide).item())
         return finite
 
-    def _point_gradients_at(self, slot: int) -> None:
-        for parameter, gradient in zip(self._parameters, self._gradients[slot], strict=True):
+    def _point_gradients_at(self, index: int) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients[index], strict=True):
             parameter.grad = gradient
-        self._grad_buffer = slot
+        self._grad_buffer = index
 
     def _as_parameters(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [distributed_part(part, p) for part, p in zip(parts, self._parameters, strict=True)]
 
     def _point_gradients_at_scratch(self) -> None:
-        slot = len(self._transport.grad_buffers)
-        if len(self._gradients) == slot:
+        index = len(self._transport.grad_buffers)
+        if len(self._gradients) == index:
             self._gradients.append(self._as_parameters(self._scratch.views()))
         self._scratch.zero()
-        self._point_gradients_at(slot)
+        self._point_gradients_at(index)
 
-    def _collect_replaced_gradient(self, index: int, slot: int) -> None:
-        """Autograd adds out of place under ``create_graph``: put such a gradient back into the slot."""
-        parameter, gradient = self._parameters[index], self._gradients[slot][index]
+    def _collect_replaced_gradient(self, index: int, buffer_index: int) -> None:
+        """Copy a gradient back into its buffer, because autograd adds out of place under ``create_graph``."""
+        parameter, gradient = self._parameters[index], self._gradients[buffer_index][index]
         if parameter.grad is not gradient:
             if parameter.grad is not None:
                 gradient.copy_(parameter.grad.detach())
@@ -534,7 +530,7 @@ class GradientReducer:
             if self._accumulated is None:
                 return
             if index in self._accumulated:
-                # The two parts would be added at other places of the tree for other numbers of ranks.
+                # The two parts would be added at different places of the tree for other numbers of ranks.
                 raise TaskError(
                     "a parameter received its gradient in two parts within one backward. "
                     "With activation checkpointing, pass use_reentrant=False; do not call backward()."
@@ -545,17 +541,17 @@ class GradientReducer:
 
     def _send_next_bucket(self) -> None:
         bucket = self._buckets[self._next_bucket]
-        stretch = slice(bucket.start, bucket.stop)
+        part = slice(bucket.start, bucket.stop)
         for into, other in self._steps[-1].merges:
-            slots = self._transport.grad_buffers
-            slots[into][bucket.dtype][stretch].add_(slots[other][bucket.dtype][stretch])
+            buffers = self._transport.grad_buffers
+            buffers[into][bucket.dtype][part].add_(buffers[other][bucket.dtype][part])
         self._transport.launch(self._next_bucket)
         self._next_bucket += 1
 
 
-def _zero(slot: GradBuffer) -> None:
-    for lane in slot.values():
-        lane.zero_()
+def _zero(grad_buffer: GradBuffer) -> None:
+    for flat_buffer in grad_buffer.values():
+        flat_buffer.zero_()
 
 
 def make_transport(
@@ -566,14 +562,14 @@ def make_transport(
     header_length: int,
     timeout_s: float,
 ) -> Transport:
-    """The fastest transport for these ranks; all of them make it together.
+    """Build the fastest transport for these ranks; a collective.
 
     Args:
         world: the ranks.
-        plan: who sums what.
-        lanes: elements of each dtype's lane.
-        buckets: stretches of the lanes, which together cover them.
-        header_length: numbers that a rank gives every other rank in an exchange.
+        plan: the work split and the tree.
+        lanes: elements of each dtype's flat buffer.
+        buckets: slices that together cover the flat buffers.
+        header_length: number of values of a rank's header.
         timeout_s: how long a rank may keep the others waiting.
     """
     if world.world_size == 1:

@@ -1,11 +1,9 @@
 """The order in which gradients are summed: pure functions of micro-batch numbers.
 
-``exact`` sums along one binary tree over the micro-batches 0..P-1 (P the power of two at or above S),
-whose nodes are aligned: a node of size 2^k starts at a multiple of 2^k. A rank owns a range of
-micro-batches; the largest whole nodes inside its range can be summed without anybody else, and what is
-left to do for the group is the upper part of the same tree. So the additions, and with them the
-bits, are the same for every number of ranks. A micro-batch that a short batch lacks is absent from
-every sum.
+``exact`` sums along one binary tree over the micro-batches 0..P-1 (P the power of two at or above S), whose nodes are
+aligned: a node of size 2^k starts at a multiple of 2^k. A rank owns a range of micro-batches and sums the largest
+complete nodes inside it locally; the group computes the upper part of the same tree. The additions, and with them the
+bits, are therefore the same for every number of ranks. A micro-batch missing in a short batch is absent from every sum.
 
 ``allreduce`` adds a rank's micro-batches from left to right, then the ranks from left to right.
 """
@@ -23,25 +21,24 @@ Kind = Literal["exact", "allreduce"]
 
 @dataclass(frozen=True)
 class Subtree:
-    """A set of neighbouring micro-batches that one rank sums by itself."""
+    """A set of neighbouring micro-batches that one rank sums locally."""
 
     start: int
     size: int
 
     @property
     def stop(self) -> int:
-        """One past the last micro-batch."""
         return self.start + self.size
 
 
 @dataclass(frozen=True)
 class Accumulate:
-    """What a rank does with one micro-batch's gradient.
+    """The accumulation of one micro-batch's gradient.
 
     Attributes:
-        slot: the buffer that takes it.
-        fresh: whether the buffer starts from zero (else the gradient is added to what is there).
-        merges: ``(into, other)`` pairs of buffers added up afterwards, in order.
+        slot: index of the gradient buffer.
+        fresh: whether the buffer starts from zero (else the gradient is added).
+        merges: ``(into, other)`` pairs of buffers added afterwards, in order.
     """
 
     slot: int
@@ -51,11 +48,11 @@ class Accumulate:
 
 @dataclass(frozen=True)
 class Combine:
-    """How the group finishes the sum over all ranks' nodes, numbered in micro-batch order.
+    """The group's part of the sum, over all ranks' nodes, numbered in micro-batch order.
 
     Attributes:
         additions: ``(into, other)`` pairs of node numbers, in order.
-        root: the node that ends up with the total.
+        root: the node with the total.
     """
 
     additions: tuple[tuple[int, int], ...]
@@ -64,12 +61,13 @@ class Combine:
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """Who sums what: ``num_microbatches`` micro-batches shared among ``world_size`` ranks.
+    """The assignment of ``num_microbatches`` micro-batches to ``world_size`` ranks, and their sums.
 
     Attributes:
-        shares: the number of micro-batches of each rank, 0 for a spare; by default equally many. Ranges follow
-            each other in the order of the ranks.
-        interleaved: micro-batch k is rank k % W's instead, so that the micro-batches of a round are neighbours.
+        work_split: number of micro-batches of each rank, 0 for a spare; equal by default. Ranges follow the order of
+            the ranks.
+        interleaved: assign micro-batch k to rank k % W instead, so that the micro-batches of a micro-step are
+            neighbours.
     """
 
     num_microbatches: int
@@ -91,14 +89,14 @@ class ReductionPlan:
         assert sum(self.work_split) == self.num_microbatches
 
     def microbatches_of(self, rank: int) -> range:
-        """The micro-batches that ``rank`` computes."""
+        """Return the micro-batches of a rank."""
         if self.interleaved:
             return range(rank, self.num_microbatches, self.world_size)
         return range(self.first_microbatches[rank], self.first_microbatches[rank] + self.work_split[rank])
 
     @functools.cached_property
     def first_microbatches(self) -> tuple[int, ...]:
-        """Where each rank's range begins."""
+        """The start of each rank's range."""
         return (0, *itertools.accumulate(self.work_split[:-1]))
 
     @functools.cached_property
@@ -108,7 +106,7 @@ class ReductionPlan:
 
     @functools.cached_property
     def subtrees(self) -> tuple[tuple[Subtree, ...], ...]:
-        """Each rank's nodes; a node lives in the slot of its position in this tuple."""
+        """Each rank's nodes; a node's position in this tuple is the index of its buffer."""
         ranges = (self.microbatches_of(rank) for rank in range(self.world_size))
         if self.interleaved:
             return tuple(tuple(Subtree(microbatch, 1) for microbatch in microbatches) for microbatches in ranges)
@@ -120,18 +118,18 @@ class ReductionPlan:
 
     @functools.cached_property
     def grad_buffers(self) -> tuple[int, ...]:
-        """How many gradient buffers each rank needs at most; a spare needs one, for the total."""
+        """Maximum number of gradient buffers of each rank; a spare needs one, for the total."""
         return tuple(
             max((position + _depth(node, self.kind) for position, node in enumerate(nodes)), default=1)
             for nodes in self.subtrees
         )
 
     def accumulation(self, rank: int, present: Sequence[int]) -> tuple[Accumulate, ...]:
-        """What ``rank`` does with each of its ``present`` micro-batches, in that order."""
+        """Return the accumulation of each of a rank's ``present`` micro-batches, in that order."""
         return _accumulation(self.subtrees[rank], tuple(present), self.kind)
 
     def kept_between_micro_steps(self, ranks: int) -> int:
-        """How many sums rank 0 holds at most while it waits, if its micro-batches come from ``ranks`` at a time."""
+        """Return the maximum number of sums that rank 0 holds between micro-steps of ``ranks`` micro-batches."""
         open_sums: set[int] = set()
         most = 0
         for number, step in enumerate(self.accumulation(0, self.microbatches_of(0)), start=1):
@@ -142,18 +140,18 @@ class ReductionPlan:
         return most
 
     def combination(self, present: tuple[bool, ...]) -> Combine:
-        """How the nodes of all ranks are added up, given which of them hold anything."""
+        """Return how the nodes of all ranks are added, given which of them have a sum."""
         return _combination(tuple(n for nodes in self.subtrees for n in nodes), present, self.kind)
 
 
 def equal_work_split(num_microbatches: int, ranks: int) -> tuple[int, ...]:
-    """Shares that differ by at most one."""
+    """Split micro-batches over ranks such that the numbers differ by at most one."""
     bounds = [rank * num_microbatches // ranks for rank in range(ranks + 1)]
     return tuple(stop - start for start, stop in itertools.pairwise(bounds))
 
 
 def whole_subtrees(microbatches: range) -> tuple[Subtree, ...]:
-    """Cut a range of micro-batches into the fewest aligned nodes, from left to right."""
+    """Split a range of micro-batches into the fewest aligned nodes, from left to right."""
     nodes = []
     start = microbatches.start
     while start < microbatches.stop:
@@ -182,7 +180,7 @@ def _accumulation(nodes: tuple[Subtree, ...], present: tuple[int, ...], kind: Ki
 
 
 def _node_accumulation(first_slot: int, leaves: list[int]) -> list[Accumulate]:
-    """Sum one node's present leaves depth first, keeping open partial sums in a stack of buffers."""
+    """Sum one node's present leaves depth first, with open partial sums in a stack of buffers."""
     steps: list[Accumulate] = []
     stack: list[int] = []  # the micro-batch at which each open partial sum starts
     for index, leaf in enumerate(leaves):
@@ -205,19 +203,19 @@ def _node_accumulation(first_slot: int, leaves: list[int]) -> list[Accumulate]:
 
 @functools.lru_cache(maxsize=1024)
 def _combination(nodes: tuple[Subtree, ...], present: tuple[bool, ...], kind: Kind) -> Combine:
-    held = [number for number, there in enumerate(present) if there]
-    assert held, "a step without a single sample"
+    non_empty = [number for number, is_present in enumerate(present) if is_present]
+    assert non_empty, "a step without a single sample"
     if kind == "allreduce":
-        return Combine(tuple((held[0], number) for number in held[1:]), held[0])
+        return Combine(tuple((non_empty[0], number) for number in non_empty[1:]), non_empty[0])
     additions: list[tuple[int, int]] = []
 
-    def total(start: int, size: int, inside: list[int]) -> int:
-        if len(inside) == 1:
-            return inside[0]
+    def total(start: int, size: int, members: list[int]) -> int:
+        if len(members) == 1:
+            return members[0]
         half = size // 2
         middle = start + half
-        left = [number for number in inside if nodes[number].start < middle]
-        right = [number for number in inside if nodes[number].start >= middle]
+        left = [number for number in members if nodes[number].start < middle]
+        right = [number for number in members if nodes[number].start >= middle]
         if not right:
             return total(start, half, left)
         if not left:
@@ -226,5 +224,5 @@ def _combination(nodes: tuple[Subtree, ...], present: tuple[bool, ...], kind: Ki
         additions.append((into, other))
         return into
 
-    root = total(0, 1 << (max(node.stop for node in nodes) - 1).bit_length(), held)
+    root = total(0, 1 << (max(node.stop for node in nodes) - 1).bit_length(), non_empty)
     return Combine(tuple(additions), root)

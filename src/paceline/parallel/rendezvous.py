@@ -1,7 +1,7 @@
-"""How the processes of a job find rank 0's store, and count each other there.
+"""The rendezvous of a job's processes in rank 0's store.
 
-On one machine every socket listens on loopback only. ``TCPStore("127.0.0.1", ...)`` would listen on
-every interface, so the socket is bound here and handed to it.
+On one node every socket listens on loopback only. ``TCPStore("127.0.0.1", ...)`` would listen on every interface, so
+this module binds the socket and passes it to the store.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _RETRY_S = 0.02
 
 @dataclass(frozen=True)
 class RendezvousInfo:
-    """What all ranks of a world know once they have met.
+    """The result of a rendezvous.
 
     Attributes:
-        store: a store in which nothing is left of earlier worlds.
+        store: a store without keys of earlier worlds.
         generation: rank 0's.
-        members: what each rank said about itself, by rank.
+        members: each rank's description of itself, by rank.
     """
 
     store: Store
@@ -58,24 +58,24 @@ def rendezvous(
     interface: str | None,
     timeout_s: float,
 ) -> Iterator[RendezvousInfo]:
-    """Find the store, wait for all ranks, and leave nothing behind at exit.
+    """Find the store and wait for all ranks; clean up on exit.
 
     Raises:
-        PeerLostError: some ranks did not appear in time; the message names them.
-        ConfigError: nothing says where rank 0 is, or its port cannot be had.
+        PeerLostError: some ranks did not appear in time; names them.
+        ConfigError: rank 0's address is unknown, or its port cannot be bound.
     """
     deadline = time.monotonic() + timeout_s
     if environment.rank == 0 and not environment.uses_agent_store:
-        with _served_store(environment, interface, timeout_s) as store:
+        with _serve_store(environment, interface, timeout_s) as store:
             yield _meet(store, environment, member, generation, deadline, timeout_s)
         return
     while True:
-        store = _found_store(environment, deadline, timeout_s)
+        store = _connect_to_store(environment, deadline, timeout_s)
         try:
             meeting = _meet(store, environment, member, generation, deadline, timeout_s)
             break
         except DistNetworkError:
-            # That was the store of an earlier world of this job, about to close.
+            # That was the store of an earlier world of this job, which is closing.
             _pause(environment, deadline, timeout_s)
     yield meeting
 
@@ -90,10 +90,10 @@ def _meet(
 ) -> RendezvousInfo:
     """Agree on a term that no earlier incarnation of any rank has used, and exchange ``member``.
 
-    torchrun's agent keeps one store while it restarts its workers, and counts restarts for each machine
-    alone. So dead workers' keys are still there, and a new worker must not believe them (stock
-    init_process_group does, and hangs). Here a rank says hello with a fresh nonce; rank 0, whose term
-    comes from an atomic counter, acknowledges nonces until each rank has confirmed this very term.
+    torchrun's agent keeps one store while it restarts its workers, and counts restarts per node, so keys of dead
+    workers are still there, which a new worker must ignore (stock init_process_group does not, and hangs). Here a rank
+    announces itself with a fresh nonce; rank 0, whose term comes from an atomic counter, acknowledges nonces until each
+    rank has confirmed this term.
     """
     rank, world_size = environment.rank, environment.world_size
     nonce = secrets.token_hex(8)
@@ -103,13 +103,13 @@ def _meet(
         term = store.add("term", 1)
         hellos = [hello, *_confirmed_hellos(store, world_size, term, deadline, timeout_s)]
         members = [json.loads(text)["member"] for text in hellos]
-        roster = json.dumps({"generation": generation, "members": members})
-        store.set(f"roster/{term}", roster)
+        members_json = json.dumps({"generation": generation, "members": members})
+        store.set(f"roster/{term}", members_json)
     else:
         term = int(_wait_for(store, f"ack/{rank}/{nonce}", world_size, "hello", deadline, timeout_s))
         store.set(f"confirm/{term}/{rank}", hello)
-        roster = _wait_for(store, f"roster/{term}", world_size, f"confirm/{term}", deadline, timeout_s)
-    document = json.loads(roster)
+        members_json = _wait_for(store, f"roster/{term}", world_size, f"confirm/{term}", deadline, timeout_s)
+    document = json.loads(members_json)
     return RendezvousInfo(PrefixStore(f"gen{term}", store), document["generation"], tuple(document["members"]))
 
 
@@ -135,7 +135,7 @@ def _confirmed_hellos(store: Store, world_size: int, term: int, deadline: float,
 
 def _wait_for(store: Store, key: str, world_size: int, arrivals: str, deadline: float, timeout_s: float) -> str:
     try:
-        # A little longer than rank 0 waits, so that it is the one to say who is missing.
+        # A little longer than rank 0 waits, so that rank 0 reports the missing ranks.
         store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic()) + 1))
     except DistStoreError:
         missing = [r for r in range(1, world_size) if not store.check([f"{arrivals}/{r}"])]
@@ -148,18 +148,18 @@ def _absent(ranks: list[int], world_size: int, timeout_s: float) -> PeerLostErro
     named = ", ".join(str(r) for r in ranks[:16]) + (", ..." if len(ranks) > 16 else "")
     return PeerLostError(
         f"{len(ranks)} of {world_size} ranks did not appear within {timeout_s:g} s: rank {named}. "
-        "See their logs for why; if they only start slowly, raise --init-timeout.",
+        "See their logs for the cause. If they start slowly, raise --init-timeout.",
         rank=ranks[0],
     )
 
 
 _SERVED: dict[tuple[str | None, int | None, str | None], tuple[TCPStore, str]] = {}
-"""Stores that this process serves, with their tokens: a second world of a job meets in the same store."""
+"""Stores that this process serves, with their tokens; later worlds of a job reuse them."""
 
 
 @contextmanager
-def _served_store(environment: Environment, interface: str | None, timeout_s: float) -> Iterator[Store]:
-    """Rank 0: listen, serve the store, and tell the others where."""
+def _serve_store(environment: Environment, interface: str | None, timeout_s: float) -> Iterator[Store]:
+    """Listen, serve the store, and publish its address, on rank 0."""
     key = (environment.master_addr, environment.master_port, environment.job_id)
     if key not in _SERVED:
         with _bound_listener(environment, interface) as listener:
@@ -180,12 +180,12 @@ def _served_store(environment: Environment, interface: str | None, timeout_s: fl
     if not _uses_file(environment):
         yield store
         return
-    place = _rendezvous_file(environment)
-    write_atomically(place, json.dumps({"port": store.port, "token": token}).encode())
+    address_file = _rendezvous_file(environment)
+    write_atomically(address_file, json.dumps({"port": store.port, "token": token}).encode())
     try:
         yield store
     finally:
-        place.unlink(missing_ok=True)
+        address_file.unlink(missing_ok=True)
 
 
 def _uses_file(environment: Environment) -> bool:
@@ -213,12 +213,12 @@ def _bound_listener(environment: Environment, interface: str | None) -> socket.s
             failure = error.strerror
     raise ConfigError(
         f"rank 0 cannot listen on {host or 'any address'}, port {' or '.join(map(str, ports))}: {failure}. "
-        "Choose another port (MASTER_PORT or --rdzv-endpoint), or end the process that has it."
+        "Choose another port (MASTER_PORT or --rdzv-endpoint), or end the process that uses it."
     )
 
 
-def _found_store(environment: Environment, deadline: float, timeout_s: float) -> Store:
-    """Ranks above 0, and all ranks of torchrun: connect to the store once it is there."""
+def _connect_to_store(environment: Environment, deadline: float, timeout_s: float) -> Store:
+    """Connect to the store once it exists, on ranks above 0 and all ranks of torchrun."""
     while True:
         for host, port, token in _candidates(environment):
             try:
@@ -248,16 +248,16 @@ def agree_once(
     rdzv_endpoint: str | None,
     timeout_s: float,
 ) -> str:
-    """What the first start of a job decided, also after torchrun has restarted the workers.
+    """Return the decision of the first start of a job, also after torchrun has restarted the workers.
 
-    An agent of torchrun keeps its store as long as the job lasts, over all restarts; under other
-    launchers nothing is kept, nor needs to be. One rank asks. What ``decide`` raises is not kept.
+    torchrun's agent keeps its store for the whole job; other launchers need nothing. One rank calls this. Errors of
+    ``decide`` are not stored.
 
     Args:
-        environment: who we are.
+        environment: the rank of this process.
         key: names the decision.
-        decide: decides, where the job has not done so yet.
-        rdzv_endpoint: HOST:PORT, where torchrun's agents meet on several machines.
+        decide: decides, if the job has not done so yet.
+        rdzv_endpoint: HOST:PORT of torchrun's rendezvous on several nodes.
         timeout_s: how long to wait for the store.
 
     Raises:
@@ -270,7 +270,7 @@ def agree_once(
             return decide()
         host, port = parse_endpoint(rdzv_endpoint, "--rdzv-endpoint")
         environment = replace(environment, master_addr=host, master_port=port, uses_agent_store=True)
-    store = _found_store(environment, time.monotonic() + timeout_s, timeout_s)
+    store = _connect_to_store(environment, time.monotonic() + timeout_s, timeout_s)
     if not store.check([key]):
         store.set(key, decide())
     value: bytes = store.get(key)
@@ -278,15 +278,15 @@ def agree_once(
 
 
 def _candidates(environment: Environment) -> list[tuple[str, int, str]]:
-    """Where rank 0's store may be: host, port, and what it must hold to be ours."""
+    """Return possible addresses of rank 0's store: host, port, and the token that it must have."""
     token = environment.job_id or ""
     if environment.master_addr is not None and environment.master_port is not None:
         local = environment.is_single_node and not environment.uses_agent_store
         return [(LOOPBACK if local else environment.master_addr, environment.master_port, token)]
     if _uses_file(environment):
         try:
-            place = json.loads(_rendezvous_file(environment).read_bytes())
-            return [(LOOPBACK, int(place["port"]), str(place["token"]))]
+            address = json.loads(_rendezvous_file(environment).read_bytes())
+            return [(LOOPBACK, int(address["port"]), str(address["token"]))]
         except FileNotFoundError:
             return []
     ports = _agreed_ports(environment)
@@ -303,26 +303,26 @@ def _pause(environment: Environment, deadline: float, timeout_s: float) -> None:
 
 
 def _agreed_ports(environment: Environment) -> list[int]:
-    """Ports that all processes of a Slurm step compute alike; some may be taken."""
+    """Return ports that all processes of a Slurm step compute alike; some may be taken."""
     if environment.source != "slurm" or environment.first_host is None or environment.job_id is None:
         raise ConfigError(
-            f"{environment.source} started {environment.world_size} processes on several machines, and "
-            "nothing says where they meet. Give --rdzv-endpoint HOST:PORT with rank 0's host, or export "
+            f"{environment.source} started {environment.world_size} processes on several nodes, but "
+            "rank 0's address is unknown. Give --rdzv-endpoint HOST:PORT with rank 0's host, or export "
             "MASTER_ADDR and MASTER_PORT."
         )
     return [job_port(environment.job_id, attempt) for attempt in range(8)]
 
 
 def _rendezvous_file(environment: Environment) -> Path:
-    """The file that names rank 0's port, in a directory that only this user can enter."""
+    """Return the file with rank 0's port, in a directory that only this user can enter."""
     directory = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
-            f"{directory} must be a directory that only you can enter (mode 700), or others could pose as "
+            f"{directory} must be a directory that only you can enter (mode 700), or other users could impersonate "
             "rank 0. Remove it, or set TMPDIR."
         )
-    # Without a job id, the processes of a job on one machine still share their parent.
+    # Without a job id, the processes of a job on one node still share their parent.
     key = f"{environment.source}/{environment.job_id or os.getppid()}"
     return directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

@@ -1,4 +1,4 @@
-"""State whose tensors are split over ranks: gathered and described."""
+"""Sharded state: gathering to full tensors, and loading."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 
 from paceline.core.errors import TaskError
 
-# --- What to say where a model takes a split layer's weight past the layer ---
+# --- The error of a model that uses a split layer's weight directly ---
 
 
 @contextmanager
 def explain_dtensor_mixing() -> Iterator[None]:
-    """Say what to do where a model uses a split layer's weight past the layer itself.
+    """Explain the error of a model that uses a split layer's weight without calling the layer.
 
     Raises:
-        TaskError: it does.
+        TaskError: the model does so.
     """
     try:
         yield
@@ -35,29 +35,29 @@ def explain_dtensor_mixing() -> Iterator[None]:
         ) from error
 
 
-# --- States of sharded parameters: gathered whole, as one process would have them, and laid out again ---
+# --- States of sharded parameters: gathered to full tensors, and distributed again ---
 #
-# ``torch.distributed.tensor`` takes long to import; it is, where there are such parameters.
+# ``torch.distributed.tensor`` is imported on use, because it takes long.
 
 
 class ShardedOptimizer(Optimizer, ABC):
-    """An optimizer that keeps gradients and state apart from the parameters of its groups."""
+    """An optimizer that keeps gradients and state separate from the parameters of its groups."""
 
     @abstractmethod
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's parts of a step's gradients, which may be changed in place."""
+        """Return this rank's shards of a step's gradients, which may be changed in place."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Any) -> None:
-        """Keep this rank's part of a state as one process has it; all ranks call this together."""
+        """Keep this rank's shard of a full state; a collective."""
 
 
 def gather_full(state: Any, *, keep: bool = True) -> Any:
-    """The same state with every distributed tensor whole, on the CPU; all ranks call this together.
+    """Return a state with every distributed tensor gathered, on the CPU; a collective.
 
     Args:
         state: mappings, lists and tuples of tensors and other values.
-        keep: False on ranks that do not need the result: they take part, and hold one tensor at a time.
+        keep: False on ranks that do not need the result; they take part, and hold one tensor at a time.
     """
     if is_distributed(state):
         whole = state.full_tensor()
@@ -70,35 +70,35 @@ def gather_full(state: Any, *, keep: bool = True) -> Any:
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a whole state into a module whose parameters may be distributed.
+    """Load a full state into a module whose parameters may be distributed.
 
     Raises:
         RuntimeError: names or shapes differ.
     """
-    now = module.state_dict()
+    current = module.state_dict()
     module.load_state_dict(
-        {name: distribute_like(value, now[name]) if name in now else value for name, value in state.items()}
+        {name: distribute_like(value, current[name]) if name in current else value for name, value in state.items()}
     )
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a whole state into an optimizer of parameters that may be distributed."""
+    """Load a full state into an optimizer whose parameters may be distributed."""
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.load_state_dict(state)
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    laid = {
+    distributed_state = {
         number: {name: distribute_like(value, parameters[int(number)]) for name, value in values.items()}
         for number, values in state["state"].items()
         if not parameters[int(number)].is_meta  # another rank holds it
     }
-    optimizer.load_state_dict({**state, "state": laid})
+    optimizer.load_state_dict({**state, "state": distributed_state})
 
 
 def distribute_like(value: Any, like: Any) -> Any:
-    """A whole tensor, distributed as ``like`` is, or on ``meta`` where another rank holds it.
+    """Distribute a full tensor as ``like`` is, or move it to ``meta`` if another rank holds it.
 
-    Anything else is returned as it is. No rank needs another for it.
+    Other values are returned unchanged. Needs no communication.
     """
     if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor) and like.is_meta:
         return value.to("meta")
@@ -110,7 +110,7 @@ def distribute_like(value: Any, like: Any) -> Any:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's shard of a tensor."""
     if not is_distributed(tensor):
         return tensor
     part = tensor.to_local()  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def distributed_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of which this rank holds ``part``, distributed as ``like`` is; no copy is made."""
+    """Wrap this rank's shard ``part`` as a tensor distributed as ``like`` is, without a copy."""
     if not is_distributed(like):
         return part
     from torch.distributed.tensor import DTensor
@@ -131,5 +131,5 @@ def distributed_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether this is a ``DTensor``."""
+    """Return whether a value is a ``DTensor``."""
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")

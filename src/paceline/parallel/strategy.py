@@ -1,4 +1,4 @@
-"""What a strategy is: the steps that it takes part in, and how it lays parameters out."""
+"""The interfaces of a strategy and of a parameter layout."""
 
 from __future__ import annotations
 
@@ -19,74 +19,74 @@ from paceline.parallel.gradient_norm import clip_gradients
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import Kind
 
-# --- How a model lies on the ranks ---
+# --- Parameter layouts ---
 
 
 class ExampleBatchProvider(Protocol):
-    """What may be tried of a task before its model is laid out."""
+    """Runs example batches of a task before its model is placed."""
 
     def parts(self, module: nn.Module) -> Sequence[Any] | None:
-        """What the task says of the parts of its model's forward."""
+        """Return the task's list of the parts of its model's forward."""
 
     def loss(self, module: nn.Module) -> Loss:
-        """The loss of a micro-batch of the training data."""
+        """Return the loss of a micro-batch of the training data."""
 
 
 class ParameterLayout(Protocol):
-    """Lays a model out before anything is built from its parameters.
+    """Places a model on the ranks before anything is built from its parameters.
 
     Attributes:
-        in_step: whether whoever calls the model needs the other ranks to call theirs.
+        is_collective: whether calling the model needs all ranks to call theirs.
     """
 
     is_collective: bool
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """The model as this rank is to hold it, on its device; all ranks call this together.
+        """Return this rank's part of the model, on its device; a collective.
 
         Args:
-            module: as the task built it, on the CPU.
+            module: the task's model, on the CPU.
             device: this rank's.
 
         Raises:
-            ConfigError: the model cannot be laid out so.
+            ConfigError: the model cannot be placed so.
         """
 
     def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
-        """A second model, laid out as the first and equal to it, that is only evaluated; all ranks together.
+        """Return an equal second model, placed as the first, for evaluation only; a collective.
 
         Args:
-            build: builds the task's model once more, on the CPU.
-            like: the first, as it was placed.
+            build: builds the task's model again, on the CPU.
+            like: the first, as placed.
             device: this rank's.
         """
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
-        """What steps in place of the optimizers that were built for the model, by name.
+        """Return the optimizers to step in place of those built for the model, by name; a collective.
 
-        That is often they themselves. They have no state yet. All ranks call this together.
+        These are often the same objects. They have no state yet.
 
         Raises:
-            ConfigError: they cannot work so.
+            ConfigError: an optimizer does not work with the layout.
         """
 
     def full(self, state: Any, *, keep: bool) -> Any:
-        """A state, or a part of one, as one process would have it; all ranks call this together.
+        """Return a full state, or a part of one, as one process would have it; a collective.
 
         Args:
             state: mappings, lists and tuples of tensors and other values.
-            keep: whether this rank needs the result; else it takes part, and holds one tensor at a time.
+            keep: whether this rank needs the result; others hold one tensor at a time.
         """
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
-        """Scale the gradients of the whole model down to a 2-norm; all ranks call this together."""
+        """Clip the 2-norm of the whole model's gradients; a collective."""
 
 
 class ComposedLayout:
-    """One layout after the other, inner ones last: layers are split before their parts are sharded.
+    """Several layouts in sequence: layers are split before their parts are sharded.
 
     Args:
-        layouts: what lays out, the one of the outermost axis of the mesh first.
+        layouts: the layout of the outermost mesh axis first.
     """
 
     is_collective = True
@@ -100,7 +100,7 @@ class ComposedLayout:
         return module
 
     def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
-        raise AssertionError("layers that are split have no moving average")
+        raise AssertionError("split layers do not support a moving average")
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         for layout in self._layouts:
@@ -117,7 +117,7 @@ class ComposedLayout:
 
 
 class Replicated:
-    """Every rank holds the whole model."""
+    """The layout in which every rank holds the full model."""
 
     is_collective = False
 
@@ -137,7 +137,7 @@ class Replicated:
         clip_gradients(module.parameters(), max_norm)
 
 
-# --- What a strategy answers: which micro-batches are mine, and how a step's contributions become one ---
+# --- Strategies ---
 
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,18 +146,18 @@ AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """What every strategy is built with.
+    """The common arguments of all strategies.
 
     Attributes:
         config: the run's options.
-        work_split: the number of micro-batches of each rank that has data of its own; together S.
+        work_split: number of micro-batches of each data rank; together S.
         kind: the order in which gradients are summed.
-        row_length: numbers that a rank adds to a step's sums.
+        row_length: number of values that a rank adds to a step's sums.
         timeout_s: how long a rank may keep the others waiting.
         compile: compile the model with ``torch.compile``.
         static_graph: the task uses the same parameters in every step.
-        global_batch_size: of a step, in samples.
-        directory: the run's; rank 0 may write to it.
+        global_batch_size: samples per step.
+        directory: the run directory; rank 0 may write to it.
     """
 
     config: RunConfig
@@ -172,32 +172,32 @@ class StrategyOptions:
 
 
 class MicrobatchWork(Protocol):
-    """What a micro-batch's forward and backward are; the trainer knows."""
+    """The forward and backward of a micro-batch, implemented by the trainer."""
 
     def forward(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 0) -> Loss:
-        """The micro-batch's loss, with the randomness of this step and micro-batch.
+        """Return the micro-batch's loss, with the randomness of this step and micro-batch.
 
         Args:
-            model: what the task's ``loss`` is called with.
-            microbatch: the micro-batch's.
-            ahead: by how many steps the micro-batch's step comes after the one under way.
+            model: the argument of the task's ``loss``.
+            microbatch: the micro-batch.
+            ahead: number of steps between the current one and the micro-batch's.
 
         Raises:
-            TaskError: the loss is none, or nothing can be learned from it.
+            TaskError: ``loss`` returned no tensor, or a tensor without a gradient.
         """
 
     def forward_unseeded(self, model: nn.Module, microbatch: MicroBatch) -> Loss:
-        """The micro-batch's loss with whatever randomness there is; several threads may call this at once.
+        """Return the micro-batch's loss without seeding; thread-safe.
 
         Raises:
             TaskError: as :meth:`forward`.
         """
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as backward gets it."""
+        """Return the loss scaled for backward."""
 
     def backward_done(self) -> None:
-        """The micro-batch's backward has been run, or enqueued."""
+        """Called after the micro-batch's backward has run or been enqueued."""
 
 
 class Strategy(Protocol):
@@ -207,12 +207,12 @@ class Strategy(Protocol):
 
     Attributes:
         module: the model itself, whose state is saved.
-        model: what the task's ``loss`` is called with (it may be wrapped or compiled).
-        microbatches: the micro-batches that this rank computes.
-        num_dummy_steps: how many more forwards and backwards, weighing nothing, this rank must run in the step
-            after those of its micro-batches, because the others wait for it in theirs.
-        overlaps_steps: the next step's first forwards may run before this step's end: see :meth:`go_on`.
-        figures: what there is to tell of how the work went, for the run's result, by name.
+        model: the argument of the task's ``loss`` (it may be wrapped or compiled).
+        microbatches: this rank's micro-batches.
+        num_dummy_steps: number of further forwards and backwards of weight 0 in the step, for ranks with more
+            micro-batches.
+        overlaps_steps: whether the next step's first forwards may run before this step's end; see :meth:`overlap_next`.
+        stats: statistics for the run's result, by name.
     """
 
     module: nn.Module
@@ -228,22 +228,22 @@ class Strategy(Protocol):
     def stats(self) -> Mapping[str, Any]: ...
 
     def begin_step(self, present: Sequence[int]) -> None:
-        """Start a step in which this rank computes the micro-batches ``present``."""
+        """Begin a step in which this rank computes the micro-batches ``present``."""
 
     def overlap_next(self, following: Sequence[MicroBatch]) -> None:
-        """In the step that was begun: another one follows at once; called where steps may overlap.
+        """Announce, within a step, that another one follows at once; called only if steps may overlap.
 
-        Where this is not called, all ranks have done the step when they finish it, and nothing of another.
+        Without this call, a step ends when all ranks have done it, and nothing of the next.
 
         Args:
-            following: what this rank computes in the next step.
+            following: this rank's micro-batches in the next step.
         """
 
     def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
-        """Forward and backward of this rank's micro-batches, and what they add to the step's sums."""
+        """Run forward and backward of this rank's micro-batches, and add their contributions."""
 
     def run_dummy(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
-        """Forward and backward of one of the rounds that weigh nothing.
+        """Run one dummy micro-step: forward and backward of weight 0.
 
         Args:
             loss: called with the model.
@@ -252,18 +252,18 @@ class Strategy(Protocol):
     def reduce(self, row: Sequence[float]) -> StepSums:
         """Sum over all micro-batches; gradients and buffers then hold the step's means on every rank.
 
-        In a step that another one overlaps with, the rows are those of the step before it, or none: all
-        ranks see the same, and none waits for another.
+        In a step that overlaps with the next, the rows are those of the previous step, or none; they are equal on all
+        ranks, and no rank waits.
 
         Args:
-            row: this rank's numbers, which every rank gets to see.
+            row: this rank's values, for every rank.
 
         Raises:
-            PeerLostError: a rank went away.
+            PeerLostError: a rank is gone.
         """
 
     def rollback(self) -> None:
-        """Undo what a step that cannot be finished has changed in the module."""
+        """Undo the changes of an unfinished step to the module."""
 
     def close(self) -> None:
-        """Free what the strategy holds."""
+        """Free resources."""

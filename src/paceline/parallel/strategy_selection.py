@@ -1,4 +1,4 @@
-"""From the options to the class of a strategy, and to the layout of the model."""
+"""Construction of the layout and the strategy from the options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TORCH_DDP = "paceline.parallel.torch_ddp:TorchDDP"
 
 
 def strategy_name(config: RunConfig, world_size: int) -> str:
-    """What the options mean for so many processes, in a word."""
+    """Return the mesh or the strategy that the options mean for ``world_size`` processes."""
     if config.mesh is not None:
         return config.mesh
     if config.strategy != "auto":
@@ -37,16 +37,16 @@ def strategy_name(config: RunConfig, world_size: int) -> str:
 
 
 def build_layout(config: RunConfig, mesh: ParallelDims, task: Task, rehearsal: ExampleBatchProvider) -> ParameterLayout:
-    """How the strategies that ``config`` asks for lay out the model of ``task``.
+    """Build the parameter layout for the options.
 
     Args:
         config: the options.
         mesh: the ranks.
-        task: whose model it is.
-        rehearsal: what may be tried of the task for it.
+        task: the task of the model.
+        rehearsal: runs example batches of the task.
 
     Raises:
-        ConfigError: they cannot work with so many processes.
+        ConfigError: the options do not fit the number of processes.
     """
     layouts: list[ParameterLayout] = []
     tensor_parallel = None
@@ -78,10 +78,10 @@ def build_layout(config: RunConfig, mesh: ParallelDims, task: Task, rehearsal: E
 
 
 def build_strategy(module: nn.Module, mesh: ParallelDims, config: RunConfig, options: StrategyOptions) -> Strategy:
-    """The strategy that ``config`` asks for, with the model in it.
+    """Build the strategy for the options, with the model.
 
     Raises:
-        ConfigError: it cannot work with so many processes.
+        ConfigError: the options do not fit the number of processes.
     """
     strategy: Strategy = _load_class(config, mesh.world.world_size)(module, mesh, options)
     return strategy

@@ -1,4 +1,4 @@
-"""Tensor parallelism, and random numbers that do not depend on the split."""
+"""Tensor parallelism, and randomness that does not depend on the split."""
 
 from __future__ import annotations
 
@@ -37,26 +37,25 @@ from paceline.parallel.tp_autoplan import (
 )
 from paceline.parallel.world import ParallelDims, translate_peer_errors
 
-# --- Randomness in the parts of a model where each rank of a tensor-parallel copy holds other features ---
+# --- Randomness in split parts of a model ---
 
 
-_TAG = 15  # beside those of paceline.training.reproducibility
+_TAG = 15  # distinct from those of paceline.training.reproducibility
 
 
 class ShardedRNGTracker:
-    """Has the ranks draw different numbers where they hold different parts, and else the same.
+    """Makes ranks draw different numbers for split activations, and equal numbers elsewhere.
 
-    All ranks of a copy begin a micro-batch with the same generator. From a layer that splits its output to the
-    one that takes the parts in, each goes on with a generator of its own, which follows from where the
-    common one stands, from the layer and from the rank; then with the common one, as if nothing had been
-    drawn. So what is drawn outside of split parts is what one process draws.
+    All ranks of a model replica begin a micro-batch with the same generator. From a layer that splits its output to the
+    layer that consumes it, each rank uses a generator derived from the common one's state, the layer and the rank; then
+    it restores the common one. Draws outside of split parts are therefore those of one process.
 
     Args:
         module: the model.
-        begins: the layers whose output is split.
-        ends: the layers that take a split input in.
+        begins: the layers with split outputs.
+        ends: the layers with split inputs.
         rank: among the ranks that share the layers.
-        everywhere: activations are split (along the sequence) in all of the model.
+        everywhere: activations are split (along the sequence) in the whole model.
     """
 
     def __init__(
@@ -71,19 +70,19 @@ class ShardedRNGTracker:
         self._rank = rank
         self._common: list[torch.Tensor] = []
         if everywhere:
-            module.register_forward_pre_hook(lambda *_: self._part(0))
-            module.register_forward_hook(lambda *_: self._join(), always_call=True)
+            module.register_forward_pre_hook(lambda *_: self._enter_split(0))
+            module.register_forward_hook(lambda *_: self._leave_split(), always_call=True)
             return
         module.register_forward_pre_hook(lambda *_: self._common.clear())
         for number, layer in enumerate(begins):
-            layer.register_forward_hook(self._after(number))
+            layer.register_forward_hook(self._split_hook(number))
         for layer in ends:
-            layer.register_forward_pre_hook(lambda *_: self._join())
+            layer.register_forward_pre_hook(lambda *_: self._leave_split())
 
-    def _after(self, number: int) -> Any:
-        return lambda layer, *_: self._part(number) if layer.training and not self._common else None
+    def _split_hook(self, number: int) -> Any:
+        return lambda layer, *_: self._enter_split(number) if layer.training and not self._common else None
 
-    def _part(self, number: int) -> None:
+    def _enter_split(self, number: int) -> None:
         self._common = [torch.get_rng_state()]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._common.append(torch.cuda.get_rng_state())
@@ -91,12 +90,12 @@ class ShardedRNGTracker:
         for state in self._common:
             digest.update(state.numpy().tobytes())
         key = derive_key(int.from_bytes(digest.digest(), "little") >> 1, _TAG, number, self._rank)
-        # torch.manual_seed() also looks for every other kind of accelerator.
+        # torch.manual_seed() also probes every other kind of accelerator.
         torch.default_generator.manual_seed(key)
         if len(self._common) > 1:
             torch.cuda.manual_seed(key)
 
-    def _join(self) -> None:
+    def _leave_split(self) -> None:
         if self._common:
             torch.set_rng_state(self._common[0])
             for state in self._common[1:]:
@@ -104,9 +103,9 @@ class ShardedRNGTracker:
             self._common.clear()
 
 
-# --- Tensor parallelism by torch's ``parallelize_module``: each layer is split over the ranks ---
+# --- Tensor parallelism by torch's ``parallelize_module`` ---
 #
-# The ranks of a copy of the model compute the same samples together: Shoeybi et al., "Megatron-LM: Training
+# The ranks of a model replica compute the same samples together: Shoeybi et al., "Megatron-LM: Training
 # Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
 
 
@@ -118,8 +117,8 @@ class TensorParallel:
 
     Args:
         mesh: the ranks.
-        task: whose plan is followed; without one, the layers are found.
-        along_sequence: also split what lies between the layers, as the task says.
+        task: the task; without a plan of its own, the plan is inferred.
+        along_sequence: also split the layers in between, by the task's sequence_parallel_plan.
     """
 
     is_collective = True
@@ -135,29 +134,28 @@ class TensorParallel:
 
     @property
     def degree(self) -> int:
-        """How many ranks share a layer."""
+        """The number of ranks that share a layer."""
         return self._mesh.size()
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
         self.decide(module)
         module.to(device)
-        # A model may be built with randomness that no seed of torch's reaches.
+        # The task may build the model with randomness that Paceline does not seed.
         self._world.broadcast_module(module)
         self.split(module)
         return module
 
     def decide(self, module: nn.Module) -> dict[str, bool]:
-        """How the layers are to be split, which :meth:`split` then does.
+        """Choose the plan for :meth:`split`.
 
         Returns:
-            The parameters, in the model's order, of layers whose output is split (True) and of those that
-            take such an output in (False).
+            The parameters, in the model's order, of layers with split outputs (True) and with split inputs (False).
 
         Raises:
-            ConfigError: they cannot be shared by so many ranks.
-            TaskError: the task's plan is not for its model.
+            ConfigError: the layers cannot be divided by the number of ranks.
+            TaskError: the task's plan does not fit its model.
         """
-        self._plan = self._planned(module)
+        self._plan = self._choose_plan(module)
         first = {id(parameter): name for name, parameter in reversed([*module.named_parameters()])}
         return {
             first[id(parameter)]: _splits_output(style)
@@ -167,13 +165,13 @@ class TensorParallel:
         }
 
     def split(self, module: nn.Module) -> None:
-        """Split the layers that are here: those whose parameters are not on the ``meta`` device."""
+        """Split the layers of this stage, whose parameters are not on the ``meta`` device."""
         layers = {name: module.get_submodule(name) for name in self._plan}
-        here = {name: style for name, style in self._plan.items() if _is_here(layers[name])}
+        local_plan = {name: style for name, style in self._plan.items() if _is_local(layers[name])}
         shared = find_tied_parameters(module)
         try:
-            # Every rank has the whole; none has to be told.
-            parallelize_module(module, self._mesh, here, src_data_rank=None)
+            # Every rank has the full parameters, so no broadcast is needed.
+            parallelize_module(module, self._mesh, local_plan, src_data_rank=None)
         except NotImplementedError as error:
             raise TaskError(f"{type(self._task).__name__}.tensor_parallel_plan: {error}") from error
         _tie(module, shared)
@@ -185,12 +183,12 @@ class TensorParallel:
             self._mesh.get_local_rank(),
             everywhere=self._along_sequence,
         )
-        for name, style in here.items():
+        for name, style in local_plan.items():
             if isinstance(style, RowwiseParallel) and any(map(is_shard, style.output_layouts)):
-                check = _length_checked(name, style.output_layouts[0], self.degree)
+                check = _length_check(name, style.output_layouts[0], self.degree)
                 layers[name].register_forward_pre_hook(check)
-        _hush()
-        # A transformer layer's short cut in evaluations reads its layers' weights past their own code.
+        _silence_split_warnings()
+        # A transformer layer's fast path in evaluations reads its layers' weights directly.
         torch.backends.mha.set_fastpath_enabled(False)
         if self._world.rank == 0:
             _log.info("%s", describe_tp_plan(module, self._plan, self.degree))
@@ -207,33 +205,33 @@ class TensorParallel:
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         clip_gradients(module.parameters(), max_norm)
 
-    def _planned(self, module: nn.Module) -> dict[str, ParallelStyle]:
+    def _choose_plan(self, module: nn.Module) -> dict[str, ParallelStyle]:
         task = self._task
         if self._along_sequence:
-            given, where = task.sequence_parallel_plan(module), "sequence_parallel_plan"
-            if given is None:
+            plan_of_task, source = task.sequence_parallel_plan(module), "sequence_parallel_plan"
+            if plan_of_task is None:
                 raise ConfigError(
-                    f"--sequence-parallel: {type(task).__name__} does not say what lies along the sequence. "
-                    "Leave it out, or write its sequence_parallel_plan(self, model)."
+                    f"--sequence-parallel: {type(task).__name__} has no sequence_parallel_plan. "
+                    "Leave the option out, or write sequence_parallel_plan(self, model)."
                 )
         else:
-            given, where = task.tensor_parallel_plan(module), "tensor_parallel_plan"
-        if given is None:
+            plan_of_task, source = task.tensor_parallel_plan(module), "tensor_parallel_plan"
+        if plan_of_task is None:
             return infer_tp_plan(module, self._mesh.size())
-        plan = tp_plan_from_task(given, module, f"{type(task).__name__}.{where}")
+        plan = tp_plan_from_task(plan_of_task, module, f"{type(task).__name__}.{source}")
         require_whole_heads(module, plan, self._mesh.size())
         return plan
 
 
 class TP(ReducerStrategy):
-    """Every rank of a copy of the model computes the copy's micro-batches, each its part of the layers.
+    """Every rank of a model replica computes the replica's micro-batches, each with its part of the layers.
 
-    What a rank holds of the gradients is summed over the copies, by the reducer.
+    The reducer sums a rank's part of the gradients over the replicas.
     """
 
     def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
         activity = self._mesh.world.progress_tracker
-        # Somewhere in each layer, forward and backward.
+        # Each layer communicates in forward and backward.
         activity.begin_collective("all-reduce")
         with translate_peer_errors(), explain_dtensor_mixing():
             super().run_microbatches(microbatches, work)
@@ -241,47 +239,47 @@ class TP(ReducerStrategy):
 
 
 def _tie(module: nn.Module, shared: Mapping[int, Sequence[tuple[str, str]]]) -> None:
-    """Have modules share again what they shared before each one's was split."""
+    """Restore the sharing of parameters that were split separately."""
     for places in shared.values():
-        (first, own), *others = places
-        kept = getattr(module.get_submodule(first), own)
-        for name, other in others:
+        (first, first_name), *rest = places
+        shared_parameter = getattr(module.get_submodule(first), first_name)
+        for name, other in rest:
             layer = module.get_submodule(name)
-            mine = getattr(layer, other)
-            if getattr(mine, "placements", None) != getattr(kept, "placements", None):
+            tied = getattr(layer, other)
+            if getattr(tied, "placements", None) != getattr(shared_parameter, "placements", None):
                 raise TaskError(
                     f"tensor_parallel_plan splits {first!r} and {name!r} in two ways, but they share "
-                    f"{own!r}. Split both alike, or neither."
+                    f"{first_name!r}. Split both alike, or neither."
                 )
-            layer.register_parameter(other, kept)
+            layer.register_parameter(other, shared_parameter)
 
 
-def _hush() -> None:
-    """Silence two warnings of torch about how it does, with fsdp beside, what is asked of it here.
+def _silence_split_warnings() -> None:
+    """Silence two irrelevant warnings of torch about split layers, with fsdp among others.
 
-    Outputs of split layers are views of distributed tensors, and nothing changes them in place; a state is
-    gathered in two steps, which add nothing up.
+    Outputs of split layers are views of distributed tensors, which nothing changes in place; a state is gathered in two
+    steps, which add nothing.
     """
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def _length_checked(name: str, output: Any, degree: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """Refuses a sequence that the ranks cannot share equally: their parts would not fit together."""
+def _length_check(name: str, output: Any, degree: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """Return a hook that rejects a sequence whose length the ranks cannot share equally."""
 
     def check(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         length = inputs[0].shape[output.dim]
-        over = length % degree
-        if over:
+        remainder = length % degree
+        if remainder:
             raise TaskError(
                 f"--sequence-parallel: {degree} processes cannot share a sequence of {length} equally (in "
-                f"{name!r}). Use a length of {length - over} or {length - over + degree}."
+                f"{name!r}). Use a length of {length - remainder} or {length - remainder + degree}."
             )
 
     return check
 
 
-def _is_here(layer: nn.Module) -> bool:
+def _is_local(layer: nn.Module) -> bool:
     parameters = list(layer.parameters())
     return not parameters or any(not parameter.is_meta for parameter in parameters)
 

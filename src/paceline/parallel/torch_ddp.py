@@ -19,11 +19,11 @@ from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
 # --- Compressed gradients for ``DistributedDataParallel`` (``--comm-hook``), by torch's own hooks ---
 #
-# ``fp16`` and ``bf16`` halve what is sent; :mod:`~paceline.parallel.torch_ddp` has a memory besides.
+# ``fp16`` and ``bf16`` halve the traffic; PowerSGD also has a state.
 
 
-def register(ddp: DistributedDataParallel, group: dist.ProcessGroup | None, name: str) -> None:
-    """Have ``ddp`` send its gradients in half precision, by the hook of this name."""
+def register_half_precision_hook(ddp: DistributedDataParallel, group: dist.ProcessGroup | None, name: str) -> None:
+    """Register torch's half-precision communication hook of this name."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     if name == "fp16":
@@ -33,35 +33,33 @@ def register(ddp: DistributedDataParallel, group: dist.ProcessGroup | None, name
         def bf16(group: dist.ProcessGroup, bucket: Any) -> Any:
             return default_hooks.bf16_compress_hook(group, bucket)
 
-        # DistributedDataParallel refuses torch's own by its name where there is no NCCL; gloo can do it too.
-        # Annotations, which it checks, are texts here.
+        # DistributedDataParallel rejects torch's own bf16 hook by name without NCCL, although gloo supports it.
+        # It also checks annotations, which are strings in this file.
         bf16.__annotations__.clear()
         ddp.register_comm_hook(group, bf16)
 
 
-# --- PowerSGD's memory, kept by parameter, so that a checkpoint can hold it ---
+# --- PowerSGD's state by parameter, so that a checkpoint can contain it ---
 #
-# torch's hook knows what it left out by bucket, and ``DistributedDataParallel`` makes its buckets anew after
-# its first step. Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-# Optimization", 2019.
+# torch's hook keeps its state by bucket, and ``DistributedDataParallel`` rebuilds its buckets after its first step.
+# Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019.
 
 
 POWERSGD_WARMUP = 10
-"""A run's first steps, whose gradients are not factored: early ones change too much."""
+"""Number of first steps without compression, because early gradients change too much."""
 
 
 class PowerSGD:
-    """torch's hook, whose memory can be taken out and put in.
+    """torch's PowerSGD hook with a state that can be saved and loaded.
 
-    What is left out of a gradient (the *error*) differs from rank to rank, and is added to the next one. The
-    *factor* (columns x rank) of each matrix, with which the next step's power iteration begins, is the same
-    on all ranks.
+    The *error*, the part of a gradient that was not sent, differs between ranks and is added to the next gradient. The
+    *factor* (columns x rank) of each matrix, the start of the next step's power iteration, is equal on all ranks.
 
     Args:
-        module: what is trained.
+        module: the trained model.
         world: the ranks.
         rank: columns of the thin matrices.
-        scale: what gradients, sums over a rank's samples, are multiplied by before the hook sees them.
+        scale: factor of the gradients, sums over a rank's samples, before the hook.
     """
 
     def __init__(self, module: nn.Module, world: World, rank: int, scale: float) -> None:
@@ -70,7 +68,7 @@ class PowerSGD:
         self._rank = rank
         self._named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._layout: dict[int, list[torch.Tensor]] = {}  # each bucket's parameters
-        self._errors: dict[int, torch.Tensor] = {}  # by the id of the parameter, while in no bucket
+        self._errors: dict[int, torch.Tensor] = {}  # by the id of a parameter that is in no bucket
         self._factors: dict[int, torch.Tensor] = {}
         self._last: torch.futures.Future[torch.Tensor] | None = None
         self._state = powerSGD_hook.PowerSGDState(
@@ -82,23 +80,23 @@ class PowerSGD:
         )
 
     def hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """What ``DistributedDataParallel`` calls for each bucket."""
+        """Compress and reduce a bucket; called by ``DistributedDataParallel``."""
         if self._last is not None:
             self._last.wait()
         parameters = bucket.parameters()
         known = self._layout.get(bucket.index(), [])
         if len(known) != len(parameters) or any(a is not b for a, b in zip(known, parameters, strict=True)):
             if known:
-                self._take_out(bucket.index())
-            self._put_in(bucket.index(), parameters)
+                self._leave_buckets(bucket.index())
+            self._enter_bucket(bucket.index(), parameters)
         answer = powerSGD_hook.powerSGD_hook(self._state, bucket)
-        # torch's hook waits for its later sums in a thread of gloo's, of which there are two: with a bucket
-        # in each of them, all wait for ever. So there is one at a time.
+        # torch's hook waits for its later sums in one of gloo's two threads, so two buckets at once would
+        # deadlock. Therefore one bucket is processed at a time.
         self._last = answer if self._world.backend == "gloo" and not bucket.is_last() else None
         return answer
 
     def gather_state(self) -> dict[str, Any]:
-        """All ranks' memory, on the first rank; all of them call this together.
+        """Gather all ranks' state on rank 0; a collective.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -108,7 +106,7 @@ class PowerSGD:
         with translate_peer_errors():
             for name, parameter in self._named.items():
                 if id(parameter) in errors:
-                    of_all[name] = self._of_all_ranks(errors[id(parameter)] / self._scale)
+                    of_all[name] = self._gather_errors(errors[id(parameter)] / self._scale)
         return {
             "steps": self._state.iter,
             "errors": of_all,
@@ -116,10 +114,9 @@ class PowerSGD:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`gathered` gave, before the first step.
+        """Load the result of :meth:`gather_state` before the first step.
 
-        With as many ranks each takes its own errors; with others each takes an equal part of their sum,
-        which is what the ranks together still owe.
+        With the same world size each rank takes its own errors; otherwise each takes an equal part of their sum.
         """
         self._state.iter = int(saved["steps"])
         ranks = self._world.world_size
@@ -131,15 +128,15 @@ class PowerSGD:
             if name in saved["factors"]:
                 self._factors[id(parameter)] = saved["factors"][name].to(parameter, copy=True)
 
-    def _of_all_ranks(self, error: torch.Tensor) -> torch.Tensor:
-        """Errors of the ranks, stacked, on the first of them."""
-        there = error.new_empty((self._world.world_size, *error.shape)) if self._world.rank == 0 else None
-        parts = None if there is None else list(there.unbind())
+    def _gather_errors(self, error: torch.Tensor) -> torch.Tensor:
+        """Stack the errors of all ranks, on rank 0."""
+        stacked = error.new_empty((self._world.world_size, *error.shape)) if self._world.rank == 0 else None
+        parts = None if stacked is None else list(stacked.unbind())
         dist.gather(error.contiguous(), parts, group=self._world.group, group_dst=0)
-        return error if there is None else there
+        return error if stacked is None else stacked
 
-    def _put_in(self, index: int, parameters: Sequence[torch.Tensor]) -> None:
-        """Lay the memory out as torch's hook finds it for a bucket."""
+    def _enter_bucket(self, index: int, parameters: Sequence[torch.Tensor]) -> None:
+        """Lay the state out as torch's hook expects it for a bucket."""
         self._layout[index] = list(parameters)
         if all(id(p) in self._errors for p in parameters):
             errors = [self._errors.pop(id(p)).reshape(-1) for p in parameters]
@@ -147,17 +144,17 @@ class PowerSGD:
         factored = self._factored(parameters)
         factors = [self._factors.pop(id(p), None) for p in factored]
         shapes = [(_columns(p), self._rank_of(p)) for p in factored]
-        # Of another --powersgd-rank they are of no use: the hook draws new ones.
-        there = [f for f, shape in zip(factors, shapes, strict=True) if f is not None and f.shape == shape]
-        if there and len(there) == len(factored):
-            self._state.q_memory_dict[index] = torch.cat([factor.reshape(-1) for factor in there])
+        # Factors of another --powersgd-rank are unusable; the hook draws new ones.
+        usable = [f for f, shape in zip(factors, shapes, strict=True) if f is not None and f.shape == shape]
+        if usable and len(usable) == len(factored):
+            self._state.q_memory_dict[index] = torch.cat([factor.reshape(-1) for factor in usable])
             rows = sum(p.shape[0] * self._rank_of(p) for p in factored)
-            self._state.p_memory_dict[index] = there[0].new_empty(rows)
+            self._state.p_memory_dict[index] = usable[0].new_empty(rows)
 
-    def _take_out(self, first: int) -> None:
-        """Before this and later buckets are others: keep their memory by parameter.
+    def _leave_buckets(self, first: int) -> None:
+        """Keep the state of this and later buckets by parameter, before they change.
 
-        The hook is called for buckets in their order; those before it are in this backward's, and at work.
+        The hook runs for buckets in their order; earlier ones belong to the current backward and are in use.
         """
         self._errors, self._factors = self._by_parameter(first)
         for index in [index for index in self._layout if index >= first]:
@@ -166,7 +163,7 @@ class PowerSGD:
             del self._layout[index]
 
     def _by_parameter(self, first: int = 0) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Errors and factors of the buckets from this one on, and of what is in no bucket."""
+        """Return errors and factors of the buckets from ``first`` on, and of parameters in no bucket."""
         errors, factors = dict(self._errors), dict(self._factors)
         for index, parameters in self._layout.items():
             if index < first:
@@ -186,7 +183,7 @@ class PowerSGD:
         return min(parameter.shape[0], _columns(parameter), self._rank)
 
     def _factored(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that the hook sends as two thin matrices, in its order: the same shapes together."""
+        """Return the parameters that the hook sends as two thin matrices, in its order: equal shapes together."""
         shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         for parameter in parameters:
             if not parameter.dim():
@@ -205,10 +202,10 @@ def _columns(parameter: torch.Tensor) -> int:
 
 
 class TorchDDP(ExternalReduceStrategy):
-    """``DistributedDataParallel`` sums the gradients while the backward of a rank's last micro-batch runs.
+    """``DistributedDataParallel`` sums the gradients during the backward of a rank's last micro-batch.
 
     Attributes:
-        powersgd: the hook with a memory, if that is the one.
+        powersgd: the PowerSGD hook, if used.
 
     Raises:
         ConfigError: there is only one process.
@@ -218,44 +215,46 @@ class TorchDDP(ExternalReduceStrategy):
         world, hook = mesh.world, options.config.comm_hook
         if world.world_size == 1:
             option = "--reduction ddp" if hook == "none" else f"--comm-hook {hook}"
-            raise ConfigError(f"{option} needs at least two processes; with one, leave it out.")
+            raise ConfigError(f"{option} needs at least two processes. Leave it out for one.")
         plan = ReductionPlan(sum(options.work_split), world.world_size, "allreduce", options.work_split)
         super().__init__(module, mesh, plan, options)
         self._ddp = DistributedDataParallel(
             module,
             device_ids=[world.device] if world.device.type == "cuda" else None,
-            forward_sync_buffers=False,  # the reducer takes their mean
+            forward_sync_buffers=False,  # the reducer averages them
             gradient_as_bucket_view=True,
-            # Its static graph fails an assertion of torch's where a backward is not followed by a sum.
+            # torch's static graph fails an assertion if a backward has no reduction.
             static_graph=options.static_graph and max(options.work_split) == 1,
         )
         self._scale = 1.0
         self.powersgd: PowerSGD | None = None
         if hook != "none":
-            # About means over a rank's samples, by a power of two: sums may be more than fp16 can hold.
+            # Scale by a power of two to about means over a rank's samples, because sums may overflow fp16.
             self._scale = 0.5 ** (options.global_batch_size // world.world_size).bit_length()
         if hook == "powersgd":
             self.powersgd = PowerSGD(module, world, options.config.powersgd_rank, self._scale)
-            # A lambda: DistributedDataParallel wants no annotations that are texts.
+            # A lambda, because DistributedDataParallel rejects annotations that are strings.
             self._ddp.register_comm_hook(self.powersgd, lambda memory, bucket: memory.hook(bucket))
         elif hook != "none":
-            register(self._ddp, world.group, hook)
+            register_half_precision_hook(self._ddp, world.group, hook)
         self.model = compile_model(self._ddp) if options.compile else self._ddp
         self._world = world
 
     def _begin_microbatch(self) -> None:
         super()._begin_microbatch()
-        # Gradients travel with the rank's last micro-batch, as under DDP.no_sync().
+        # Reduce only in the rank's last micro-batch, as with DDP.no_sync().
         self._ddp.require_backward_grad_sync = self._micro_steps_left == 0
 
     def backward(self, loss: torch.Tensor) -> None:
         if self._micro_steps_left == 0:
-            self._world.progress_tracker.begin_collective("all-reduce")  # somewhere in it, DistributedDataParallel does
+            self._world.progress_tracker.begin_collective(
+                "all-reduce"
+            )  # DistributedDataParallel enters it during backward
         with translate_peer_errors():
             super().backward(loss * self._scale)
         if self._micro_steps_left == 0:
             self._world.progress_tracker.end_collective()
 
     def _take_mean(self, gradients: list[torch.Tensor], weight: float) -> None:
-        # DDP divides by the number of ranks; what is wanted is the sum over the summed weights.
+        # DDP divides by the number of ranks instead of the sum of the weights.
         torch._foreach_mul_(gradients, self._world.world_size / (weight * self._scale))

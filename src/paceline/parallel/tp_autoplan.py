@@ -1,4 +1,4 @@
-"""Finds the layers of a model that tensor parallelism can split."""
+"""The automatic plan of tensor parallelism: the layers of a model that can be split."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from torch.nn import functional
 
 from paceline.core.errors import ConfigError, TaskError
 
-# --- Which layers of a model tensor parallelism can split, found by how data flows between them ---
+# --- Pairs of layers, found by the data flow between them ---
 #
-# A linear layer is split by columns, the next one by rows, where all that happens in between treats every
-# feature, or every head, by itself: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
-# Models Using Model Parallelism", 2019. The way of the data is that of ``torch.fx``'s symbolic trace.
+# A linear layer is split by columns and the next one by rows if everything in between treats each feature, or each
+# head, separately: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+# Parallelism", 2019. The data flow is that of ``torch.fx``'s symbolic trace.
 
 
 _ELEMENTWISE_MODULES = (
@@ -50,12 +50,12 @@ _ELEMENTWISE: set[Any] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Layers that are split together: what the first ones compute, the last ones take in.
+    """Layers that are split together: the outputs of the first are the inputs of the last.
 
     Attributes:
         columns: linear layers of which each rank holds some output features.
         rows: linear layers of which each rank holds the weights of those features.
-        units: what must be shared equally: features, or heads.
+        units: number of units to divide equally: features, or heads.
         heads: whether ``units`` counts heads.
     """
 
@@ -70,10 +70,10 @@ class _Split:
     """A value that is split along a dimension, counted from the last (-1).
 
     Attributes:
-        sources: the layers whose outputs it comes from.
-        dim: which one is split.
-        ndim: how many it has, where that is known.
-        width: features in a unit: 1, or those of a head.
+        sources: the layers that computed it.
+        dim: the split dimension.
+        ndim: its number of dimensions, where known.
+        width: features per unit: 1, or those of a head.
     """
 
     sources: frozenset[str]
@@ -83,15 +83,15 @@ class _Split:
 
 
 def pairs(module: nn.Module) -> list[Pair]:
-    """The layers of ``module`` that can be split together, in the model's order.
+    """Return the layers of ``module`` that can be split together, in the model's order.
 
-    What ``torch.fx`` cannot trace is looked at part by part.
+    Parts that ``torch.fx`` cannot trace are searched child by child.
     """
     return [*_pairs(_shadow(module), "")]
 
 
 def _shadow(module: nn.Module) -> nn.Module:
-    """A copy without content: a trace runs the model's code, which may change buffers."""
+    """Copy a module to the meta device, because a trace runs the model's code, which may change buffers."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -103,21 +103,21 @@ def _shadow(module: nn.Module) -> nn.Module:
 
 def _pairs(module: nn.Module, prefix: str) -> list[Pair]:
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        # Their code branches on what is computed, and cannot be traced.
+        # Their code branches on computed values, so it cannot be traced.
         both = tuple(f"{prefix}{name}" for name in ("linear1", "linear2"))
         return [Pair(both[:1], both[1:], module.linear1.out_features)]
     if not any(isinstance(child, nn.Linear) for child in module.modules()):
         return []
     try:
         graph = fx.Tracer().trace(module)
-    except Exception:  # whatever the model's code does that a trace cannot follow
+    except Exception:  # the model's code may raise anything under a trace
         return [
             pair
             for name, child in module.named_children()
             if type(child) is not nn.Linear
             for pair in _pairs(child, f"{prefix}{name}.")
         ]
-    found = [
+    found_pairs = [
         replace(
             pair,
             columns=tuple(prefix + name for name in pair.columns),
@@ -126,16 +126,16 @@ def _pairs(module: nn.Module, prefix: str) -> list[Pair]:
         for pair in _Flow(module, graph).pairs()
     ]
     for node in graph.nodes:
-        # What the trace did not look into.
+        # Modules that the trace treated as leaves.
         if node.op == "call_module":
             child = module.get_submodule(node.target)
             if not isinstance(child, nn.Linear):
-                found += _pairs(child, f"{prefix}{node.target}.")
-    return found
+                found_pairs += _pairs(child, f"{prefix}{node.target}.")
+    return found_pairs
 
 
 class _Flow:
-    """Follows what layers compute to where it is used; gives up on those whose use it does not know."""
+    """Follows split values to their uses, and excludes layers with unsupported uses."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
         self._graph = graph
@@ -157,68 +157,68 @@ class _Flow:
             used = {source for split in self._rows.values() for source in split.sources}
             self._unfit |= {source for split in self._values.values() for source in split.sources} - used
             if len(self._unfit) == unfit:
-                return self._grouped()
+                return self._group_pairs()
 
-    def _grouped(self) -> list[Pair]:
+    def _group_pairs(self) -> list[Pair]:
         groups: dict[frozenset[str], list[str]] = {}
         for name, split in self._rows.items():
             groups.setdefault(split.sources, []).append(name)
-        found = []
+        found_pairs = []
         for sources, rows in groups.items():
             columns = tuple(name for name in self._linears if name in sources)
             width = self._rows[rows[0]].width
             features = min(self._linears[name].out_features for name in columns)
-            found.append(Pair(columns, tuple(rows), features // width, heads=width > 1))
-        return found
+            found_pairs.append(Pair(columns, tuple(rows), features // width, heads=width > 1))
+        return found_pairs
 
     def _follow(self) -> None:
         self._rows, self._values = {}, {}
         for node in self._graph.nodes:
-            split = self._through(node)
+            split = self._propagate(node)
             if split is not None:
                 self._values[node] = split
-        # A layer in two groups would have to be split in two ways.
+        # A layer in two groups would need two different splits.
         for split in self._rows.values():
             for other in self._rows.values():
                 if split.sources != other.sources and split.sources & other.sources:
                     self._unfit |= split.sources | other.sources
 
-    def _through(self, node: fx.Node) -> _Split | None:
-        taken = [self._values[value] for value in node.all_input_nodes if value in self._values]
+    def _propagate(self, node: fx.Node) -> _Split | None:
+        inputs = [self._values[value] for value in node.all_input_nodes if value in self._values]
         layer = self._modules.get(node.target) if node.op == "call_module" else None
-        if not taken:
+        if not inputs:
             if layer is not None and node.target in self._linears and node.target not in self._unfit:
                 return _Split(frozenset({str(node.target)}))
             return None
-        split = self._merged(taken)
-        after = None if split is None else self._after(node, layer, split)
+        split = self._merge_inputs(inputs)
+        after = None if split is None else self._split_after(node, layer, split)
         if after is None and not (split is not None and self._ends(node, split)):
-            for one in taken:
+            for one in inputs:
                 self._unfit |= one.sources
         return after
 
     def _ends(self, node: fx.Node, split: _Split) -> bool:
-        """Whether this is the layer that takes in, split by rows, what others computed."""
+        """Return whether this is a linear layer that consumes the split value, by rows."""
         if node.op != "call_module" or node.target not in self._linears or split.dim != -1:
             return False
         self._rows[str(node.target)] = split
         return True
 
-    def _merged(self, taken: Sequence[_Split]) -> _Split | None:
-        first = taken[0]
-        sources = frozenset().union(*(split.sources for split in taken))
-        known = {split.ndim for split in taken if split.ndim is not None}
-        alike = len({(split.dim, split.width) for split in taken}) == 1 and len(known) < 2
-        return replace(first, sources=sources, ndim=max(known, default=None)) if alike else None
+    def _merge_inputs(self, inputs: Sequence[_Split]) -> _Split | None:
+        first = inputs[0]
+        sources = frozenset().union(*(split.sources for split in inputs))
+        known = {split.ndim for split in inputs if split.ndim is not None}
+        is_consistent = len({(split.dim, split.width) for split in inputs}) == 1 and len(known) < 2
+        return replace(first, sources=sources, ndim=max(known, default=None)) if is_consistent else None
 
-    def _after(self, node: fx.Node, layer: nn.Module | None, split: _Split) -> _Split | None:
-        """What becomes of a split value; None where that is not known."""
+    def _split_after(self, node: fx.Node, layer: nn.Module | None, split: _Split) -> _Split | None:
+        """Return the split of a node's output; None if unknown."""
         if layer is not None:
             return split if isinstance(layer, _ELEMENTWISE_MODULES) else None
         if node.op not in ("call_function", "call_method"):
             return None
         if node.target in _ELEMENTWISE:
-            # Other tensors would have to be split too.
+            # All tensor operands must be split.
             return split if all(value in self._values for value in node.all_input_nodes) else None
         if node.target is functional.scaled_dot_product_attention:
             first_three = list(node.args[:3])
@@ -233,7 +233,7 @@ def _all_in(values: Sequence[Any], known: Mapping[fx.Node, _Split]) -> bool:
 
 
 def _arguments(node: fx.Node, names: Sequence[str]) -> list[Any]:
-    """What follows the tensor, by position or by name."""
+    """Return the arguments after the tensor, positional or by name."""
     return [*node.args[1:], *(node.kwargs[name] for name in names if name in node.kwargs)]
 
 
@@ -251,7 +251,7 @@ def _view(node: fx.Node, split: _Split) -> _Split | None:
         sizes = list(sizes[0])
     if split.dim == -1 and split.width == 1:
         return _in_heads(split, tuple(sizes[-2:]), len(sizes))
-    # Heads and their features become features again.
+    # The heads and their features are merged into features.
     if split.dim == -2 and sizes and sizes[-1] == -1 and split.ndim == len(sizes) + 1:
         return replace(split, dim=-1, ndim=len(sizes))
     return None
@@ -289,30 +289,30 @@ _MOVES: dict[str, Callable[[fx.Node, _Split], _Split | None]] = {
 }
 
 
-# --- How a model's layers are split over ranks: as its task says, or as is found ---
+# --- Plans: from the task, or inferred ---
 
 
 Plan = Mapping[str, ParallelStyle]
 
 
 def infer_tp_plan(module: nn.Module, degree: int) -> dict[str, ParallelStyle]:
-    """How the layers of a model can be split: pairs of layers, embeddings, and linear layers by themselves.
+    """Infer a plan for a model: pairs of layers, embeddings, and single linear layers.
 
     Raises:
-        ConfigError: a pair cannot be shared equally, or there is nothing to split.
+        ConfigError: a pair cannot be divided equally, or there is nothing to split.
     """
     plan: dict[str, ParallelStyle] = {}
-    found = pairs(module)
-    for pair in found:
-        _require_divisible(pair, found, degree)
+    found_pairs = pairs(module)
+    for pair in found_pairs:
+        _require_divisible(pair, found_pairs, degree)
         plan |= {name: ColwiseParallel() for name in pair.columns}
         plan |= {name: RowwiseParallel() for name in pair.rows}
     for name, layer in module.named_modules():
-        style = None if name in plan or not name else _alone(layer, degree)
+        style = None if name in plan or not name else _single_layer_style(layer, degree)
         if style is not None:
             plan[name] = style
     for owners in find_tied_parameters(module).values():
-        # What two layers share has to be split in one way.
+        # Parameters shared by layers must be split in one way.
         ways = {_split_dim(module.get_submodule(name), plan.get(name)) for name, _ in owners}
         if len(ways) > 1:
             for name, _ in owners:
@@ -326,7 +326,7 @@ def infer_tp_plan(module: nn.Module, degree: int) -> dict[str, ParallelStyle]:
 
 
 def describe_tp_plan(module: nn.Module, plan: Plan, degree: int) -> str:
-    """What is split, and how, in a line; numbered blocks are named once."""
+    """Describe a plan in one line; numbered blocks are named once."""
     parameters = [parameter for parameter in module.parameters() if not parameter.is_meta]  # of other stages
     split = sum(p.numel() for p in parameters if isinstance(p, DTensor) and any(map(is_shard, p.placements)))
     share = 100 * split / sum(p.numel() for p in parameters)
@@ -345,21 +345,21 @@ def _way(style: ParallelStyle) -> str:
     return "along the sequence" if isinstance(style, SequenceParallel) else type(style).__name__
 
 
-def _require_divisible(pair: Pair, found: Sequence[Pair], degree: int) -> None:
+def _require_divisible(pair: Pair, found_pairs: Sequence[Pair], degree: int) -> None:
     if pair.units % degree == 0:
         return
-    common = math.gcd(*(one.units for one in found))
+    common = math.gcd(*(one.units for one in found_pairs))
     fitting = [number for number in range(1, common + 1) if common % number == 0]
     nearest = min(fitting, key=lambda number: (abs(number - degree), -number))
     unit = "heads" if pair.heads else "features"
     raise ConfigError(
         f"--strategy tp: {degree} processes cannot share the {pair.units} {unit} of {pair.columns[0]!r} "
-        f"equally. The nearest number that can share all layers: {nearest}."
+        f"equally. The nearest number that divides all layers: {nearest}."
     )
 
 
-def _alone(layer: nn.Module, degree: int) -> ParallelStyle | None:
-    """How to split a layer whose input and output stay whole."""
+def _single_layer_style(layer: nn.Module, degree: int) -> ParallelStyle | None:
+    """Return the split of a layer whose input and output stay full."""
     if type(layer) is nn.Linear:
         if layer.out_features % degree == 0:
             return ColwiseParallel(output_layouts=Replicate())
@@ -372,22 +372,22 @@ def _alone(layer: nn.Module, degree: int) -> ParallelStyle | None:
 
 
 def _split_dim(layer: nn.Module, style: ParallelStyle | None) -> int | None:
-    """The dimension of the layer's weight that a found style splits."""
+    """Return the dimension of the layer's weight that an inferred style splits."""
     if style is None:
         return None
     return int(isinstance(style, ColwiseParallel) == isinstance(layer, nn.Embedding))
 
 
 def tp_plan_from_task(given: Plan, module: nn.Module, where: str) -> dict[str, ParallelStyle]:
-    """A task's plan with its patterns written out.
+    """Expand the patterns of a task's plan.
 
     Args:
         given: names or patterns, and styles.
         module: the model.
-        where: what gave the plan, for messages.
+        where: the source of the plan, for messages.
 
     Raises:
-        TaskError: a name fits no module.
+        TaskError: a name matches no module.
     """
     names = [name for name, _ in module.named_modules() if name]
     plan: dict[str, ParallelStyle] = {}
@@ -396,24 +396,24 @@ def tp_plan_from_task(given: Plan, module: nn.Module, where: str) -> dict[str, P
         if not matching:
             close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
             nearest = f" The nearest: {close[0]}." if close else ""
-            raise TaskError(f"{where} names {pattern!r}, and the model has no such module.{nearest}")
+            raise TaskError(f"{where} names {pattern!r}, but the model has no such module.{nearest}")
         plan |= dict.fromkeys(matching, style)
     return plan
 
 
 def require_whole_heads(module: nn.Module, plan: Plan, degree: int) -> None:
-    """Refuse a task's plan under which a rank would hold a part of a head.
+    """Reject a task's plan that would split a head.
 
     Raises:
-        ConfigError: names the nearest number of ranks that can share the heads.
+        ConfigError: gives the nearest number of ranks that works.
     """
-    found = [pair for pair in pairs(module) if pair.heads and plan.keys() & set(pair.columns)]
-    for pair in found:
-        _require_divisible(pair, found, degree)
+    found_pairs = [pair for pair in pairs(module) if pair.heads and plan.keys() & set(pair.columns)]
+    for pair in found_pairs:
+        _require_divisible(pair, found_pairs, degree)
 
 
 def find_tied_parameters(module: nn.Module) -> dict[int, list[tuple[str, str]]]:
-    """The parameters that several modules share: for each, the modules' names and what they call it."""
+    """Return the parameters shared by several modules, each with the modules' names and its names in them."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, owner in module.named_modules():
         for own, parameter in owner.named_parameters(recurse=False):
@@ -422,10 +422,10 @@ def find_tied_parameters(module: nn.Module) -> dict[int, list[tuple[str, str]]]:
 
 
 def require_equal_parts(module: nn.Module, degree: int) -> None:
-    """Refuse a plan under which ranks would hold parts of different sizes.
+    """Reject a plan that gives ranks parts of different sizes.
 
     Raises:
-        ConfigError: names the nearest number of ranks that can share the layer.
+        ConfigError: gives the nearest number of ranks that works.
     """
     for name, parameter in module.named_parameters():
         for placement in getattr(parameter, "placements", ()):
@@ -440,5 +440,5 @@ def require_equal_parts(module: nn.Module, degree: int) -> None:
 
 
 def is_shard(placement: Any) -> bool:
-    """Whether ranks hold different parts along a dimension."""
+    """Return whether a placement shards along a dimension."""
     return isinstance(placement, Shard)

@@ -1,4 +1,4 @@
-"""How partial sums get from rank to rank: through shared memory, or by messages of a process group."""
+"""Transports of partial sums between ranks: shared memory, or messages of a process group."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from paceline.core.errors import PeerLostError
 from paceline.parallel.reduction_tree import Combine, ReductionPlan
 from paceline.parallel.world import World, translate_peer_errors
 
-# --- How the ranks' partial sums meet: what every transport offers, and the one for a single process ---
+# --- The interface, and the transport of a single process ---
 #
-# A transport owns the gradient buffers, because shared memory must be allocated by whoever shares
-# it. There is one flat buffer, a *lane*, for each dtype; a *slot* is one set of lanes, and holds
-# the sum of one node of the :class:`~paceline.parallel.reduction_tree.ReductionPlan`.
+# A transport owns the gradient buffers, because it must allocate shared memory. A gradient buffer has one flat buffer
+# for each dtype, and holds the sum of one node of the :class:`~paceline.parallel.reduction_tree.ReductionPlan`.
 
 
 GradBuffer = dict[torch.dtype, torch.Tensor]
@@ -30,7 +29,7 @@ GradBuffer = dict[torch.dtype, torch.Tensor]
 
 @dataclass(frozen=True)
 class Bucket:
-    """A stretch of one lane that is sent as soon as all its gradients are there."""
+    """A slice of one flat buffer, sent as soon as all its gradients are ready."""
 
     dtype: torch.dtype
     start: int
@@ -38,39 +37,40 @@ class Bucket:
 
 
 class Transport(Protocol):
-    """Adds up the slots of all ranks, step after step."""
+    """Adds the gradient buffers of all ranks, step after step."""
 
     grad_buffers: list[GradBuffer]
-    """This rank's buffers; after :meth:`reduce` slot 0 holds the total."""
+    """This rank's buffers; after :meth:`reduce` buffer 0 holds the total."""
     overlaps: bool
-    """Whether :meth:`launch` sends while backward still runs."""
+    """Whether :meth:`launch` may send while backward runs."""
 
     def launch(self, bucket: int) -> None:
-        """Send one bucket; called in the same order on every rank, at most once a step."""
+        """Send one bucket; called in the same order on every rank, at most once per step."""
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
-        """Give every rank every rank's header (float64); also says that the slots are complete."""
+        """Return every rank's header (float64); called when the gradient buffers are complete."""
 
     def reduce(self, combine: Combine) -> None:
-        """Add up all nodes as ``combine`` says; the total is in every rank's slot 0."""
+        """Add all nodes as ``combine`` says; the total is in every rank's buffer 0."""
 
     def close(self) -> None:
         """Free the buffers."""
+        ...
 
 
 class LocalTransport:
-    """One process holds all nodes; nothing is sent."""
+    """The transport of a single process, without communication."""
 
     overlaps = False
 
-    def __init__(self, slots: int, lanes: Mapping[torch.dtype, int], device: torch.device) -> None:
+    def __init__(self, num_buffers: int, flat_buffers: Mapping[torch.dtype, int], device: torch.device) -> None:
         self.grad_buffers: list[GradBuffer] = [
-            {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in lanes.items()}
-            for _ in range(slots)
+            {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in flat_buffers.items()}
+            for _ in range(num_buffers)
         ]
 
     def launch(self, bucket: int) -> None:
-        raise AssertionError("a single process has nobody to send to")
+        raise AssertionError("a single process sends nothing")
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
         return [header]
@@ -79,44 +79,43 @@ class LocalTransport:
         for into, other in combine.additions:
             add_grad_buffer(self.grad_buffers[into], self.grad_buffers[other])
         if combine.root != 0:
-            for dtype, lane in self.grad_buffers[0].items():
-                lane.copy_(self.grad_buffers[combine.root][dtype])
+            for dtype, flat_buffer in self.grad_buffers[0].items():
+                flat_buffer.copy_(self.grad_buffers[combine.root][dtype])
 
     def close(self) -> None:
         self.grad_buffers.clear()
 
 
 def add_grad_buffer(into: GradBuffer, other: GradBuffer) -> None:
-    """Add every lane of ``other`` to ``into``."""
-    for dtype, lane in into.items():
-        lane.add_(other[dtype])
+    """Add every flat buffer of ``other`` to ``into``."""
+    for dtype, flat_buffer in into.items():
+        flat_buffer.add_(other[dtype])
 
 
 # --- The transport over a process group (gloo or NCCL): several hosts, or GPUs ---
 #
-# Each rank that has micro-batches owns one chunk of every bucket; the chunks are equal, whatever the shares, for
-# a slow processor need not have a slow network. While backward still runs, the others send it their
-# nodes' parts of that chunk; it adds them up in the order of the tree and sends the total back to
-# everybody. Where each rank's micro-batches are one node, the volume is that of a ring all-reduce. A spare
-# only receives.
+# Each rank with micro-batches owns one chunk of every bucket; the chunks are equal, whatever the work split, because a
+# slow processor need not have a slow network. While backward runs, the other ranks send their nodes' parts of the chunk
+# to its owner, which adds them in the order of the tree and sends the total to all ranks. If each rank's micro-batches
+# are one node, the volume is that of a ring all-reduce. A spare only receives.
 
 
 @dataclass
 class _Sending:
-    """One bucket on its way: receipts of the others' parts of this rank's chunk, by node number."""
+    """One bucket in flight: the requests, and all nodes' parts of this rank's chunk, by node number."""
 
     works: list[dist.Work]
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class GroupTransport:
-    """Sums the slots of all ranks by point-to-point messages (``exact``) or all-reduce (``allreduce``).
+    """Sums the gradient buffers of all ranks by point-to-point messages (``exact``) or all-reduce (``allreduce``).
 
     Args:
-        world: the ranks; all of them construct the transport together.
-        plan: who sums what.
-        lanes: elements of each dtype's lane, the same on every rank.
-        buckets: stretches of the lanes, which together cover them.
+        world: the ranks; the construction is a collective.
+        plan: the work split and the tree.
+        lanes: elements of each dtype's flat buffer, the same on every rank.
+        buckets: slices that together cover the flat buffers.
 
     Raises:
         PeerLostError: (from the methods) a connection broke.
@@ -130,7 +129,7 @@ class GroupTransport:
         self._world = world
         self._plan = plan
         self._buckets = buckets
-        self._nodes = [(rank, slot) for rank, nodes in enumerate(plan.subtrees) for slot in range(len(nodes))]
+        self._nodes = [(rank, index) for rank, nodes in enumerate(plan.subtrees) for index in range(len(nodes))]
         self.grad_buffers: list[GradBuffer] = [
             {dtype: torch.zeros(numel, dtype=dtype, device=world.device) for dtype, numel in lanes.items()}
             for _ in range(plan.grad_buffers[world.rank])
@@ -166,13 +165,13 @@ class GroupTransport:
         return _Sending([work])
 
     def _scatter(self, bucket: int) -> _Sending:
-        """Send each owner this rank's parts of its chunk, and receive the others' parts of ours."""
+        """Send each owner this rank's parts of its chunk, and receive the other ranks' parts of this rank's."""
         rank = self._world.rank
         own = self._chunk(bucket, rank)
         sends, receives, parts = [], [], {}
-        for number, (holder, slot) in enumerate(self._nodes):
+        for number, (holder, index) in enumerate(self._nodes):
             if holder == rank:
-                part = self._part(slot, bucket)
+                part = self._part(index, bucket)
                 parts[number] = part[own]
                 sends += [
                     (part[self._chunk(bucket, owner)], owner, number) for owner in self._plan.active if owner != rank
@@ -183,15 +182,15 @@ class GroupTransport:
         return _Sending(self._send_and_receive(sends, receives), parts)
 
     def _gather(self, bucket: int, total: torch.Tensor) -> list[dist.Work]:
-        """Send this rank's finished chunk to everybody, and receive theirs into slot 0."""
+        """Send this rank's finished chunk to all ranks, and receive theirs into buffer 0."""
         rank, number = self._world.rank, len(self._nodes)
         result = self._part(0, bucket)
         own = result[self._chunk(bucket, rank)]
         if own.data_ptr() != total.data_ptr():
             own.copy_(total)
-        everybody, owners = range(self._world.world_size), self._plan.active
+        all_ranks, owners = range(self._world.world_size), self._plan.active
         return self._send_and_receive(
-            [(own, peer, number) for peer in everybody if peer != rank],
+            [(own, peer, number) for peer in all_ranks if peer != rank],
             [(result[self._chunk(bucket, peer)], peer, number) for peer in owners if peer != rank],
         )
 
@@ -201,7 +200,7 @@ class GroupTransport:
         receives: Sequence[tuple[torch.Tensor, int, int]],
     ) -> list[dist.Work]:
         group = self._world.group
-        # Both ends skip empty chunks alike. The tag (a node's number) tells a peer's messages apart.
+        # Both ends skip empty chunks alike. The tag (a node's number) identifies a peer's messages.
         operations = [
             dist.P2POp(operation, tensor, group=group, tag=tag, group_peer=peer)
             for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
@@ -211,21 +210,21 @@ class GroupTransport:
         with translate_peer_errors():
             return list(dist.batch_isend_irecv(operations)) if operations else []
 
-    def _part(self, slot: int, bucket: int) -> torch.Tensor:
-        where = self._buckets[bucket]
-        return self.grad_buffers[slot][where.dtype][where.start : where.stop]
+    def _part(self, index: int, bucket: int) -> torch.Tensor:
+        place = self._buckets[bucket]
+        return self.grad_buffers[index][place.dtype][place.start : place.stop]
 
     def _chunk(self, bucket: int, rank: int) -> slice:
-        """What ``rank`` adds up; nothing where it is a spare."""
-        where, owners = self._buckets[bucket], self._plan.active
+        """Return the slice that ``rank`` adds; empty for a spare."""
+        place, owners = self._buckets[bucket], self._plan.active
         if rank not in owners:
             return slice(0, 0)
-        numel, position = where.stop - where.start, owners.index(rank)
+        numel, position = place.stop - place.start, owners.index(rank)
         return slice(position * numel // len(owners), (position + 1) * numel // len(owners))
 
 
 def gather_headers(world: World, header: Sequence[float]) -> list[Sequence[float]]:
-    """Every rank's header, by rank; all ranks call this together.
+    """Return every rank's header, by rank; a collective.
 
     Raises:
         PeerLostError: a rank is gone.
@@ -242,18 +241,17 @@ def _wait(works: Sequence[dist.Work]) -> None:
         work.wait()
 
 
-# --- The transport between CPU ranks of one host: every rank's slots lie in one shared mapping ---
+# --- The transport between CPU ranks of one host: all gradient buffers are in one shared mapping ---
 #
-# Autograd accumulates straight into the mapping, so nothing is copied to send it. A step takes two
-# barriers. Between them rank r alone touches chunk r of every slot of every rank: it adds the nodes
-# up, in the order of the tree, and writes the total into chunk r of each rank's slot 0. Chunks are as
-# large as the ranks' shares.
+# Autograd accumulates directly into the mapping, so no copy is needed. A step takes two barriers. Between them only
+# rank r touches chunk r of every gradient buffer of every rank: it adds the nodes in the order of the tree, and writes
+# the total into chunk r of each rank's buffer 0. Chunk sizes follow the work split.
 #
-# Nobody waits for a spare, which has no chunk: it arrives at both barriers at once, and reads what the
-# others made while they are busy with the next step. So headers are kept for two steps.
+# A spare has no chunk, so no rank waits for it: it arrives at both barriers at once, and reads the results while the
+# other ranks run the next step. Headers are therefore kept for two steps.
 #
-# The barriers spin on counters, and yield. That needs stores to become visible in program order
-# (x86-64's total store order); elsewhere the group transport is used.
+# The barriers spin on counters, and yield. That requires stores to become visible in program order (x86-64's total
+# store order); other architectures use the group transport.
 
 
 _CACHE_LINE = 64
@@ -265,18 +263,18 @@ _SLEEP_S = 100e-6
 
 
 def supported(world: World) -> bool:
-    """Whether the ranks of ``world`` can share memory through this transport."""
+    """Return whether the ranks of ``world`` can share memory through this transport."""
     return world.one_host and world.device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
 
 
 class SharedMemoryTransport:
-    """Sums the slots of all ranks of one host in place.
+    """Sums the gradient buffers of all ranks of one host in place.
 
     Args:
-        world: the ranks; all of them construct the transport together.
-        plan: who sums what.
-        lanes: elements of each dtype's lane, the same on every rank.
-        header_length: float64 numbers in a header.
+        world: the ranks; the construction is a collective.
+        plan: the work split and the tree.
+        lanes: elements of each dtype's flat buffer, the same on every rank.
+        header_length: number of float64 values of a header.
         timeout_s: how long a rank may keep the others waiting.
 
     Raises:
@@ -295,12 +293,12 @@ class SharedMemoryTransport:
         timeout_s: float,
     ) -> None:
         self._rank = world.rank
-        lane_bytes = {dtype: _round_up(numel * dtype.itemsize) for dtype, numel in lanes.items()}
-        slot_bytes = sum(lane_bytes.values())
+        flat_buffer_bytes = {dtype: _round_up(numel * dtype.itemsize) for dtype, numel in lanes.items()}
+        grad_buffer_bytes = sum(flat_buffer_bytes.values())
         header_bytes = _round_up(header_length * 8)
         headers_at = world.world_size * _CACHE_LINE
-        slots_at = headers_at + 2 * world.world_size * header_bytes
-        memory = map_shared(world, slots_at + sum(plan.grad_buffers) * slot_bytes)
+        buffers_at = headers_at + 2 * world.world_size * header_bytes
+        memory = map_shared(world, buffers_at + sum(plan.grad_buffers) * grad_buffer_bytes)
 
         words = memoryview(memory)
         arrivals = words[:headers_at].cast("q")[:: _CACHE_LINE // 8]
@@ -308,36 +306,38 @@ class SharedMemoryTransport:
             words[headers_at + r * header_bytes :][: header_length * 8].cast("d") for r in range(2 * world.world_size)
         ]
         self._headers, self._next_headers = headers[: world.world_size], headers[world.world_size :]
-        all_slots: list[list[GradBuffer]] = []
-        offset = slots_at
-        for slots_of_rank in plan.grad_buffers:
-            all_slots.append([])
-            for _ in range(slots_of_rank):
-                slot: GradBuffer = {}
+        all_buffers: list[list[GradBuffer]] = []
+        offset = buffers_at
+        for num_buffers in plan.grad_buffers:
+            all_buffers.append([])
+            for _ in range(num_buffers):
+                grad_buffer: GradBuffer = {}
                 for dtype, numel in lanes.items():
-                    slot[dtype] = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
-                    offset += lane_bytes[dtype]
-                all_slots[-1].append(slot)
-        self.grad_buffers = all_slots[self._rank]
+                    grad_buffer[dtype] = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+                    offset += flat_buffer_bytes[dtype]
+                all_buffers[-1].append(grad_buffer)
+        self.grad_buffers = all_buffers[self._rank]
 
         first = plan.first_microbatches[self._rank]
         microbatches = range(first, first + plan.work_split[self._rank])
         self._is_spare = not microbatches
         chunks = {dtype: _chunk(numel, microbatches, plan.num_microbatches) for dtype, numel in lanes.items()}
-        mine = {dtype: chunk for dtype, chunk in chunks.items() if chunk.stop > chunk.start}
+        own_chunks = {dtype: chunk for dtype, chunk in chunks.items() if chunk.stop > chunk.start}
         self._node_chunks = [
-            [slots[position][dtype][chunk] for dtype, chunk in mine.items()]
-            for slots, nodes in zip(all_slots, plan.subtrees, strict=True)
+            [buffers[position][dtype][chunk] for dtype, chunk in own_chunks.items()]
+            for buffers, nodes in zip(all_buffers, plan.subtrees, strict=True)
             for position in range(len(nodes))
         ]
-        self._result_chunks = [[slots[0][dtype][chunk] for dtype, chunk in mine.items()] for slots in all_slots]
+        self._result_chunks = [
+            [buffers[0][dtype][chunk] for dtype, chunk in own_chunks.items()] for buffers in all_buffers
+        ]
         self._barrier = _SpinBarrier(
             arrivals,
             self._rank,
             world.all_gather_object(os.getpid()),
             timeout_s,
             world.is_broken,
-            at_leisure=self._is_spare,
+            yields_at_once=self._is_spare,
         )
 
     def launch(self, bucket: int) -> None:
@@ -364,7 +364,7 @@ class SharedMemoryTransport:
         self._barrier.wait()
 
     def close(self) -> None:
-        # Tensors may still view the mapping (as gradients); it is unmapped when the last one goes.
+        # Tensors may still view the mapping (as gradients); it is unmapped with the last one.
         self._barrier.close()
         for views in (
             self.grad_buffers,
@@ -377,7 +377,7 @@ class SharedMemoryTransport:
 
 
 class _SpinBarrier:
-    """All ranks of one host meet; counters only ever rise, so a barrier needs no reset."""
+    """A barrier of all ranks of one host; counters only rise, so it needs no reset."""
 
     def __init__(
         self,
@@ -385,23 +385,23 @@ class _SpinBarrier:
         rank: int,
         pids: Sequence[int],
         timeout_s: float,
-        abandoned: Callable[[], bool],
+        is_broken: Callable[[], bool],
         *,
-        at_leisure: bool,
+        yields_at_once: bool,
     ) -> None:
         self._arrivals = arrivals
         self._rank = rank
-        self._abandoned = abandoned
+        self._is_broken = is_broken
         self._peers = [peer for peer in range(len(pids)) if peer != rank]
         self._timeout_s = timeout_s
-        # Whom nobody waits for leaves the processor to the others at once.
-        self._spins, self._yields = (0, 0) if at_leisure else (_SPINS_BEFORE_YIELD, _YIELDS_BEFORE_SLEEP)
+        # A spare, for which no rank waits, yields the processor at once.
+        self._spins, self._yields = (0, 0) if yields_at_once else (_SPINS_BEFORE_YIELD, _YIELDS_BEFORE_SLEEP)
         self._count = 0
         self._exits = select.poll()
         self._rank_of_descriptor: dict[int, int] = {}
         for peer in self._peers:
-            # Readable once the process has ended. Where a sandbox forbids it, only the time-out
-            # notices a death.
+            # Readable once the process has ended. If a sandbox forbids it, only the timeout
+            # detects a death.
             try:
                 descriptor = os.pidfd_open(pids[peer])
             except ProcessLookupError:
@@ -412,10 +412,10 @@ class _SpinBarrier:
             self._exits.register(descriptor, select.POLLIN)
 
     def wait(self, *, also_next: bool = False) -> None:
-        """Wait for all.
+        """Wait for all ranks.
 
         Args:
-            also_next: arrive at the next barrier, too, so that nobody waits for this rank there.
+            also_next: arrive at the next barrier too, so that no rank waits for this one there.
         """
         self._count = count = self._count + 1
         arrivals = self._arrivals
@@ -446,10 +446,10 @@ class _SpinBarrier:
     def _check(self, peer: int, count: int, deadline: float) -> None:
         for descriptor, _ in self._exits.poll(0):
             lost = self._rank_of_descriptor[descriptor]
-            # A peer that arrived here before it ended has done its part.
+            # A peer that arrived before it ended has done its part.
             if self._arrivals[lost] < count:
                 raise PeerLostError(f"rank {lost} ended while rank {self._rank} waited for it", lost)
-        if self._abandoned():
+        if self._is_broken():
             raise PeerLostError(f"a rank was lost while rank {self._rank} waited for rank {peer}")
         if time.monotonic() > deadline:
             raise PeerLostError(f"rank {peer} kept rank {self._rank} waiting for more than {self._timeout_s:g} s", peer)
@@ -466,7 +466,7 @@ def _round_up(nbytes: int) -> int:
 
 
 def _chunk(numel: int, microbatches: range, num_microbatches: int) -> slice:
-    """A rank's part of a lane, cut at multiples of 16 elements so that no cache line has two writers."""
+    """Return a rank's part of a flat buffer, at multiples of 16 elements so that no cache line has two writers."""
     blocks = -(-numel // 16)
     start, stop = (
         microbatches.start * blocks // num_microbatches * 16,
@@ -476,34 +476,34 @@ def _chunk(numel: int, microbatches: range, num_microbatches: int) -> slice:
 
 
 def map_shared(world: World, nbytes: int) -> mmap.mmap:
-    """Map the same fresh memory, all zeros, in every rank; all ranks call this together.
+    """Map the same zeroed memory in every rank; a collective.
 
-    The file has no name, so that nothing stays behind whenever a rank is killed, and lies in no file
-    system, whose limit (64 MiB in many containers' /dev/shm) would be ours.
+    The file has no name, so that nothing remains when a rank is killed, and is in no file system, whose limit (64 MiB
+    in many containers' /dev/shm) would apply.
 
     Raises:
-        OSError: there is too little; raised on every rank.
+        OSError: there is too little memory; raised on every rank.
     """
     memory: mmap.mmap | None = None
-    descriptor, place, failure = -1, "", ""
+    descriptor, path, failure = -1, "", ""
     try:
         if world.rank == 0:
             try:
                 descriptor = os.memfd_create("paceline")
-                # Reserve the pages now: touching one that cannot be had kills with SIGBUS.
+                # Reserve the pages now, because touching an unavailable one kills with SIGBUS.
                 os.posix_fallocate(descriptor, 0, nbytes)
                 memory = mmap.mmap(descriptor, nbytes)
-                place = f"/proc/{os.getpid()}/fd/{descriptor}"
+                path = f"/proc/{os.getpid()}/fd/{descriptor}"
             except OSError as error:
                 failure = _too_little(nbytes, error)
-        place, failure = world.broadcast_object([place, failure])
+        path, failure = world.broadcast_object([path, failure])
         if not failure and world.rank != 0:
             try:
-                descriptor = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 memory = mmap.mmap(descriptor, nbytes)
             except OSError as error:
                 failure = _too_little(nbytes, error)
-        # Also says that everybody has opened it.
+        # Also waits until all ranks have opened it.
         failures = [text for text in world.all_gather_object(failure) if text]
     finally:
         if descriptor >= 0:

@@ -1,4 +1,4 @@
-"""The group of ranks that train together, and the mesh of its dimensions."""
+"""The group of ranks that train together, and its mesh."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# --- The processes of a run, joined: the process group, and small messages between all ranks ---
+# --- The process group, and small messages between all ranks ---
 
 
-# Its functions have the default group as default arguments. Imported later (torch.optim does), while
-# there is a group, it would keep that group and its threads alive for ever, and these can abort the
-# interpreter's exit.
+# Its functions have the default group as default arguments. A later import (torch.optim does one) while
+# there is a group would keep that group and its threads alive, which can abort the interpreter's exit.
 
 
 _LOST_PEER = re.compile(
@@ -50,32 +49,32 @@ _LOST_PEER = re.compile(
 
 @contextmanager
 def translate_peer_errors() -> Iterator[None]:
-    """Turn what torch.distributed raises when a peer is gone into a :class:`PeerLostError`."""
+    """Turn torch.distributed's errors for a lost peer into a :class:`PeerLostError`."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or _LOST_PEER.search(str(error)):
-            # Without the source file in front and the advice behind.
+            # Strip the source location in front and the advice behind.
             cause = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).partition(". This is typically")[0]
-            raise PeerLostError(f"another rank went away: {cause}") from error
+            raise PeerLostError(f"another rank is gone: {cause}") from error
         raise
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks of a run and the group that joins them.
+    """The ranks of a run and their process group.
 
     Attributes:
         device: this rank's.
-        backend: ``"gloo"`` or ``"nccl"``: what reduces tensors on ``device``.
-        generation: rank 0's, the same everywhere.
-        one_host: all ranks run under one kernel and share network, IPC and process numbers.
-        abandoned: whether it is known from elsewhere that a rank is gone; may be asked at any time.
-        computing: ranks 0 to ``computing`` - 1 share the work; the others are spares, which hold the
-            same state at every step. None: all compute.
-        subgroup: what finds the group where these ranks are only some of all; None: they are all.
-        activity: what this rank is doing; every exchange between the ranks is entered there.
-        ending: closed just before the group is destroyed, for what would keep a group otherwise.
+        backend: ``"gloo"`` or ``"nccl"``, for tensors on ``device``.
+        generation: rank 0's, equal on all ranks.
+        one_host: whether all ranks share a kernel, its network, IPC and process ids.
+        is_broken: whether another source knows that a rank is gone; may be called at any time.
+        active: ranks 0 to ``active`` - 1 share the work; the others are spares, with the same state at every step.
+            None: all.
+        subgroup: returns the group if these ranks are a subset; None: they are all.
+        progress_tracker: this rank's progress; every collective is reported there.
+        cleanup: closed just before the group is destroyed, to drop references to it.
     """
 
     rank: int
@@ -94,19 +93,19 @@ class World:
 
     @property
     def num_active(self) -> int:
-        """How many ranks share the work."""
+        """The number of ranks that share the work."""
         return self.world_size if self.active is None else self.active
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """For tensors on the CPU and on ``device``; None in a world of one."""
-        # Not kept: a group that outlives its destruction can abort the interpreter's exit.
+        """The group for tensors on the CPU and on ``device``; None in a world of one."""
+        # Not stored, because a group that outlives its destruction can abort the interpreter's exit.
         if self.world_size == 1:
             return None
         return dist.group.WORLD if self.subgroup is None else self.subgroup()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (JSON types), by rank.
+        """Return every rank's ``value`` (JSON types), by rank.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -124,7 +123,7 @@ class World:
         return [json.loads(bytes(g[: int(size)].numpy())) for g, size in zip(gathered, sizes, strict=True)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The ``value`` (JSON types) of rank ``source``; the other ranks' is ignored.
+        """Return the ``value`` (JSON types) of rank ``source``; other ranks' values are ignored.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -142,7 +141,7 @@ class World:
         return json.loads(bytes(message.numpy()))
 
     def broadcast_module(self, module: nn.Module, source: int = 0) -> None:
-        """Give every rank the parameters and buffers of rank ``source``; not those that are distributed.
+        """Broadcast the parameters and buffers of rank ``source``, without distributed ones.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -151,17 +150,17 @@ class World:
             with torch.no_grad(), self._exchange("broadcast"):
                 for tensor in (*module.parameters(), *module.buffers()):
                     if is_distributed(tensor):
-                        continue  # what it was laid out from was the same on all ranks
+                        continue  # it was distributed from equal values on all ranks
                     dist.broadcast(tensor, group_src=source, group=self.group)
 
     def barrier(self) -> None:
-        """Return once every rank is here.
+        """Wait for every rank.
 
         Raises:
             PeerLostError: a rank is gone.
         """
         if self.group is not None:
-            # Not dist.barrier(): that one synchronises the GPU.
+            # Not dist.barrier(), which synchronises the GPU.
             with self._exchange("barrier"):
                 dist.all_reduce(torch.zeros(1), group=self.group)
 
@@ -185,25 +184,25 @@ def open_world(
     comm_debug: bool = False,
     generation: int = 0,
 ) -> Iterator[World]:
-    """Join the ranks of a job, and part from them at exit. One process alone needs no group.
+    """Join the ranks of a job, and leave them on exit. A single process needs no group.
 
     Args:
-        environment: who we are, from :func:`detect_environment`.
-        device: ``auto`` is a GPU where there is one. Local rank n takes GPU n.
-        backend: of the tensors on ``device``; ``auto`` is NCCL on a GPU. CPU tensors always use gloo.
-        interface: network interface of gloo and NCCL; default: loopback where all ranks share a machine.
-        init_timeout_s: how long to wait for all ranks to appear.
-        collective_timeout_s: how long a collective may take before it is an error.
+        environment: this process's rank, from :func:`detect_environment`.
+        device: ``auto`` is a GPU if available. Local rank n takes GPU n.
+        backend: for tensors on ``device``; ``auto`` is NCCL on a GPU. CPU tensors always use gloo.
+        interface: network interface of gloo and NCCL; default: loopback if all ranks share a node.
+        init_timeout_s: how long to wait for all ranks.
+        collective_timeout_s: time limit of a collective.
         comm_debug: verbose logs of NCCL and torch.distributed.
-        generation: of rank 0 only; every rank's ``World.generation`` is that.
+        generation: on rank 0 only; it becomes every rank's ``World.generation``.
 
     Raises:
         ConfigError: the device, backend, interface or address cannot work.
-        PeerLostError: some ranks did not appear; the message names them.
+        PeerLostError: some ranks did not appear; names them.
     """
     if dist.is_initialized():
         raise ConfigError(
-            "torch.distributed is already initialised in this process. Let Paceline do it: remove init_process_group()."
+            "torch.distributed is already initialised in this process. Remove init_process_group(); Paceline calls it."
         )
     chosen = _choose_device(environment, device)
     if backend == "nccl" and chosen.type != "cuda":
@@ -232,7 +231,7 @@ def open_world(
         if device_backend == "nccl":
             _check_one_gpu_a_rank(meeting.members)
         one_host = all(m["host"] == member["host"] for m in meeting.members)
-        with _communication_variables(interface, one_host, comm_debug):
+        with _set_communication_variables(interface, one_host, comm_debug):
             try:
                 with translate_peer_errors():
                     dist.init_process_group(
@@ -244,17 +243,17 @@ def open_world(
                     )
                 yield replace(world, generation=meeting.generation, one_host=one_host)
             finally:
-                # Also after an error, and at once: the neighbours' pending waits end with it.
+                # Also after an error, and at once, because it ends the neighbours' pending waits.
                 world.cleanup.close()
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
 
 def collect_at_exit() -> None:
-    """Have groups that only cycles hold (those of FSDP's modules) end before the interpreter does.
+    """Collect groups in reference cycles (those of FSDP's modules) before the interpreter exits.
 
-    Gloo's threads let go of the last tensors some time after an exchange, and abort a process that no longer
-    runs Python then.
+    Gloo's threads free the last tensors some time after an exchange, and abort a process whose interpreter has ended by
+    then.
     """
     atexit.unregister(gc.collect)
     atexit.register(gc.collect)
@@ -263,14 +262,14 @@ def collect_at_exit() -> None:
 def _choose_device(environment: Environment, wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     count = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" and count == 0:
-        raise ConfigError("--device cuda: torch sees no GPU here. Use --device cpu or auto.")
+        raise ConfigError("--device cuda: torch sees no GPU on this node. Use --device cpu or auto.")
     if count == 0:
         return torch.device("cpu")
-    # A launcher may show each rank only its own GPU (Slurm's --gpus-per-task): then that is number 0.
+    # A launcher may expose only one GPU to each rank (Slurm's --gpus-per-task); its index is 0.
     index = 0 if count == 1 else environment.local_rank
     if index >= count:
         raise ConfigError(
-            f"{environment.local_world_size} processes on this machine, but only {count} GPUs. "
+            f"{environment.local_world_size} processes on this node, but only {count} GPUs. "
             f"Use --nproc {count}, or --device cpu."
         )
     chosen = torch.device("cuda", index)
@@ -279,7 +278,7 @@ def _choose_device(environment: Environment, wanted: Literal["auto", "cpu", "cud
 
 
 def _check_one_gpu_a_rank(members: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse two ranks on one GPU: NCCL cannot, and hangs or fails much later."""
+    """Reject two ranks on one GPU, with which NCCL hangs or fails much later."""
     first: dict[str, int] = {}
     for rank, member in enumerate(members):
         gpu = member["gpu"]
@@ -295,15 +294,15 @@ def _gpu_identity(device: torch.device) -> str | None:
 
 
 def _host_identity() -> list[str | int]:
-    """Equal for two processes exactly if they share a kernel, its network and its shared memory."""
+    """Return an identity that two processes share exactly if they share a kernel, its network and shared memory."""
     identity: list[str | int] = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
     identity += [os.readlink(f"/proc/self/ns/{namespace}") for namespace in ("net", "ipc", "pid")]
     return identity
 
 
 @contextmanager
-def _communication_variables(interface: str | None, one_host: bool, comm_debug: bool) -> Iterator[None]:
-    """Set the variables that gloo and NCCL read, and put them back at exit."""
+def _set_communication_variables(interface: str | None, one_host: bool, comm_debug: bool) -> Iterator[None]:
+    """Set the variables of gloo and NCCL, and restore them on exit."""
     values: dict[str, str] = {}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if interface is not None:
@@ -320,20 +319,20 @@ def _communication_variables(interface: str | None, one_host: bool, comm_debug: 
         set_debug_level_from_env()
 
 
-# --- The ranks as a grid: who of them share the data, and who of them make up one copy of the model ---
+# --- The mesh: ranks that share the data, and ranks that form a model replica ---
 
 
 class ParallelDims:
-    """The ranks of a world, laid out along named axes.
+    """The ranks of a world along named axes.
 
     Attributes:
         world: all ranks.
-        data: this rank and those with the same place in their copies of the model, who share the micro-batches.
-        device_mesh: of all axes; None where all ranks only share the data.
+        data: this rank and those at the same place in their model replicas, which share the micro-batches.
+        device_mesh: of all axes; None if all ranks only share the data.
 
     Args:
-        world: the ranks; all of them make the mesh together.
-        axes: the size of each axis, outermost first, whose product is the number of ranks.
+        world: the ranks; the construction is a collective.
+        axes: the size of each axis, outermost first, with the world size as product.
     """
 
     def __init__(self, world: World, axes: Mapping[str, int]) -> None:
@@ -346,26 +345,26 @@ class ParallelDims:
 
         with translate_peer_errors():
             self.device_mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=self._axes)
-        # DTensor's caches keep every mesh for ever, and it the groups, though it finds them by their names.
+        # DTensor's caches keep every mesh for ever, and a mesh keeps its groups, which it could find by name.
         world.cleanup.callback(self.device_mesh._pg_registry.clear)
         if not set(axes) <= set(DATA_AXES):
             self.data = self.submesh(DATA_AXES)
 
     def submesh(self, names: Sequence[str]) -> World:
-        """This rank and those that differ from it only along these axes, as a world of their own."""
-        there = tuple(name for name in self._axes if name in names)
-        if not there:
+        """Return this rank and those that differ from it only along these axes, as a world."""
+        selected = tuple(name for name in self._axes if name in names)
+        if not selected:
             return _part(self.world, 0, 1, None)
         assert self.device_mesh is not None
-        mesh = self.device_mesh[there]
-        if len(there) > 1:
+        mesh = self.device_mesh[selected]
+        if len(selected) > 1:
             with translate_peer_errors():
-                mesh = mesh._flatten("_".join(there))
+                mesh = mesh._flatten("_".join(selected))
         return _part(self.world, mesh.get_local_rank(), mesh.size(), mesh)
 
     @property
     def single_rank(self) -> ParallelDims:
-        """This rank by itself."""
+        """This rank alone."""
         return ParallelDims(_part(self.world, 0, 1, None), {})
 
     @property
@@ -375,19 +374,21 @@ class ParallelDims:
 
     @property
     def is_replica_leader(self) -> bool:
-        """Whether this rank speaks for its copy of the model: one rank of each copy does."""
+        """Whether this rank represents its model replica."""
         return self.is_first_along(DATA_AXES)
 
     def is_first_along(self, names: Sequence[str]) -> bool:
-        """Whether this rank is the first one along all axes but these."""
+        """Return whether this rank is the first along all axes but these."""
         if self.device_mesh is None:
             return set(self._axes) <= set(names) or self.world.rank == 0
         coordinate = self.device_mesh.get_coordinate()
         assert coordinate is not None
-        return not any(place for name, place in zip(self._axes, coordinate, strict=True) if name not in names)
+        return not any(
+            coordinate_value for name, coordinate_value in zip(self._axes, coordinate, strict=True) if name not in names
+        )
 
     def gather_rows(self, row: Sequence[float]) -> list[Sequence[float]]:
-        """Every rank's numbers, by rank; all ranks call this together.
+        """Return every rank's values, by rank; a collective.
 
         Raises:
             PeerLostError: a rank is gone.

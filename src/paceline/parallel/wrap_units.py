@@ -1,4 +1,4 @@
-"""The parts of a model that FSDP gathers one at a time, and that recompute their activations."""
+"""Wrap units of a model: modules that FSDP gathers together, or that recompute their activations together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from paceline.core.errors import ConfigError
 
-# --- Which modules of a model are a block: what is gathered, or computed again, as one ---
+# --- Selection of wrap units ---
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -28,16 +28,16 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 def wrap_units(module: nn.Module, wrap: str, option: str = "--fsdp-wrap") -> list[nn.Module]:
-    """The modules below ``module`` that are one block each, inner ones first.
+    """Return the modules below ``module`` that are wrap units, inner ones first.
 
     Args:
         module: the model.
-        wrap: "whole", class names with commas, or a number of parameters such as 1M: the smallest modules
-            that hold so many.
-        option: where ``wrap`` was given.
+        wrap: "whole", comma-separated class names, or a number of parameters such as 1M: the smallest modules with at
+            least that many.
+        option: the option that set ``wrap``, for messages.
 
     Raises:
-        ConfigError: ``wrap`` is none of its forms, or names a class that the model does not have.
+        ConfigError: ``wrap`` has another form, or names a class that the model does not contain.
     """
     if wrap == "whole":
         return []
@@ -45,84 +45,83 @@ def wrap_units(module: nn.Module, wrap: str, option: str = "--fsdp-wrap") -> lis
     if size:
         return _by_size(module, int(size[1]) * _UNITS[size[2]])
     names = [name.strip() for name in wrap.split(",")]
-    there = {type(child).__name__ for child in module.modules()}
-    missing = [name for name in names if name not in there]
+    classes = {type(child).__name__ for child in module.modules()}
+    missing = [name for name in names if name not in classes]
     if missing:
         raise ConfigError(
             f"{option} {wrap}: the model has no module of class {missing[0]}. It has: "
-            f"{', '.join(sorted(there))}. Give a class, a number of parameters such as 1M, or whole."
+            f"{', '.join(sorted(classes))}. Give a class, a number of parameters such as 1M, or whole."
         )
-    found = [child for child in module.modules() if type(child).__name__ in names and child is not module]
-    return list(reversed(found))
+    units = [child for child in module.modules() if type(child).__name__ in names and child is not module]
+    return list(reversed(units))
 
 
 def repeated_units(module: nn.Module) -> list[nn.Module]:
-    """The members of the model's lists that are made of modules themselves, such as a transformer's blocks.
+    """Return the composite members of the model's lists, such as a transformer's blocks.
 
-    A list within a list is looked into; what is inside of a block is not.
+    Nested lists are searched, the inside of a block is not.
     """
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     for child in module.children():
-        inside = repeated_units(child)
-        composite = any(True for _ in child.children()) and any(True for _ in child.parameters())
-        listed = isinstance(module, _LISTS) and composite and not isinstance(child, _NEVER_CALLED)
-        if listed and not (isinstance(child, _LISTS) and inside):
-            found.append(child)
+        nested = repeated_units(child)
+        is_composite = any(True for _ in child.children()) and any(True for _ in child.parameters())
+        is_listed = isinstance(module, _LISTS) and is_composite and not isinstance(child, _NEVER_CALLED)
+        if is_listed and not (isinstance(child, _LISTS) and nested):
+            units.append(child)
         else:
-            found += inside
-    return found
+            units += nested
+    return units
 
 
-def exclude_tied(module: nn.Module, found: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of the modules that share no parameter with what lies outside of them.
+def exclude_tied(module: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
+    """Drop modules that share a parameter with modules outside of them.
 
-    A parameter that two modules share, each sharded by itself, would become two. What is dropped here is
-    gathered with the smallest module around it that is not: its parameters are all there.
+    A parameter shared by two modules that are sharded separately would become two. A dropped module is gathered with
+    the smallest enclosing unit that contains all its parameters.
 
     Args:
         module: the model.
-        found: modules below it, inner ones first.
+        units: modules below it, inner ones first.
     """
-    everywhere = _places(module)
+    total_uses = _count_uses(module)
     times = Counter(id(child) for _, child in module.named_modules(remove_duplicate=False))
     kept: list[nn.Module] = []
     taken: set[int] = set()
-    for child in found:
-        own = {key: number for key, number in _places(child).items() if key not in taken}
-        if all(times[id(child)] * number == everywhere[key] for key, number in own.items()):
+    for child in units:
+        own = {key: number for key, number in _count_uses(child).items() if key not in taken}
+        if all(times[id(child)] * number == total_uses[key] for key, number in own.items()):
             kept.append(child)
             taken |= own.keys()
     return kept
 
 
-def _places(module: nn.Module) -> Counter[int]:
-    """How often each parameter, by its identity, is in the tree of modules."""
+def _count_uses(module: nn.Module) -> Counter[int]:
+    """Count the occurrences of each parameter, by its identity, in the tree of modules."""
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
-    """The smallest modules with at least so many parameters that no block inside has."""
-    found: list[nn.Module] = []
+    """Return the smallest modules with at least ``least`` parameters outside of inner units."""
+    units: list[nn.Module] = []
 
     def visit(parent: nn.Module, is_root: bool) -> int:
-        left = sum(parameter.numel() for parameter in parent.parameters(recurse=False))
-        left += sum(visit(child, False) for child in parent.children())
-        # What has no forward of its own is never called.
-        if is_root or left < least or isinstance(parent, _NEVER_CALLED):
-            return left
-        found.append(parent)
+        remaining = sum(parameter.numel() for parameter in parent.parameters(recurse=False))
+        remaining += sum(visit(child, False) for child in parent.children())
+        # Containers without a forward are never called.
+        if is_root or remaining < least or isinstance(parent, _NEVER_CALLED):
+            return remaining
+        units.append(parent)
         return 0
 
     visit(module, True)
-    return found
+    return units
 
 
-# --- Activations that backward computes again instead of keeping them ---
+# --- Activation checkpointing ---
 #
-# Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by ``torch.utils.checkpoint``. What is
-# computed again has the bits of the first time: its randomness and its buffers are what they were then, and
-# the buffers are left as the first time made them (batch norm would count a batch twice). Blocks are not
-# wrapped: parameters keep their names.
+# Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by ``torch.utils.checkpoint``. The recomputation
+# is bitwise equal: it restores randomness and buffers, and leaves the buffers as the first forward did (batch norm
+# would count a batch twice). Units are not wrapped, so parameters keep their names.
 
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -138,41 +137,40 @@ _KEPT = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""What selective checkpointing keeps: the operations that take longest to compute again."""
+"""The operations whose results selective checkpointing keeps, because they are the most expensive."""
 
 
 def checkpoint_activations(
     module: nn.Module, what: Literal["block", "selective"], wrap: str, *, to_the_end: bool = False
 ) -> None:
-    """Have blocks of a model compute their activations again in backward.
+    """Make units of a model recompute their activations in backward.
 
     Args:
         module: the model.
-        what: "block": all inside of a block is computed again; "selective": all but :data:`_KEPT`.
-        wrap: which modules are blocks, as ``--checkpoint-blocks`` says.
-        to_the_end: compute blocks again to their end, for the sake of hooks that go in pairs; else only until
-            all that backward needs is there.
+        what: "block": recompute everything inside a unit; "selective": all but :data:`_KEPT`.
+        wrap: the units, as in ``--checkpoint-blocks``.
+        to_the_end: recompute units completely, for hooks that come in pairs; else stop once backward has what it needs.
 
     Raises:
-        ConfigError: the model has no such blocks.
+        ConfigError: the model has no such units.
     """
-    chosen = repeated_units(module) if wrap == "auto" else wrap_units(module, wrap, "--checkpoint-blocks")
-    if not chosen:
-        there = sorted({type(child).__name__ for child in module.modules() if child is not module})
+    units = repeated_units(module) if wrap == "auto" else wrap_units(module, wrap, "--checkpoint-blocks")
+    if not units:
+        classes = sorted({type(child).__name__ for child in module.modules() if child is not module})
         raise ConfigError(
             f"--checkpoint-activations {what} finds no block in the model"
             + (", which has no list of composed modules" if wrap == "auto" else "")
-            + f". Give --checkpoint-blocks with some of {', '.join(there)}, or a number of parameters."
+            + f". Give --checkpoint-blocks with some of {', '.join(classes)}, or a number of parameters."
         )
-    for block in chosen:
-        # A method of the block itself, so that a deep copy of the model is bound to its own parameters.
-        how = _Checkpointed(selective=what == "selective", early_stop=not to_the_end)
-        block.__dict__["forward"] = types.MethodType(how, block)
+    for unit in units:
+        # A bound method, so that a deep copy of the model uses its own parameters.
+        forward = _Checkpointed(selective=what == "selective", early_stop=not to_the_end)
+        unit.__dict__["forward"] = types.MethodType(forward, unit)
 
 
 @dataclass(frozen=True)
 class _Checkpointed:
-    """A block's forward, by ``checkpoint``."""
+    """A unit's forward with recomputation."""
 
     selective: bool
     early_stop: bool
@@ -191,23 +189,23 @@ class _Checkpointed:
         )
 
     def _contexts(self, block: nn.Module) -> _Contexts:
-        first = _FirstTime(block)
-        again = _Again(first)
+        first = _RecordedState(block)
+        recompute = _RestoredState(first)
         if not self.selective:
-            return first, again
-        policy_first, policy_again = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-        return _Both(first, policy_first), _Both(again, policy_again)
+            return first, recompute
+        policy_first, policy_recompute = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+        return _CombinedContext(first, policy_first), _CombinedContext(recompute, policy_recompute)
 
 
 def _policy(context: object, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _FirstTime:
-    """Remembers what a block's forward begins with: its buffers, and Python's and NumPy's randomness.
+class _RecordedState:
+    """Records a unit's buffers and the random states of Python and NumPy before its forward.
 
-    ``checkpoint`` itself remembers torch's. All buffers are copied, as batch norm changes its statistics
-    without raising their version.
+    ``checkpoint`` itself records torch's. All buffers are copied, because batch norm changes its statistics without
+    raising their version.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -229,10 +227,10 @@ class _FirstTime:
         pass
 
 
-class _Again:
-    """What :class:`_FirstTime` remembered is there once more; afterwards all is as before."""
+class _RestoredState:
+    """Restores the :class:`_RecordedState` for the recomputation, and undoes that afterwards."""
 
-    def __init__(self, first: _FirstTime) -> None:
+    def __init__(self, first: _RecordedState) -> None:
         self._first = first
 
     def __enter__(self) -> Self:
@@ -249,8 +247,8 @@ class _Again:
         _set_random_state(self._random)
 
 
-class _Both:
-    """Two contexts as one."""
+class _CombinedContext:
+    """Several contexts as one."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts = contexts

@@ -1,8 +1,8 @@
-"""Data parallelism with the optimizer's state sharded over the processes (ZeRO-1).
+"""Data parallelism with sharded optimizer state (ZeRO-1).
 
-Every rank holds the model and the whole gradient, as under ddp, but keeps the optimizer's state of some
-parameters only. It steps these, and then each parameter goes from its owner to the others: P_os of
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+Every rank holds the model and the full gradient, as in ddp, but the optimizer state of some parameters only. Each rank
+steps its parameters, then broadcasts them: P_os of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", 2020.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BUCKET_BYTES = 32 * 2**20
 
 
 class ShardedOptimizers(Replicated):
-    """Every rank holds the whole model, and a part of the optimizers' state.
+    """The layout in which every rank holds the full model and a part of the optimizers' state.
 
     Args:
         mesh: the ranks.
@@ -39,14 +39,15 @@ class ShardedOptimizers(Replicated):
     def __init__(self, mesh: ParallelDims) -> None:
         if mesh.world.world_size == 1:
             raise ConfigError(
-                "--strategy zero1 shards the optimizer's state over processes, but there is one. Use --strategy single."
+                "--strategy zero1 shards the optimizer's state over processes, but there is only one. "
+                "Use --strategy single."
             )
         self._world = mesh.world
         self._parts: dict[str, _OptimizerPart] = {}
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
         module.to(device)
-        # A model may be built with randomness that no seed of torch's reaches.
+        # The task may build the model with randomness that Paceline does not seed.
         self._world.broadcast_module(module)
         return module
 
@@ -73,10 +74,10 @@ class ZeRO1(ReducerStrategy):
 
 
 class _OptimizerPart:
-    """This rank's part of an optimizer, by hooks: the task's optimizer and its schedulers stay what they are.
+    """This rank's part of an optimizer, by hooks, so that the task's optimizer and its schedulers stay unchanged.
 
     Raises:
-        ConfigError: on a step, where the optimizer keeps a state that cannot be gathered.
+        ConfigError: on a step, if the optimizer keeps a state that cannot be gathered.
     """
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
@@ -87,31 +88,31 @@ class _OptimizerPart:
         self._scratch: list[torch.Tensor | None] = []
         self._checked = False
         self._depth = 0
-        for parameter in self._others:
-            optimizer.state.pop(parameter, None)  # some optimizers begin with a state
+        for parameter in self._not_owned:
+            optimizer.state.pop(parameter, None)  # some optimizers have an initial state
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
 
     @property
-    def _others(self) -> list[torch.Tensor]:
+    def _not_owned(self) -> list[torch.Tensor]:
         rank = self._world.rank
         return [p for p, owner in zip(self._parameters, self._owners, strict=True) if owner != rank]
 
     def _before_step(self, *unused: object) -> None:
-        """Optimizers pass over parameters without a gradient."""
+        """Hide gradients of other ranks' parameters, because optimizers skip parameters without one."""
         self._depth += 1
         if self._depth > 1:
-            return  # a step that calls its base class's
-        self._scratch = [parameter.grad for parameter in self._others]
-        for parameter in self._others:
+            return  # a step() that calls super().step()
+        self._scratch = [parameter.grad for parameter in self._not_owned]
+        for parameter in self._not_owned:
             parameter.grad = None
 
     def _after_step(self, *unused: object) -> None:
         self._depth -= 1
         if self._depth:
             return
-        for parameter, gradient in zip(self._others, self._scratch, strict=True):
+        for parameter, gradient in zip(self._not_owned, self._scratch, strict=True):
             parameter.grad = gradient
         self._scratch = []
         if not self._checked:
@@ -123,8 +124,8 @@ class _OptimizerPart:
             for owner in range(world.world_size):
                 values = [
                     parameter.data
-                    for parameter, by in zip(self._parameters, self._owners, strict=True)
-                    if by == owner and parameter.requires_grad
+                    for parameter, parameter_owner in zip(self._parameters, self._owners, strict=True)
+                    if parameter_owner == owner and parameter.requires_grad
                 ]
                 if values:
                     _broadcast_coalesced(world.group, values, _BUCKET_BYTES, owner)
@@ -147,28 +148,30 @@ class _OptimizerPart:
         return {**state, "state": mine}
 
     def gather_state(self, mine: Mapping[int, Mapping[str, Any]], *, keep: bool) -> dict[int, dict[str, Any]]:
-        """Every rank's part, on rank 0 and on the CPU; all ranks call this together."""
+        """Gather every rank's part to rank 0, on the CPU; a collective."""
         world = self._world
-        told = world.all_gather_object(
-            {number: {name: _described(value) for name, value in of.items()} for number, of in mine.items()}
+        descriptions = world.all_gather_object(
+            {number: {name: _describe(value) for name, value in tensors.items()} for number, tensors in mine.items()}
         )
-        whole = {int(number): dict(values) for number, values in mine.items()} if keep else {}
+        full_state = {int(number): dict(values) for number, values in mine.items()} if keep else {}
         world.progress_tracker.begin_collective("gather")
         with translate_peer_errors():
             for source in range(1, world.world_size):
-                for number, values in told[source].items():
-                    for name, described in values.items():
-                        value = self._moved(mine, int(number), name, described, source)
+                for number, values in descriptions[source].items():
+                    for name, description in values.items():
+                        value = self._send_to_rank_0(mine, int(number), name, description, source)
                         if keep:
-                            whole.setdefault(int(number), {})[name] = value
+                            full_state.setdefault(int(number), {})[name] = value
         world.progress_tracker.end_collective()
-        return dict(sorted(whole.items()))
+        return dict(sorted(full_state.items()))
 
-    def _moved(self, mine: Mapping[int, Mapping[str, Any]], number: int, name: str, described: Any, source: int) -> Any:
-        """A value of rank ``source``, on rank 0."""
-        if not isinstance(described, list):
-            return described
-        shape, dtype = described
+    def _send_to_rank_0(
+        self, mine: Mapping[int, Mapping[str, Any]], number: int, name: str, description: Any, source: int
+    ) -> Any:
+        """Return a value of rank ``source``, on rank 0."""
+        if not isinstance(description, list):
+            return description
+        shape, dtype = description
         if self._world.rank == source and math.prod(shape):
             value = mine[number][name].detach().cpu().contiguous()
             dist.send(value, group_dst=0, group=self._world.group)
@@ -181,17 +184,17 @@ class _OptimizerPart:
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Which rank steps each parameter: the largest first, each to whoever has least."""
+    """Assign each parameter to a rank: the largest first, each to the rank with the least load."""
     loads = [0] * ranks
-    chosen = [0] * len(sizes)
+    assigned = [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        chosen[number] = loads.index(min(loads))
-        loads[chosen[number]] += sizes[number]
-    return chosen
+        assigned[number] = loads.index(min(loads))
+        loads[assigned[number]] += sizes[number]
+    return assigned
 
 
-def _described(value: Any) -> Any:
-    """A tensor as its shape and type; anything else as it is."""
+def _describe(value: Any) -> Any:
+    """Return a tensor's shape and dtype; other values unchanged."""
     if isinstance(value, torch.Tensor):
         return [list(value.shape), str(value.dtype).removeprefix("torch.")]
     return value

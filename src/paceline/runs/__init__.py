@@ -1,1 +1,1 @@
-"""What a run keeps on disk: its directory, checkpoints, metrics, logs, and packages made from it."""
+"""The files of a run: its directory, checkpoints, metrics, logs, and packages exported from it."""

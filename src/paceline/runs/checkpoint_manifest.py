@@ -1,4 +1,4 @@
-"""What a checkpoint must hold: its manifest, and the checks of its files against it."""
+"""The manifest of a checkpoint, and the verification of the files against it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from typing import Any, NoReturn
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.files import fail_if_armed
 
-# --- Files that a manifest lists: opened, and compared with what it says of them ---
+# --- Files that a manifest lists ---
 
 
 def open_listed(
     manifest: str, failure: type[PacelineError], directory: int, name: str, size: int | None = None
 ) -> io.BufferedReader:
-    """Open a regular file of a directory, whoever wrote it.
+    """Open a regular file of an untrusted directory.
 
     Args:
-        manifest: the file that lists it.
-        failure: raised with what is wrong.
+        manifest: the name of the manifest, for messages.
+        failure: the error to raise.
         directory: a descriptor.
-        name: of the file in it.
-        size: what the manifest says, in bytes; None for the manifest itself.
+        name: the file's name in it.
+        size: the expected size in bytes; None for the manifest itself.
     """
     try:
-        # A symbolic link would lead out of the directory, and a FIFO would block for ever.
+        # A symbolic link could leave the directory, and a FIFO could block for ever.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         file = os.fdopen(os.open(name, flags, dir_fd=directory), "rb")
     except FileNotFoundError:
@@ -57,14 +57,14 @@ def open_listed(
 
 
 def require_equal(manifest: str, failure: type[PacelineError], name: str, expected: str, sha256: str) -> None:
-    """Raise ``failure`` if a file's SHA-256 is not the one that the manifest says."""
+    """Raise ``failure`` if a file's SHA-256 differs from the manifest's."""
     if sha256 != expected:
         raise failure(f"{name} is damaged: its SHA-256 is {sha256}, but its {manifest} says {expected}")
 
 
-# --- ``manifest.json``: what a checkpoint is of, and the size and SHA-256 of each of its files ---
+# --- ``manifest.json``: a checkpoint's description, and the size and SHA-256 of each of its files ---
 #
-# Its text is canonical and holds its own checksum, so a change of any byte shows.
+# Its text is canonical and contains its own checksum, so a change of any byte is detected.
 
 
 MANIFEST = "manifest.json"
@@ -83,19 +83,18 @@ NumericsValue = str | int | float | bool | None | list[str | int | float | bool 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """What a checkpoint is of.
+    """The description of a checkpoint.
 
     Attributes:
         task: the task's name.
-        run: the run's id, which no other run has.
+        run: the run's unique id.
         step: optimizer steps done.
         state_version: transitions of the state done; it orders checkpoints.
         epoch: epochs done.
-        generation: how often the run had been restarted.
-        microbatches: the run's number of logical micro-batches, S.
-        pins: what the bits depend on (torch version, threads, ...): JSON scalars or lists of them.
-        best_version: the state_version of the best model so far, whose checkpoint is kept for as
-            long as this one is.
+        generation: number of restarts of the run.
+        microbatches: the run's number of micro-batches, S.
+        pins: the numerics fingerprint (torch version, threads, ...): JSON scalars or lists of them.
+        best_version: the state_version of the best model so far, whose checkpoint is kept as long as this one.
 
     Raises:
         CheckpointError: a value has the wrong type or range.
@@ -122,12 +121,14 @@ class CheckpointInfo:
             _check_count("best_version", self.best_version)
         if not isinstance(self.pins, Mapping):
             raise CheckpointError(f"pins must be a mapping, but is {self.pins!r:.80}")
-        for name, pin in self.pins.items():
-            values = pin if type(pin) is list else [pin]
+        for name, numerics_value in self.pins.items():
+            values = numerics_value if type(numerics_value) is list else [numerics_value]
             if type(name) is not str or not all(
                 value is None or type(value) in (str, int, float, bool) for value in values
             ):
-                raise CheckpointError(f"pin {name!r:.80} must be a JSON scalar or a list of them: {pin!r:.80}")
+                raise CheckpointError(
+                    f"pin {name!r:.80} must be a JSON scalar or a list of them: {numerics_value!r:.80}"
+                )
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Manifest:
     """A checkpoint's description and its files by name.
 
     Raises:
-        CheckpointError: a file's name is not plain: a path, hidden, or the manifest's own.
+        CheckpointError: a file's name is a path, hidden, or the manifest's own.
     """
 
     info: CheckpointInfo
@@ -157,10 +158,10 @@ class Manifest:
     def __post_init__(self) -> None:
         for name in self.files:
             if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-                raise CheckpointError(f"{name!r:.200} is no plain file name")
+                raise CheckpointError(f"{name!r:.200} is not a plain file name")
 
     def to_bytes(self) -> bytes:
-        """The one text that this manifest has."""
+        """Return the canonical text of this manifest."""
         document = {
             "format": FORMAT,
             **asdict(self.info),
@@ -174,7 +175,7 @@ class Manifest:
         """Parse ``content``.
 
         Raises:
-            CheckpointError: it is not exactly what :meth:`to_bytes` of some manifest gives.
+            CheckpointError: it differs from the result of :meth:`to_bytes`.
         """
         try:
             document = parse_json(content)
@@ -205,7 +206,7 @@ def parse_json(content: bytes) -> Any:
     """Parse JSON strictly: no NaN, no duplicate keys, no nesting beyond Python's stack.
 
     Raises:
-        CheckpointError: it is not such JSON.
+        CheckpointError: the content is not such JSON.
     """
 
     def refuse(constant: str) -> NoReturn:
@@ -224,7 +225,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in ``path``; the other files are not looked at.
+    """Read the manifest of the checkpoint in ``path``, without the other files.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -237,7 +238,7 @@ def verify(path: Path) -> Manifest:
     """Check every byte of the checkpoint in ``path``.
 
     Raises:
-        CheckpointError: the message names the file that is damaged, missing, extra or of another size.
+        CheckpointError: names the file that is damaged, missing, extra or of another size.
     """
     with _untrusted(path) as directory:
         manifest = _read_manifest(directory)
@@ -248,7 +249,7 @@ def verify(path: Path) -> Manifest:
 
 
 def read_verified(path: Path) -> tuple[Manifest, dict[str, bytes]]:
-    """The checkpoint in ``path`` and its files' contents: the very bytes that were checked.
+    """Return the manifest of the checkpoint in ``path`` and its files' contents, exactly as verified.
 
     Raises:
         CheckpointError: as :func:`verify`.
@@ -265,7 +266,7 @@ def read_verified(path: Path) -> tuple[Manifest, dict[str, bytes]]:
 
 @contextmanager
 def open_verified(path: Path) -> Iterator[tuple[Manifest, list[tuple[str, io.BufferedReader]]]]:
-    """The checkpoint in ``path`` and its files, open and checked: they can be read also once it is deleted.
+    """Open and verify the checkpoint in ``path``; its files stay readable even if it is deleted.
 
     Raises:
         CheckpointError: as :func:`verify`.
@@ -283,18 +284,18 @@ def open_verified(path: Path) -> Iterator[tuple[Manifest, list[tuple[str, io.Buf
 
 
 def problems(path: Path, on_read: Callable[[int], None] = lambda size: None) -> list[str]:
-    """All that is wrong with the checkpoint in ``path``, a line for each file; nothing where it verifies.
+    """List everything wrong with the checkpoint in ``path``, one line per file; empty if it verifies.
 
     Args:
         path: its directory.
         on_read: called after each piece that was read, with its number of bytes.
     """
-    found: list[str] = []
+    messages: list[str] = []
     try:
         with _untrusted(path) as directory:
             manifest = _read_manifest(directory)
             extra = set(os.listdir(directory)) - manifest.files.keys() - {MANIFEST}
-            found += [f"{name!r} is not in its {MANIFEST}" for name in sorted(extra)]
+            messages += [f"{name!r} is not in its {MANIFEST}" for name in sorted(extra)]
             for name, record in manifest.files.items():
                 try:
                     with _open(directory, name, record.size) as file:
@@ -304,19 +305,19 @@ def problems(path: Path, on_read: Callable[[int], None] = lambda size: None) -> 
                             on_read(len(piece))
                     _compare(name, record.sha256, digest.hexdigest())
                 except CheckpointError as error:
-                    found.append(str(error))
+                    messages.append(str(error))
                 except OSError as error:
-                    found.append(f"{name} cannot be read: {error.strerror}")
+                    messages.append(f"{name} cannot be read: {error.strerror}")
     except CheckpointError as error:
-        found.append(str(error.__cause__ or error))
-    return found
+        messages.append(str(error.__cause__ or error))
+    return messages
 
 
 @contextmanager
 def _untrusted(path: Path) -> Iterator[int]:
-    """The directory's descriptor; whatever is wrong inside becomes one error that names ``path``.
+    """Yield the directory's descriptor; turn any error inside into one that names ``path``.
 
-    All is read through the descriptor, so that nobody can exchange the directory meanwhile.
+    Reads go through the descriptor, so that exchanging the directory meanwhile has no effect.
     """
     try:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -341,7 +342,7 @@ def _read_manifest(directory: int) -> Manifest:
 
 
 def _listed(directory: int, manifest: Manifest) -> Iterator[tuple[str, FileRecord]]:
-    """The files to read, after checking that these and no others are there, in the right sizes."""
+    """Yield the files to read, after checking that exactly these exist, in the right sizes."""
     extra = set(os.listdir(directory)) - manifest.files.keys() - {MANIFEST}
     if extra:
         raise CheckpointError(f"{min(extra)!r} is not in its {MANIFEST}")
@@ -350,11 +351,11 @@ def _listed(directory: int, manifest: Manifest) -> Iterator[tuple[str, FileRecor
     yield from manifest.files.items()
 
 
-# --- New files and directories beside the checkpoints, until they get their names ---
+# --- Temporary files and directories next to the checkpoints ---
 
 
 TEMPORARY = ".tmp-"
-"""How the names begin of what is not committed yet, or not any more."""
+"""The prefix of names that are not committed, or no longer."""
 
 _CHUNK_BYTES = 4 * 2**20  # hashed while it is still in the cache, then written
 
@@ -363,14 +364,14 @@ Buffer = bytes | memoryview
 
 @contextmanager
 def temporary_directory(parent: Path) -> Iterator[Path]:
-    """A new directory, locked while in use and gone afterwards, unless it was renamed."""
+    """Create a directory, locked while in use, and remove it afterwards unless it was renamed."""
     while True:
         path = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
         path.mkdir()
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # a clean-up took it for a dead writer's before it was locked
+            continue  # a clean-up removed it before it was locked
         except OSError:
             remove(path)
             raise
@@ -387,7 +388,7 @@ def temporary_directory(parent: Path) -> Iterator[Path]:
 
 
 def write_file(path: Path, buffers: Iterable[Buffer]) -> FileRecord:
-    """Write a new file through to the disk; its hash is of what was handed to the system."""
+    """Write a new file through to the disk; its hash covers what was passed to the system."""
     digest = hashlib.sha256()
     size = 0
     with path.open("xb", buffering=0) as file:
@@ -405,7 +406,7 @@ def write_file(path: Path, buffers: Iterable[Buffer]) -> FileRecord:
 
 
 def chunks(file: io.BufferedReader) -> Iterator[bytes]:
-    """A file's content from its start, in pieces."""
+    """Yield a file's content from its start, in pieces."""
     file.seek(0)
     while chunk := file.read(_CHUNK_BYTES):
         yield chunk
@@ -420,11 +421,11 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-# --- Whether a checkpoint is one of this run, and in what this process differs from the one that wrote it ---
+# --- Compatibility of a checkpoint with this run and process ---
 
 
 def differences(recorded: Mapping[str, NumericsValue], current: Mapping[str, NumericsValue]) -> list[str]:
-    """One line for each pin that differs: ``threads: 1 in the checkpoint, 2 now``."""
+    """Return one line per different value of the numerics: ``threads: 1 in the checkpoint, 2 now``."""
     missing = object()
     lines = []
     for name in sorted(recorded.keys() | current.keys()):
@@ -437,14 +438,15 @@ def differences(recorded: Mapping[str, NumericsValue], current: Mapping[str, Num
 
 
 def require_same_run(path: Path, recorded: CheckpointInfo, current: CheckpointInfo) -> None:
-    """Refuse a checkpoint of another task or run, or with another number of micro-batches.
+    """Reject a checkpoint of another task or run, or with another number of micro-batches.
 
     Raises:
-        CheckpointError: says which of them differs, and what to do.
+        CheckpointError: names the difference, and what to do.
     """
     if recorded.task != current.task:
         raise CheckpointError(
-            f"checkpoint {path} is of the task {recorded.task!r}, not {current.task!r}. Choose another --run-dir DIR."
+            f"checkpoint {path} belongs to the task {recorded.task!r}, not {current.task!r}. Choose another "
+            "--run-dir DIR."
         )
     if recorded.microbatches != current.microbatches:
         raise CheckpointError(

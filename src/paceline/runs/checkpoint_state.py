@@ -20,9 +20,9 @@ from paceline.core.errors import CheckpointError
 
 # --- Tensors in the safetensors format, with one copy between the model and the file ---
 #
-# ``safetensors.torch.save_file`` would copy the tensors a second time, or hold them while training
+# ``safetensors.torch.save_file`` would copy the tensors a second time, or read them while training
 # changes them. Here the snapshot's buffer *is* the file's data section, so that it can be hashed and
-# written as it lies. The format: https://huggingface.co/docs/safetensors/index#format
+# written without a copy. The format: https://huggingface.co/docs/safetensors/index#format
 
 
 SAFETENSORS_DTYPES = {
@@ -49,8 +49,8 @@ _FILE_ALIGNMENT = 64  # bytes; each file's data starts on a cache line of the sh
 
 
 @dataclass(frozen=True)
-class _TensorSlot:
-    """Where one tensor lies in the buffer; the data is row-major."""
+class _TensorPlace:
+    """The place of one tensor in the buffer; the data is row-major."""
 
     start: int
     stop: int
@@ -59,7 +59,7 @@ class _TensorSlot:
 
 
 class Snapshot:
-    """A copy of named tensors in one CPU buffer, which is kept and filled again by the next capture."""
+    """A copy of named tensors in one CPU buffer, reused by the next capture."""
 
     def __init__(self) -> None:
         self._layout: list[tuple[str, str, torch.dtype, torch.Size, str]] = []
@@ -68,7 +68,7 @@ class Snapshot:
         self._views: list[Tensor] = []
 
     def capture(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy the tensors of each file (file name -> tensor name -> tensor); done when it returns.
+        """Copy the tensors of each file (file name -> tensor name -> tensor); complete on return.
 
         Raises:
             CheckpointError: there is not enough memory for the copy.
@@ -90,53 +90,53 @@ class Snapshot:
             torch.accelerator.synchronize(device)
 
     def contents(self) -> Iterator[tuple[str, tuple[bytes, memoryview]]]:
-        """Each file's name, and its header and data; they are valid until the next capture."""
+        """Yield each file's name, and its header and data; they are valid until the next capture."""
         data = self._buffer.numpy().data
         for file, (header, start, stop) in self._files.items():
             yield file, (header, data[start:stop])
 
     def _allocate(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        # The old buffer goes first: two would be a second copy of the model.
+        # Free the old buffer first: two would be a second copy of the model.
         self._layout, self._views, self._files = [], [], {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        slots: list[_TensorSlot] = []
+        places: list[_TensorPlace] = []
         offset = 0
         for file, tensors in files.items():
-            file_slots = _arrange(tensors, offset)
-            stop = max((slot.stop for slot in file_slots.values()), default=offset)
-            self._files[file] = (_header(file_slots, offset), offset, stop)
-            slots.extend(file_slots[name] for name in tensors)
+            file_places = _arrange(tensors, offset)
+            stop = max((place.stop for place in file_places.values()), default=offset)
+            self._files[file] = (_header(file_places, offset), offset, stop)
+            places.extend(file_places[name] for name in tensors)
             offset = -(-stop // _FILE_ALIGNMENT) * _FILE_ALIGNMENT
         devices = {tensor.device.type for tensor in chain(*(tensors.values() for tensors in files.values()))}
         try:
-            # Only copies into page-locked memory are asynchronous, and so overlap one another.
+            # Only copies into page-locked memory are asynchronous and can overlap.
             self._buffer = torch.empty(offset, dtype=torch.uint8, pin_memory="cuda" in devices)
         except RuntimeError as error:
             raise CheckpointError(
-                f"no memory for a snapshot of {offset / 2**20:.0f} MiB: {str(error).splitlines()[0]}"
+                f"not enough memory for a snapshot of {offset / 2**20:.0f} MiB: {str(error).splitlines()[0]}"
             ) from error
-        self._views = [self._buffer[slot.start : slot.stop].view(slot.dtype).view(slot.shape) for slot in slots]
+        self._views = [self._buffer[place.start : place.stop].view(place.dtype).view(place.shape) for place in places]
 
 
-def _arrange(tensors: Mapping[str, Tensor], start: int) -> dict[str, _TensorSlot]:
-    """Give each tensor its place: widest dtypes first, so that each is aligned without holes."""
-    slots = {}
+def _arrange(tensors: Mapping[str, Tensor], start: int) -> dict[str, _TensorPlace]:
+    """Assign each tensor a place: widest dtypes first, so that each is aligned without gaps."""
+    places = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         tensor = tensors[name]
         stop = start + tensor.numel() * tensor.element_size()
-        slots[name] = _TensorSlot(start, stop, tensor.dtype, tensor.shape)
+        places[name] = _TensorPlace(start, stop, tensor.dtype, tensor.shape)
         start = stop
-    return slots
+    return places
 
 
-def _header(slots: Mapping[str, _TensorSlot], base: int) -> bytes:
+def _header(places: Mapping[str, _TensorPlace], base: int) -> bytes:
     entries = {
         name: {
-            "dtype": SAFETENSORS_DTYPES[slot.dtype],
-            "shape": list(slot.shape),
-            "data_offsets": [slot.start - base, slot.stop - base],
+            "dtype": SAFETENSORS_DTYPES[place.dtype],
+            "shape": list(place.shape),
+            "data_offsets": [place.start - base, place.stop - base],
         }
-        for name, slot in slots.items()
+        for name, place in places.items()
     }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -144,7 +144,7 @@ def _header(slots: Mapping[str, _TensorSlot], base: int) -> bytes:
 
 
 def read_tensors(content: bytes) -> dict[str, Tensor]:
-    """The tensors in the content of a safetensors file, on the CPU, in memory of their own.
+    """Read the tensors of a safetensors file, on the CPU, in memory of their own.
 
     Raises:
         CheckpointError: the content is not safetensors.
@@ -156,12 +156,12 @@ def read_tensors(content: bytes) -> dict[str, Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's values as bytes, row-major, whatever its device and memory format."""
+    """Return a tensor's values as bytes, row-major, whatever its device and memory format."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
-# --- State as safetensors and JSON can hold it: named tensors, and a skeleton of everything around them ---
+# --- State as named tensors and a JSON skeleton of everything around them ---
 
 
 MAX_DEPTH = 100
@@ -171,19 +171,19 @@ _MAX_INT_BITS = 4096  # Python refuses to parse integers of more than 4,300 digi
 
 
 def flatten(state: Any) -> tuple[dict[str, Tensor], Any]:
-    """Split a nested state into its tensors and a JSON skeleton that says where each belongs.
+    """Split a nested state into its tensors and a JSON skeleton with their places.
 
     Dicts with str or int keys (and ``OrderedDict``, ``Counter``), lists, tuples, None, bool, int,
     float (infinities and NaN too), str and strided tensors are kept. Subclasses of float, such as
-    ``numpy.float64``, become float, and ``Parameter`` becomes ``Tensor``. Tensors that are the same
-    memory seen in the same way are named once. No tensor is copied; no container is shared with
+    ``numpy.float64``, become float, and ``Parameter`` becomes ``Tensor``. Tensors with the same memory and layout are
+    named once. No tensor is copied; no container is shared with
     ``state``, so the skeleton does not change when ``state`` does.
 
     Returns:
         The tensors by name (the path of keys, joined by ``/``), and the skeleton.
 
     Raises:
-        CheckpointError: something else is in the state; the message gives its path.
+        CheckpointError: the state contains something else; names its path.
     """
     flattener = _Flattener()
     skeleton = flattener.encode(state, ())
@@ -191,7 +191,7 @@ def flatten(state: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
-    """Rebuild what :func:`flatten` took apart; tied places get the same tensor object.
+    """Rebuild the state that :func:`flatten` split; tied places get the same tensor object.
 
     Raises:
         CheckpointError: the skeleton is malformed, or does not use each tensor exactly once.
@@ -254,12 +254,12 @@ class _Flattener:
             return {"tied": self._name_of[key]}
         name = label = "/".join(path).encode("utf-8", "backslashreplace").decode() or "tensor"
         number = 1
-        # Two paths can read the same ({"a/b": x} and {"a": {"b": x}}), and one name is safetensors' own.
+        # Two paths can have the same text ({"a/b": x} and {"a": {"b": x}}), and one name is safetensors' own.
         while name in self.tensors or name == "__metadata__":
             number += 1
             name = f"{label}#{number}"
         self.tensors[name] = tensor
-        if tensor.numel() > 0:  # empty tensors have no address that would tell them apart
+        if tensor.numel() > 0:  # empty tensors have no distinct address
             self._name_of[key] = name
         return {"tensor": name}
 
@@ -294,7 +294,7 @@ class _Unflattener:
                 return tuple(self.decode(item, depth + 1) for item in items)
             case {"float": ("nan" | "inf" | "-inf") as text} if len(node) == 1:
                 return float(text)
-        raise CheckpointError(f"the state holds {str(node)[:80]!r}, which means nothing here")
+        raise CheckpointError(f"the state holds {str(node)[:80]!r}, which is not a known kind of entry")
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._tensors:
@@ -321,36 +321,35 @@ def _unsupported(path: tuple[str, ...], what: str) -> CheckpointError:
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """``scheduler.state_dict()`` without the functions in it.
+    """Return ``scheduler.state_dict()`` without the functions in it.
 
-    torch's own schedulers leave functions out already; one that a user writes as a subclass of
-    ``LRScheduler`` keeps every attribute. A function is configuration, which ``build_scheduler``
-    makes again, and ``load_state_dict`` leaves an attribute alone that its argument does not name.
+    torch's own schedulers omit functions; a user's subclass of ``LRScheduler`` keeps every attribute. A function is
+    configuration that ``build_scheduler`` rebuilds, and ``load_state_dict`` leaves attributes without an entry alone.
     """
     return _without_functions(scheduler.state_dict())
 
 
 def _without_functions(state: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in state.items() if not callable(value)}
-    # SequentialLR and ChainedScheduler hold the states of others under this name.
+    # SequentialLR and ChainedScheduler hold nested states under this name.
     if isinstance(kept.get("_schedulers"), list):
         kept["_schedulers"] = [_without_functions(inner) for inner in kept["_schedulers"]]
     return kept
 
 
 def model_sha256(state_dict: Mapping[str, Any]) -> str:
-    """The SHA-256 of a model's full ``state_dict()``, in hexadecimal.
+    """Return the SHA-256 of a model's full ``state_dict()``, in hexadecimal.
 
     It depends on names, dtypes, shapes and values, not on device, memory format, ties or the order
-    of the entries. What is hashed is ``b"paceline model 1"`` and then, for each entry in the order
+    of the entries. The hash covers ``b"paceline model 1"`` and then, for each entry in the order
     of the names' UTF-8 bytes, four fields: the name; the dtype (``float32``); the shape, as decimal
     numbers joined by commas; the values in row-major order, little-endian. Each field is preceded
-    by its length in bytes as an unsigned 64-bit little-endian number. For extra state that is no
-    tensor, dtype is ``json``, the shape is empty, the value is the JSON of :func:`flatten`'s
+    by its length in bytes as an unsigned 64-bit little-endian number. For extra state that is not a tensor, dtype is
+    ``json``, the shape is empty, the value is the JSON of :func:`flatten`'s
     skeleton (keys sorted, no spaces), and its tensors follow as ``name/path``.
 
     Raises:
-        CheckpointError: extra state that :func:`flatten` does not take.
+        CheckpointError: :func:`flatten` does not support the extra state.
     """
     digest = hashlib.sha256(b"paceline model 1")
     entries = dict(_entries(state_dict))

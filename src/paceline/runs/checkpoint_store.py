@@ -1,4 +1,4 @@
-"""Checkpoints on disk: committed whole, found, chosen, listed and removed."""
+"""Checkpoints on disk: committed atomically, selected, listed and removed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ from paceline.runs.checkpoint_manifest import (
     write_file,
 )
 
-# --- Checkpoints on disk: committed whole, never overwritten, found by checking ---
+# --- Checkpoints on disk: committed atomically, never overwritten, verified before use ---
 #
-# A writer's files go into a hidden directory beside the checkpoints; renaming it is the commit. The
-# order of the steps is what makes a power cut harmless: data, then manifest, then the directory
-# (each fsynced), then the rename, then the parent. What is read is never in doubt: a directory either
-# has its final name and everything in it, or is not looked at.
+# A writer's files go into a hidden directory next to the checkpoints; renaming it is the commit. The
+# order makes a power cut harmless: data, then manifest, then the directory (each fsynced), then the
+# rename, then the parent. A directory with a final name is therefore complete.
 
 
 LATEST = "LATEST"
@@ -47,25 +46,25 @@ _DAMAGED = ".damaged-"
 
 
 def checkpoint_name(info: CheckpointInfo) -> str:
-    """The directory name of a checkpoint: ``step-00000050-v00000051``."""
+    """Return the directory name of a checkpoint: ``step-00000050-v00000051``."""
     return f"step-{info.step:08d}-v{info.state_version:08d}"
 
 
 def parse_name(name: str) -> tuple[int, int]:
-    """Step and state_version of a checkpoint's name.
+    """Parse step and state_version out of a checkpoint's name.
 
     Raises:
-        ValueError: it is no checkpoint's name.
+        ValueError: it is not a checkpoint's name.
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name!r} is no checkpoint's name")
+        raise ValueError(f"{name!r} is not a checkpoint's name")
     return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True)
 class Found:
-    """What :func:`newest_verified` came back with.
+    """The result of :func:`newest_verified`.
 
     Attributes:
         path: the newest checkpoint that verifies, or None.
@@ -79,17 +78,16 @@ class Found:
 
 
 def newest_verified(directory: Path, excluding: Collection[str] = ()) -> Found:
-    """Find the checkpoint of the highest state_version, every byte of which verifies.
+    """Find the checkpoint with the highest state_version that verifies completely.
 
-    Those named in ``excluding`` are passed over: another rank could not read them.
-
-    ``LATEST`` is not believed; where it names a checkpoint that is gone, ``skipped`` says so.
+    It skips names in ``excluding``, which another rank could not read. It does not rely on ``LATEST``; if that names a
+    missing checkpoint, ``skipped`` says so.
     """
     skipped = []
     hint = _read_hint(directory)
     named = scan(directory)
     if hint is not None and hint not in (path.name for path in named):
-        skipped.append(f"{LATEST} names {hint}, which is not there")
+        skipped.append(f"{LATEST} names {hint}, which does not exist")
     for path in named:
         if path.name in excluding:
             continue
@@ -101,7 +99,7 @@ def newest_verified(directory: Path, excluding: Collection[str] = ()) -> Found:
 
 
 def find_version(directory: Path, state_version: int) -> Path:
-    """The checkpoint of one state version; not verified yet.
+    """Return the checkpoint of a state version, unverified.
 
     Raises:
         CheckpointError: there is none.
@@ -113,7 +111,7 @@ def find_version(directory: Path, state_version: int) -> Path:
 
 
 def holds_version(directory: Path, state_version: int) -> bool:
-    """Whether there is a checkpoint of this state version."""
+    """Return whether there is a checkpoint of this state version."""
     return any(path.name.endswith(f"-v{state_version:08d}") for path in scan(directory))
 
 
@@ -123,20 +121,20 @@ def commit(
     contents: Iterable[tuple[str, Iterable[Buffer]]],
     before_manifest: Callable[[], None] | None = None,
 ) -> Path:
-    """Write a checkpoint into ``directory``, whole or not at all, and return its path.
+    """Write a checkpoint into ``directory`` atomically, and return its path.
+
+    An existing checkpoint of this name that verifies is kept, because a state_version determines its bits; a damaged
+    one is moved aside.
 
     Args:
-        directory: where the checkpoints are; made where it is missing.
-        info: what the checkpoint is of; its name follows from it.
-        contents: each file's name and the buffers that make it up.
-        before_manifest: called when the files are on disk and the manifest is not: what a
-            checkpoint vouches for (the ledger) is made durable here.
-
-    A checkpoint of this name that verifies is left as it is, because a state_version determines its
-    bits; one that does not is moved aside.
+        directory: the checkpoints' directory; created if missing.
+        info: the description, which determines the name.
+        contents: each file's name and buffers.
+        before_manifest: called when the files are on disk and the manifest is not, to make durable what the checkpoint
+            relies on (the ledger).
 
     Raises:
-        CheckpointWriteError: the disk is full, read-only or broken. What was there before is untouched.
+        CheckpointWriteError: the disk is full, read-only or broken. Earlier files are untouched.
     """
     target = directory / checkpoint_name(info)
     try:
@@ -144,7 +142,7 @@ def commit(
         if _is_good(target):
             if before_manifest is not None:
                 before_manifest()
-            fsync_directory(directory)  # it may have failed when the checkpoint got its name
+            fsync_directory(directory)  # it may have failed after the rename
             return target
         with temporary_directory(directory) as temporary:
             records = {name: write_file(temporary / name, buffers) for name, buffers in contents}
@@ -157,26 +155,26 @@ def commit(
     except (OSError, RunDirectoryWriteError) as error:
         raise CheckpointWriteError(
             f"cannot save the checkpoint of step {info.step} in {directory}: {_cause(error)}. "
-            "Earlier checkpoints are untouched. Make room or make the directory writable."
+            "Earlier checkpoints are untouched. Free space or make the directory writable."
         ) from error
     write_latest(directory)
     return target
 
 
 def copy(source: Path, directory: Path) -> Path:
-    """Copy a checkpoint into another directory, whole or not at all, and return the copy's path.
+    """Copy a checkpoint into another directory atomically, and return the copy's path.
 
-    The source may be deleted meanwhile. What the disk gives back of the copy is verified before the
-    copy gets its name; a copy that is there and verifies is left as it is.
+    The source may be deleted meanwhile. The copy is read back and verified before it gets its name; an existing copy
+    that verifies is kept.
 
     Raises:
-        CheckpointWriteError: the disk is full, read-only or broken, or gave back something else.
+        CheckpointWriteError: the disk is full, read-only or broken, or returned other bytes.
         CheckpointError: the source is damaged or gone.
     """
     target = directory / source.name
     with open_verified(source) as (manifest, files):
         if checkpoint_name(manifest.info) != source.name:
-            raise CheckpointError(f"checkpoint {source} is that of {checkpoint_name(manifest.info)}.")
+            raise CheckpointError(f"checkpoint {source} has the manifest of {checkpoint_name(manifest.info)}.")
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if _is_good(target):
@@ -190,7 +188,9 @@ def copy(source: Path, directory: Path) -> Path:
                 try:
                     verify(temporary)
                 except CheckpointError as error:
-                    raise CheckpointWriteError(f"{directory} does not give back what it was given: {error}") from error
+                    raise CheckpointWriteError(
+                        f"{directory} does not return the bytes that were written: {error}"
+                    ) from error
                 _publish(temporary, target)
             fsync_directory(directory)
         except OSError as error:
@@ -207,7 +207,7 @@ def _cause(error: Exception) -> str:
 def prune(directory: Path, keep: int, newest: Path) -> None:
     """Delete all checkpoints but ``newest``, the last ``keep``, and the best one of each of these.
 
-    One whose manifest cannot be read is neither counted nor deleted.
+    Checkpoints with an unreadable manifest are neither counted nor deleted.
 
     Raises:
         CheckpointError: a directory cannot be deleted.
@@ -225,23 +225,23 @@ def prune(directory: Path, keep: int, newest: Path) -> None:
 
 @lru_cache(maxsize=256)
 def _info_of(path: Path, changed_ns: int) -> CheckpointInfo:
-    """A checkpoint does not change, so its manifest is read once, and again only if it was touched."""
+    """Read a manifest once, and again only if its file was touched, because checkpoints do not change."""
     return read_manifest(path).info
 
 
 def remove_stale(directory: Path) -> None:
-    """Delete what writers that no longer live have left behind, as far as the disk allows.
+    """Delete the files of dead writers, as far as the disk allows.
 
-    A writer holds a lock on its directory for as long as it lives, also when it is killed.
+    A writer holds a lock on its directory until its process ends, even by a kill.
     """
     try:
         stale = [entry for entry in _entries(directory) if entry.name.startswith(TEMPORARY)]
     except OSError:
-        return  # a save will say what is wrong
+        return  # the next save reports the error
     for entry in stale:
-        # Locked by a live writer, or just deleted by another clean-up: both are left alone.
+        # Skip what a live writer has locked or another clean-up has just deleted.
         with suppress(OSError):
-            if entry.is_symlink():  # a hint that was not put in place
+            if entry.is_symlink():  # an unused LATEST link
                 entry.unlink(missing_ok=True)
                 continue
             descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW)
@@ -253,19 +253,19 @@ def remove_stale(directory: Path) -> None:
 
 
 def scan(directory: Path) -> list[Path]:
-    """The directories that are named like checkpoints, in ``directory``; the highest state_version first."""
-    found = []
+    """Return the directories named like checkpoints, the highest state_version first."""
+    checkpoints = []
     for entry in _entries(directory):
         match = _NAME.fullmatch(entry.name)
         if match and entry.is_dir() and not entry.is_symlink():
-            found.append((int(match[2]), int(match[1]), entry))
-    return [path for _, _, path in sorted(found, reverse=True)]
+            checkpoints.append((int(match[2]), int(match[1]), entry))
+    return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
 
 def _entries(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # a save will make it, or say what is in the way
+    except (FileNotFoundError, NotADirectoryError):  # the next save creates it or reports the error
         return []
 
 
@@ -287,13 +287,13 @@ def _is_good(target: Path) -> bool:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Give a finished directory its final name, unless a good one has it already."""
+    """Rename a finished directory to its final name, unless an intact checkpoint has it already."""
     while True:
         try:
             temporary.rename(target)
             return
         except OSError:
-            # Somebody else's, committed since we looked; or what is left of a damaged one.
+            # Another process committed it meanwhile, or a damaged one is in the way.
             if _is_good(target):
                 return
             if not os.path.lexists(target):
@@ -303,7 +303,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint so that half of one is never seen under its name.
+    """Delete a checkpoint so that a partial one is never visible under its name.
 
     Raises:
         CheckpointError: it cannot be deleted.
@@ -319,10 +319,10 @@ def delete(path: Path) -> None:
 
 
 def write_latest(directory: Path) -> None:
-    """Point the link ``LATEST`` at the newest checkpoint. Failure is no error: nothing relies on it.
+    """Point the link ``LATEST`` at the newest checkpoint; failures are ignored, because nothing relies on it.
 
-    A link, because replacing a file by renaming makes ext4 write its data to the disk first. It is looked
-    at again afterwards: another writer may have committed a newer one meanwhile.
+    It is a link, because replacing a file by renaming makes ext4 flush its data first. The loop checks again
+    afterwards, because another writer may have committed a newer one meanwhile.
     """
     temporary = directory / f"{TEMPORARY}{secrets.token_hex(8)}"
     with suppress(OSError):
@@ -341,7 +341,7 @@ def _read_hint(directory: Path) -> str | None:
     return name if _NAME.fullmatch(name) else None
 
 
-# --- Which checkpoint of a run somebody means: its best, its last, or that of a step. No torch ---
+# --- Selection of a checkpoint: the best, the last, or that of a step. No torch ---
 
 
 _MOST_STEPS = 5
@@ -349,40 +349,37 @@ _log = logging.getLogger(__name__)
 
 
 def select_checkpoint(directory: Path, which: str | None) -> Path:
-    """The checkpoint in ``directory`` that is meant.
+    """Return the path of a checkpoint in ``directory``; loading verifies it.
 
     Args:
         directory: a run's checkpoints.
-        which: "best", the best model of the newest checkpoint that verifies; "last", the newest that
-            verifies; or a number of steps. None: the best, or the last where nothing was validated.
-
-    Returns:
-        Its path; it is verified when it is loaded.
+        which: "best", the best model according to the newest checkpoint that verifies; "last", the newest that
+            verifies; or a number of steps. None: the best, or the last without validation.
 
     Raises:
         ConfigError: ``which`` is none of these, there is no checkpoint of that step, or no best model.
-        CheckpointError: there is none that verifies.
+        CheckpointError: no checkpoint verifies.
     """
     if which not in (None, "best", "last"):
         if not which.isdecimal():
-            raise ConfigError(f"a checkpoint is best, last or a number of steps such as 500, not {which!r}.")
+            raise ConfigError(f"a checkpoint must be best, last or a number of steps such as 500, but is {which!r}.")
         return _of_step(directory, int(which))
     newest = newest_verified(directory)
     for reason in newest.skipped:
-        _log.warning("passed over a checkpoint: %s", reason)
+        _log.warning("skipped a checkpoint: %s", reason)
     if newest.path is None or newest.manifest is None:
-        why = f": {newest.skipped[0]}" if newest.skipped else "."
-        raise CheckpointError(f"{directory} holds no checkpoint that verifies{why}")
+        detail = f": {newest.skipped[0]}" if newest.skipped else "."
+        raise CheckpointError(f"{directory} holds no checkpoint that verifies{detail}")
     best = newest.manifest.info.best_version
     if which == "last" or (which is None and best is None):
         return newest.path
     if best is None:
-        raise ConfigError(f"{directory} knows no best model, since nothing was validated. Choose the last.")
+        raise ConfigError(f"{directory} has no best model, because the run was not validated. Choose last.")
     return find_version(directory, best)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory is named as a checkpoint is."""
+    """Return whether a directory has a checkpoint's name."""
     try:
         parse_name(path.name)
     except ValueError:
@@ -391,20 +388,20 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _of_step(directory: Path, step: int) -> Path:
-    there = {parse_name(path.name)[0]: path for path in reversed(scan(directory))}
-    if step in there:
-        return there[step]
-    if not there:
+    by_step = {parse_name(path.name)[0]: path for path in reversed(scan(directory))}
+    if step in by_step:
+        return by_step[step]
+    if not by_step:
         raise CheckpointError(f"{directory} holds no checkpoint.")
-    near = ", ".join(map(str, sorted(sorted(there, key=lambda other: abs(other - step))[:_MOST_STEPS])))
+    near = ", ".join(map(str, sorted(sorted(by_step, key=lambda other: abs(other - step))[:_MOST_STEPS])))
     raise ConfigError(f"{directory} holds no checkpoint of step {step}. The nearest: {near}.")
 
 
-# --- What a run has in checkpoints and backups: listed, verified, chosen for removal. No torch ---
+# --- Listing, verification and removal of checkpoints and backups. No torch ---
 
 
 OnRead = Callable[[int, int], None]
-"""Is told, while files are read, how many bytes were read so far and how many there are."""
+"""Receives the progress of reading: bytes read so far, and bytes in total."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,18 +409,17 @@ class CheckpointEntry:
     """One checkpoint or backup.
 
     Attributes:
-        name: of its directory; says step and version.
+        name: of its directory; contains step and version.
         path: its directory.
         step: optimizer steps done.
         version: the state version.
-        epoch: epochs done; None where the manifest is damaged.
+        epoch: epochs done; None if the manifest is damaged.
         best_version: the version of the best model then.
         size_bytes: of its files on disk.
         created: Unix time.
-        in_backup: it is a backup.
-        marks: "latest" (the newest), "best" (of the newest), "backup" (it is one), "backed up" (there is
-            one of it), "damaged".
-        problem: what is wrong with its manifest or the sizes of its files, where something is.
+        in_backup: whether it is a backup.
+        marks: "latest" (the newest), "best" (of the newest), "backup" (it is one), "backed up" (it has one), "damaged".
+        problem: the error in its manifest or the sizes of its files, if any.
     """
 
     name: str
@@ -440,25 +436,25 @@ class CheckpointEntry:
 
 
 def entries(checkpoints: Path, backup: Path | None) -> list[CheckpointEntry]:
-    """All checkpoints of a run, oldest first, then its backups."""
+    """Return all checkpoints of a run, oldest first, then its backups."""
     own = [_entry(path, in_backup=False) for path in reversed(scan(checkpoints))]
     copies = [] if backup is None else [_entry(path, in_backup=True) for path in reversed(scan(backup))]
-    found = [*own, *copies]
-    newest = max((e for e in found if e.problem is None), key=lambda e: e.version, default=None)
+    all_entries = [*own, *copies]
+    newest = max((e for e in all_entries if e.problem is None), key=lambda e: e.version, default=None)
     backed_up = {e.name for e in copies if e.problem is None}
 
     def marks(entry: CheckpointEntry) -> tuple[str, ...]:
         good = entry.problem is None
-        given = {
+        conditions = {
             "latest": good and newest is not None and entry.version == newest.version,
             "best": good and newest is not None and entry.version == newest.best_version,
             "backup": entry.in_backup,
             "backed up": not entry.in_backup and entry.name in backed_up,
             "damaged": not good,
         }
-        return tuple(mark for mark, holds in given.items() if holds)
+        return tuple(mark for mark, holds in conditions.items() if holds)
 
-    return [replace(entry, marks=marks(entry)) for entry in found]
+    return [replace(entry, marks=marks(entry)) for entry in all_entries]
 
 
 def _entry(path: Path, *, in_backup: bool) -> CheckpointEntry:
@@ -472,13 +468,13 @@ def _entry(path: Path, *, in_backup: bool) -> CheckpointEntry:
             problem = f"its {MANIFEST} is that of {checkpoint_name(manifest.info)}"
         for name, record in manifest.files.items():
             try:
-                found = (path / name).lstat().st_size
+                actual_size = (path / name).lstat().st_size
             except OSError:
                 problem = f"{name} is missing"
                 continue
-            size += found
-            if found != record.size:
-                problem = f"{name} has {found} bytes, but its {MANIFEST} says {record.size}"
+            size += actual_size
+            if actual_size != record.size:
+                problem = f"{name} has {actual_size} bytes, but its {MANIFEST} says {record.size}"
     except CheckpointError as error:
         problem = str(error.__cause__ or error)
     created = 0.0
@@ -499,25 +495,25 @@ def _entry(path: Path, *, in_backup: bool) -> CheckpointEntry:
 
 
 def check(listed: Sequence[CheckpointEntry], on_read: OnRead) -> list[tuple[CheckpointEntry, list[str]]]:
-    """Read every byte of these; each with all that is wrong with it."""
+    """Read every byte of these checkpoints; return each with its errors."""
     total, done = sum(entry.size_bytes for entry in listed), 0
 
-    def counted(size: int) -> None:
+    def on_piece(size: int) -> None:
         nonlocal done
         done += size
         on_read(done, total)
 
     checked = []
     for entry in listed:
-        found = problems(entry.path, counted)
-        if not found and entry.problem is not None:
-            found = [entry.problem]
-        checked.append((entry, found))
+        messages = problems(entry.path, on_piece)
+        if not messages and entry.problem is not None:
+            messages = [entry.problem]
+        checked.append((entry, messages))
     return checked
 
 
 class Choice(NamedTuple):
-    """What is removed, what is kept of the good ones, and which are damaged."""
+    """The checkpoints to remove, the intact ones to keep, and the damaged ones."""
 
     removed: list[Path]
     kept: list[Path]
@@ -525,17 +521,17 @@ class Choice(NamedTuple):
 
 
 def choose_removals(checkpoints: Path, keep: int, *, damaged: bool, on_read: OnRead) -> Choice:
-    """Choose what to remove, after reading every byte.
+    """Choose checkpoints to remove, after reading every byte.
 
     Args:
-        checkpoints: the run's folder of them.
-        keep: so many of the newest good ones stay, at least one; and the best of each that stays.
-        damaged: remove damaged ones too; never where no good one is there.
-        on_read: is told of the progress.
+        checkpoints: the run's directory of checkpoints.
+        keep: number of newest intact ones to keep, at least one; the best of each of these stays too.
+        damaged: remove damaged ones too, unless no intact one exists.
+        on_read: receives the progress.
     """
     checked = check(entries(checkpoints, None), on_read)
-    good = [entry for entry, found in reversed(checked) if not found]
-    bad = [entry.path for entry, found in checked if found]
+    good = [entry for entry, messages in reversed(checked) if not messages]
+    bad = [entry.path for entry, messages in checked if messages]
     best = {entry.best_version for entry in good[:keep]}
     kept = [entry.path for entry in good if entry in good[:keep] or entry.version in best]
     removed = [entry.path for entry in good if entry.path not in kept]
@@ -545,7 +541,7 @@ def choose_removals(checkpoints: Path, keep: int, *, damaged: bool, on_read: OnR
 
 
 def remove_checkpoints(checkpoints: Path, chosen: Sequence[Path]) -> None:
-    """Remove these, and what writers that are dead have left.
+    """Remove these checkpoints, and files of dead writers.
 
     Raises:
         CheckpointError: one cannot be removed.

@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background, and copies them to the backup directory."""
+"""Background saving of checkpoints, and their backup to another directory."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from paceline.runs.checkpoint_store import (
     remove_stale,
 )
 
-# --- Copies of verified checkpoints in another place, made in the background ---
+# --- Background copies of verified checkpoints ---
 
 
 class Backup:
-    """Copies each checkpoint that :meth:`take` is told of, and the best one, in a thread of its own.
+    """Copies each checkpoint given to :meth:`take`, and the best one, in a thread of its own.
 
-    The thread has the lowest priority, and nobody waits for it: where checkpoints come faster than they
-    can be copied, only the newest one is. A copy that failed is made up for with the next one.
+    The thread has the lowest priority, and training does not wait for it. If checkpoints come faster than it can copy
+    them, it copies only the newest. A failed copy is retried with the next checkpoint.
 
     Args:
-        directory: where the copies go; made with the first.
-        keep: the last so many copies stay, and the best.
+        directory: the backup directory; created with the first copy.
+        keep: number of last copies to keep, besides the best.
         copied: called by the thread with each copy.
-        failed: called by the thread with the error of each try that failed.
+        failed: called by the thread with the error of each failed try.
     """
 
     def __init__(
@@ -58,46 +58,46 @@ class Backup:
         self._keep = keep
         self._copied = copied
         self._failed = failed
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._next: tuple[Path, CheckpointInfo] | None = None
         self._closing = False
-        # A daemon: a process that must end does not wait for a slow disk elsewhere.
+        # A daemon, so that the process can end without waiting for a slow remote disk.
         self._thread = threading.Thread(target=self._serve, name="paceline-backup", daemon=True)
         self._thread.start()
 
     def take(self, checkpoint: Path, info: CheckpointInfo) -> None:
-        """Have a committed checkpoint copied soon; returns at once."""
-        with self._news:
-            # A best model that was owed to the disk comes after a newer state, and is copied with that.
+        """Queue a committed checkpoint for copying; returns at once."""
+        with self._changed:
+            # A deferred best model can come after a newer state, and is copied with that one.
             if self._next is None or info.state_version > self._next[1].state_version:
                 self._next = checkpoint, info
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait until the last checkpoint is copied, or could not be, and end the thread.
+        """Wait until the last checkpoint is copied or has failed, and end the thread.
 
         Returns:
-            Whether it has ended in time.
+            Whether it ended in time.
         """
-        with self._news:
+        with self._changed:
             self._closing = True
-            self._news.notify_all()
+            self._changed.notify_all()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while True:
-            with self._news:
+            with self._changed:
                 while self._next is None:
                     if self._closing:
                         return
-                    self._news.wait()
+                    self._changed.wait()
                 (checkpoint, info), self._next = self._next, None
             try:
                 path = self._copy(checkpoint, info)
             except (CheckpointError, OSError) as error:
-                if checkpoint.exists():  # else retention was faster, and a newer one is next
+                if checkpoint.exists():  # otherwise retention deleted it, and a newer one is next
                     self._failed(CheckpointError(str(error)), info)
             else:
                 self._copied(path, info)
@@ -116,10 +116,10 @@ def restore(backup: Path, directory: Path) -> tuple[Path | None, tuple[str, ...]
     """Copy the newest backup that verifies back into ``directory``, and the best one with it.
 
     Returns:
-        The copy, None where no backup verifies; and why newer ones cannot be used.
+        The copy, or None if no backup verifies; and the reasons why newer ones cannot be used.
 
     Raises:
-        CheckpointWriteError: the disk does not take it.
+        CheckpointWriteError: the disk cannot take it.
     """
     found = newest_verified(backup)
     if found.path is None or found.manifest is None:
@@ -141,15 +141,15 @@ _PART = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint in memory, every byte of which was checked."""
+    """A verified checkpoint in memory."""
 
     manifest: Manifest
     state: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Job:
-    """A copy of a state, and what is to be written of it."""
+class _SaveJob:
+    """A snapshot of a state, and its description."""
 
     snapshot: Snapshot
     skeletons: dict[str, Any]
@@ -164,22 +164,22 @@ class _Job:
 class Checkpointer:
     """Saves a run's state into new directories, in one background thread, one at a time.
 
-    A best model that the disk did not take stays in memory, and is tried again with each later save, until
-    another one is better. :meth:`hold` keeps one so that was not to be written at all: in case that the
-    process that was to write it dies.
+    A best model whose save failed stays in memory, and is retried with each later save, until
+    another one is better. :meth:`keep_in_memory` keeps one without writing it, in case the
+    process that should write it dies.
 
     Attributes:
-        stall_s: seconds that callers were held by :meth:`save` and :meth:`wait` so far.
-        saves: number of saves started so far.
+        stall_s: total time for which :meth:`save` and :meth:`wait` blocked their callers.
+        saves: number of saves started.
 
     Args:
-        directory: where the checkpoints are; made with the first.
-        keep: of the checkpoints there the last so many stay, and the best.
+        directory: the checkpoints' directory; created with the first.
+        keep: number of last checkpoints to keep, besides the best.
         committed: called by the writer's thread with each checkpoint that is on disk.
 
     An error of the background thread is raised once, by the next :meth:`save`, :meth:`wait`,
     :meth:`poll` or :meth:`close`. The snapshot's buffer, the size of the state, is kept between
-    saves. One thread at a time may call it.
+    saves. Not thread-safe.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class Checkpointer:
         self._snapshot = Snapshot()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-checkpoint")
         self._pending: Future[None] | None = None
-        self._last: _Job | None = None
-        self._owed: _Job | None = None
+        self._last: _SaveJob | None = None
+        self._deferred: _SaveJob | None = None
 
     def save(
         self,
@@ -206,46 +206,46 @@ class Checkpointer:
         before_commit: Callable[[], None] | None = None,
         synchronous: bool = False,
     ) -> None:
-        """Copy ``state`` and write it in the background; first waits for an earlier save to end.
+        """Copy ``state`` and write it in the background; first wait for an earlier save to end.
 
         Args:
             state: part name (an identifier) -> nested state, as :func:`flatten` takes it. Each
                 part's tensors go into a file of its own, ``model.safetensors`` and so on.
-            info: what the state is of.
+            info: the description of the state.
             before_commit: called by the writer's thread just before the manifest is written.
             synchronous: return only when the checkpoint is committed.
 
         Raises:
-            CheckpointWriteError: the disk did not take it, or did not take an earlier one in the background.
+            CheckpointWriteError: this write failed, or an earlier one in the background.
             CheckpointError: the state cannot be saved.
         """
-        with self._stalled():
-            self._settle()
+        with self._measure_stall():
+            self._await_pending()
             self._last = job = self._capture(state, info, before_commit)
             self._pending = self._writer.submit(self._write, job)
             self.saves += 1
             if synchronous:
-                self._settle()
+                self._await_pending()
 
     def keep_in_memory(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
-        """Copy the best model's ``state``, and keep the copy in memory instead of writing it.
+        """Copy the best model's ``state`` into memory, without writing it.
 
         Raises:
             CheckpointError: the state cannot be saved.
         """
-        with self._stalled():
-            self._settle()
-            self._owed = None
-            self._owed = self._capture(state, info, None)
+        with self._measure_stall():
+            self._await_pending()
+            self._deferred = None
+            self._deferred = self._capture(state, info, None)
 
     def has_in_memory(self, state_version: int) -> bool:
-        """Whether this state is in memory here: held, owed to the disk, or on its way there."""
+        """Return whether this state is in memory here: kept, deferred after a failed write, or being written."""
         writing = self._last if self._pending is not None else None
-        return any(job is not None and job.info.state_version == state_version for job in (self._owed, writing))
+        return any(job is not None and job.info.state_version == state_version for job in (self._deferred, writing))
 
     def in_memory(self) -> Checkpoint | None:
-        """A copy of what is held, with tensors of its own; None where nothing is."""
-        job = self._owed
+        """Return a copy of the state kept in memory, with tensors of its own, or None."""
+        job = self._deferred
         if job is None:
             return None
         tensors = {name: read_tensors(b"".join(parts)) for name, parts in job.snapshot.contents()}
@@ -253,34 +253,34 @@ class Checkpointer:
         return Checkpoint(Manifest(job.info, {}), state)
 
     def flush_pending(self) -> None:
-        """Write what is owed to the disk, if anything is; returns when it is committed.
+        """Write a deferred best model, if any; return when it is committed.
 
         Raises:
-            CheckpointWriteError: the disk did not take it.
+            CheckpointWriteError: the write failed.
         """
-        with self._stalled():
-            self._settle()
-            if self._owed is not None:
+        with self._measure_stall():
+            self._await_pending()
+            if self._deferred is not None:
                 self._pending = self._writer.submit(self._write, None)
-                self._settle()
+                self._await_pending()
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait until no save is running.
 
         Raises:
             CheckpointWriteError: the save failed.
         """
-        with self._stalled():
-            self._settle()
+        with self._measure_stall():
+            self._await_pending()
 
     def poll(self) -> None:
-        """Raise the error of a save that has failed by now; never waits.
+        """Raise the error of a failed save without waiting.
 
         Raises:
             CheckpointWriteError: the save failed.
         """
         if self._pending is not None and self._pending.done():
-            self._settle()
+            self._await_pending()
 
     def close(self) -> None:
         """Wait, and end the background thread.
@@ -300,12 +300,12 @@ class Checkpointer:
         if error is None:
             self.close()
         else:
-            # The error under way is the one to show.
+            # Do not hide the error being raised.
             self._writer.shutdown(wait=True)
 
     def _capture(
         self, state: Mapping[str, Any], info: CheckpointInfo, before_commit: Callable[[], None] | None
-    ) -> _Job:
+    ) -> _SaveJob:
         skeletons: dict[str, Any] = {}
         files: dict[str, dict[str, Tensor]] = {}
         for part, value in state.items():
@@ -317,44 +317,44 @@ class Checkpointer:
                 raise CheckpointError(f"{part}: {error}") from error
             if tensors:
                 files[part + _SUFFIX] = tensors
-        if self._owed is not None and info.best_version != self._owed.info.state_version:
-            self._owed = None  # there is a better one
-        if self._owed is not None and self._owed.snapshot is self._snapshot:
+        if self._deferred is not None and info.best_version != self._deferred.info.state_version:
+            self._deferred = None  # there is a better one
+        if self._deferred is not None and self._deferred.snapshot is self._snapshot:
             self._snapshot = Snapshot()
         self._snapshot.capture(files)
-        return _Job(self._snapshot, skeletons, info, before_commit)
+        return _SaveJob(self._snapshot, skeletons, info, before_commit)
 
-    def _settle(self) -> None:
+    def _await_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     @contextmanager
-    def _stalled(self) -> Iterator[None]:
+    def _measure_stall(self) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
         finally:
             self.stall_s += time.perf_counter() - start
 
-    def _write(self, job: _Job | None) -> None:
-        """In the writer's thread: write ``job``, then what is owed."""
+    def _write(self, job: _SaveJob | None) -> None:
+        """Write ``job``, then the deferred one; runs in the writer's thread."""
         remove_stale(self.directory)
         try:
             if job is not None:
                 self._commit(job)
-            if self._owed is not None:
-                self._commit(self._owed)
+            if self._deferred is not None:
+                self._commit(self._deferred)
         except CheckpointWriteError:
             if job is not None and job.is_best:
-                self._owed = job
+                self._deferred = job
             raise
         except BaseException:
-            self._owed = None
+            self._deferred = None
             raise
-        self._owed = None
+        self._deferred = None
 
-    def _commit(self, job: _Job) -> None:
+    def _commit(self, job: _SaveJob) -> None:
         text = json.dumps(job.skeletons, indent=1, allow_nan=False).encode()
         contents = [*job.snapshot.contents(), (_STATE, (text,))]
         path = commit(self.directory, job.info, contents, job.before_commit)
@@ -363,13 +363,13 @@ class Checkpointer:
         try:
             prune(self.directory, self.keep, path)
         except CheckpointError as error:
-            _log.warning("%s", error)  # what was to be saved is saved
+            _log.warning("%s", error)  # the save itself succeeded
 
 
 def load(path: Path) -> Checkpoint:
     """Verify the checkpoint in ``path`` and rebuild its state, with plain tensors on the CPU.
 
-    What is checked and what is used are the same bytes in memory; nothing in them can run code.
+    The bytes used are the bytes verified, and nothing in them can run code.
 
     Raises:
         CheckpointError: it does not verify, or its content is not a state.

@@ -1,4 +1,4 @@
-"""What a run prints: the progress bar, the lines above it, and the summary at its end."""
+"""Terminal output of a run: the progress bar, the lines above it, and the final summary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.metrics import Imbalance
 from paceline.runs.rank_log import Tee, terminal_and_log
 
-# --- What rank 0 shows on stderr: a progress bar for people, a few plain lines for files and pipes ---
+# --- Rank 0's stderr: a progress bar on terminals, a few plain lines in files and pipes ---
 
 
 REFRESH_S = 0.2
@@ -35,7 +35,7 @@ _SHOWN_IMBALANCE = 1.2
 
 
 class ProgressSnapshot(NamedTuple):
-    """Where the run is at a step; sums count from this process's start.
+    """The progress of the run at a step; sums count from this process's start.
 
     Attributes:
         step: steps done, over all restarts.
@@ -53,10 +53,10 @@ class ProgressSnapshot(NamedTuple):
 
 
 class Terminal:
-    """Shows the run; all of it also goes to the rank's log, as plain text, but for the bar.
+    """Shows the run; everything but the bar also goes to the rank's log, as plain text.
 
     Args:
-        total_steps: of the whole run; None if it is not known.
+        total_steps: of the whole run; None if unknown.
         steps_per_epoch: None if epochs have no fixed length.
         quiet: show nothing (the log still gets it).
     """
@@ -77,60 +77,62 @@ class Terminal:
 
     @property
     def refreshes(self) -> bool:
-        """Whether there is a bar, which wants :meth:`progress` every :data:`REFRESH_S`."""
+        """Whether there is a bar, which needs :meth:`progress` every :data:`REFRESH_S`."""
         return self._bar is not None
 
-    def progress(self, standing: ProgressSnapshot) -> None:
+    def progress(self, snapshot: ProgressSnapshot) -> None:
         """Redraw the bar; without one, print a line at an epoch's end."""
         now = time.monotonic()
-        self._history.append((now, standing))
+        self._history.append((now, snapshot))
         while len(self._history) > 2 and now - self._history[0][0] > _WINDOW_S:
             self._history.popleft()
         if self._bar is not None:
-            status = Text(f"loss {number(standing.loss)}")
+            status = Text(f"loss {number(snapshot.loss)}")
             if rate := self._samples_per_s():
                 status.append(f"  {rate:,.0f} samples/s")
             if self._warning:
                 status.append(f"  {self._warning}", style="yellow")
             if self._metrics:
                 status.append(f"  {self._metrics}", style="cyan")
-            self._bar.show(self._epoch(standing.epoch), standing.step, self._time_left(standing.step), status)
-        elif self._ends_epoch(standing.step) and (now >= self._next_line_s or standing.step == self._total_steps):
-            # Very short epochs would fill a file: not more than a line a second.
+            self._bar.show(self._epoch(snapshot.epoch), snapshot.step, self._time_left(snapshot.step), status)
+        elif self._ends_epoch(snapshot.step) and (now >= self._next_line_s or snapshot.step == self._total_steps):
+            # At most one line per second, because very short epochs would fill a file.
             self._next_line_s = now + _LINE_S
             rate = self._samples_per_s()
             speed = f"  {rate:,.0f} samples/s" if rate else ""
-            loss = number(standing.loss)
-            self.print(f"{self._epoch(standing.epoch)}  step {standing.step}  loss {loss}{speed}")
+            loss = number(snapshot.loss)
+            self.print(f"{self._epoch(snapshot.epoch)}  step {snapshot.step}  loss {loss}{speed}")
 
-    def imbalance(self, found: Imbalance | None) -> None:
-        """Keep in view that a rank is slow."""
-        is_large = found is not None and found.ratio > _SHOWN_IMBALANCE
-        self._warning = f"rank {found.rank} is {found.ratio:.1f}x slower than the mean" if found and is_large else ""
+    def imbalance(self, slowest: Imbalance | None) -> None:
+        """Show a warning in the bar while a rank is slow."""
+        is_large = slowest is not None and slowest.ratio > _SHOWN_IMBALANCE
+        self._warning = (
+            f"rank {slowest.rank} is {slowest.ratio:.1f}x slower than the mean" if slowest and is_large else ""
+        )
 
     def on_eval_end(self, split: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Print an evaluation's metrics and keep them in view."""
+        """Print an evaluation's metrics and keep them in the bar."""
         values = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
         self._metrics = f"{split} {values}"
         self.set_status("")
         self.print(Text.assemble(f"{self._epoch(epoch)}  step {step}  ", (self._metrics, "cyan")))
 
     def set_status(self, text: str) -> None:
-        """Say in the bar what takes time now."""
+        """Show the current activity in the bar."""
         if self._bar is not None:
             self._bar.show_activity(text)
 
     def print(self, content: RenderableType) -> None:
         """Print above the bar, and into the log."""
         content = Text(content) if isinstance(content, str) else content
-        # Lines are not broken: the terminal wraps them, and in files they stay searchable.
+        # The terminal wraps long lines; unbroken ones stay searchable in files.
         is_text = isinstance(content, Text)
         self._console.print(content, soft_wrap=is_text, crop=False)
         if self._log is not None:
             self._log.print(content, soft_wrap=is_text, crop=False)
 
     def close(self) -> None:
-        """Leave the bar as it is and give the terminal back."""
+        """Stop the bar and restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -156,7 +158,7 @@ class Terminal:
 
 
 class _Bar:
-    """A line with the bar and one with the numbers; drawn only when asked, so no thread of its own."""
+    """A line with the bar and one with the numbers; drawn on request, without a thread."""
 
     def __init__(self, console: Console, total_steps: int | None) -> None:
         self._console = console
@@ -181,7 +183,7 @@ class _Bar:
 
     def show(self, description: str, step: int, note: str, status: Text) -> None:
         if not self._live.is_started:
-            self._put_before_output()
+            self._redirect_above_bar()
             self._live.start()
         status.no_wrap, status.overflow = True, "ellipsis"
         self._status = status
@@ -197,8 +199,8 @@ class _Bar:
         self._restore.close()
         self._live.stop()
 
-    def _put_before_output(self) -> None:
-        """Let other output to this terminal appear above the bar instead of through it."""
+    def _redirect_above_bar(self) -> None:
+        """Print other output to this terminal above the bar instead of through it."""
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             terminal, _ = terminal_and_log(stream)
             if not terminal.isatty():
@@ -213,7 +215,7 @@ class _Bar:
 
 
 class _StreamAboveBar(io.TextIOBase):
-    """A terminal stream whose whole lines are printed above the bar."""
+    """A terminal stream that prints complete lines above the bar."""
 
     def __init__(self, console: Console, terminal: TextIO) -> None:
         self._console = console
@@ -252,21 +254,21 @@ class _StreamAboveBar(io.TextIOBase):
 
 
 def number(value: Any) -> str:
-    """A metric for people: four significant digits, whole numbers whole."""
+    """Format a metric: four significant digits, whole numbers in full."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 0:00:07, 1:02:03 or 2d 1:02:03."""
+    """Format seconds: 0:00:07, 1:02:03 or 2d 1:02:03."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     return (f"{days}d " if days else "") + f"{h}:{m:02d}:{s:02d}"
 
 
-# --- The table at the end of a run: what came out, where it is, and what to do next ---
+# --- The final summary: metrics, paths and next steps ---
 
 
 def summary(result: Mapping[str, Any], directory: RunDirectory) -> RenderableType:
@@ -306,10 +308,10 @@ def _facts(result: Mapping[str, Any], directory: RunDirectory) -> Text:
     )
 
 
-def _staleness(found: Mapping[str, Any] | None) -> str | None:
-    if not found:
+def _staleness(staleness: Mapping[str, Any] | None) -> str | None:
+    if not staleness:
         return None
-    return f"{found['mean']:.2f} updates on average, {found['max']} at most"
+    return f"{staleness['mean']:.2f} updates on average, {staleness['max']} at most"
 
 
 def _next_steps(directory: RunDirectory) -> Text:
@@ -323,7 +325,7 @@ def _next_steps(directory: RunDirectory) -> Text:
 
 
 def _pairs(rows: Mapping[str, str | None]) -> Text:
-    # A hash, a path or a command is there to be copied: the terminal may wrap it, we do not break it.
+    # Hashes, paths and commands are not broken, so that they can be copied.
     text = Text(no_wrap=True, overflow="ignore")
     for name, value in rows.items():
         if value is not None:

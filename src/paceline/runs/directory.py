@@ -1,19 +1,19 @@
-"""A run is a directory; this file knows its names and who may write in it.
+"""The layout of a run directory, and its lock.
 
 ::
 
-    run.toml          everything resolved: options, task and fields, data, versions, pins
+    run.toml          resolved options, task and fields, data, versions, numerics fingerprint
     events.jsonl      created, started, checkpoint, stopped, failed, finished
     metrics.jsonl     one record every --log-every steps, and one for each evaluation
-    ledger/           which samples each committed step saw
-    initial.safetensors  with --init-from, the weights that the run began with
+    ledger/           the samples of each committed step
+    initial.safetensors  with --init-from, the initial weights
     checkpoints/      step-00000469-v00000471/ ...
     tensorboard/  profile/
-    logs/rank-N.log   what each rank printed
-    heartbeats/       while ranks are at work: where each is, every two seconds
-    hangs/TIME/       where each rank was when a step did not end
+    logs/rank-N.log   the output of each rank
+    heartbeats/       the progress of each active rank, every two seconds
+    hangs/TIME/       the stacks of all ranks when a step hung
     result.json       written when the run has finished
-    agent.json        while an agent is at work: where it can be asked
+    agent.json        the address of an active agent
 """
 
 from __future__ import annotations
@@ -42,107 +42,96 @@ _appending = threading.Lock()
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths inside a run's directory; making one touches nothing."""
+    """The paths inside a run directory; constructing one touches nothing."""
 
     path: Path
 
     @property
     def manifest(self) -> Path:
-        """``run.toml``."""
         return self.path / "run.toml"
 
     @property
     def events(self) -> Path:
-        """``events.jsonl``."""
         return self.path / "events.jsonl"
 
     @property
     def metrics(self) -> Path:
-        """``metrics.jsonl``."""
         return self.path / "metrics.jsonl"
 
     @property
     def ledger(self) -> Path:
-        """``ledger/``."""
         return self.path / "ledger"
 
     @property
     def sample_lengths(self) -> Path:
-        """``sample-sizes.npy``: what micro-batches are balanced by, where the task says it."""
+        """The lengths by which micro-batches are balanced, if the task returns any."""
         return self.path / "sample-sizes.npy"
 
     @property
     def checkpoints(self) -> Path:
-        """``checkpoints/``."""
         return self.path / "checkpoints"
 
     @property
     def initial(self) -> Path:
-        """``initial.safetensors``: the weights that a fine-tuned run began with."""
+        """The initial weights of a fine-tuned run."""
         return self.path / "initial.safetensors"
 
     @property
     def tensorboard(self) -> Path:
-        """``tensorboard/``."""
         return self.path / "tensorboard"
 
     @property
     def profile(self) -> Path:
-        """``profile/``."""
         return self.path / "profile"
 
     @property
     def logs(self) -> Path:
-        """``logs/``."""
         return self.path / "logs"
 
     @property
     def heartbeats(self) -> Path:
-        """``heartbeats/``."""
         return self.path / "heartbeats"
 
     @property
     def hangs(self) -> Path:
-        """``hangs/``."""
         return self.path / "hangs"
 
     @property
     def result(self) -> Path:
-        """``result.json``."""
         return self.path / "result.json"
 
     @property
     def agents(self) -> Path:
-        """``agents.json``: where the agents of a job on several machines listen."""
+        """The addresses of the agents of a job on several nodes."""
         return self.path / "agents.json"
 
     @property
     def lock(self) -> Path:
-        """``run.lock``, held while it runs: by rank 0, or by the agent that leads."""
+        """The lock of an active run, held by rank 0 or by the leading agent."""
         return self.path / "run.lock"
 
     @property
     def agent(self) -> Path:
-        """``agent.json``: where the agent of a run at work can be asked."""
+        """The address of an active run's agent."""
         return self.path / "agent.json"
 
     def log_of(self, rank: int) -> Path:
-        """The file that holds what ``rank`` printed."""
+        """Return the path of a rank's log."""
         return self.logs / f"rank-{rank}.log"
 
     def error_of(self, rank: int) -> Path:
-        """The file in which ``rank`` records the error that ended it."""
+        """Return the path at which a rank records its error."""
         return self.logs / f"rank-{rank}.error.json"
 
     def exists(self) -> bool:
-        """Whether a run was created here."""
+        """Return whether a run was created here."""
         return self.manifest.is_file()
 
     def check_resume(self, resume: str) -> None:
-        """Hold ``--resume`` against what is here.
+        """Check ``--resume`` against the directory.
 
         Raises:
-            RunDirectoryError: there must be a run and is none, or the other way round.
+            RunDirectoryError: a required run is missing, or a forbidden one exists.
         """
         if resume == "must" and not self.exists():
             raise RunDirectoryError(f"--resume must: {self.path} holds no run (no run.toml). Check --run-dir DIR.")
@@ -155,7 +144,7 @@ class RunDirectory:
         """Make the directory and its parents.
 
         Raises:
-            RunDirectoryError: it cannot be made or written.
+            RunDirectoryError: it cannot be created or written.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -166,17 +155,17 @@ class RunDirectory:
             raise self.unwritable(error) from error
 
     def unwritable(self, error: OSError) -> RunDirectoryError:
-        """The error for a directory that cannot be written."""
+        """Return the error for a directory that cannot be written."""
         return RunDirectoryError(
             f"cannot write to the run directory {self.path}: {error.strerror}. "
-            "Make it writable and make room, or choose another with --run-dir DIR."
+            "Make it writable and free space, or choose another with --run-dir DIR."
         )
 
     def read_manifest(self) -> dict[str, Any]:
-        """The contents of ``run.toml``.
+        """Read ``run.toml``.
 
         Raises:
-            RunDirectoryError: there is none, or it is damaged.
+            RunDirectoryError: it is missing or damaged.
         """
         try:
             return tomllib.loads(self.manifest.read_text(encoding="utf-8"))
@@ -188,10 +177,10 @@ class RunDirectory:
             ) from error
 
     def read_complete_manifest(self) -> dict[str, Any]:
-        """The contents of ``run.toml``, with all that continuing the run takes.
+        """Read ``run.toml``, and require everything that resuming needs.
 
         Raises:
-            RunDirectoryError: there is none, or something is missing in it.
+            RunDirectoryError: it is missing or incomplete.
         """
         manifest = self.read_manifest()
         task, config = manifest.get("task"), manifest.get("config")
@@ -202,21 +191,21 @@ class RunDirectory:
             and {"spec", "name", "fields"} <= task.keys()
         ):
             raise RunDirectoryError(
-                f"{self.manifest} is incomplete: it must hold an id and the tables task and config. "
+                f"{self.manifest} is incomplete: it must contain an id and the tables task and config. "
                 "Restore it from a copy, or choose another --run-dir DIR."
             )
         return manifest
 
     def write_manifest(self, document: Mapping[str, Any]) -> None:
-        """Write ``run.toml`` whole or not at all."""
+        """Write ``run.toml`` atomically."""
         write_atomically(self.manifest, tomli_w.dumps(_without_none(document)).encode())
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write ``result.json`` whole or not at all."""
+        """Write ``result.json`` atomically."""
         write_atomically(self.result, (json.dumps(result, indent=2) + "\n").encode())
 
     def read_result(self) -> dict[str, Any] | None:
-        """The content of ``result.json``; None where the run has not finished.
+        """Read ``result.json``; None for an unfinished run.
 
         Raises:
             RunDirectoryError: it is damaged.
@@ -227,12 +216,12 @@ class RunDirectory:
             return None
         except ValueError as error:
             raise RunDirectoryError(
-                f"{self.result} is damaged: {error}. Remove it to conclude the run again."
+                f"{self.result} is damaged: {error}. Remove it, then resume the run to write it again."
             ) from error
         return dict(result)
 
     def append_event(self, kind: str, **fields: Any) -> None:
-        """Add one record to ``events.jsonl``; while the disk takes none, they wait for the next one."""
+        """Append one record to ``events.jsonl``; queue records while the disk fails."""
         line = json.dumps({"time": round(time.time(), 3), "event": kind, **fields}) + "\n"
         with _appending:
             waiting = _unwritten.setdefault(self.events.absolute(), [])
@@ -247,11 +236,11 @@ class RunDirectory:
                 del _unwritten[self.events.absolute()]
 
     def read_events(self) -> list[dict[str, Any]]:
-        """The records of ``events.jsonl``; a last line cut short by a crash is left out."""
+        """Return the records of ``events.jsonl``, without a last line cut short by a crash."""
         return read_json_lines(self.events)
 
     def is_running(self) -> bool:
-        """Whether some process on this machine holds the run's lock."""
+        """Return whether a process on this node holds the run's lock."""
         try:
             with self.lock.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -262,7 +251,7 @@ class RunDirectory:
         return False
 
     def in_use(self) -> RunInUseError:
-        """The error for a directory that another process works in."""
+        """Return the error for a directory that another process is using."""
         return RunInUseError(
             f"{self.path} is in use by another process. Wait for it to end, or choose another --run-dir DIR."
         )
@@ -272,7 +261,7 @@ class RunDirectory:
         """Hold the run's lock, so that no second run writes here.
 
         Raises:
-            RunInUseError: somebody else holds it.
+            RunInUseError: another process holds it.
         """
         with closing(RunLock(self)) as lock:
             lock.take()
@@ -280,7 +269,7 @@ class RunDirectory:
 
 
 class RunLock:
-    """A run's lock, which is held only once it was taken, and until :meth:`close`.
+    """A run's lock, held from :meth:`take` until :meth:`close`.
 
     A process that inherits the descriptor, before or after that, holds the lock too, until it ends.
 
@@ -288,7 +277,7 @@ class RunLock:
         directory: the run's.
 
     Attributes:
-        held: whether it was taken.
+        held: whether this object took it.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -297,42 +286,42 @@ class RunLock:
         self.held = False
 
     def fileno(self) -> int:
-        """The descriptor, to be inherited."""
+        """Return the descriptor, for inheritance."""
         return self._file.fileno()
 
     def take(self) -> None:
-        """Take it.
+        """Take the lock.
 
         Raises:
-            RunInUseError: somebody else holds it.
+            RunInUseError: another process holds it.
         """
         for attempts_left in (4, 3, 2, 1, 0):
             if self.try_to_take():
                 return
             if attempts_left:
-                # is_running() in another process holds it for an instant.
+                # is_running() in another process holds it briefly.
                 time.sleep(0.02)
         raise self._directory.in_use()
 
     def try_to_take(self) -> bool:
-        """Take it, unless somebody else holds it; return whether it is held now."""
+        """Take the lock unless another process holds it; return whether it is held now."""
         with suppress(BlockingIOError):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.held = True
         return self.held
 
     def close(self) -> None:
-        """Hold it no longer, as far as this process goes."""
+        """Release this process's hold of the lock."""
         self._file.close()
 
 
 def backup_path(backup_to: str | None, run_id: str) -> Path | None:
-    """Where a run's checkpoints are copied to: several runs may share one ``--backup-to``."""
+    """Return the backup directory of a run; several runs may share one ``--backup-to``."""
     return None if backup_to is None else Path(backup_to) / f"run-{run_id}"
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: leave such keys out."""
+    """Remove keys with None, because TOML has no null."""
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):

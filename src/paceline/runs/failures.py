@@ -1,4 +1,4 @@
-"""How processes of a job ended: what each recorded, and what the job reports of them all."""
+"""Exit records of a job's processes, and the one error report made from them."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from paceline.core.files import write_atomically
 from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.runs.directory import RunDirectory
 
-# --- How a process of a job ended, and what it records of that for the others. No torch ---
+# --- The failure record of one process. No torch ---
 
 
 def describe_stop(event: Mapping[str, Any], directory: RunDirectory) -> str:
-    """What a ``stopped`` event means to people: why, after which step, and how to go on."""
+    """Describe a ``stopped`` event: the cause, the step, and how to continue."""
     cause = str(event.get("cause", "a signal"))
-    why = "before --walltime was over" if cause == "walltime" else f"by {cause}"
+    reason = "before --walltime was over" if cause == "walltime" else f"by {cause}"
     return (
-        f"stopped after step {event.get('step', 0)}, {why}; everything is saved. "
+        f"stopped after step {event.get('step', 0)}, {reason}; everything is saved. "
         f"Continue with: paceline resume {directory.path}"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """How a rank ended.
+    """The failure of a rank.
 
     Attributes:
-        time: seconds since the epoch when it was noticed.
-        type: the exception's class, or "Killed" or "Exited" where the process left no record.
-        traceback: the exception's, as Python prints it; "" where there is none.
-        victim: it only lost a peer; the cause is elsewhere.
+        time: Unix time at which it was noticed.
+        type: the exception's class, or "Killed" or "Exited" for a process without a record.
+        traceback: the exception's, as Python prints it; "" without one.
+        victim: a secondary failure: the rank only lost a peer.
         user_error: the message says what to change, and needs no traceback.
     """
 
@@ -71,7 +71,7 @@ _LIBRARIES = (
 
 
 def failure_of(rank: int, error: BaseException) -> FailureRecord:
-    """Describe the error that ended a rank, with the notes that were added to it (PEP 678)."""
+    """Describe the error that ended a rank, with its notes (PEP 678)."""
     notes = "; ".join(getattr(error, "__notes__", ()))
     return FailureRecord(
         rank=rank,
@@ -86,7 +86,7 @@ def failure_of(rank: int, error: BaseException) -> FailureRecord:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process that ends with ``error`` exits with."""
+    """Return the exit code of a process that ends with ``error``."""
     if isinstance(error, PacelineError):
         return error.exit_code
     if isinstance(error, SystemExit):
@@ -95,19 +95,19 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def record_failure(directory: RunDirectory, rank: int, error: BaseException) -> int:
-    """Leave a rank's error where its launcher finds it; return the code to exit with."""
+    """Record a rank's error for its launcher; return the exit code."""
     failure = failure_of(rank, error)
     try:
         directory.logs.mkdir(parents=True, exist_ok=True)
         write_atomically(directory.error_of(rank), json.dumps(asdict(failure), indent=2).encode())
     except OSError as problem:
-        # A full disk may be the very error; it must not hide behind this one.
+        # A full disk may be the root cause, so its error must not replace the recorded one.
         print(f"the error of rank {rank} could not be recorded: {problem}", file=sys.stderr)
     return failure.exit_code
 
 
 def read_failure(path: Path) -> FailureRecord | None:
-    """A recorded failure; None where there is none, or none that can be read."""
+    """Read a recorded failure; None if it is missing or unreadable."""
     try:
         return msgspec.convert(json.loads(path.read_bytes()), FailureRecord)
     except (OSError, ValueError):
@@ -115,53 +115,53 @@ def read_failure(path: Path) -> FailureRecord | None:
 
 
 def describe(failure: FailureRecord, directory: RunDirectory | None) -> str:
-    """The one message about a failed job: the rank that failed first, its error and its log."""
+    """Format the error report of a failed job: the rank that failed first, its error and its log."""
     if failure.user_error:
-        # Every rank fails alike on a wrong option: whose message it is says nothing.
+        # Every rank fails alike on a wrong option, so the rank does not matter.
         if failure.type == DataError.__name__ and directory is not None:
             return f"{failure.message}\n  log: {directory.log_of(failure.rank)}"
         return failure.message
-    who = f"rank {failure.rank}"
+    rank_name = f"rank {failure.rank}"
     if failure.type in ("Killed", "Exited"):
-        # What has ranks below it and is none says itself what it is.
-        lines = [f"{who} {failure.message}." if failure.rank >= 0 else f"{failure.message}."]
+        # The message of a launcher process, which has no rank, names it.
+        lines = [f"{rank_name} {failure.message}." if failure.rank >= 0 else f"{failure.message}."]
     elif failure.victim:
-        lines = [f"{who} had to end: {failure.message}. Why is said where that rank was started, and in its log."]
+        lines = [f"{rank_name} had to end: {failure.message}. See the output and the log of that rank for the cause."]
     elif failure.type == errors.SilentDataCorruptionError.__name__:
         lines = [failure.message]  # names the rank itself
     elif failure.type == HangError.__name__:
-        # It names the rank to blame, which need not be the one that says so.
+        # It names the rank that hangs, which need not be the one that reports it.
         return failure.message
     elif failure.type in _DELIBERATE:
-        lines = [f"{who} failed first: {failure.message}"]
+        lines = [f"{rank_name} failed first: {failure.message}"]
     else:
-        lines = [f"{who} failed first: {failure.type}: {failure.message}"]
-        where = [line.strip() for line in failure.traceback.splitlines() if line.startswith("  File ")]
-        # Where the user's own code was, not what it called in a library.
-        mine = [line for line in where if not any(path in line for path in _LIBRARIES)]
-        lines += [f"  {(mine or where)[-1]}"] if where else []
+        lines = [f"{rank_name} failed first: {failure.type}: {failure.message}"]
+        locations = [line.strip() for line in failure.traceback.splitlines() if line.startswith("  File ")]
+        # The user's own code, not a library that it called.
+        user_locations = [line for line in locations if not any(path in line for path in _LIBRARIES)]
+        lines += [f"  {(user_locations or locations)[-1]}"] if locations else []
     if directory is not None and failure.rank >= 0:
         lines.append(f"  log: {directory.log_of(failure.rank)}")
     return "\n".join(lines)
 
 
-# --- Which rank failed first, and what to tell the user about it: one message, not one a rank. No torch ---
+# --- The error report of a job: one message for all ranks. No torch ---
 
 
 STOPPED = (75, 130)
-"""Exit codes of a worker that saved its state because a signal asked it to stop."""
+"""Exit codes of a worker that saved its state after a stop signal."""
 
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """A process that ended.
+    """The exit of a process.
 
     Attributes:
-        rank: None for an agent that has ranks below it.
-        code: its exit code; minus the signal's number where one killed it.
-        time: seconds since the epoch.
-        stopped: it ended after its launcher told it to.
-        starter: its name where it is no rank, but has started some.
+        rank: None for an agent, which has ranks of its own.
+        code: its exit code; minus the signal's number if one killed it.
+        time: Unix time.
+        stopped: whether its launcher stopped it.
+        starter: its name, if it is a launcher process without a rank.
     """
 
     rank: int | None
@@ -184,14 +184,14 @@ def report_job_failure(
     Args:
         directory: the run's.
         exits: of the job's processes.
-        asked: the signal that asked the launcher to stop, if one did.
-        verdict: what else to say about a failure, or why the launcher itself ended the job.
-        said_why: a process that ended by itself has told of the ranks that it had started.
+        asked: the signal that requested the launcher to stop, if any.
+        verdict: an addition to the message, or the reason why the launcher itself ended the job.
+        said_why: whether a process without a record has already reported its ranks' failure.
     """
     failure = first_failure(directory, exits)
     if failure is not None and failure.type == "Exited" and said_why:
         return failure.exit_code
-    # While the ranks still join, a signal ends one at once, and the others lose it.
+    # During startup a signal ends a rank at once, and the others lose their peer.
     if failure is not None and not (failure.victim and asked is not None):
         print(f"paceline: {describe(failure, directory)}", file=sys.stderr)
         if verdict:
@@ -206,16 +206,16 @@ def report_job_failure(
     for code in STOPPED:
         if code in codes:
             return code
-    # Stopped as asked, by processes that know no better than to die of the signal.
+    # Stopped as requested, by processes without a handler, which the signal killed.
     return 128 + (asked or signal.SIGTERM)
 
 
 def first_failure(directory: RunDirectory | None, exits: Sequence[ProcessExit]) -> FailureRecord | None:
-    """The failure that brought the job down, or None where there was none.
+    """Return the root-cause failure of a job, or None.
 
-    A recorded error is believed, unless it only says that a peer was lost. A process killed by a
-    signal that its launcher did not send is a culprit. Among culprits the earliest wins; victims
-    only count where there are no culprits.
+    Recorded errors are root causes, unless they only report a lost peer. A process killed by a signal
+    that its launcher did not send is a root cause too. The earliest root cause wins; secondary failures
+    only count if there is none.
     """
     failures = []
     for end in exits:
@@ -225,7 +225,7 @@ def first_failure(directory: RunDirectory | None, exits: Sequence[ProcessExit]) 
         if directory is not None and end.rank is not None:
             recorded = read_failure(directory.error_of(end.rank))
         if recorded is not None:
-            if recorded.exit_code not in STOPPED:  # else it was done, and was killed on its way out
+            if recorded.exit_code not in STOPPED:  # otherwise it had finished, and was killed while exiting
                 failures.append(recorded)
         elif not end.stopped:
             failures.append(_unrecorded(directory, end))
@@ -233,18 +233,18 @@ def first_failure(directory: RunDirectory | None, exits: Sequence[ProcessExit]) 
 
 
 def expand(end: ProcessExit, directory: RunDirectory | None) -> list[ProcessExit]:
-    """The exits of the ranks below an agent, as they recorded them; its own code, always 1, says nothing."""
+    """Replace an agent's exit by those of its ranks, as recorded; its own code is always 1."""
     if end.rank is not None or end.code == 0 or directory is None:
         return [end]
     recorded = [read_failure(path) for path in sorted(directory.logs.glob("rank-*.error.json"))]
     ranks = [ProcessExit(f.rank, f.exit_code, f.time, end.stopped) for f in recorded if f is not None]
-    # A worker that was killed records nothing: then the agent's own exit stands for it.
+    # A killed worker records nothing, so keep the agent's own exit for it.
     return ranks if any(f is not None and not f.victim for f in recorded) else [*ranks, end]
 
 
 def _unrecorded(directory: RunDirectory | None, end: ProcessExit) -> FailureRecord:
     if end.rank is None and end.code > 0:
-        message = f"{end.starter} ended with exit code {end.code}; what is printed above says why"
+        message = f"{end.starter} ended with exit code {end.code}; see the output above for the cause"
         kind = "Exited"
     elif end.code < 0:
         name = signal.Signals(-end.code).name if -end.code in signal.valid_signals() else f"signal {-end.code}"
@@ -254,9 +254,9 @@ def _unrecorded(directory: RunDirectory | None, end: ProcessExit) -> FailureReco
             message = f"{end.starter} {message}"
     else:
         kind, message = "Exited", f"exited with status {end.code}"
-        # What rank 0 said is on the terminal; its log may be an earlier run's.
-        last = _last_line(directory, end.rank) if end.rank else ""
-        message += f": {last.rstrip('.')}" if last else ""
+        # Rank 0 printed to the terminal; its log may be an earlier run's.
+        last_line = _last_line(directory, end.rank) if end.rank else ""
+        message += f": {last_line.rstrip('.')}" if last_line else ""
     return FailureRecord(
         rank=-1 if end.rank is None else end.rank,
         time=end.time,
@@ -270,7 +270,7 @@ def _unrecorded(directory: RunDirectory | None, end: ProcessExit) -> FailureReco
 
 
 def _last_line(directory: RunDirectory | None, rank: int | None) -> str:
-    """The last line that a rank printed: of an uncaught exception, its message."""
+    """Return the last line that a rank printed, such as the message of an uncaught exception."""
     if directory is None or rank is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""What a run measures of itself, and the files that it writes that into."""
+"""Metric writers and per-rank telemetry."""
 
 from __future__ import annotations
 
@@ -19,53 +19,51 @@ from paceline.core.errors import RunDirectoryError
 from paceline.core.files import DISK_ERRORS, ResilientAppendFile, read_json_lines, write_atomically
 from paceline.runs.phases import PhaseTimer
 
-# --- Where records go: ``metrics.jsonl`` and TensorBoard, without double points after a restart ---
+# --- ``metrics.jsonl`` and TensorBoard, without duplicate points after a restart ---
 
 
 _log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """Takes the records of a run, in the order of their steps; each is on its way to disk on return."""
+    """Writes the records of a run, in the order of their steps."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add one record (see :mod:`paceline.runs.monitor` for its keys)."""
+        """Write one record (see :mod:`paceline.runs.monitor` for its keys) before returning."""
 
     def close(self) -> None:
-        """Write what is left and release the file."""
+        """Write queued records and close the file."""
 
 
 class JsonlWriter:
-    """``metrics.jsonl``: one JSON object a line. Numbers that are NaN or infinite become ``null``.
+    """``metrics.jsonl``: one JSON object per line. NaN and infinite numbers become ``null``.
 
-    (JSON has no NaN; ``null`` is what pandas, DuckDB and jq read as a missing number.)
+    (JSON has no NaN; pandas, DuckDB and jq read ``null`` as a missing number.)
 
     Raises:
         RunDirectoryError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
-        # Written at once: a killed run loses no record, and `tail -f` sees each.
+        # Written at once, so that a killed run loses no record and `tail -f` shows each.
         self._file = ResilientAppendFile(path, _log.warning)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add a line."""
         self._file.write((json.dumps(finite(record), allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 class TensorBoardWriter:
     """Scalars for TensorBoard: ``train/*``, ``eval/SPLIT/NAME`` and ``rank/N/*``.
 
-    An event file is a sequence of TFRecords; it is written here with TensorBoard's own record
-    writer, because its higher-level writer imports TensorFlow where that is installed.
+    An event file is a sequence of TFRecords. This class uses TensorBoard's own record
+    writer, because its higher-level writer imports TensorFlow if that is installed.
 
     Args:
-        directory: where the event file is made.
-        purge_step: TensorBoard forgets points of earlier files from this step on.
+        directory: the directory of the event file.
+        purge_step: TensorBoard drops points of earlier files from this step on.
 
     Raises:
         RunDirectoryError: the file cannot be written.
@@ -86,13 +84,11 @@ class TensorBoardWriter:
         self._add(Event(wall_time=time.time(), step=purge_step, session_log=restart))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add an event with the record's scalars."""
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record)]
         summary = self._summary(value=values)
         self._add(self._event(wall_time=time.time(), step=record["step"], summary=summary))
 
     def close(self) -> None:
-        """Close the event file."""
         self._file.close()
 
     def _add(self, event: Any) -> None:
@@ -102,17 +98,16 @@ class TensorBoardWriter:
 
 
 def preload_tensorboard() -> None:
-    """Import what :class:`TensorBoardWriter` needs; that takes a third of a second."""
+    """Import the modules of :class:`TensorBoardWriter`; that takes a third of a second."""
     import tensorboard.compat.proto.event_pb2
     import tensorboard.compat.proto.summary_pb2
     import tensorboard.summary.writer.record_writer  # noqa: F401
 
 
 def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the records after ``step`` from a ``metrics.jsonl``, and return those that stay.
+    """Drop the records after ``step`` from a ``metrics.jsonl``, and return the rest.
 
-    A killed run leaves records of steps that the resumed run does again. The file is replaced as
-    a whole or not at all.
+    A killed run leaves records of steps that the resumed run repeats. The file is replaced atomically.
     """
     kept = [r for r in read_json_lines(path) if r["step"] <= step]
     content = "".join(json.dumps(r) + "\n" for r in kept).encode()
@@ -124,12 +119,12 @@ def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
             raise RunDirectoryError(
                 f"cannot write {path}: {error.strerror}. Make it writable, then resume the run."
             ) from error
-        _log.warning("%s keeps records of steps that are done again: %s.", path, error.strerror)
+        _log.warning("%s keeps records of steps that will be repeated: %s.", path, error.strerror)
     return kept
 
 
 def finite(value: Any) -> Any:
-    """The same value with every NaN and infinity replaced by None."""
+    """Replace every NaN and infinity by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -140,7 +135,7 @@ def finite(value: Any) -> Any:
 
 
 def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """A record's numbers, as written or read again, by the names that trackers and TensorBoard show."""
+    """Yield a record's numbers under the names that trackers and TensorBoard show."""
     if record["kind"] == "eval":
         for name, value in record["metrics"].items():
             if value is not None:
@@ -159,18 +154,18 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield f"rank/{status['rank']}/{name}", status[name]
 
 
-# --- A rank's own state, as a few floats that travel with the gradients to every other rank ---
+# --- A rank's telemetry, as a few floats that are reduced along with the gradients ---
 
 
 class RankStatus(NamedTuple):
-    """One rank's state over the steps since its last sample; the order is the row's.
+    """One rank's telemetry since its last sample; the order is the row's.
 
     Attributes:
-        step_s: mean seconds a training step (without evaluations).
+        step_s: mean seconds per training step (without evaluations).
         busy_fraction: the part of ``step_s`` not spent waiting for the reduction, 0 to 1.
         memory_bytes: resident memory; on a GPU the peak of torch's allocator.
-        utilisation: CPU seconds a second of this process (1.0 is one core); on a GPU the part of
-            the time it was busy, NaN where the driver's library is not installed.
+        utilisation: CPU seconds per second of this process (1.0 is one core); on a GPU the fraction of busy time, NaN
+            if the driver's library is not installed.
     """
 
     step_s: float
@@ -184,11 +179,11 @@ ROW_WIDTH = len(RankStatus._fields)
 
 
 class Telemetry:
-    """Samples this process; nothing is asked of the system between two samples.
+    """Samples this process's resource use, without system calls between two samples.
 
     Args:
         device: ``cpu``, ``cuda`` or ``cuda:N`` (a ``torch.device`` is accepted too).
-        timer: the rank's phase timer, which tells work from waiting.
+        timer: the rank's phase timer, which separates work from waiting.
         first_step: steps done before this process started.
     """
 
@@ -203,7 +198,7 @@ class Telemetry:
         self._cpu_s = time.process_time()
 
     def sample(self, step: int) -> RankStatus:
-        """The state since the last sample; ``step`` is the step now under way, counted from 1."""
+        """Return the telemetry since the last sample; ``step`` is the current step, counted from 1."""
         training_s, waiting_s = self._timer.training_s(), self._timer.seconds["reduction"]
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         spent_s = training_s - self._training_s
@@ -232,12 +227,12 @@ class Telemetry:
         try:
             return torch.cuda.utilization(torch.device(self._cuda_device)) / 100
         except (ImportError, RuntimeError):
-            # It needs nvidia-ml-py and a driver that allows the query; a missing number stops nothing.
+            # It needs nvidia-ml-py and a driver that allows the query; training continues without the number.
             return math.nan
 
 
 class Imbalance(NamedTuple):
-    """How much longer the slowest rank works on a step than the mean rank.
+    """The busy time of the slowest rank relative to the mean.
 
     Attributes:
         ratio: busy time of the slowest rank over the mean of all; 1.0 is balanced.
@@ -249,9 +244,9 @@ class Imbalance(NamedTuple):
 
 
 def imbalance(rows: Sequence[Sequence[float]]) -> Imbalance | None:
-    """The imbalance of the ranks' rows; None for one rank or where times are missing.
+    """Compute the imbalance of the ranks' rows; None for one rank or without times.
 
-    Busy time is what counts: the step time itself is the same on all ranks, since the fast ones wait.
+    It compares busy time, because the step time is equal on all ranks: fast ones wait.
     """
     busy_s = [status.step_s * status.busy_fraction for status in map(RankStatus._make, rows)]
     if len(busy_s) < 2 or not all(math.isfinite(s) for s in busy_s) or sum(busy_s) <= 0:

@@ -1,4 +1,4 @@
-"""Metrics, progress and each rank's state: what the trainer reports, at next to no cost a step."""
+"""The trainer's reporting: metrics, progress and each rank's telemetry."""
 
 from __future__ import annotations
 
@@ -30,32 +30,31 @@ Rows = Sequence[Sequence[float]]
 
 
 class Monitor:
-    """Every rank makes one and calls it alike; only rank 0 writes and shows anything.
+    """Reports a run. Every rank has one and calls it alike; only rank 0 writes and shows anything.
 
-    Records in ``metrics.jsonl``, one JSON object a line::
+    Records in ``metrics.jsonl``, one JSON object per line::
 
         {"kind": "train", "time", "step", "epoch", "loss", "lr", "samples_per_s", "seconds",
          "imbalance", "ranks": [{"rank", "step_ms", "busy", "memory_mib", "utilisation"}, ...]}
         {"kind": "eval", "time", "step", "epoch", "split", "metrics": {name: value}}
 
     ``time`` is Unix time; ``seconds`` counts the run's time over all restarts; ``epoch`` counts
-    from 0 and ``step`` from 1; ``lr`` is the first parameter group's, and all of them are in
-    ``learning_rates`` where there are several. ``samples_per_s`` leaves evaluations out.
-    ``imbalance`` is the slowest rank's busy time over the mean's. ``logged`` is there where the task
-    logs something besides. Where a number is NaN or infinite, or unknown, there is ``null``.
+    from 0 and ``step`` from 1; ``lr`` is the first parameter group's, and ``learning_rates`` has all of
+    them if there are several. ``samples_per_s`` excludes evaluations. ``imbalance`` is the slowest rank's busy time
+    over the mean's. ``logged`` has values that the task logs. NaN, infinite and unknown numbers are ``null``.
 
     Args:
         directory: the run's directory, which exists.
-        rank, world_size: this process's place.
-        computing: ranks from this one on are spares, whose idleness is no imbalance; None: there are none.
-        total_steps: of the whole run; None if it is not known.
+        rank, world_size: this process's.
+        computing: number of computing ranks; later ones are spares, whose idleness is no imbalance. None: no spares.
+        total_steps: of the whole run; None if unknown.
         steps_per_epoch: None if epochs have no fixed length.
-        first_step: steps done before this process started. Records of later steps, which a killed
-            run left behind, are dropped, so that no curve has two points for a step.
+        first_step: steps done before this process started. Records of later steps, from a killed run, are dropped, so
+            that no curve has two points for a step.
         log_every: steps between two records.
         quiet: show nothing on the terminal.
-        device: where the model lives; decides which memory and utilisation are reported.
-        trackers: makes what records are sent to besides; called on rank 0 only, with the records so far.
+        device: the model's device, whose memory and utilisation are reported.
+        trackers: builds experiment trackers from the earlier records; called on rank 0 only.
 
     Raises:
         RunDirectoryError: a file in the run directory cannot be written.
@@ -92,7 +91,7 @@ class Monitor:
         self._trackers: tuple[TrackerWriter, ...] = ()
         if rank != 0:
             return
-        # rich takes 0.1 s to import, and only rank 0 shows anything.
+        # Imported here, because rich takes 0.1 s and only rank 0 needs it.
         from paceline.runs.console import Terminal
 
         self._terminal = Terminal(total_steps=total_steps, steps_per_epoch=steps_per_epoch, quiet=quiet)
@@ -105,16 +104,16 @@ class Monitor:
         self._writers.extend(self._trackers)
         self._recorded_samples = 0
         self._recorded_s = 0.0
-        # Between records a step is looked at only for the bar, or at the end of an epoch for a line.
+        # Between records, a step is reported only to the bar, or at an epoch's end as a line.
         self._refresh_s = 0.0 if self._terminal.refreshes else math.inf
         self._line_every = 0 if self._terminal.refreshes or not steps_per_epoch else steps_per_epoch
 
     def is_due(self, step: int) -> bool:
-        """Whether ``step`` has a record; a pure function of the step, so the same on all ranks."""
+        """Return whether ``step`` has a record; a pure function of the step, so equal on all ranks."""
         return step % self._log_every == 0 or step == self._total_steps
 
     def status(self, step: int) -> RankStatus:
-        """This rank's row for the reduction of ``step``; call it only when a record is due."""
+        """Return this rank's telemetry for the reduction of ``step``; call it only if a record is due."""
         return self._telemetry.sample(step)
 
     def on_step_end(
@@ -127,18 +126,17 @@ class Monitor:
         rows: Rows | Callable[[], Rows] = (),
         logged: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Report a step; called by every rank after each.
+        """Report a step; every rank calls it after each step.
 
         Args:
-            step: steps done, counting this one.
+            step: steps done, including this one.
             epoch: the step's epoch, counted from 0.
             samples: the step's samples over all ranks.
-            loss: the step's mean loss, or what gets it; it is called on rank 0 only, and only
-                when the loss is shown or recorded, so it must not communicate.
-            learning_rates: one a parameter group, or what gets them; used when a record is due.
-            rows: every rank's :class:`RankStatus`, in the order of ranks, or what gets them; used when
-                a record is due. None at all where they are not known.
-            logged: what the task logs besides; used when a record is due.
+            loss: the step's mean loss, or a function that returns it, called on rank 0 and only if the loss is shown or
+                recorded, so it must not communicate.
+            learning_rates: one per parameter group, or a function; used when a record is due.
+            rows: every rank's :class:`RankStatus`, by rank, or a function; used when a record is due. Empty if unknown.
+            logged: values that the task logs; used when a record is due.
         """
         self._heartbeat.step = step
         if self.rank != 0:
@@ -202,14 +200,14 @@ class Monitor:
         self._write(record)
 
     def set_status(self, text: str) -> None:
-        """Say on the terminal what takes time now ("evaluating val"), until the next step."""
+        """Show the current activity ("evaluating val") on the terminal until the next step."""
         if self.rank == 0:
             self._terminal.set_status(text)
 
     def on_eval_end(self, split: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Report an evaluation of ``split`` after ``step`` steps.
 
-        One that is on record already, since the run was resumed just before it, is not written again.
+        An evaluation that is already on record, because the run resumed just before it, is not written again.
         """
         if self.rank != 0:
             return
@@ -227,7 +225,7 @@ class Monitor:
             self._terminal.print(content)
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Show the run's summary; ``result`` is what ``result.json`` holds."""
+        """Show the run's summary; ``result`` is the content of ``result.json``."""
         if self.rank == 0:
             from paceline.runs.console import summary
 
@@ -237,7 +235,7 @@ class Monitor:
             self._terminal.print(summary(result, self._directory))
 
     def close(self) -> None:
-        """End the progress bar, the files and the heartbeat; a second call does nothing."""
+        """Close the progress bar, the files and the heartbeat; a second call does nothing."""
         self._heartbeat.close()
         if self.rank == 0:
             self._terminal.close()

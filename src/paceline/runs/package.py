@@ -1,4 +1,4 @@
-"""A model package on disk: opened, verified, and whether its programs may run."""
+"""A model package on disk: verification, and the trust that its programs need."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from paceline.runs.checkpoint_manifest import open_listed, require_equal
 from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
 from paceline.runs.package_registry import Registry
 
-# --- Whose programs may run: the digests of packages that this user exported, or said to trust ---
+# --- Trust: the digests of packages that this user exported or trusts ---
 #
-# ``torch.export.load`` unpickles, so a foreign program can do whatever its author likes. Digests are kept in
-# a file of the user's own, one a line, which others may not write.
+# ``torch.export.load`` unpickles, so a foreign program can run any code. The digests are in a file of the user's own,
+# one per line, that other users must not be able to write.
 
 
 def trust_file() -> Path:
-    """``~/.config/paceline/trusted-packages``, or where XDG_CONFIG_HOME says."""
+    """Return the path of the trusted digests: under XDG_CONFIG_HOME, by default ``~/.config``."""
     configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     return (configured if configured.is_absolute() else Path.home() / ".config") / "paceline" / "trusted-packages"
 
 
 def read_trusted() -> frozenset[str]:
-    """The digests that this user trusts.
+    """Return the digests that this user trusts.
 
     Raises:
-        PackageError: the file is another user's, or others may write it.
+        PackageError: another user owns or may write the file.
     """
     path = trust_file()
     try:
@@ -47,7 +47,7 @@ def read_trusted() -> frozenset[str]:
 
 
 def trust(digest: str) -> None:
-    """Let the program of this package run from now on.
+    """Allow the program of this package to run from now on.
 
     Raises:
         PackageError: the file cannot be written, or is not this user's alone.
@@ -68,39 +68,40 @@ def trust(digest: str) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise PackageError(
-            f"cannot note in {path} that package {digest} is trusted: {error.strerror}. Make it writable."
+            f"cannot record in {path} that package {digest} is trusted: {error.strerror}. Make it writable."
         ) from error
 
 
 def require_trusted(digest: str, manifest: PackageManifest, path: Path) -> None:
-    """Refuse a program that this user has not trusted.
+    """Reject a program that this user has not trusted.
 
     Raises:
-        UntrustedError: names the digest, where the package says that it comes from, and the ways on.
+        UntrustedError: names the digest, the claimed origin, and the next steps.
     """
     if digest in read_trusted():
         return
     origin = manifest.provenance
     raise UntrustedError(
-        f"package {path} holds a program that may run any code when it is loaded, and you have not "
-        f"trusted it.\n"
+        f"package {path} contains a program that may run any code when it is loaded, and you have not "
+        f"trusted it.\
+"
         f"  digest  {digest}\n"
-        f"  says    {manifest.name}, of the task {origin.task}, run {origin.run}, step {origin.step}; "
+        f"  claims  {manifest.name}, of the task {origin.task}, run {origin.run}, step {origin.step}; "
         f"exported {manifest.created}\n"
-        "If you know who made it, say --trust once. The safetensors weights can be used without trust, with "
-        "the task's own code (--task TASK), and so can an ONNX program."
+        "If you know its author, give --trust once. The safetensors weights need no trust with "
+        "the task's own code (--task TASK), and neither does an ONNX program."
     )
 
 
 def _check(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PackageError(
-            f"{path} must be a plain file of your own that nobody else may write, or others could choose "
-            f"whose programs you run. Look at it, then: chmod 600 {path}"
+            f"{path} must be a regular file that only you can write, or other users could trust "
+            f"programs for you. Check its content, then: chmod 600 {path}"
         )
 
 
-# --- Opening a package: nothing in it is believed before every byte was checked ---
+# --- Opening a package: verify every byte before use ---
 
 
 _PIECE_BYTES = 2**20
@@ -114,8 +115,8 @@ class Package:
 
     Attributes:
         path: its directory.
-        manifest: what it says of itself.
-        digest: SHA-256 of the manifest, which names it.
+        manifest: its manifest.
+        digest: SHA-256 of the manifest, which identifies the package.
     """
 
     path: Path
@@ -123,14 +124,14 @@ class Package:
     digest: str
 
     def read(self, name: str) -> bytes:
-        """The content of a file: the very bytes that are checked here, whatever happened to it since.
+        """Read a file and verify exactly the bytes returned.
 
         Raises:
             PackageError: there is no such file, or it has changed.
         """
         if name not in self.manifest.files:
             raise PackageError(f"package {self.path} has no file {name!r:.80}.")
-        with _refused(self.path) as directory:
+        with _untrusted(self.path) as directory:
             record = self.manifest.files[name]
             with _open(directory, name, record.size) as file:
                 content = file.read(record.size + 1)
@@ -138,22 +139,22 @@ class Package:
             return content
 
     def read_weights(self) -> bytes:
-        """The weights, as safetensors; they can run no code."""
+        """Return the weights, as safetensors, which cannot run code."""
         return self.read(self.manifest.weights)
 
     def read_program(self, program: str) -> bytes:
-        """A program in a format, "pt2" or "onnx".
+        """Return a program in a format, "pt2" or "onnx".
 
-        Loading a pt2 may run code, so it is handed out only where this user trusts the package.
+        Loading a pt2 may run code, so this user must trust the package.
 
         Raises:
-            UntrustedError: nobody said that this package's pt2 may run.
-            PackageError: it has no such program; says which it has.
+            UntrustedError: the user has not trusted this package's pt2.
+            PackageError: it has no such program; lists its programs.
         """
         if program not in self.manifest.programs:
-            there = ", ".join(self.manifest.programs) or "none"
+            programs = ", ".join(self.manifest.programs) or "none"
             raise PackageError(
-                f"package {self.path} has no {program} program; it has: {there}. "
+                f"package {self.path} has no {program} program; it has: {programs}. "
                 f"Export the run again with --format safetensors {program}, or use its weights with --task."
             )
         if program == "pt2":
@@ -167,12 +168,12 @@ def open_package(
     """Open and verify a package.
 
     Args:
-        place: its directory, ``NAME@TAG``, ``NAME`` (its ``latest``), or a digest or the beginning of one.
-        registry: where names are looked up; by default the user's own.
+        place: its directory, ``NAME@TAG``, ``NAME`` (its ``latest``), or a digest or a prefix of one.
+        registry: the registry of the names; by default the user's.
         on_read: called with the number of bytes of each piece that was read.
 
     Raises:
-        PackageError: there is none, or it does not verify; names the file and what is wrong with it.
+        PackageError: it does not exist, or does not verify; names the file and the error.
     """
     path = Path(place)
     if not is_path(place):
@@ -183,7 +184,7 @@ def open_package(
         if package.digest != digest:
             raise PackageError(
                 f"package {path} cannot be used: its digest is {package.digest}. "
-                "Export it again, or pull it from where it is whole."
+                "Export it again, or pull it from an intact registry."
             )
         return package
     if not path.is_dir():
@@ -192,7 +193,7 @@ def open_package(
 
 
 def is_path(place: str | Path) -> bool:
-    """Whether a package is named by its directory, and not by a reference."""
+    """Return whether a package is named by its directory rather than by a reference."""
     return isinstance(place, Path) or os.sep in place or (Path(place) / MANIFEST).is_file()
 
 
@@ -200,9 +201,9 @@ def verify_package(path: Path, on_read: Callable[[int], None] = lambda size: Non
     """Check every byte of the package in ``path``.
 
     Raises:
-        PackageError: a file is damaged, missing, extra, too long, a link or no plain file.
+        PackageError: a file is damaged, missing, extra, too long, a link or not a regular file.
     """
-    with _refused(path) as directory:
+    with _untrusted(path) as directory:
         manifest, digest = _read_manifest(directory)
         if extra := set(os.listdir(directory)) - manifest.files.keys() - {MANIFEST}:
             raise PackageError(f"{min(extra)!r} is not in its {MANIFEST}")
@@ -217,20 +218,20 @@ def verify_package(path: Path, on_read: Callable[[int], None] = lambda size: Non
 
 
 def read_manifest(path: Path) -> tuple[PackageManifest, str]:
-    """The manifest of the package in ``path`` and its digest; the other files are not looked at.
+    """Return the manifest of the package in ``path`` and its digest, without the other files.
 
     Raises:
         PackageError: it is missing or damaged.
     """
-    with _refused(path) as directory:
+    with _untrusted(path) as directory:
         return _read_manifest(directory)
 
 
 @contextmanager
-def _refused(path: Path) -> Iterator[int]:
-    """The directory's descriptor; whatever is wrong inside becomes one error that names ``path``.
+def _untrusted(path: Path) -> Iterator[int]:
+    """Yield the directory's descriptor; turn any error inside into one that names ``path``.
 
-    All is read through the descriptor, so that nobody can exchange the directory meanwhile.
+    Reads go through the descriptor, so that exchanging the directory meanwhile has no effect.
     """
     try:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -241,7 +242,7 @@ def _refused(path: Path) -> Iterator[int]:
     except (PackageError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise PackageError(
-            f"package {path} cannot be used: {reason}. Export it again, or pull it from where it is whole."
+            f"package {path} cannot be used: {reason}. Export it again, or pull it from an intact registry."
         ) from error
 
 

@@ -1,12 +1,12 @@
-"""Where packages are kept: each under its digest, with tags that name one of a model's packages.
+"""A registry of packages: each under its digest, with tags that name one of a model's packages.
 
 ::
 
     packages/DIGEST/        a package, written once
-    tags/NAME/TAG.json      which package is meant by NAME@TAG, and which were before
-    partial/DIGEST/         what a pull has of a package so far
+    tags/NAME/TAG.json      the package of NAME@TAG, and the previous ones
+    partial/DIGEST/         an unfinished pull of a package
 
-All files are plain, so that any static file server can serve a registry.
+Any static file server can serve a registry.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_EARLIER = 100
 
 
 class PackageReference(NamedTuple):
-    """``NAME@TAG``."""
+    """A reference ``NAME@TAG``."""
 
     name: str
     tag: str
@@ -46,43 +46,42 @@ class PackageReference(NamedTuple):
 
 @dataclass(frozen=True)
 class Tag:
-    """Which package a tag means.
+    """The package of a tag.
 
     Attributes:
         digest: the package's.
-        earlier: the digests that it meant before, the last one first.
+        earlier: the digests of previous packages, the last one first.
     """
 
     digest: str
     earlier: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """As it is written."""
         return canonical_json({"digest": self.digest, "earlier": self.earlier})
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Tag:
-        """Parse and check.
+        """Parse and check a tag's file.
 
         Raises:
-            PackageError: it is no tag's content.
+            PackageError: it is malformed.
         """
         fields = parse_object(content, where)
         tag = cls(fields.text("digest"), fields.texts("earlier"))
         fields.end()
         for digest in (tag.digest, *tag.earlier):
             if not is_digest(digest):
-                raise PackageError(f"{where} holds {digest!r:.80}, which is no digest.")
+                raise PackageError(f"{where} contains {digest!r:.80}, which is not a digest.")
         return tag
 
 
 def is_digest(text: str) -> bool:
-    """Whether this is a whole digest."""
+    """Return whether this is a complete digest."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def parse_reference(text: str) -> PackageReference:
-    """The name and tag of ``NAME@TAG`` or ``NAME``, whose tag is ``latest``.
+    """Parse ``NAME@TAG``, or ``NAME``, whose tag is ``latest``.
 
     Raises:
         PackageError: name or tag has another form.
@@ -94,7 +93,7 @@ def parse_reference(text: str) -> PackageReference:
 
 
 def registry_path() -> Path:
-    """``$PACELINE_REGISTRY``, else ``paceline/registry`` among the user's XDG data."""
+    """Return ``$PACELINE_REGISTRY``, else ``paceline/registry`` in the user's XDG data."""
     if configured := os.environ.get("PACELINE_REGISTRY"):
         return Path(configured).expanduser().absolute()
     xdg = Path(os.environ.get("XDG_DATA_HOME", ""))
@@ -103,76 +102,71 @@ def registry_path() -> Path:
 
 @dataclass(frozen=True)
 class Registry:
-    """A directory of packages and tags; making one touches nothing."""
+    """A directory of packages and tags; constructing one touches nothing."""
 
     path: Path
 
     @classmethod
     def of_user(cls) -> Registry:
-        """The user's own."""
         return cls(registry_path())
 
     @property
     def packages(self) -> Path:
-        """``packages/``."""
         return self.path / "packages"
 
     @property
     def tags(self) -> Path:
-        """``tags/``."""
         return self.path / "tags"
 
     def partial_of(self, digest: str) -> Path:
-        """What a pull has so far of a package."""
+        """Return the directory of an unfinished pull."""
         return self.path / "partial" / digest
 
     def path_of(self, digest: str) -> Path:
-        """The directory of a package."""
         return self.packages / digest
 
     def holds(self, digest: str) -> bool:
-        """Whether a package is here; it is not verified."""
+        """Return whether a package is here, without verifying it."""
         return (self.path_of(digest) / MANIFEST).is_file()
 
     def digests(self) -> list[str]:
-        """Of all packages."""
         with suppress(FileNotFoundError):
             return sorted(entry.name for entry in self.packages.iterdir() if is_digest(entry.name))
         return []
 
     def references(self) -> dict[PackageReference, Tag]:
-        """All tags, in the order of their names."""
-        found = {}
+        """Return all readable tags, sorted by name."""
+        tags = {}
         for file in sorted(self.tags.glob("*/*.json")):
             with suppress(PackageError):
-                found.update(self._tag_in(file))
-        return found
+                tags.update(self._tag_in(file))
+        return tags
 
     def all_tags(self) -> dict[PackageReference, Tag]:
-        """The same, where none may be missed.
+        """Return all tags.
 
         Raises:
-            PackageError: one cannot be read.
+            PackageError: a tag cannot be read.
         """
-        found = {}
+        tags = {}
         for file in sorted(self.tags.glob("*/*.json")):
             try:
-                found.update(self._tag_in(file))
+                tags.update(self._tag_in(file))
             except PackageError as error:
                 raise PackageError(
-                    f"{file} cannot be read, so nobody knows which package it means. Restore it, or remove it."
+                    f"{file} cannot be read, so its package is unknown. Restore it, or remove it."
                 ) from error
-        return found
+        return tags
 
     def _tag_in(self, file: Path) -> dict[PackageReference, Tag]:
-        """The tag, unless it has gone meanwhile."""
+        """Return the tag in a file; nothing if it was removed meanwhile."""
         reference = PackageReference(plain_name(file.parent.name, "a name"), plain_name(file.stem, "a tag"))
         tag = self.find(reference)
         return {} if tag is None else {reference: tag}
 
     @contextmanager
     def unchanging(self, *, exclusive: bool = True) -> Iterator[None]:
-        """No tag begins to mean another package in here, and no package is removed.
+        """Lock the registry: no tag changes to another package, and no package is removed.
 
         Raises:
             PackageError: the registry cannot be written.
@@ -187,7 +181,7 @@ class Registry:
             os.close(descriptor)
 
     def find(self, reference: PackageReference) -> Tag | None:
-        """What a tag means; None where there is no such tag.
+        """Return a tag, or None if it does not exist.
 
         Raises:
             PackageError: its file is damaged.
@@ -202,24 +196,24 @@ class Registry:
             raise PackageError(f"{file} cannot be read: {error.strerror}.") from error
 
     def resolve(self, text: str) -> str:
-        """The digest of ``NAME@TAG``, of ``NAME``, or of the beginning of a digest.
+        """Return the digest of ``NAME@TAG``, of ``NAME``, or of a prefix of a digest.
 
         Raises:
-            PackageError: nothing here has that name; says what has.
+            PackageError: it names no package here; lists the names that exist.
         """
         if "@" not in text and (match := _SHORT_DIGEST.fullmatch(text)):
             matches = [digest for digest in self.digests() if digest.startswith(match[1])]
             if len(matches) == 1:
                 return matches[0]
             if matches or text.startswith("sha256:") or is_digest(text):
-                problem = f"is the beginning of {len(matches)} digests" if matches else "is no package's digest"
+                problem = f"is the prefix of {len(matches)} digests" if matches else "is not a package's digest"
                 raise PackageError(f"{text} {problem} in the registry {self.path}. See: paceline registry ls")
         reference = parse_reference(text)
         tag = self.find(reference)
         if tag is None:
             tags = [other.tag for other in self.references() if other.name == reference.name]
             names = sorted({other.name for other in self.references()})
-            there = (
+            alternatives = (
                 f"{reference.name} has the tags {', '.join(tags)}"
                 if tags
                 else f"it has {', '.join(names[:20])}"
@@ -227,7 +221,7 @@ class Registry:
                 else "it is empty"
             )
             raise PackageError(
-                f"there is no {reference} in the registry {self.path}; {there}. A package is a directory, "
+                f"there is no {reference} in the registry {self.path}; {alternatives}. A package is a directory, "
                 "NAME@TAG or a digest; see: paceline registry ls"
             )
         if not self.holds(tag.digest):
@@ -235,7 +229,7 @@ class Registry:
         return tag.digest
 
     def put_tag(self, reference: PackageReference, digest: str) -> Tag:
-        """Let a tag mean a package from now on.
+        """Point a tag at a package.
 
         Raises:
             PackageError: the package is not here, or the tag cannot be written.
@@ -249,24 +243,26 @@ class Registry:
             return self._write(reference, Tag(digest, earlier))
 
     def roll_back(self, reference: PackageReference) -> tuple[Tag, Tag]:
-        """Let a tag mean again what it meant before; returns what it meant, and what it means now.
+        """Point a tag at its previous package; return the tag before and after.
 
         Raises:
-            PackageError: there is no such tag, it never meant another package, or that one is gone.
+            PackageError: there is no such tag, it has no previous package, or that one is gone.
         """
         with self.unchanging(exclusive=False), self._changing(reference) as before:
             if before is None:
                 raise PackageError(f"there is no {reference} in the registry {self.path}.")
             if not before.earlier:
                 raise PackageError(
-                    f"{reference} is {before.digest}, and was nothing before: there is nothing to go back to."
+                    f"{reference} is {before.digest} and has no previous package, so it cannot be rolled back."
                 )
             if not self.holds(before.earlier[0]):
-                raise PackageError(f"{reference} was {before.earlier[0]}, which is not in {self.path} any more.")
+                raise PackageError(
+                    f"the previous package of {reference}, {before.earlier[0]}, is no longer in {self.path}."
+                )
             return before, self._write(reference, Tag(before.earlier[0], before.earlier[1:]))
 
     def remove_tag(self, reference: PackageReference) -> Tag:
-        """Forget a tag; its package stays.
+        """Remove a tag; its package stays.
 
         Raises:
             PackageError: there is no such tag.
@@ -279,7 +275,7 @@ class Registry:
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
-        """A directory for a package's files, gone afterwards unless :meth:`commit` took it.
+        """Create a directory for a package's files; remove it afterwards unless :meth:`commit` moved it.
 
         Raises:
             PackageError: the registry cannot be written.
@@ -291,7 +287,7 @@ class Registry:
             yield directory
 
     def commit(self, draft: Path, manifest: PackageManifest) -> str:
-        """Give a draft its manifest and its place; returns its digest. A package that is there stays.
+        """Write a draft's manifest and move the draft to its place; return its digest. An existing package stays.
 
         Raises:
             PackageError: the registry cannot be written.
@@ -309,7 +305,7 @@ class Registry:
         return manifest.digest
 
     def put(self, whole: Path, digest: str) -> None:
-        """Give a verified directory a package's place; what was there before is damaged, and goes.
+        """Move a verified directory to a package's place, and replace a damaged package there.
 
         Raises:
             PackageError: the registry cannot be written.
@@ -330,7 +326,7 @@ class Registry:
 
     @contextmanager
     def _changing(self, reference: PackageReference) -> Iterator[Tag | None]:
-        """What a tag means, while nobody else changes it."""
+        """Lock a tag, and yield it."""
         with _writable(self.path):
             self._file_of(reference).parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.tags / reference.name, os.O_RDONLY | os.O_DIRECTORY)
@@ -339,7 +335,7 @@ class Registry:
             yield self.find(reference)
         finally:
             os.close(descriptor)
-            with suppress(OSError):  # a name without a tag
+            with suppress(OSError):  # remove the directory of a name without tags
                 (self.tags / reference.name).rmdir()
 
 
@@ -349,6 +345,6 @@ def _writable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise PackageError(
-            f"cannot write to the registry {path}: {error.strerror}. Make it writable and make room, or "
+            f"cannot write to the registry {path}: {error.strerror}. Make it writable and free space, or "
             "choose another with PACELINE_REGISTRY."
         ) from error

@@ -1,4 +1,4 @@
-"""Packages pushed to and pulled from other registries: folders, and addresses."""
+"""Push and pull of packages between registries: directories and HTTP(S) servers."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from paceline.runs.package_registry import (
     parse_reference,
 )
 
-# --- Where a registry's files are read: in a directory, or from a static file server by HTTP(S) ---
+# --- Sources of a registry's files: a directory, or a static file server ---
 
 
 _DOWNLOAD_PIECE_BYTES = 2**18
-_TIMEOUT_S = 30.0  # of silence, not of the whole
+_TIMEOUT_S = 30.0  # without data, not of the whole transfer
 _SCHEMES = ("http", "https")
 
 
 class RegistrySource(Protocol):
-    """The files of a registry somewhere else."""
+    """Reads the files of another registry."""
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """A small file of at most ``limit`` bytes; None where it is not there.
+        """Return a small file of at most ``limit`` bytes, or None if it does not exist.
 
         Raises:
             PackageError: it is larger, or cannot be read.
         """
 
     def pieces(self, path: str, start: int) -> tuple[int, Iterator[bytes]]:
-        """A file from ``start`` on: where it really begins (``start``, or 0), and its bytes in pieces.
+        """Return the actual start of a file's data (``start``, or 0), and its bytes in pieces.
 
         Raises:
-            PackageError: it is not there or cannot be read, now or while it is.
+            PackageError: it does not exist or cannot be read, now or during the iteration.
         """
 
 
 def source_of(place: str) -> RegistrySource:
-    """The registry at a URL or in a directory.
+    """Open the registry at a URL or in a directory.
 
     Raises:
         PackageError: it is neither.
@@ -72,11 +72,7 @@ def source_of(place: str) -> RegistrySource:
 
 
 class DirectorySource:
-    """A registry in a directory.
-
-    Args:
-        root: of the registry.
-    """
+    """A registry in a directory."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -108,13 +104,13 @@ class HttpSource:
     """A registry behind a static file server, such as ``python -m http.server``.
 
     Args:
-        url: of the registry's directory.
+        url: the URL of the registry's directory.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         if not urlsplit(self._url).hostname:
-            raise PackageError(f"{url} is no URL of a registry: it names no host.")
+            raise PackageError(f"{url} is not the URL of a registry, because it names no host.")
 
     def read(self, path: str, limit: int) -> bytes | None:
         response = self._get(path, {})
@@ -124,14 +120,14 @@ class HttpSource:
             try:
                 content = response.read(limit + 1)
             except (OSError, HTTPException) as error:
-                raise self._broken(path, error) from error
+                raise self._read_error(path, error) from error
         return _limited(content, limit, f"{self._url}/{path}")
 
     def pieces(self, path: str, start: int) -> tuple[int, Iterator[bytes]]:
         response = self._get(path, {"Range": f"bytes={start}-"} if start else {})
         if response is None:
-            raise PackageError(f"{self._url}/{path} is not there: the registry is not whole.")
-        # Not every server knows Range: one that does not answers with the whole file.
+            raise PackageError(f"{self._url}/{path} does not exist, so the registry is incomplete.")
+        # A server without support for Range answers with the whole file.
         partial = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
         return (start if partial else 0), self._read_on(path, response)
 
@@ -141,7 +137,7 @@ class HttpSource:
                 while piece := response.read(_DOWNLOAD_PIECE_BYTES):
                     yield piece
             except (OSError, HTTPException) as error:
-                raise self._broken(path, error) from error
+                raise self._read_error(path, error) from error
 
     def _get(self, path: str, headers: dict[str, str]) -> HTTPResponse | None:
         request = urllib.request.Request(f"{self._url}/{quote(path)}", headers=headers)
@@ -154,41 +150,40 @@ class HttpSource:
                     return None
             raise PackageError(f"{self._url}/{path}: the server answered {error.code} {error.reason}.") from error
         except (OSError, HTTPException, ValueError) as error:
-            raise self._broken(path, error) from error
+            raise self._read_error(path, error) from error
 
-    def _broken(self, path: str, error: Exception) -> PackageError:
+    def _read_error(self, path: str, error: Exception) -> PackageError:
         reason = getattr(error, "reason", None) or error
         return PackageError(
-            f"{self._url}/{path} cannot be read: {reason}. What was fetched of the package, if anything was, "
-            "stays; the next pull goes on from there."
+            f"{self._url}/{path} cannot be read: {reason}. The next pull continues with the data fetched so far."
         )
 
 
-class _WithinHttp(urllib.request.HTTPRedirectHandler):
-    """A server may send on to another, but not to a file or an FTP server, nor from https to http."""
+class _HttpRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to other servers, but not to files or FTP servers, nor from https to http."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):  # type: ignore[no-untyped-def]
         if newurl.partition("://")[0] not in (_SCHEMES if req.type == "http" else ("https",)):
-            raise PackageError(f"{req.full_url} sends on to {newurl}, which is refused.")
+            raise PackageError(f"{req.full_url} redirects to {newurl}, which is not allowed.")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-_OPENER = urllib.request.build_opener(_WithinHttp)
+_OPENER = urllib.request.build_opener(_HttpRedirects)
 
 
 def _limited(content: bytes, limit: int, where: str) -> bytes:
     if len(content) > limit:
-        raise PackageError(f"{where} has more than {limit:,} bytes: it is no part of a registry.")
+        raise PackageError(f"{where} has more than {limit:,} bytes, so it does not belong to a registry.")
     return content
 
 
-# --- Packages from one registry to another: a copy is verified whole before it is visible ---
+# --- Packages from one registry to another: a copy is verified completely before it is visible ---
 #
-# What was fetched of one that broke off stays in ``partial/``, and the next pull goes on from there.
+# An interrupted pull stays in ``partial/``, and the next pull continues it.
 
 
 OnBytes = Callable[[int, int], None]
-"""Is told how many bytes are there, and how many there will be."""
+"""Receives the progress: bytes present, and bytes in total."""
 
 _PIECE_BYTES = 2**20
 
@@ -198,8 +193,8 @@ class Transferred(NamedTuple):
 
     Attributes:
         digest: its digest.
-        reference: the tag that means it now, there where it was copied to; None: it was named by its digest.
-        fetched_bytes: what was copied; what was there already is not in it.
+        reference: its tag at the destination; None if it was named by its digest.
+        fetched_bytes: bytes copied, without those already present.
     """
 
     digest: str
@@ -213,27 +208,27 @@ def pull(what: str, place: str, registry: Registry, on_bytes: OnBytes = lambda d
     Args:
         what: ``NAME@TAG``, ``NAME`` or a whole digest.
         place: the other registry's directory or URL.
-        registry: takes it.
-        on_bytes: told of the progress.
+        registry: the destination.
+        on_bytes: receives the progress.
 
     Raises:
-        PackageError: it is not there, is damaged there, or the connection broke; nothing of it is visible
-            then. One that is damaged here is replaced.
+        PackageError: it is missing or damaged at the source, or the connection broke; then no part of it is visible. A
+            damaged copy here is replaced.
     """
     return _copy(what, source_of(place), place, registry, on_bytes)
 
 
 def push(what: str, place: Path, registry: Registry, on_bytes: OnBytes = lambda done, total: None) -> Transferred:
-    """Copy a package and its tag to another registry, a directory; it is made where there is none.
+    """Copy a package and its tag to another registry, a directory that is created if missing.
 
     Args:
-        what: ``NAME@TAG``, ``NAME``, or a digest or the beginning of one.
+        what: ``NAME@TAG``, ``NAME``, or a digest or a prefix of one.
         place: the other registry's directory.
-        registry: has it.
-        on_bytes: told of the progress.
+        registry: the source.
+        on_bytes: receives the progress.
 
     Raises:
-        PackageError: it is not here or damaged, or the directory cannot be written.
+        PackageError: it is missing or damaged here, or the directory cannot be written.
     """
     digest = registry.resolve(what)
     named = what if "@" in what or not digest.startswith(what.removeprefix("sha256:")) else digest
@@ -266,27 +261,27 @@ def _fetch(digest: str, source: RegistrySource, place: str, registry: Registry, 
     content = source.read(f"packages/{digest}/{MANIFEST}", MAX_MANIFEST_BYTES)
     if content is None:
         raise PackageError(f"there is no package {digest} in the registry {place}.")
-    if (found := hashlib.sha256(content).hexdigest()) != digest:
-        raise PackageError(f"the package {digest} in {place} is damaged: its manifest has the SHA-256 {found}.")
+    if (actual_digest := hashlib.sha256(content).hexdigest()) != digest:
+        raise PackageError(f"the package {digest} in {place} is damaged: its manifest has the SHA-256 {actual_digest}.")
     manifest = PackageManifest.from_bytes(content)
     fetched = 0
     with _partial(registry, digest) as partial:
-        if _is_whole(digest, registry):  # by another pull, while this one waited
+        if _is_whole(digest, registry):  # another pull finished while this one waited
             return 0
         for stray in set(os.listdir(partial)) - manifest.files.keys():
             _remove(partial / stray)
-        there = 0
+        done_bytes = 0
         for name, record in manifest.files.items():
             fetched += _fetch_file(
                 source,
                 f"packages/{digest}/{name}",
                 partial / name,
                 record,
-                there,
+                done_bytes,
                 manifest.size_bytes,
                 on_bytes,
             )
-            there += record.size
+            done_bytes += record.size
         (partial / MANIFEST).write_bytes(content)
         verify_package(partial)
         fsync_directory(partial)
@@ -299,18 +294,18 @@ def _fetch_file(
     path: str,
     target: Path,
     record: FileRecord,
-    there: int,
+    done_bytes: int,
     total: int,
     on_bytes: OnBytes,
 ) -> int:
-    """One file, from where an earlier try ended; returns the bytes that were fetched."""
+    """Fetch one file from where an earlier try ended; return the number of bytes fetched."""
     if target.is_symlink() or not (target.is_file() or not target.exists()):
         _remove(target)
     hashed, start = _hash_so_far(target, record.size)
     if start == record.size and hashed.hexdigest() == record.sha256 and target.exists():
-        on_bytes(there + start, total)
+        on_bytes(done_bytes + start, total)
         return 0
-    if start == record.size:  # all there, and wrong
+    if start == record.size:  # complete, but damaged
         start = 0
     begins, pieces = source.pieces(path, start)
     if begins != start or start == 0:
@@ -325,40 +320,36 @@ def _fetch_file(
                 break
             file.write(piece)
             hashed.update(piece)
-            on_bytes(there + size, total)
+            on_bytes(done_bytes + size, total)
         file.flush()
         os.fsync(file.fileno())
     if size < record.size:
         raise PackageError(
-            f"{path} broke off after {size:,} of {record.size:,} bytes. What was fetched stays; the "
-            "next pull goes on "
-            "from there."
+            f"{path} was interrupted after {size:,} of {record.size:,} bytes. The next pull continues from there."
         )
     if size > record.size or hashed.hexdigest() != record.sha256:
         _remove(target)
         raise PackageError(
-            f"{path} is damaged where it comes from: it is not what its {MANIFEST} says. Nothing of "
-            "the package is "
-            "kept under its name."
+            f"{path} is damaged at the source: it does not match its {MANIFEST}. No part of the package was stored."
         )
     return size - start
 
 
 def _hash_so_far(target: Path, size: int) -> tuple[hashlib._Hash, int]:
-    hashed, there = hashlib.sha256(), 0
+    hashed, size_so_far = hashlib.sha256(), 0
     try:
         with target.open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
                 hashed.update(piece)
-                there += len(piece)
+                size_so_far += len(piece)
     except FileNotFoundError:
         pass
-    return (hashed, there) if there <= size else (hashlib.sha256(), 0)
+    return (hashed, size_so_far) if size_so_far <= size else (hashlib.sha256(), 0)
 
 
 @contextmanager
 def _partial(registry: Registry, digest: str) -> Iterator[Path]:
-    """The folder of what is fetched, for one process at a time; gone once it was renamed."""
+    """Create and lock the directory of an unfinished pull; remove it once the package is in place."""
     path = registry.partial_of(digest)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -366,11 +357,11 @@ def _partial(registry: Registry, digest: str) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             path.mkdir(exist_ok=True)
             yield path
-            shutil.rmtree(path, ignore_errors=True)  # where it was not needed any more
+            shutil.rmtree(path, ignore_errors=True)  # only if it was not moved
             path.with_name(f".{digest}.lock").unlink(missing_ok=True)
     except OSError as error:
         raise PackageError(
-            f"cannot write to the registry {registry.path}: {error.strerror}. Make it writable and make room."
+            f"cannot write to the registry {registry.path}: {error.strerror}. Make it writable and free space."
         ) from error
 
 

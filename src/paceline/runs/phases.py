@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds for each phase, at the cost of one clock reading a mark."""
+"""The time of a step by phases, at the cost of one clock reading per mark."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from time import perf_counter
 from typing import NamedTuple
 
 PHASES = ("data", "forward", "backward", "reduction", "optimizer", "checkpoint", "evaluation", "other")
-"""``reduction`` is only the part of the gradient reduction that backward does not hide."""
+"""``reduction`` is only the part of the gradient reduction that does not overlap with backward."""
 
 OUTSIDE_STEPS = ("evaluation", "other")
-"""Phases that are no part of a training step; rates and step times leave them out."""
+"""Phases outside training steps, which rates and step times exclude."""
 
 
 class PhaseTime(NamedTuple):
@@ -28,8 +28,8 @@ class PhaseTime(NamedTuple):
 class PhaseTimer:
     """Attributes time to phases by marks at their ends.
 
-    The times are the host's: on a GPU, work that was enqueued but not yet awaited counts where
-    the host waits for it, usually at the reduction or where the loss is read.
+    The times are the host's: asynchronous GPU work counts in the phase in which the host waits for it,
+    usually the reduction or the reading of the loss.
     """
 
     __slots__ = ("_last", "seconds")
@@ -49,11 +49,11 @@ class PhaseTimer:
         self._last = now
 
     def training_s(self) -> float:
-        """Seconds spent in training steps so far: all phases but :data:`OUTSIDE_STEPS`."""
+        """Return the seconds spent in training steps: all phases but :data:`OUTSIDE_STEPS`."""
         return sum(self.seconds.values()) - sum(self.seconds[phase] for phase in OUTSIDE_STEPS)
 
     def table(self, since: Mapping[str, float] | None = None) -> dict[str, PhaseTime]:
-        """Seconds and share of every phase, since an earlier copy of ``seconds`` or since the start."""
+        """Return seconds and share of every phase, since an earlier copy of ``seconds`` or since the start."""
         spent = {phase: s - (since[phase] if since else 0.0) for phase, s in self.seconds.items()}
         total = sum(spent.values())
         return {phase: PhaseTime(s, s / total if total > 0 else 0.0) for phase, s in spent.items()}

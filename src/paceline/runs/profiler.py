@@ -1,4 +1,4 @@
-"""``--profile N``: torch's profiler over N steps, and where the time of these steps went."""
+"""``--profile N``: torch's profiler over N steps, and the time of these steps by phases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.runs.monitor import Monitor
 from paceline.runs.phases import PhaseTime
 
 WARM_UP_STEPS = 5
-"""Steps that are left out: they allocate, choose kernels and fill caches, the last starts the profiler."""
+"""Excluded steps, which allocate, choose kernels and fill caches; the last starts the profiler."""
 
 _TOP_OPERATORS = 25
 
@@ -31,14 +31,14 @@ def profile_steps(directory: RunDirectory, *, steps: int, first: int, monitor: M
 
     Each rank writes into ``profile/``: ``rank-N.trace.json.gz`` (for chrome://tracing or
     ui.perfetto.dev), ``rank-N.operators.txt`` (the operators that took longest) and
-    ``rank-N.phases.json``; rank 0 also prints the phases. The times contain the profiler's own
-    cost, a few microseconds an operator, which small models notice.
+    ``rank-N.phases.json``; rank 0 also prints the phases. The times include the profiler's own
+    cost, a few microseconds per operator, which matters for small models.
     """
     return StepProfiler(directory, steps=steps, first=first, monitor=monitor)
 
 
 class StepProfiler:
-    """Counts the steps and starts and ends the profiler among them; see :func:`profile_steps`."""
+    """Starts and ends the profiler at the right steps; see :func:`profile_steps`."""
 
     def __init__(self, directory: RunDirectory, *, steps: int, first: int, monitor: Monitor) -> None:
         self._folder = directory.profile
@@ -51,16 +51,16 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._on_cuda else [])
         window = schedule(wait=WARM_UP_STEPS - 1, warmup=1, active=steps, repeat=1)
         self._profiler: profile | None = profile(activities=activities, schedule=window, acc_events=True)
-        with _without_notices():
+        with _silence_kineto():
             self._profiler.start()
         self._seconds_before: dict[str, float] = {}
 
     def on_step_end(self, step: int) -> None:
-        """Say that ``step`` steps are done; the caller's phases up to here are marked."""
+        """Count a step; the caller has marked its phases up to here."""
         if self._profiler is None:
             return
         self._step = step
-        with _without_notices():
+        with _silence_kineto():
             self._profiler.step()
         if step == self._begin:
             self._seconds_before = dict(self._timer.seconds)
@@ -68,7 +68,7 @@ class StepProfiler:
             self._finish(self._profiler)
 
     def close(self) -> None:
-        """End it; where the run was too short, write what there is or say that there is nothing."""
+        """Stop; if the run was too short, write the available steps or a note."""
         if self._profiler is None:
             return
         if self._step > self._begin:
@@ -104,8 +104,8 @@ class StepProfiler:
 
 
 @contextmanager
-def _without_notices() -> Iterator[None]:
-    """Keep libkineto, which reads this variable when it starts, from printing through the progress bar."""
+def _silence_kineto() -> Iterator[None]:
+    """Set the variable that keeps libkineto from printing through the progress bar."""
     if "KINETO_LOG_LEVEL" in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""The log of each rank, and the loggers of other libraries."""
+"""The log of each rank, and the silencing of other libraries' loggers."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from paceline.core.errors import DataError, PacelineError
 from paceline.core.files import DISK_ERRORS, ResilientLog
 from paceline.runs.directory import RunDirectory
 
-# --- Other libraries' notes on their own inside, which are not for Paceline's users ---
+# --- Other libraries' internal messages ---
 
 
 @contextmanager
 def silence_loggers(*names: str) -> Iterator[None]:
-    """Without what these loggers say below an error."""
-    before = {name: logging.getLogger(name).level for name in names}
+    """Hide these loggers' messages below the level of an error."""
+    previous_levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for name, level in before.items():
+        for name, level in previous_levels.items():
             logging.getLogger(name).setLevel(level)
 
 
 @contextmanager
 def silence_logger_and_warnings(logger_name: str) -> Iterator[None]:
-    """Without warnings, and without what a logger says below an error."""
+    """Hide warnings, and a logger's messages below the level of an error."""
     with silence_loggers(logger_name), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-# --- What each rank prints, in ``logs/rank-N.log``; rank 0 prints to the terminal as well ---
+# --- Each rank's output, in ``logs/rank-N.log``; rank 0 also prints to the terminal ---
 
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -52,12 +52,11 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 @contextmanager
 def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> Iterator[None]:
-    """Send what this process prints to its log, appending, until the block ends.
+    """Append this process's output to its log within the block.
 
-    Rank 0 keeps its terminal and Python's output is copied to the log. On other ranks the file
-    descriptors 1 and 2 themselves become the log, so that native libraries and child processes
-    are caught too. A process whose descriptor 2 is the log already (a launcher did it) is left
-    as it is. An exception that leaves the block is written to the log and raised further.
+    Rank 0 keeps its terminal, and Python's output is copied to the log. On other ranks the descriptors 1 and 2
+    themselves become the log, which includes native libraries and child processes. A process whose descriptor 2
+    is already the log, set by a launcher, is not changed. An exception is written to the log and re-raised.
 
     Raises:
         RunDirectoryError: the log cannot be written.
@@ -71,14 +70,14 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
             else:
                 _redirect_descriptors(stack, log)
         if rank != 0:
-            # A print must not fail where the disk is full.
+            # A print must not fail on a full disk.
             stack.enter_context(redirect_stdout(log))
             stack.enter_context(redirect_stderr(log))
         log.write(f"--- rank {rank} of {world_size}, pid {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         try:
             yield
         except Exception as error:
-            # A DataError is about the user's own code, which its traceback leads to.
+            # A DataError comes from the user's own code, which its traceback shows.
             if isinstance(error, PacelineError) and not isinstance(error, DataError):
                 log.write(f"{type(error).__name__}: {error}\n")
             else:
@@ -87,10 +86,10 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
 
 
 def show_on(terminal: tuple[int, int], stack: ExitStack) -> None:
-    """Show what this process prints on a terminal as well as in its log; until ``stack`` is closed.
+    """Show this process's output on a terminal as well as in its log, until ``stack`` is closed.
 
     Args:
-        terminal: descriptors to show stdout and stderr on.
+        terminal: descriptors for stdout and stderr.
         stack: undoes it.
     """
     out, err = (
@@ -104,13 +103,12 @@ def show_on(terminal: tuple[int, int], stack: ExitStack) -> None:
 
 
 class Tee(io.TextIOBase):
-    """A stream that goes to the terminal as it is, and to the log in plain lines.
+    """A stream that copies text to the terminal, and plain lines to the log.
 
-    The log gets no control codes, and of a line that was redrawn with carriage returns only the
-    last state.
+    The log gets no control codes, and only the last state of a line that was redrawn with carriage returns.
 
     Attributes:
-        terminal: where the text is shown; a progress bar puts itself in between while it lives.
+        terminal: the stream of the terminal; an active progress bar replaces it.
         log: the log file.
     """
 
@@ -124,7 +122,7 @@ class Tee(io.TextIOBase):
         """Show the text, and log the lines that it completes."""
         try:
             self.terminal.write(text)
-        except OSError as error:  # a terminal that is a file on a full disk
+        except OSError as error:  # stdout may be a file on a full disk
             if error.errno not in DISK_ERRORS:
                 raise
         with self._lock:
@@ -139,20 +137,16 @@ class Tee(io.TextIOBase):
             self.terminal.flush()
 
     def isatty(self) -> bool:
-        """Whether the text is shown on a terminal."""
         return self.terminal.isatty()
 
     def fileno(self) -> int:
-        """The terminal's descriptor."""
         return self.terminal.fileno()
 
     def writable(self) -> bool:
-        """Always."""
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The terminal's encoding."""
         return self.terminal.encoding
 
     def end_line(self) -> None:
@@ -164,12 +158,12 @@ class Tee(io.TextIOBase):
 
 
 def plain(line: str) -> str:
-    """A terminal line as a reader sees it: no control codes, the last of its redrawn states."""
+    """Return the visible text of a terminal line: without control codes, in its last redrawn state."""
     return _ESCAPES.sub("", line).rstrip("\r").rpartition("\r")[2]
 
 
 def terminal_and_log(stream: TextIO) -> tuple[TextIO, TextIO | None]:
-    """The terminal behind ``sys.stderr`` or ``sys.stdout``, and the log beside it if there is one."""
+    """Return the terminal behind ``sys.stderr`` or ``sys.stdout``, and its log, if any."""
     return (stream.terminal, stream.log) if isinstance(stream, Tee) else (stream, None)
 
 
@@ -192,11 +186,11 @@ def _redirect_descriptors(stack: ExitStack, log: TextIO) -> None:
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         saved = os.dup(descriptor)
-        # Last in, first out: what is still buffered goes to the log, then the descriptor comes back.
+        # Last in, first out: flush buffered text to the log, then restore the descriptor.
         stack.callback(os.close, saved)
         stack.callback(os.dup2, saved, descriptor)
         stack.callback(stream.flush)
-        with suppress(OSError):  # the disk is so full that there is no log
+        with suppress(OSError):  # the disk is full, and the log could not be opened
             os.dup2(log.fileno(), descriptor)
         if isinstance(stream, io.TextIOWrapper):
             stack.callback(stream.reconfigure, line_buffering=stream.line_buffering)

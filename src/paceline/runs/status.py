@@ -1,4 +1,4 @@
-"""What a run is doing: heartbeats in its directory, and the summary that is read from them."""
+"""The state of a run: heartbeats of its ranks, and a summary of its files."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.options import parse_best
 from paceline.runs.directory import RunDirectory
 
-# --- Where each rank is, in a small file of its own that a dashboard on any machine can read. No torch ---
+# --- Heartbeats: each rank's progress in a small file, for a dashboard on any node. No torch ---
 #
-# ``heartbeats/rank-N.json`` is replaced every two seconds by a thread, so that a slow disk holds no step up
-# and a process that hangs in C code, is stopped or is killed can be told from one that works.
+# A thread replaces ``heartbeats/rank-N.json`` every two seconds, so that a slow disk delays no step. A process that
+# hangs in C code, is stopped or is killed stops beating or stepping.
 
 
 BEAT_S = 2.0
-"""Seconds between two beats; one costs about 0.1 ms of a thread beside the training."""
+"""Seconds between two beats; one costs a background thread about 0.1 ms."""
 
 _LEAVE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatRecord:
-    """What a rank last told.
+    """A rank's last heartbeat.
 
     Attributes:
         time: Unix time of the beat, by the rank's own clock.
-        rank, world_size: its place.
+        rank, world_size: the rank's.
         host, pid: the process.
         step: steps done.
-        stepped: Unix time at which a beat first told that step.
-        steps_per_s: since the beat before; None at the first.
-        left: the process left in order; silence means nothing any more.
+        stepped: Unix time of the first beat at that step.
+        steps_per_s: since the previous beat; None at the first.
+        left: the process exited in order, so there will be no more beats.
     """
 
     time: float
@@ -56,15 +56,15 @@ class HeartbeatRecord:
 
 
 class Heartbeat:
-    """Beats until it is closed. A disk that does not take a beat is left alone until the next one.
+    """Writes heartbeats until it is closed; a failed write is retried with the next beat.
 
     Args:
         directory: the run's.
-        rank, world_size: this process's place.
+        rank, world_size: this process's.
         step: steps done so far.
 
     Attributes:
-        step: steps done; the trainer writes it, and nothing else is asked of the trainer.
+        step: steps done; the trainer sets it.
     """
 
     def __init__(self, directory: RunDirectory, *, rank: int, world_size: int, step: int) -> None:
@@ -72,28 +72,28 @@ class Heartbeat:
         self._path = directory.heartbeats / f"rank-{rank}.json"
         self._rank, self._world_size = rank, world_size
         self._host, self._pid = socket.gethostname(), os.getpid()
-        self._told: HeartbeatRecord | None = None
+        self._last: HeartbeatRecord | None = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="paceline-heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Tell that this rank leaves; a second call does nothing."""
+        """Write a last beat that reports the exit; a second call does nothing."""
         self._leaving.set()
-        self._thread.join(_LEAVE_S)  # no longer: a disk may hang
+        self._thread.join(_LEAVE_S)  # bounded, because a disk may hang
 
     def _beat(self) -> None:
         with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
-        while not self._leaving.wait(BEAT_S if self._told else 0.0):
-            self._tell(left=False)
-        self._tell(left=True)
+        while not self._leaving.wait(BEAT_S if self._last else 0.0):
+            self._write(left=False)
+        self._write(left=True)
 
-    def _tell(self, *, left: bool) -> None:
-        now, step, before = time.time(), self.step, self._told
+    def _write(self, *, left: bool) -> None:
+        now, step, before = time.time(), self.step, self._last
         moved = before is None or step != before.step
         speed = None if before is None or now <= before.time else (step - before.step) / (now - before.time)
-        self._told = HeartbeatRecord(
+        self._last = HeartbeatRecord(
             time=round(now, 3),
             rank=self._rank,
             world_size=self._world_size,
@@ -106,14 +106,14 @@ class Heartbeat:
         )
         temporary = self._path.with_name(f".{self._path.name}")
         with suppress(OSError):
-            temporary.write_text(json.dumps(asdict(self._told)))
+            temporary.write_text(json.dumps(asdict(self._last)))
             temporary.replace(self._path)
 
 
 def read_beats(directory: RunDirectory) -> list[HeartbeatRecord]:
-    """The last beat of each rank of the newest group, by rank.
+    """Return the last beat of each rank of the newest group, by rank.
 
-    Ranks that are no more, since the run went on with fewer, are left out.
+    Ranks of earlier, larger groups are omitted.
     """
     beats = [beat for path in directory.heartbeats.glob("rank-*.json") if (beat := _read(path)) is not None]
     newest = max(beats, key=lambda beat: beat.time, default=None)
@@ -129,7 +129,7 @@ def _read(path: Path) -> HeartbeatRecord | None:
         return None
 
 
-# --- What each run in a folder is at: state, progress and result, from the files of its directory. No torch
+# --- Summaries of runs: state, progress and result, from the files of their directories. No torch ---
 
 
 State = Literal["running", "finished", "stopped", "failed", "crashed", "damaged"]
@@ -138,21 +138,21 @@ _TAIL_BYTES = 64 * 1024
 _SPLITS = ("test", "val", "train")
 
 FOREIGN = (RunDirectoryError, OSError, ValueError, TypeError, KeyError, AttributeError)
-"""What reading a run may raise: its files can be wrong in every way that a reader can trip over."""
+"""Errors of reading a run, whose files may be damaged in any way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """One run, as the table's row and the JSON's object.
+    """The summary of one run.
 
     Attributes:
-        state: from the last event and the run's lock; ``crashed`` means that it ended without a
-            word (killed, or the machine went down), ``damaged`` that ``problem`` says what is wrong.
-        step: the last step that a record, a checkpoint or the result names.
-        metric: the main metric's name, ``SPLIT.NAME``: the one that ``--best-metric`` watches, else the first.
+        state: from the last event and the run's lock; ``crashed``: it ended without a final event (killed, or the node
+            went down); ``damaged``: see ``problem``.
+        step: the last step in a record, a checkpoint or the result.
+        metric: the main metric's name, ``SPLIT.NAME``: the one of ``--best-metric``, else the first.
         created: Unix time.
-        seconds: time that the run was at work, over all restarts.
-        problem: what failed, or what is damaged.
+        seconds: active time over all restarts.
+        problem: the failure or the damage.
     """
 
     name: str
@@ -172,47 +172,47 @@ class RunSummary:
 
 
 def check_folder(root: Path) -> None:
-    """See that a folder that a user named is there.
+    """Require that a directory exists and is readable.
 
     Raises:
-        RunDirectoryError: it is not, or may not be looked at.
+        RunDirectoryError: it does not, or is not.
     """
     try:
-        problem = None if root.is_dir() else f"there is no folder {root}"
+        problem = None if root.is_dir() else f"there is no directory {root}"
     except OSError as error:
         problem = f"{root} cannot be read: {error.strerror}"
     if problem is not None:
-        raise RunDirectoryError(f"{problem}. Name the folder that holds the runs.")
+        raise RunDirectoryError(f"{problem}. Give the directory that contains the runs.")
 
 
 def find_runs(root: Path) -> list[RunSummary]:
-    """All runs directly under ``root``, oldest first; a damaged one is reported, not skipped.
+    """Return all runs directly under ``root``, oldest first, including damaged ones.
 
     Raises:
-        RunDirectoryError: the folder cannot be read.
+        RunDirectoryError: the directory cannot be read.
     """
-    found = [summarise(directory) for directory in run_directories(root)]
-    return sorted(found, key=lambda run: (run.created or 0.0, run.name))
+    summaries = [summarise(directory) for directory in run_directories(root)]
+    return sorted(summaries, key=lambda run: (run.created or 0.0, run.name))
 
 
 def run_directories(root: Path) -> list[RunDirectory]:
-    """The directories of the runs directly in a folder; none where there is no folder.
+    """Return the directories of the runs directly in a directory; none if it does not exist.
 
     Raises:
-        RunDirectoryError: the folder cannot be read.
+        RunDirectoryError: the directory cannot be read.
     """
     try:
-        # What begins with a dot is on its way out (paceline gc).
-        found = [RunDirectory(path) for path in root.iterdir() if not path.name.startswith(".")]
+        # Names with a dot are being removed by `paceline gc`.
+        directories = [RunDirectory(path) for path in root.iterdir() if not path.name.startswith(".")]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise RunDirectoryError(f"{root} cannot be read: {error.strerror}.") from error
-    return [directory for directory in found if _looks_like_run(directory)]
+    return [directory for directory in directories if _looks_like_run(directory)]
 
 
 def summarise(directory: RunDirectory) -> RunSummary:
-    """Read one run's directory; whatever is wrong with it becomes its ``problem``."""
+    """Summarise one run's directory; errors become its ``problem``."""
     try:
         return _summarise(directory)
     except FOREIGN as error:
@@ -220,17 +220,17 @@ def summarise(directory: RunDirectory) -> RunSummary:
 
 
 def damaged(directory: RunDirectory, error: Exception) -> RunSummary:
-    """What is known of a run whose reading raised this."""
+    """Return the summary of a run whose reading raised this error."""
     known = isinstance(error, RunDirectoryError | OSError)
     problem = str(error) if known else f"unexpected contents: {error!r}"
     return RunSummary(name=directory.path.name, path=str(directory.path), state="damaged", problem=problem)
 
 
 def _looks_like_run(directory: RunDirectory) -> bool:
-    """Whether a run was begun here, be it that its files are damaged by now."""
+    """Return whether a run was started here, even if its files are damaged by now."""
     try:
         return directory.exists() or directory.events.exists() or directory.checkpoints.is_dir()
-    except OSError:  # another user's, or on a disk that does not answer
+    except OSError:  # another user's, or on a broken disk
         return False
 
 
@@ -278,7 +278,7 @@ def _failure(event: dict[str, Any]) -> str:
 
 
 def _active_seconds(directory: RunDirectory, events: list[dict[str, Any]], state: State) -> float:
-    """The sum over all starts of the time from the start to the last sign of life."""
+    """Return the sum over all starts of the time from the start to the last sign of activity."""
     total, last = 0.0, 0.0
     begin: float | None = None
     for event in events:
@@ -312,7 +312,7 @@ def _main_metric(
 
 
 def last_records(path: Path) -> list[dict[str, Any]]:
-    """The records at the end of a JSONL file, which may be large; what is none is left out."""
+    """Return the records at the end of a JSONL file, which may be large; malformed lines are skipped."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,14 +1,13 @@
-"""What happened in a run, in words and in order, and what it cost: pure functions of ``events.jsonl``.
+"""The timeline and goodput of a run: pure functions of ``events.jsonl``.
 
-*Goodput* is the share of the time at work that went into steps that count. At work is a run from each
-start to the stop, failure or end that follows; what lies between is nobody's loss. Not counted are
+*Goodput* is the share of the active time that went into steps that count. A run is active from each start to the stop,
+failure or end that follows. Lost time is
 
-- interruptions: from the moment at which a view lost a member, or was left, to the moment at which all
-  members of the next one hold the state. For a worker that fell silent, that moment is when it was last
-  heard, so the time until the agent lost patience is in it;
-- steps that were computed again after all workers were lost, at the mean time of a step.
+- interruptions: from the loss or the exit of a group's member to the moment at which all members of the next group hold
+the state. The loss of a silent worker counts from its last heartbeat, so it includes the agent's timeout;
+- steps recomputed after the loss of all workers, at the mean time of a step.
 
-Evaluations and saves are what the user asked for, and count as good.
+Evaluations and saves count as good.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class TimelineEntry:
 
     Attributes:
         seconds: since the run's first event.
-        step: steps done, where the event names it.
+        step: steps done, if the event names them.
         event: its kind in ``events.jsonl``.
-        text: what happened.
+        text: the description.
     """
 
     seconds: float
@@ -43,14 +42,13 @@ class TimelineEntry:
 
 @dataclass(frozen=True)
 class Interruption:
-    """A time in which nothing was trained.
+    """A period without training.
 
     Attributes:
-        cause: "killed", "silent", "hung" or "error" for a worker that was lost, "machine lost" for all of
-            one, "restart" where none was left; "joining", "leaving", "gathering" or "re-forming" for what
-            was asked for.
+        cause: "killed", "silent", "hung" or "error" for a lost worker, "machine lost" for a lost node, "restart" after
+            the loss of all workers; "joining", "leaving", "gathering" or "re-forming" if requested.
         begin, end: seconds since the run's first event.
-        generation: of the view that ended it.
+        generation: of the group that ended it.
     """
 
     cause: str
@@ -60,13 +58,12 @@ class Interruption:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class WorldChange:
-    """From when on how many workers computed."""
+    """The number of computing workers from a point in time on."""
 
     seconds: float
     world_size: int
@@ -74,13 +71,13 @@ class WorldChange:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time went.
+    """The active time, and its losses by cause.
 
     Attributes:
-        active_s: seconds at work, over all starts.
+        active_s: active seconds, over all starts.
         lost_s: cause -> seconds.
-        interruptions: cause -> how often.
-        repeated_steps: computed again, because all that held them were lost.
+        interruptions: cause -> number.
+        repeated_steps: steps recomputed after the loss of all workers that had them.
     """
 
     active_s: float
@@ -90,18 +87,18 @@ class Goodput:
 
     @property
     def good_s(self) -> float:
-        """Seconds that went into steps that count."""
+        """Seconds in steps that count."""
         return max(0.0, self.active_s - sum(self.lost_s.values()))
 
     @property
     def share(self) -> float | None:
-        """``good_s`` over ``active_s``; None for a run that has not begun."""
+        """``good_s`` over ``active_s``; None before the start."""
         return self.good_s / self.active_s if self.active_s > 0 else None
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run's history; :func:`timeline` makes one."""
+    """A run's history; :func:`timeline` builds it."""
 
     entries: tuple[TimelineEntry, ...]
     interruptions: tuple[Interruption, ...]
@@ -110,13 +107,13 @@ class Timeline:
 
 
 def timeline(events: Sequence[Event], *, until: float | None = None, repeated_steps: int = 0) -> Timeline:
-    """Read a run's events.
+    """Build the timeline of a run's events.
 
     Args:
         events: the records of ``events.jsonl``, oldest first.
-        until: Unix time of the last sign of life, where that is later than the last event.
-        repeated_steps: as the ledger knows them; events tell of those of the last beat, the ledger of those
-            that were flushed, so the higher number is taken.
+        until: Unix time of the last sign of activity, if later than the last event.
+        repeated_steps: the ledger's number. Events count steps up to the last heartbeat, the ledger those that were
+            flushed; the higher number is used.
     """
     reader = _TimelineReader(float(events[0]["time"]) if events else 0.0)
     for event in events:
@@ -133,15 +130,15 @@ class _TimelineReader:
         self._active = 0.0  # of the starts that ended
         self._since: float | None = None  # the current start
         self._last = 0.0
-        self._members: list[int] = []  # slots of the current view
-        self._computing = 0  # how many of them are no spares
-        self._causes: list[str] = []  # of members that were lost since the view formed
-        self._began: float | None = None  # the interruption that is not over
+        self._members: list[int] = []  # worker slots of the current group
+        self._computing = 0  # members that are not spares
+        self._causes: list[str] = []  # of members lost since the group was formed
+        self._began: float | None = None  # start of the current interruption
         self._cause = ""
         self._forming = -1
         self._gathering = False
         self._reached = 0  # the highest step
-        self._net = 0  # steps done at the last sign
+        self._net = 0  # steps done at the last event
         self._repeated = 0
 
     def read(self, event: Event) -> None:
@@ -195,7 +192,7 @@ class _TimelineReader:
         if self._began is not None and event.get("generation") == self._forming:
             self._cause = "restart"
             return
-        self._ended(self._last)  # without a word, unless it had ended already
+        self._ended(self._last)  # the previous start may have ended without an event
         self._since = seconds
         world_size = int(event.get("world_size", 1))
         self._members = list(range(world_size))
@@ -237,14 +234,14 @@ def _cause(how: str) -> str:
 
 
 def describe(event: Event) -> str:
-    """An event in words; one of a kind that is not known here with all its fields."""
+    """Describe an event in words; unknown kinds are listed with their fields."""
     match event:
         case {"event": "created", "task": task}:
             return f"created: {task}"
         case {"event": "started", "step": 0, "world_size": size}:
             return f"training begins on {_workers(size)}"
         case {"event": "started", "step": _, "world_size": size}:
-            return f"training goes on from a checkpoint, on {_workers(size)}"
+            return f"training resumes from a checkpoint on {_workers(size)}"
         case {"event": "checkpoint"}:
             return "checkpoint saved"
         case {"event": "checkpoint failed", "error": error}:
@@ -254,7 +251,7 @@ def describe(event: Event) -> str:
         case {"event": "backup failed", "error": error}:
             return f"a checkpoint could not be backed up: {error}"
         case {"event": "fallback", "reason": reason}:
-            return f"passed over a checkpoint: {reason}"
+            return f"skipped a checkpoint: {reason}"
         case {"event": "fault", "slot": slot, "how": how}:
             return f"the worker in slot {slot} {how}"
         case {"event": "hang" | "slow" as kind, "sentence": sentence}:
@@ -290,13 +287,13 @@ def describe(event: Event) -> str:
         case {"event": "corruption", "sentence": sentence}:
             return f"{sentence} The step is not applied"
         case {"event": "failed", "error": error}:
-            who = event.get("rank", event.get("slot"))
-            return f"failed: {error}" if who is None else f"failed in rank {who}: {error}"
+            place = event.get("rank", event.get("slot"))
+            return f"failed: {error}" if place is None else f"failed in rank {place}: {error}"
         case {"event": "finished"}:
             return "finished"
     fields = {name: value for name, value in event.items() if name not in ("time", "event", "step")}
-    told = ", ".join(f"{name} {value}" for name, value in fields.items())
-    return f"{event['event']}: {told}" if told else str(event["event"])
+    field_list = ", ".join(f"{name} {value}" for name, value in fields.items())
+    return f"{event['event']}: {field_list}" if field_list else str(event["event"])
 
 
 def _workers(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Experiment trackers: rows are sent to MLflow or Weights & Biases by a thread of their own."""
+"""Experiment trackers: a thread sends the records to MLflow or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# --- What an experiment tracker is told of a run, and what it can be asked to do ---
+# --- The interface of a tracker ---
 
 
 RUN_ID = "paceline.run_id"
-"""The tag that holds a run's own id."""
+"""The tag with the run's id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a tracker is told of a run.
+    """The description of a run for a tracker.
 
     Attributes:
-        id: the run's own, from ``run.toml``.
+        id: the run's id, from ``run.toml``.
         name: its directory's name.
         task: the task's name, as the user gave it.
-        directory: where it is.
-        options: what was resolved; ``task.FIELD`` for the task's fields.
-        tags: what it can be found by.
+        directory: the run directory.
+        options: the resolved options; ``task.FIELD`` for the task's fields.
+        tags: search tags.
     """
 
     id: str
@@ -58,22 +58,22 @@ class RunInfo:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """One service; all methods are called from one thread, and may raise anything."""
+    """One tracking service; all methods are called from one thread, and may raise anything."""
 
     def open(self, run: RunInfo, earlier: str | None) -> str:
-        """Begin a run, or go on with the one that an earlier call named; return its name there."""
+        """Begin a run, or continue the ``earlier`` one; return the tracker's id of it."""
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        """Add values of a step; ``at`` is Unix time."""
+        """Log the values of a step; ``at`` is Unix time."""
 
     def conclude(self, tags: Mapping[str, str], values: Mapping[str, float]) -> None:
-        """The run has finished: its final tags and values."""
+        """Log the final tags and values of a finished run."""
 
     def close(self) -> None:
-        """Send what is left; the run may go on later."""
+        """Send queued data; the run may continue later."""
 
 
-# --- MLflow: to where its own variables and defaults lead, such as ``MLFLOW_TRACKING_URI`` ---
+# --- MLflow, configured by its own variables such as ``MLFLOW_TRACKING_URI`` ---
 
 
 _LONGEST = 500  # characters of a parameter, which all stores take
@@ -82,7 +82,7 @@ _TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
 
 
 class MlflowTracker:
-    """Through ``MlflowClient``, which names its run in each call: a script's own active run is left alone."""
+    """Logs through ``MlflowClient``, which names its run in each call and leaves a script's active run alone."""
 
     def __init__(self) -> None:
         self._client: Any = None
@@ -90,7 +90,7 @@ class MlflowTracker:
         self._finished = False
 
     def open(self, run: RunInfo, earlier: str | None) -> str:
-        with _without_telemetry():
+        with _disable_telemetry():
             import mlflow
             from mlflow.entities import Param
             from mlflow.tracking import MlflowClient
@@ -102,7 +102,7 @@ class MlflowTracker:
             return earlier
         tags = {**run.tags, "mlflow.source.name": run.task, "mlflow.source.type": "LOCAL"}
         experiment = self._experiment(run)
-        # A process may have ended before it could note which run it had begun.
+        # An earlier process may have died between creating the run and recording its id.
         begun = self._client.search_runs([experiment], f"tags.`{RUN_ID}` = '{run.id}'", max_results=1)
         created = begun or [self._client.create_run(experiment, tags=tags, run_name=run.name)]
         self._run = str(created[0].info.run_id)
@@ -130,26 +130,26 @@ class MlflowTracker:
     def _experiment(self, run: RunInfo) -> str:
         from mlflow.exceptions import MlflowException
 
-        given = os.environ.get("MLFLOW_EXPERIMENT_ID")
-        if given:
-            return given
+        configured = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if configured:
+            return configured
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.task.rpartition("/")[2]
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(name))
-            except MlflowException:  # another run may have made it
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+            except MlflowException:  # another process may have created it
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
 
 def _make_database(uri: str) -> None:
-    """Make the file of an SQLite store aside, and put it in its place whole.
+    """Create a new SQLite store atomically.
 
-    MLflow makes the tables of a new one for seconds. A process that ends in between leaves a file that can
-    never be opened again, and two that begin at once fail.
+    MLflow takes seconds to create the tables. A process that dies meanwhile leaves an unusable file, and two that start
+    at once fail.
     """
     if not uri.startswith("sqlite:"):
         return
@@ -160,22 +160,24 @@ def _make_database(uri: str) -> None:
     name = make_url(uri).database
     if not name or name.startswith((":", "file:")) or Path(name).exists():
         return
-    place = Path(name).absolute()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-", ignore_cleanup_errors=True) as folder:
-        whole = Path(folder) / place.name
+    database = Path(name).absolute()
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=database.parent, prefix=f".{database.name}-", ignore_cleanup_errors=True
+    ) as folder:
+        complete = Path(folder) / database.name
         store = SqlAlchemyStore(  # type: ignore[no-untyped-call]
-            f"sqlite:///{whole}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+            f"sqlite:///{complete}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
         )
         store.engine.dispose()
-        # Another was first, or there are no links here: then MLflow makes it in place.
+        # Another process was first, or the file system has no links; then MLflow creates it in place.
         with suppress(OSError):
-            os.link(whole, place)
+            os.link(complete, database)
 
 
 @contextmanager
-def _without_telemetry() -> Iterator[None]:
-    """Import MLflow so that it reports to nobody, unless the user has said what it should do."""
+def _disable_telemetry() -> Iterator[None]:
+    """Import MLflow with telemetry disabled, unless the user has set its variable."""
     if _TELEMETRY in os.environ:
         yield
         return
@@ -186,11 +188,11 @@ def _without_telemetry() -> Iterator[None]:
         del os.environ[_TELEMETRY]
 
 
-# --- Weights & Biases: into the run's directory, offline, unless ``WANDB_MODE`` says otherwise ---
+# --- Weights & Biases: in the run directory, offline unless ``WANDB_MODE`` is set ---
 
 
 class WandbTracker:
-    """One W&B run, with the id of ours: ``wandb sync RUN/wandb/offline-*`` puts its parts together."""
+    """One W&B run with the same id as this run; ``wandb sync RUN/wandb/offline-*`` joins its parts."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -199,17 +201,17 @@ class WandbTracker:
     def open(self, run: RunInfo, earlier: str | None) -> str:
         import wandb
 
-        there = earlier or run.id
+        run_id = earlier or run.id
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "paceline"),
-            id=there,
+            id=run_id,
             name=run.name,
             resume="allow",
             dir=run.directory.path,
             mode=_mode(),
             config={**run.options, **run.tags},
             reinit="create_new",
-            # Neither the command line, nor the machine, nor what is printed leaves it.
+            # Send neither the command line, nor details of the node, nor the output.
             settings=wandb.Settings(
                 console="off",
                 silent=True,
@@ -222,7 +224,7 @@ class WandbTracker:
                 x_save_requirements=False,
             ),
         )
-        return there
+        return run_id
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
         self._run.log({**values, "time": at}, step=step)
@@ -235,47 +237,47 @@ class WandbTracker:
         import wandb
 
         self._run.finish(exit_code=0 if self._finished else 1)
-        wandb.teardown()  # else its helper process stays as long as this one
+        wandb.teardown()  # otherwise its helper process stays as long as this one
 
 
 def _mode() -> Any:
     return os.environ.get("WANDB_MODE") or "offline"
 
 
-# --- Experiment trackers beside TensorBoard: MLflow and Weights & Biases, fed from a thread ---
+# --- The writer thread ---
 #
-# A run is a function, so steps that are done again after a fault give the values that were sent already: they
-# are not sent twice. What was sent is kept in ``trackers/NAME.json``, with the tracker's own name of the run.
-# A tracker that fails is left alone after one warning, and gets what it lacks when the run is continued;
-# training never waits for it.
+# A run is deterministic, so steps repeated after a fault give the values already sent, and are not sent twice.
+# ``trackers/NAME.json`` records the progress and the tracker's id of the run. A tracker that fails is disabled after
+# one warning, and gets the missing records when the run resumes; training never waits for it.
 
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 10_000  # records
-_CLOSE_S = 5.0  # while the run goes on elsewhere, or is being stopped
-_LAST_S = 1.0  # for what is being sent to be noted as sent
+_CLOSE_S = 5.0  # while the run continues elsewhere, or is being stopped
+_LAST_S = 1.0  # to record the piece being sent
 _FINISH_S = 60.0
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")
 
 
 def require(names: tuple[str, ...]) -> None:
-    """Refuse trackers whose library is not installed, and plug-ins that cannot be used, before anything is begun.
+    """Reject trackers whose library is not installed, and plug-ins that cannot be used, before anything starts.
 
     Raises:
-        ConfigError: names the command that installs the library, or what is wrong with the plug-in.
+        ConfigError: gives the command that installs the library, or what is wrong with the plug-in.
     """
     for name in names:
         if name not in BUILT_IN["paceline.trackers"]:
             load_tracker(name)
         elif importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"--log-to {name}: it is not installed. Install it: pip install 'paceline[{name}]', or leave "
+                f"--log-to {name} needs {name}, which is not installed. Install it: pip install "
+                f"'paceline[{name}]', or leave "
                 f"--log-to {name} out."
             )
 
 
 def load_tracker(name: str) -> type[Tracker]:
-    """The class of the tracker that ``--log-to`` calls so; the library of one of ours is imported when it is opened.
+    """Return the tracker's class for a value of ``--log-to``; its library is imported when the tracker is opened.
 
     Raises:
         ConfigError: there is none of this name, or it is a plug-in that cannot be used.
@@ -293,10 +295,10 @@ class TrackerWriter:
     """Sends a run's records to a tracker.
 
     Args:
-        name: what ``--log-to`` calls it.
-        tracker: where to.
-        run: what it is told.
-        earlier: the run's records so far, of which those are sent that the tracker does not have.
+        name: the value of ``--log-to``.
+        tracker: the tracker.
+        run: the description of the run.
+        earlier: the run's records so far; those missing in the tracker are sent.
     """
 
     def __init__(self, name: str, tracker: Tracker, run: RunInfo, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -307,37 +309,37 @@ class TrackerWriter:
         self._result: Mapping[str, Any] | None = None
         self._lost = 0
         self._abandoned = False
-        self._told = False
+        self._has_warned = False
         self._sent: dict[str, int] = {}
         self._thread = threading.Thread(target=self._work, name=f"paceline-{name}", daemon=True)
         self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Send a record, soon; see :mod:`paceline.runs.monitor` for its keys."""
+        """Queue a record; see :mod:`paceline.runs.monitor` for its keys."""
         if not self._thread.is_alive():
-            return  # it was said why
+            return  # already reported
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
             self._lost += 1
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """The run has finished; ``result`` is what ``result.json`` holds."""
+        """Report the end of the run; ``result`` is the content of ``result.json``."""
         self._result = result
 
     def close(self) -> None:
-        """Send what waits, within a few seconds; a second call does nothing."""
-        with_patience = _FINISH_S if self._result is not None else _CLOSE_S
+        """Send queued records within a few seconds; a second call does nothing."""
+        timeout_s = _FINISH_S if self._result is not None else _CLOSE_S
         if not self._thread.is_alive():
             return
         try:
             self._waiting.put_nowait(None)
         except queue.Full:
             self._abandoned = True
-        self._thread.join(with_patience)
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._abandoned = True
-            self._warn(f"did not take all records within {with_patience:.0f} s; a resume sends the others")
+            self._warn(f"did not take all records within {timeout_s:.0f} s; resuming the run sends the rest")
             self._thread.join(_LAST_S)
         elif self._lost:
             self._warn(f"was too slow for {self._lost} records")
@@ -346,22 +348,22 @@ class TrackerWriter:
         try:
             note = self._read_note()
             self._sent = dict(note.get("sent", {}))
-            there = self._tracker.open(self._run, note.get("run"))
-            self._keep(there)
+            run_id = self._tracker.open(self._run, note.get("run"))
+            self._save_progress(run_id)
             for record in itertools.chain(self._earlier, iter(self._waiting.get, None)):
                 if self._abandoned:
                     break
                 if self._send(record):
-                    self._keep(there)
+                    self._save_progress(run_id)
             if self._result is not None:
                 self._tracker.conclude(self._final_tags(self._result), _final_values(self._result))
             self._tracker.close()
-        except Exception as error:  # a library of others, and a network
-            if not self._told:
+        except Exception as error:  # a third-party library and a network can raise anything
+            if not self._has_warned:
                 self._warn(f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     def _send(self, record: Mapping[str, Any]) -> bool:
-        """Send a record, unless it was; whether it was sent now."""
+        """Send a record unless it was sent before; return whether it was sent now."""
         stream = f"eval/{record['split']}" if record["kind"] == "eval" else "train"
         step = int(record["step"])
         if step <= self._sent.get(stream, 0):
@@ -371,11 +373,11 @@ class TrackerWriter:
         self._sent[stream] = step
         return True
 
-    def _keep(self, there: str) -> None:
-        # Without a sync: after a power cut a record may be sent twice, and no step waits for the disk.
+    def _save_progress(self, run_id: str) -> None:
+        # Without fsync, so that no step waits for the disk; after a power cut a record may be sent twice.
         self._path.parent.mkdir(exist_ok=True)
         temporary = self._path.with_name(f".{self._path.name}")
-        temporary.write_text(json.dumps({"run": there, "sent": self._sent}))
+        temporary.write_text(json.dumps({"run": run_id, "sent": self._sent}))
         temporary.replace(self._path)
 
     def _read_note(self) -> dict[str, Any]:
@@ -393,9 +395,9 @@ class TrackerWriter:
         return tags
 
     def _warn(self, what: str) -> None:
-        self._told = True
+        self._has_warned = True
         _log.warning(
-            "--log-to %s %s. Training goes on; metrics.jsonl and TensorBoard have all records.",
+            "--log-to %s %s. Training continues; metrics.jsonl and TensorBoard have all records.",
             *(self._name, _CREDENTIALS.sub("//", what)),
         )
 

@@ -104,11 +104,11 @@ def test_what_cannot_be_is_told_and_the_agent_serves_on(job: Job, directory: Run
             agent.scale(nproc=5)
         with pytest.raises(ConfigError, match="one machine"):
             agent.scale(nodes=2)
-        with pytest.raises(ConfigError, match="no such request"):
+        with pytest.raises(ConfigError, match="unknown request"):
             agent.scale(nproc=True)
         for content in (b"{", b"[]", b'{"exec": "rm"}', b"\xff\xfe", b'{"scale": {"nproc": "3"}}'):
             agent._socket.send(content)
-            assert "no such request" in json.loads(agent._socket.recv(65536))["error"]
+            assert "unknown request" in json.loads(agent._socket.recv(65536))["error"]
         assert other.status() == STATUS
     assert job.asked == []
 
@@ -134,7 +134,7 @@ def test_another_users_process_is_not_answered(
         assert answer == b""
     assert job.asked == []
     # Nor does a command talk to a socket that another user serves.
-    with pytest.raises(RunDirectoryError, match="not at work"):
+    with pytest.raises(RunDirectoryError, match="not running"):
         AgentConnection(directory)
 
 
@@ -161,7 +161,7 @@ def test_nothing_stays_and_who_asks_then_is_told(directory: RunDirectory) -> Non
             agent.status()
     assert not home.exists()
     assert not directory.agent.exists()
-    with pytest.raises(RunDirectoryError, match="is not at work"):
+    with pytest.raises(RunDirectoryError, match="is not running"):
         AgentConnection(directory)
     with directory.locked(), pytest.raises(RunDirectoryError, match="--recover inplace"):
         AgentConnection(directory)
@@ -172,7 +172,7 @@ def test_nothing_stays_and_who_asks_then_is_told(directory: RunDirectory) -> Non
 def test_a_note_that_is_no_note_is_an_error_in_words(directory: RunDirectory) -> None:
     for content in (b"", b"[1]", b'{"socket": 3}', b'{"socket": "/nowhere/at/all"}'):
         directory.agent.write_bytes(content)
-        with pytest.raises(RunDirectoryError, match="is not at work"):
+        with pytest.raises(RunDirectoryError, match="is not running"):
             AgentConnection(directory)
 
 

@@ -50,7 +50,7 @@ def test_verdict_names_step_samples_and_error(tmp_path: Path) -> None:
     first, second, third = verdict(ValueError("a bad sample"), 1)
     assert first == (
         "The run is still at step 6 after 3 replacements, the last of which exited with status 1: "
-        "it would happen again."
+        "another one would fail the same way."
     )
     assert second.startswith("  In step 7, rank 1 computes micro-batches 2 to 3: positions 36 to 47 of the epoch")
     assert third == "  Its last error: ValueError: a bad sample"

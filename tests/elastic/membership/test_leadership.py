@@ -143,7 +143,7 @@ def test_a_side_without_a_quorum_pauses_and_says_why() -> None:
     agent = follower("c")
     agent.lost("b")
     [pause] = agent.lost("a")
-    assert pause == Pause("1 of 3 nodes are here, and more than half must agree; a, b cannot be reached")
+    assert pause == Pause("1 of 3 nodes are reachable, and more than half must agree; a, b cannot be reached")
     assert agent.on_timeout() == []
     assert sent(agent.linked("b"), Prepare) == []  # b comes first
     assert sent(agent.on_timeout(), Prepare) == ["b"]

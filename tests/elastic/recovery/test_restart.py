@@ -64,7 +64,7 @@ def test_a_step_that_always_kills_ends_the_run(small: Any) -> None:
     again = "; ".join(["sigkill-once-saved 6 1"] + ["sigkill 2 1"] * 7)
     done = small.finish(small.train(*RESTART, "--max-restarts", "2", fault=again))
     assert done.returncode == 1
-    (verdict,) = (line for line in done.stderr.splitlines() if "it would happen again" in line)
+    (verdict,) = (line for line in done.stderr.splitlines() if "another one would fail the same way" in line)
     # Whether the workers told of their last steps before one was killed is for the machine to decide.
     found = re.search(r"The run is still at step ([456]) after 2 replacements", verdict)
     assert found is not None, verdict

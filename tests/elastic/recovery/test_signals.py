@@ -138,7 +138,7 @@ def test_a_second_signal_ends_at_once(small: Any, nproc: int) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize(
     ("recover", "said"),
-    [("none", ""), ("inplace", "paceline: stopped, as asked, while it waited for other machines.\n")],
+    [("none", ""), ("inplace", "paceline: stopped, as requested, while waiting for other nodes.\n")],
 )
 def test_who_waits_for_the_other_machine_can_be_interrupted(
     small: Any, recover: str, said: str, number: int, code: int

@@ -135,8 +135,8 @@ def test_ranks_that_wait_for_each_other_end_the_job(run_processes: Any, tmp_path
     (sentence,) = run.sentences()
     assert re.fullmatch(
         r"the ranks wait for each other: rank 0 is in all-reduce \d+ of step 10; rank 1 is in "
-        r"torch\.distributed\.all_reduce, called by `mismatch` \(faulty\.py\)\. All of them must do the same "
-        "exchanges in the same order, whatever their rank and data",
+        r"torch\.distributed\.all_reduce, called by `mismatch` \(faulty\.py\)\. All of them must run the same "
+        "exchanges in the same order, independent of rank and data",
         sentence,
     )
     assert not (run.path / "result.json").exists()

@@ -183,6 +183,6 @@ def test_the_command_says_what_became_of_it(run: Run, undisturbed: dict[str, Any
     same(run.finish(popen), undisturbed)
     done = run.processes.paceline("scale", run.directory.path, "--nproc", "1")
     assert done.returncode == 2
-    assert "is not at work" in done.stderr
+    assert "is not running" in done.stderr
     done = run.processes.paceline("scale", run.directory.path)
     assert "--nproc N and --nodes N" in done.stderr

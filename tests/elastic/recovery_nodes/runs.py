@@ -129,7 +129,7 @@ class Run:
         def there() -> bool:
             assert all(process.poll() is None for process in processes), processes[-1].text
             workers = self._status(leader or self.lab.nodes[0]).workers
-            waiting = [w for w in workers if w.rank is None and w.phase == "waiting for a view"]
+            waiting = [w for w in workers if w.rank is None and w.phase == "waiting for a group"]
             return len(waiting) >= number
 
         self._wait_until(there, "workers that wait", timeout_s=120)

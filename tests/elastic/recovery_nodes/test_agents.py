@@ -70,7 +70,7 @@ def test_an_agent_that_was_stopped_finds_itself_left_out(run: Run, undisturbed: 
     run.wait_for("joined", lambda event: True, survivor)
     stopped.send_signal(signal.SIGCONT)
     assert stopped.wait(60) == 1, stopped.text
-    assert "this machine was left out of the run" in stopped.text
+    assert "this node was removed from the run" in stopped.text
     assert finish(run, undisturbed, survivor)["world_size"] == 1
 
 
@@ -85,7 +85,7 @@ def test_a_side_that_was_cut_off_finds_itself_left_out(run: Run, undisturbed: st
     run.wait_until(lambda: None in (codes := [p.poll() for p in processes]) and codes != [None, None], "an end")
     winner, loser = sorted(processes, key=lambda process: process.poll() is not None)
     assert loser.wait() == 1
-    assert "this machine was left out of the run" in loser.text
+    assert "this node was removed from the run" in loser.text
     again = run.paceline(run.lab.nodes[processes.index(loser)], "join", "run")
     run.wait_for_joiners(1, winner, again, leader=run.lab.nodes[processes.index(winner)])
     generation = run.generation()
@@ -205,7 +205,7 @@ def test_a_machine_that_cannot_take_part_is_sent_home(run: Run, undisturbed: str
     run.wait_for("checkpoint", lambda event: event["step"] == 10, leading)
     joining = run.paceline(second, "join", "run")
     assert joining.wait(90) == 2, joining.text
-    assert "this machine cannot take part in the run" in joining.text
+    assert "this node cannot take part in the run" in joining.text
     assert message in joining.text
     assert finish(run, undisturbed, leading)["world_size"] == 1
 

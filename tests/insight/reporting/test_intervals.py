@@ -20,7 +20,7 @@ def test_wilsons_interval_is_the_published_one() -> None:
 
 @pytest.mark.parametrize(("successes", "total"), [(1, 0), (3, 2), (-1, 2)])
 def test_what_is_no_share_has_no_interval(successes: int, total: int) -> None:
-    with pytest.raises(ValueError, match="no share"):
+    with pytest.raises(ValueError, match="is not a share"):
         wilson(successes, total)
 
 

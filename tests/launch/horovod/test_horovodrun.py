@@ -149,9 +149,7 @@ def test_a_task_ends_with_the_model_of_one_process_and_by_horovods_sums_nearly_s
 def test_a_strategy_whose_processes_horovod_does_not_know_is_refused(run: Callable[..., Any]) -> None:
     done = run(*TRAIN, "--max-steps", "2", "--run-dir", "run", "--nproc", "2", "--strategy", "horovod")
     assert done.returncode == 2
-    assert "Horovod counts 1 processes here, but there are 2. Have horovodrun start them: --on horovod." in (
-        done.stderr
-    )
+    assert "Horovod has 1 processes, but there are 2. Start them with horovodrun: --on horovod." in (done.stderr)
 
 
 def test_a_rank_that_fails_ends_the_job(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -161,7 +159,7 @@ def test_a_rank_that_fails_ends_the_job(run: Callable[..., Any], tmp_path: Path)
     done = run("launch", *HOROVOD, "--", "fails.py")
     assert done.returncode == 1
     assert "Process name: 1\nExit code: 3\n" in done.stderr
-    assert "paceline: horovodrun ended with exit code 1; what is printed above says why." in done.stderr
+    assert "paceline: horovodrun ended with exit code 1; see the output above for the cause." in done.stderr
 
 
 @pytest.mark.slow

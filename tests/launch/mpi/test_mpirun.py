@@ -194,4 +194,4 @@ def test_a_rank_that_fails_ends_the_job_with_its_code(run: Callable[..., Any], t
     )
     done = run("openmpi", "launch", "--on", "mpi", "--nproc", "2", "--", "fails.py")
     assert done.returncode == 3
-    assert "paceline: mpirun ended with exit code 3; what is printed above says why." in done.stderr
+    assert "paceline: mpirun ended with exit code 3; see the output above for the cause." in done.stderr

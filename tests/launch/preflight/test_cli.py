@@ -73,7 +73,7 @@ def test_an_interface_that_this_machine_does_not_have(run_processes: Any) -> Non
     done = run_processes.paceline("doctor", "--interface", "nosuch0", "--threads", "1", "--json")
     assert done.returncode == 1, done.stderr
     check = found(PreflightReport.from_json(json.loads(done.stdout)), "interface")
-    assert check.found.startswith("--interface 'nosuch0' has no IPv4 address here. Those that have: ")
+    assert check.found.startswith("--interface 'nosuch0' has no IPv4 address on this node. Interfaces with one: ")
 
 
 def test_a_small_disk_with_the_checkpoints_of_a_run_that_was_killed(run_processes: Any, tmp_path: Path) -> None:

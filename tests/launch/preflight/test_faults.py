@@ -87,7 +87,7 @@ def test_a_machine_that_differs(machines: Machines) -> None:
     assert "Map node1 to 10.77.0.2" in found(report, "host-name").advice
     assert found(report, "clock").found == "90.0 s ahead of node0"
     assert "is not the directory of node0" in found(report, "run-directory", "node1").found
-    assert found(report, "interface").found.startswith("--interface 'eth9' has no IPv4 address here")
+    assert found(report, "interface").found.startswith("--interface 'eth9' has no IPv4 address on this node")
     assert found(report, "interface").advice == "Give --interface one of: eth0 (10.77.0.2)"
     assert found(report, "open-files", "node1").found == "ulimit -n is 64, but must be 520"
     assert "hard limit is 64" in found(report, "open-files", "node1").advice

@@ -10,7 +10,7 @@ Reports = dict[int, list[dict[str, Any]]]
 
 def test_survivors_of_a_kill_get_an_error(survivors: Callable[[str], list[dict[str, Any]]]) -> None:
     for report in survivors("group"):
-        assert report["killed"]["text"].startswith("another rank went away: ")
+        assert report["killed"]["text"].startswith("another rank is gone: ")
         assert report["shared_memory"] == []
 
 

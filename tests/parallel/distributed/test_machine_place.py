@@ -69,7 +69,7 @@ def test_each_system(environ: dict[str, str], place: NodeEnvironment) -> None:
         ({"PACELINE_NODE_RANK": "x"}, "PACELINE_NODE_RANK must be a whole number, but is 'x'"),
         (
             {"PACELINE_NODE_RANK": "2", "PACELINE_NODES": "2"},
-            "number 2 of 2, says paceline: it must be from 0 to 1",
+            "the node rank from paceline is 2, but must be between 0 and 1",
         ),
         ({"SM_CURRENT_HOST": "c", "SM_HOSTS": '["a"]'}, "SM_CURRENT_HOST='c' is not in SM_HOSTS"),
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1"}, "SLURM_NODEID must be a whole number"),
@@ -95,13 +95,13 @@ def test_node_lists_of_slurm(text: str, hosts: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["", "n[1-]", "n[a-b]"])
 def test_what_is_no_node_list(text: str) -> None:
-    with pytest.raises(ConfigError, match="node list of Slurm's"):
+    with pytest.raises(ConfigError, match="the Slurm node list"):
         expand_hosts(text)
 
 
 def test_sagemaker_says_it_in_a_file_where_its_toolkit_is_not_in_the_image(tmp_path: Path) -> None:
     environ = {"TRAINING_JOB_NAME": "t", "SAGEMAKER_BASE_DIR": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"resourceconfig.json does not say which host this is"):
+    with pytest.raises(ConfigError, match=r"resourceconfig.json does not name this host"):
         detect_node(environ)
     file = tmp_path / "input/config/resourceconfig.json"
     file.parent.mkdir(parents=True)

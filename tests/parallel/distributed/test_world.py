@@ -155,7 +155,7 @@ with open_world(environment, device="cpu") as world:
     processes = ranks(script, range(2), 2)
     done = run_processes.finish(processes[0])
     message = json.loads(done.stdout)["message"]
-    assert message.startswith("another rank went away: ")
+    assert message.startswith("another rank is gone: ")
     assert ".cc:" not in message
     assert run_processes.finish(processes[1]).returncode == -9
 
@@ -213,7 +213,7 @@ def test_new_workers_do_not_believe_the_keys_of_dead_ones(order: tuple[int, int]
 def test_mpi_on_several_machines_needs_an_endpoint() -> None:
     environment = Environment(source="mpi", rank=0, world_size=4, local_world_size=2, nodes=2)
     with (
-        pytest.raises(ConfigError, match=r"mpi started 4 processes on several machines.*--rdzv-endpoint"),
+        pytest.raises(ConfigError, match=r"mpi started 4 processes on several nodes.*--rdzv-endpoint"),
         open_world(environment, device="cpu"),
     ):
         pass
@@ -248,7 +248,7 @@ def test_unknown_interfaces_list_those_there_are() -> None:
         world_size=2, local_world_size=2, master_addr="127.0.0.1", master_port=1, source="variables"
     )
     with (
-        pytest.raises(ConfigError, match=r"--interface 'eth77' has no IPv4 address here.*lo"),
+        pytest.raises(ConfigError, match=r"--interface 'eth77' has no IPv4 address on this node.*lo"),
         open_world(environment, device="cpu", interface="eth77"),
     ):
         pass
@@ -258,10 +258,10 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     two = Environment(rank=2, world_size=3, local_rank=2, local_world_size=3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert world._choose_device(two, "auto") == torch.device("cpu")
-    with pytest.raises(ConfigError, match="torch sees no GPU here"):
+    with pytest.raises(ConfigError, match="torch sees no GPU on this node"):
         world._choose_device(two, "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"3 processes on this machine, but only 2 GPUs. Use --nproc 2"):
+    with pytest.raises(ConfigError, match=r"3 processes on this node, but only 2 GPUs. Use --nproc 2"):
         world._choose_device(two, "cuda")
     with pytest.raises(ConfigError, match="ranks 0 and 2 would share one GPU"):
         world._check_one_gpu_a_rank([{"gpu": "a"}, {"gpu": "b"}, {"gpu": "a"}])

@@ -157,7 +157,7 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, STEPS + 1))
     told = [record.message for record in caplog.records]
     assert any("the next try is after step 24" in message for message in told)
-    assert any("metrics.jsonl: " in message and "Training goes on" in message for message in told)
+    assert any("metrics.jsonl: " in message and "Training continues" in message for message in told)
     assert any("metrics.jsonl is written again." in message for message in told)
     kinds = [event["event"] for event in RunDirectory(run).read_events()]
     assert kinds.count("checkpoint failed") >= 4

@@ -125,7 +125,7 @@ def test_names_that_are_no_plain_names_are_refused(tmp_path: Path, commit_step: 
     (tmp_path / "secret").write_bytes(b"secret")
     checkpoint = commit_step(tmp_path, 5)
     forge(checkpoint, files={name: record_of(b"secret")})
-    with pytest.raises(CheckpointError, match="no plain file name"):
+    with pytest.raises(CheckpointError, match="not a plain file name"):
         verify(checkpoint)
 
 

@@ -76,7 +76,7 @@ def test_a_lost_latest_is_said(tmp_path: Path, commit_step: CommitStep) -> None:
     shutil.rmtree(lost)
     found = newest_verified(tmp_path)
     assert found.path == good
-    assert found.skipped == (f"LATEST names {lost.name}, which is not there",)
+    assert found.skipped == (f"LATEST names {lost.name}, which does not exist",)
 
 
 def test_links_are_no_candidates(tmp_path: Path, commit_step: CommitStep) -> None:

@@ -141,7 +141,7 @@ def test_a_tracker_that_fails_is_told_once_and_stops_nothing(
     assert [step for step, _ in recorder.rows] == [10]
     (told,) = (record.getMessage() for record in caplog.records)
     assert told == (
-        "--log-to mlflow failed: ConnectionError: https://tracker.example does not answer. Training goes on; "
+        "--log-to mlflow failed: ConnectionError: https://tracker.example does not answer. Training continues; "
         "metrics.jsonl and TensorBoard have all records."
     )
 

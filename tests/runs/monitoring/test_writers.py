@@ -59,7 +59,7 @@ def test_a_full_disk_is_told_once_and_stops_nothing(caplog: pytest.LogCaptureFix
     writer.write({"step": 2})
     writer.close()
     assert [record.message for record in caplog.records] == [
-        "cannot write /dev/full: No space left on device. Training goes on."
+        "cannot write /dev/full: No space left on device. Training continues."
     ]
 
 

@@ -107,7 +107,7 @@ def test_a_file_that_changes_after_it_was_verified_is_not_handed_out(package: Pa
 )
 def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
     record = FileRecord(1, "0" * 64)
-    with pytest.raises(PackageError, match="no plain file name"):
+    with pytest.raises(PackageError, match="not a plain file name"):
         PackageManifest.from_bytes(manifest_of(files={name: record}).to_bytes())
 
 
@@ -116,18 +116,18 @@ WRONG: list[tuple[str, Any, str]] = [
     ("name", 3, "must be a text"),
     ("format", 2, "format 2"),
     ("inputs", [], "inputs is empty"),
-    ("inputs", [{"name": "x", "dtype": "float33", "shape": []}], "no dtype"),
+    ("inputs", [{"name": "x", "dtype": "float33", "shape": []}], "is not a dtype"),
     ("inputs", [{"name": "x", "dtype": "int8", "shape": [0]}], "has the shape"),
     ("inputs", [{"name": "x", "dtype": "int8", "shape": []}] * 2, "twice"),
     ("labels", "yes", "must be a list"),
-    ("label", "other", "which is no output"),
+    ("label", "other", "which is not an output"),
     ("metrics", {"accuracy": "high"}, "must be a number"),
     ("metrics", {"accuracy": 10**400}, "must be a number"),
     ("programs", {"pt2": "gone.pt2"}, "not in its files"),
     ("programs", {"tf": "program.pt2"}, "known are pt2, onnx"),
     ("weights", "gone.safetensors", "not in its files"),
     ("provenance", None, "must be a JSON object"),
-    ("differences", {"pt2": {"largest": 0, "equal_labels": 2, "samples": 1}}, "no share"),
+    ("differences", {"pt2": {"largest": 0, "equal_labels": 2, "samples": 1}}, "must be between 0 and 1"),
     ("surprise", 1, "unknown field 'surprise'"),
 ]
 

@@ -41,7 +41,7 @@ def test_a_tag_goes_back_once_for_each_change(registry: Registry, two: tuple[str
     before, now = registry.roll_back(reference)
     assert (before.digest, now.digest) == (second, first)
     assert registry.resolve("demo@prod") == first
-    with pytest.raises(PackageError, match="nothing to go back to"):
+    with pytest.raises(PackageError, match="has no previous package"):
         registry.roll_back(reference)
     assert registry.holds(second), "a rollback removes no package"
 
@@ -78,14 +78,14 @@ def test_what_is_not_there_is_named_with_what_is(registry: Registry, two: tuple[
         registry.resolve("demo@test")
     with pytest.raises(PackageError, match=r"no other@latest .*; it has demo\."):
         registry.resolve("other")
-    with pytest.raises(PackageError, match="is no package's digest"):
+    with pytest.raises(PackageError, match="is not a package's digest"):
         registry.resolve("f" * 64)
 
 
 def test_a_damaged_tag_is_refused(registry: Registry, two: tuple[str, str]) -> None:
     file = registry.tags / "demo" / "prod.json"
     file.write_text('{"digest": "../../x", "earlier": []}')
-    with pytest.raises(PackageError, match="no digest"):
+    with pytest.raises(PackageError, match="is not a digest"):
         registry.resolve("demo@prod")
 
 

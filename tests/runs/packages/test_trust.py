@@ -68,7 +68,7 @@ def test_a_trust_file_that_others_can_write_is_refused(package: Package, mode: i
 def test_a_link_is_not_written_through(package: Package, tmp_path: Path) -> None:
     trust_file().parent.mkdir(parents=True)
     os.symlink(tmp_path / "elsewhere", trust_file())
-    with pytest.raises(PackageError, match="cannot note"):
+    with pytest.raises(PackageError, match="cannot record"):
         trust(package.digest)
     assert not (tmp_path / "elsewhere").exists()
 

@@ -1,1 +1,1 @@
-"""How the agents of several nodes agree on who leads the job."""
+"""Consensus of the agents of several nodes on the leader and the set of nodes."""

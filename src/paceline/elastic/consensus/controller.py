@@ -52,14 +52,14 @@ from paceline.elastic.worker_channel import GroupBroken
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED
 
-# --- Another machine's node, as its leader sees it. No torch ---
+# --- Another node, as seen by its leader. No torch ---
 
 
 class RemoteNode:
-    """Takes :class:`~paceline.elastic.node.Orders` to the agent that carries them out.
+    """Sends :class:`~paceline.elastic.node.NodeCommands` to the agent that executes them.
 
     Args:
-        send: over the link to that agent.
+        send: sends over the connection to that agent.
         term: the leader's.
     """
 
@@ -67,60 +67,55 @@ class RemoteNode:
         self._send = send
         self._term = term
 
-    def start(self, number: int, slot: int) -> None:
-        """Start a worker."""
-        self._send(NodeCommand(self._term, "start", (number, slot)))
+    def start(self, number: int, local_index: int) -> None:
+        self._send(NodeCommand(self._term, "start", (number, local_index)))
 
     def send(self, number: int, order: Order) -> None:
-        """Tell a worker something."""
         self._send(NodeCommand(self._term, "send", (number, order)))
 
     def kill(self, number: int, why: str) -> None:
-        """Fence a worker."""
         self._send(NodeCommand(self._term, "kill", (number, why)))
 
     def stop(self, number: int) -> None:
-        """Signal all workers."""
         self._send(NodeCommand(self._term, "stop", (number,)))
 
     def kill_all(self, why: str) -> None:
-        """Kill all workers."""
         self._send(NodeCommand(self._term, "kill_all", (why,)))
 
 
-# --- The following agent's part: this machine's workers obey whoever leads, and are told of there. No torch
+# --- The follower: this node's workers obey the leader, which receives their reports. No torch
 
 
 class Follower:
-    """Of whoever leads, one after another; for a while, that may be nobody.
+    """Follows successive leaders; for a while there may be none.
 
     Args:
-        nproc: how many workers there shall be here for computing.
-        node: this machine's workers.
+        nproc: number of active workers on this node.
+        node: this node's workers.
         company: the other agents.
-        clear: called with the term of this machine's own agent, once no worker here acts in an older view.
+        clear: called with the term of this node's own agent, once no worker here acts in an earlier group.
     """
 
     def __init__(self, nproc: int, node: NodeWorkers, company: PeerDirectory, clear: Callable[[Term], None]) -> None:
         self._nproc, self._node, self._peers, self._clear = nproc, node, company, clear
-        self._followed: Term | None = None  # whose orders are obeyed
-        self._fenced: Term | None = None  # this term's node waits to hear that no worker of ours acts
-        self._kept: list[Ended] = []
+        self._followed: Term | None = None  # the term whose orders are obeyed
+        self._fenced: Term | None = None  # the term whose node waits until no worker here acts
+        self._buffered: list[Ended] = []
 
-    def obey(self, peer: str, ordered: NodeCommand) -> None:
-        """Carry out an order, unless it is of another term than the one that is followed."""
-        if ordered.term == self._followed and peer == ordered.term.node:
-            ordered.carry_out(self._node)
+    def obey(self, peer: str, command: NodeCommand) -> None:
+        """Execute an order, unless it has another term than the followed one."""
+        if command.term == self._followed and peer == command.term.node:
+            command.carry_out(self._node)
 
     def follow(self, term: Term, leader: str) -> None:
-        """Tell the leader of our workers, and obey it from now on."""
+        """Report this node's workers to the leader, and obey it from now on."""
         self._followed = term
         self._peers.send(leader, WorkerList(self._nproc, self._node.seats))
         for end in self.drain_buffer():
             self._peers.send(leader, end)
 
     def fence(self, term: Term) -> None:
-        """Have our workers leave what view they are in; the term's node waits to hear of it."""
+        """Make this node's workers leave their group; the term's node waits for the report."""
         self._fenced, self._followed = term, None
         for worker, (generation, seat) in self._node.seats.items():
             if seat.status == "member":
@@ -128,7 +123,7 @@ class Follower:
         self.report_quiesced()
 
     def report_quiesced(self) -> None:
-        """Tell who waits for it that no worker of ours acts in a view, once that is so."""
+        """Report, once true, that no worker here acts in a group."""
         if self._fenced is None or any(seat.status == "member" for _, seat in self._node.seats.values()):
             return
         term, self._fenced = self._fenced, None
@@ -138,40 +133,38 @@ class Follower:
             self._peers.send(term.node, Quiesced(term))
 
     def buffer(self, end: Ended) -> None:
-        """Keep the report of an end until there is a leader to take it."""
-        self._kept.append(end)
+        """Keep the report of an exit until there is a leader."""
+        self._buffered.append(end)
 
     def drain_buffer(self) -> list[Ended]:
-        """The reports that were kept."""
-        kept, self._kept = self._kept, []
-        return kept
+        """Return and clear the buffered reports."""
+        buffered, self._buffered = self._buffered, []
+        return buffered
 
 
-# --- What the agents have agreed on, carried out: who leads the workers, and who is in the job. No torch ---
-#
-# The agreement itself is :class:`~paceline.elastic.consensus.paxos.Leadership`, a pure state machine; here
-# its actions are done.
+# --- The driver of the consensus: executes the actions of the pure state machine
+# :class:`~paceline.elastic.consensus.paxos.Leadership`. No torch ---
 
 
-_PATIENCE_S = 1.0
-_NUMBERS_A_TERM = 1 << 20  # worker numbers that one leader can give
+_TIMEOUT_S = 1.0
+_NUMBERS_A_TERM = 1 << 20  # worker numbers that one leader can assign
 
 
 class ConsensusDriver:
-    """One agent's part in it.
+    """One agent's part in the consensus.
 
     Args:
-        spec: the job's, as this machine was given it.
+        spec: the job's, as given on this node.
         directory: the run's.
-        node: this machine's workers.
+        node: this node's workers.
         company: the other agents.
-        leave: called with the reason and the exit code where this machine has no part in the job any more.
+        leave: called with the reason and the exit code when this node leaves the job.
 
     Attributes:
-        leader: decides for the workers of all nodes; None where this agent does not lead.
-        follower: has this machine's workers obey where another agent leads.
-        roster: the nodes of the job.
-        is_removed: this node will leave, as it was asked to.
+        leader: decides for the workers of all nodes; None if this agent does not lead.
+        follower: makes this node's workers obey another leader.
+        node_set: the nodes of the job.
+        is_removed: whether this node will leave, as requested.
     """
 
     def __init__(
@@ -188,7 +181,7 @@ class ConsensusDriver:
         self._leadership = Leadership.outside(self._name, ties=True)
         self._pending: deque[Action] = deque()
         self._acting = False
-        self._patience_at = math.inf
+        self._timeout_at = math.inf
         self._paused = ""
         self.leader: JobController | None = None
         self.follower = Follower(spec.local_world_size, node, company, partial(self.clear, self._name))
@@ -196,116 +189,116 @@ class ConsensusDriver:
         self.is_removed = False
 
     def begin(self) -> None:
-        """Lead, where this agent founds the job."""
+        """Lead, if this is the first agent."""
         if self._peers.is_first:
             self._leadership, actions = Leadership.bootstrap(self._name, ties=True)
             self._act(actions)
 
     @property
     def leading_node(self) -> str | None:
-        """The node whose agent leads; None where there is none, or it is not known."""
+        """The node of the leader; None if there is none, or it is unknown."""
         return self._leadership.leader
 
     @property
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
-        return self._patience_at
+        return self._timeout_at
 
     def expire(self, now: float) -> None:
-        """Wait no longer for who does not answer."""
-        if now < self._patience_at:
+        """Handle the timeout of nodes that do not answer."""
+        if now < self._timeout_at:
             return
-        self._patience_at = math.inf
+        self._timeout_at = math.inf
         if self._leadership.role == "paused" and self._directory.result.is_file():
-            self._leave("the other machines have finished the run.", 0)
+            self._leave("the other nodes have finished the run.", 0)
             return
         self._act(self._leadership.on_timeout())
 
-    # What the other agents say.
+    # Messages of the other agents.
 
     def linked(self, peer: str) -> None:
-        """A link with this peer stands."""
+        """Handle a new connection."""
         self._act(self._leadership.linked(peer))
 
     def lost(self, peer: str) -> None:
-        """The link with this peer has ended."""
+        """Handle the end of a connection."""
         self._act(self._leadership.lost(peer))
 
     def voted(self, peer: str, message: ElectionMessage) -> None:
-        """A peer has sent a message of the agreement's own."""
+        """Handle an election message."""
         self._act(self._leadership.heard(peer, message))
 
     def clear(self, peer: str, term: Term) -> None:
-        """A peer has promised this term, and none of its workers acts in a view that was formed before."""
+        """Record that a peer has promised this term, and none of its workers acts in an earlier group."""
         if term == self._leadership.promised:
             self._act(self._leadership.clear(peer))
             self._settle()
 
     def reported(self, peer: str, workers: WorkerList) -> None:
-        """A node that follows tells of its workers: one of the roster, or one that wants to join."""
+        """Handle the list of a follower's workers, or of a node that wants to join."""
         if self.leader is None:
             return
-        others = 0 if peer in self.node_set.nodes else len(self.leader.nodes - {peer})
-        why = self._peers.rejection_reason(peer, others)
-        if why:
-            self._peers.send(peer, Rejected(why))
+        num_others = 0 if peer in self.node_set.nodes else len(self.leader.nodes - {peer})
+        reason = self._peers.rejection_reason(peer, num_others)
+        if reason:
+            self._peers.send(peer, Rejected(reason))
             return
         self.leader.coordinator.observe_view(max((generation for generation, _ in workers.seats.values()), default=-1))
-        # The newcomer too: it is to link to those that came before it, who outlive this leader with it.
+        # The newcomer too, which connects to the earlier nodes, because they may outlive this leader together.
         self._peers.add(peer, self.followers | {peer})
         if peer not in self.leader.nodes:
-            # Told again, it may be older than what was ordered since.
+            # A repeated list may be older than orders sent since.
             remote = RemoteNode(partial(self._peers.send, peer), self._leadership.promised)
             seats = {worker: seat for worker, (_, seat) in workers.seats.items()}
             self.leader.node_joins(peer, remote, workers.nproc, seats)
         self._settle()
 
-    # Who is in the roster.
+    # Members of the node set.
 
     def review(self) -> None:
-        """Have the roster follow what has become of workers; where this agent leads."""
+        """Update the node set for changes of workers, if this agent leads."""
         self._admit()
         self._remove()
 
     def _admit(self) -> None:
-        """Take nodes into the roster once they have workers to take part."""
+        """Admit nodes to the node set once they have workers that can take part."""
         if self.leader is not None:
             for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.node_set.nodes)):
                 self._act(self._leadership.admit(name))
 
     def _remove(self) -> None:
-        """Take nodes that were retired out of the roster, once they act in no view, and tell them to end.
+        """Remove retired nodes from the node set once they act in no group, and tell them to end.
 
-        That comes before the next view is formed: a view without half of the roster could not be.
+        That precedes the next group, which could not be formed without half of the node set.
         """
         if self.leader is not None:
             is_leaving = self.leader.coordinator.is_leaving
             for name in [n for n in self.node_set.nodes if n != self._name and is_leaving(n)]:
                 if self.leader is not None:
-                    # Before it learns that it is in the roster no more.
+                    # Before it learns that it is no longer in the node set.
                     self._peers.send(name, Removed())
                     self._act(self._leadership.dismiss(name))
 
-    # What the leader asks.
+    # Requests of the leader.
 
     @property
     def followers(self) -> frozenset[str]:
-        """The other nodes that have come to this leader."""
+        """The other nodes that have joined this leader."""
         return frozenset() if self.leader is None else self.leader.nodes - {self._name}
 
     def may_form(self, nodes: frozenset[str]) -> bool:
-        """Whether a view of workers on these nodes may be formed now."""
+        """Return whether a group of workers on these nodes may be formed now."""
         assert self.leader is not None
         for name in self.leader.nodes & frozenset(self.node_set.nodes) - self.leader.coordinator.nodes_acting:
             self._act(self._leadership.clear(name))
         return bool(nodes) and self._leadership.may_form(nodes)
 
     def formed(self, nodes: frozenset[str]) -> None:
-        """It is."""
+        """Record that it is formed."""
         self._leadership.formed(nodes)
 
     def reject(self, node: str, why: str) -> None:
-        """Do without a node; this is told there."""
+        """Remove a node, and send it the reason."""
         assert self.leader is not None
         self._peers.send(node, Rejected(why))
         self.leader.node_lost(node, f"was sent home: {why}")
@@ -314,10 +307,10 @@ class ConsensusDriver:
         if self.leader is not None:
             self.leader.settle()
 
-    # What is agreed on.
+    # Actions of the consensus.
 
     def _act(self, actions: Sequence[Action]) -> None:
-        """Carry actions out in their order, also those that follow from them."""
+        """Execute actions in order, including those that follow from them."""
         self._pending.extend(actions)
         if self._acting:
             return
@@ -328,46 +321,46 @@ class ConsensusDriver:
         finally:
             self._acting = False
         if not self._leadership.needs_timer:
-            self._patience_at = math.inf
-        elif self._patience_at == math.inf:
-            self._patience_at = time.monotonic() + _PATIENCE_S
+            self._timeout_at = math.inf
+        elif self._timeout_at == math.inf:
+            self._timeout_at = time.monotonic() + _TIMEOUT_S
 
     def _carry_out(self, action: Action) -> None:
         match action:
             case Send(to, message):
                 self._peers.send(to, message)
-            case Lead(term, roster):
-                self._lead(term, roster)
-            case Committed(_, roster):
-                self._committed(roster)
+            case Lead(term, node_set):
+                self._lead(term, node_set)
+            case Committed(_, node_set):
+                self._committed(node_set)
             case StopLeading():
                 self.leader = None
             case Fence(term):
                 self.follower.fence(term)
-            case Follow(term, leader, roster):
-                self._follow(term, leader, roster)
+            case Follow(term, leader, node_set):
+                self._follow(term, leader, node_set)
             case Pause(reason):
                 self._pause(reason)
-            case AcquireWitness(roster, winners):
-                held_by = self._peers.acquire_witness(roster, winners)
-                self._act(self._leadership.witness_answered(roster, held_by))
+            case AcquireWitness(node_set, winners):
+                held_by = self._peers.acquire_witness(node_set, winners)
+                self._act(self._leadership.witness_answered(node_set, held_by))
             case Out() if self.is_removed:
-                self._leave("this machine has left the run; the others go on.", 0)
+                self._leave("this node has left the run; the other nodes continue.", 0)
             case Out():
                 self._leave(
-                    "this machine was left out of the run, as the others could not reach it. They go on; "
-                    f"have it join again with: paceline join {self._directory.path}",
+                    "this node was removed from the run, because the other nodes could not reach it. They continue. "
+                    f"To rejoin: paceline join {self._directory.path}",
                     1,
                 )
 
-    def _lead(self, term: Term, roster: NodeSet) -> None:
+    def _lead(self, term: Term, node_set: NodeSet) -> None:
         follows = term.number > 1
         seats = self._node.seats
         coordinator = make_coordinator(self._spec, self._directory, seats.values())
         if follows:
-            coordinator.take_over(term.number * _NUMBERS_A_TERM, self._spec.local_world_size * len(roster.nodes))
+            coordinator.take_over(term.number * _NUMBERS_A_TERM, self._spec.local_world_size * len(node_set.nodes))
             append_event(self._directory, "takeover", node=self._name, term=term.number)
-        self.node_set = roster
+        self.node_set = node_set
         self.leader = JobController(
             self._spec, self._directory, coordinator, self, self._node, self._peers.address, follows=follows
         )
@@ -380,20 +373,20 @@ class ConsensusDriver:
             self.leader.ended(end)
         self._settle()
 
-    def _committed(self, roster: NodeSet) -> None:
-        gone = set(self.node_set.nodes) - set(roster.nodes)
-        came = set(roster.nodes) - set(self.node_set.nodes)
-        self.node_set = roster
-        if gone or came:
-            append_event(self._directory, "machines", nodes=list(roster.nodes))
+    def _committed(self, node_set: NodeSet) -> None:
+        removed = set(self.node_set.nodes) - set(node_set.nodes)
+        added = set(node_set.nodes) - set(self.node_set.nodes)
+        self.node_set = node_set
+        if removed or added:
+            append_event(self._directory, "machines", nodes=list(node_set.nodes))
         self._resumed()
-        for name in gone & (self.leader.nodes if self.leader is not None else frozenset()):
+        for name in removed & (self.leader.nodes if self.leader is not None else frozenset()):
             assert self.leader is not None
             self.leader.node_lost(name, "has left, as asked")
         self._settle()
 
-    def _follow(self, term: Term, leader: str, roster: NodeSet) -> None:
-        self.node_set = roster
+    def _follow(self, term: Term, leader: str, node_set: NodeSet) -> None:
+        self.node_set = node_set
         self._peers.stop_looking()
         self._resumed()
         self.follower.follow(term, leader)
@@ -411,22 +404,21 @@ class ConsensusDriver:
             print_status("the run continues.")
 
 
-# --- One agent among those of its job: what happens to it, and who has to know. No torch ---
+# --- The controller of one agent. No torch ---
 #
-# Where this agent leads, a :class:`~paceline.elastic.controller.Leader` decides for the workers of all nodes;
-# where another one leads, what this machine's workers say is passed on to that one, and its orders are
-# obeyed. Who leads is :class:`~paceline.elastic.consensus.controller.Agreement`'s affair, who belongs here
-# :class:`~paceline.elastic.consensus.discovery.Company`'s.
+# If this agent leads, a :class:`~paceline.elastic.controller.JobController` decides for the workers of all nodes; if
+# another one leads, this node's reports are forwarded to it, and its orders are obeyed. :class:`ConsensusDriver`
+# determines the leader, :class:`~paceline.elastic.consensus.discovery.PeerDirectory` the peers.
 
 
 class AgentController:
-    """What an agent knows of the others, and does for them.
+    """Connects an agent's node, its peers and the consensus.
 
     Args:
-        spec: the job's, as this machine was given it.
-        directory: the run's; the same one on all machines.
-        node: this machine's workers.
-        meeting: how to meet the others.
+        spec: the job's, as given on this node.
+        directory: the run's, shared by all nodes.
+        node: this node's workers.
+        discovery: the result of the search for the others.
         selector: of the agent's loop.
     """
 
@@ -435,19 +427,21 @@ class AgentController:
         spec: LaunchSpec,
         directory: RunDirectory,
         node: NodeWorkers,
-        meeting: DiscoveryInfo,
+        discovery: DiscoveryInfo,
         selector: selectors.BaseSelector,
     ) -> None:
         self._spec, self._directory, self._node = spec, directory, node
-        self._network = PeerNetwork(selector, meeting.listener, meeting.token, meeting.hello, self, spec.heartbeat_s)
-        self._peers = PeerDirectory(spec, directory, meeting, self._network)
+        self._network = PeerNetwork(
+            selector, discovery.listener, discovery.token, discovery.hello, self, spec.heartbeat_s
+        )
+        self._peers = PeerDirectory(spec, directory, discovery, self._network)
         self._consensus = ConsensusDriver(spec, directory, node, self._peers, self._leave)
         self._code: int | None = None
-        self._requests = StopRequests(ECHO_S)  # Ctrl-C may reach the agents of all machines
-        self._asked: int | None = None  # the signal that asked this machine to leave
+        self._requests = StopRequests(ECHO_S)  # Ctrl-C may reach the agents of all nodes
+        self._stop_signal: int | None = None  # the stop signal of this node
 
     def begin(self) -> None:
-        """Start to lead, or to look for the agent that does."""
+        """Start to lead, or connect to the leader."""
         self._peers.begin()
         self._consensus.begin()
 
@@ -457,24 +451,23 @@ class AgentController:
 
     @property
     def name(self) -> str:
-        """This agent's."""
         return self._peers.name
 
     @property
     def leader(self) -> JobController | None:
-        """Decides for all workers; None where this agent does not."""
+        """The controller of all workers; None if this agent does not lead."""
         return self._consensus.leader
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The machines that the agents have agreed on."""
+        """The agreed set of nodes."""
         return self._consensus.node_set.nodes
 
     # The end.
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended, as far as this machine has a part in it."""
+        """Whether the job has ended for this node."""
         return self._code is not None or (self.leader is not None and self.leader.over)
 
     def conclude(self) -> int:
@@ -487,24 +480,24 @@ class AgentController:
         return self._code
 
     def signalled(self, number: int) -> None:
-        """A signal asks for a stop; Ctrl-C beside another, at once.
+        """Handle a stop signal; Ctrl-C after another one ends the workers at once.
 
-        Where machines may come and go, this one leaves after a step, and the others go on.
+        In an elastic job this node leaves after a step, and the others continue.
         """
         if self.leader is not None:
             self.leader.shutdown.signalled(number)
         elif self._consensus.leading_node is not None:
             match self._requests.hear(number):
                 case "first":
-                    self._asked = number
+                    self._stop_signal = number
                     self._peers.send(self._consensus.leading_node, SignalReceived(number))
                 case "end":
                     self._node.kill_all("was told to end")
         else:
-            self._leave("stopped, as asked, while it waited for other machines.", 128 + number)
+            self._leave("stopped, as requested, while waiting for other nodes.", 128 + number)
 
     def cancel(self) -> None:
-        """Have the job stop, within the grace period."""
+        """Stop the job within the grace period."""
         if self.leader is not None:
             self.leader.shutdown.cancel()
         else:
@@ -514,11 +507,11 @@ class AgentController:
         print_status(why)
         self._node.kill_all("was told to end")
         requeue, interrupted = STOPPED
-        if code == 0 and self._asked is not None and not self._directory.result.is_file():
-            code = interrupted if self._asked == signal.SIGINT else requeue
+        if code == 0 and self._stop_signal is not None and not self._directory.result.is_file():
+            code = interrupted if self._stop_signal == signal.SIGINT else requeue
         self._code = code
 
-    # Time.
+    # Timeouts.
 
     @property
     def deadline(self) -> float:
@@ -527,19 +520,19 @@ class AgentController:
         return min(leader, self._peers.deadline, self._consensus.deadline)
 
     def expire(self, now: float) -> None:
-        """Do what is due."""
-        why = self._peers.expire(now)
-        if why:
-            self._leave(why, 2)
+        """Run what is due."""
+        reason = self._peers.expire(now)
+        if reason:
+            self._leave(reason, 2)
             return
         if self.leader is not None:
             self.leader.expire(now)
         self._consensus.expire(now)
 
-    # What this machine's node reports.
+    # Reports of this node.
 
     def said(self, worker: int, message: Said) -> None:
-        """A worker sent something."""
+        """Handle a worker's message."""
         if self.leader is not None:
             self.leader.said(worker, message)
             self._consensus.review()
@@ -548,7 +541,7 @@ class AgentController:
         self._consensus.follower.report_quiesced()
 
     def ended(self, end: Ended) -> None:
-        """A worker's process has ended."""
+        """Handle the end of a worker's process."""
         if self.leader is not None:
             self.leader.ended(end)
             self._consensus.review()
@@ -560,37 +553,37 @@ class AgentController:
 
     @property
     def _follows(self) -> bool:
-        """Whether there is a leader elsewhere that knows of our workers."""
+        """Whether another node's leader knows this node's workers."""
         return self.leader is None and self._consensus.leading_node not in (None, self.name)
 
-    # What the other agents do.
+    # Events of the other agents.
 
     def linked(self, peer: str, hello: Mapping[str, Any]) -> None:
-        """A link with this peer stands."""
+        """Handle a new connection."""
         if self._peers.sees_directory_of(peer, hello):
             self._consensus.linked(peer)
         else:
             self._peers.drop(peer)
 
     def lost(self, peer: str, why: str) -> None:
-        """The link has ended, or the peer was silent for too long."""
+        """Handle the end of a connection, or the timeout of a peer."""
         if self.leader is not None:
             self.leader.node_lost(peer, why)
             self._peers.remove(peer, self._consensus.followers)
         self._consensus.lost(peer)
 
     def refused(self, why: str) -> None:
-        """Somebody was sent away who does not belong here."""
+        """Report a rejected connection."""
         print_status(f"a connection was refused: {why}")
 
     def heard(self, peer: str, message: Mapping[str, Any]) -> None:
-        """A message has come."""
+        """Handle a message."""
         try:
             content = read(message)
         except MessageError as error:
-            # Better without it.
+            # A peer that sends unreadable messages is dropped.
             self._peers.drop(peer)
-            self.lost(peer, f"sent what cannot be read: {error}")
+            self.lost(peer, f"sent an unreadable message: {error}")
             return
         from_leader = peer == self._consensus.leading_node
         match content:
@@ -619,7 +612,7 @@ class AgentController:
                 self._consensus.voted(peer, vote)
 
     def _on_report(self, peer: str, report: WorkerEvent | Ended) -> None:
-        """What became of a worker on a node that follows."""
+        """Handle a follower's report of a worker."""
         if self.leader is None or peer not in self.leader.nodes:
             return
         if isinstance(report, Ended):
@@ -629,7 +622,7 @@ class AgentController:
         self._consensus.review()
 
     def _on_signalled(self, peer: str, number: int) -> None:
-        """A machine was asked to stop: it leaves, where enough others stay; else the job stops."""
+        """Handle a node's stop signal: the node leaves if enough others stay; else the job stops."""
         if self.leader is None:
             return
         elastic = self._spec.nodes[1] > self._spec.nodes[0]

@@ -1,4 +1,4 @@
-"""How the agents of a job find each other, and who takes part."""
+"""Discovery of a job's agents, and the directory of peers."""
 
 from __future__ import annotations
 
@@ -35,34 +35,33 @@ from paceline.elastic.consensus.witness import FileWitness
 from paceline.elastic.controller import print_status
 from paceline.runs.directory import RunDirectory
 
-# --- How the agents of a job find each other: by an address, a shared directory and a secret in it. No
-#     torch
+# --- Discovery by an address, a shared directory and a secret in it. No torch
 #
-# The run's directory is the same one on all machines. The first agent writes ``agents.json`` there, which
-# tells where it listens and which leases are this job's, and ``agents.token``, the secret that links need.
+# All nodes share the run directory. The first agent writes ``agents.json`` there, with its address, and
+# ``agents.token``, the secret for connections.
 
 
 _LOOK_EVERY_S = 0.2
-_ANSWERS_S = 2.0  # a machine that is gone does not refuse: it says nothing
+_ANSWERS_S = 2.0  # a lost node does not refuse connections, it does not answer
 _DISTRIBUTIONS = ("torch", "numpy")
 
 Agent = tuple[str, tuple[str, int]]
-"""An agent's name, and where it listens."""
+"""An agent's name, and its address."""
 
 
 @dataclass(frozen=True)
 class DiscoveryInfo:
-    """What an agent needs to meet the others.
+    """The result of the discovery.
 
     Attributes:
-        name: this agent's; no other one, before or after it, has the same.
-        founds: whether it is the first.
-        address: of this machine, on the way to the others.
+        name: this agent's unique name.
+        is_first: whether it is the first agent.
+        address: of this node, for the others.
         interface: the network interface with that address.
-        endpoints: where to call first.
+        endpoints: the first addresses to connect to.
         token: the job's secret.
-        hello: what others learn of this agent with the handshake.
-        witness: breaks ties among the agents, where this one founds the job; others learn of it by a hello.
+        hello: the fields that this agent sends in the handshake.
+        witness: breaks ties among the agents; None unless this one starts the job: others receive it in the hello.
     """
 
     name: str
@@ -77,14 +76,14 @@ class DiscoveryInfo:
 
 
 def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
-    """Listen, and find out whom to call.
+    """Listen, and determine the addresses to connect to.
 
     Args:
         spec: the job's.
         directory: the run's.
 
     Raises:
-        ConfigError: an address or the token file cannot work, or the job to join cannot be found.
+        ConfigError: an address or the token file is invalid, or the job to join is not found.
         RunDirectoryError: the directory cannot be written.
     """
     if spec.rdzv_endpoint is not None:
@@ -101,28 +100,28 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
     versions = {**_versions(), "task": spec.task_code}
     hello: dict[str, Any] = {"name": name, "versions": versions}
-    may_found = not spec.joins and (spec.node_rank == 0 or (spec.node_rank is None and is_ours(host)))
-    token = _token(spec, directory, creates=may_found)
+    may_be_first = not spec.joins and (spec.node_rank == 0 or (spec.node_rank is None and is_ours(host)))
+    token = _token(spec, directory, creates=may_be_first)
     listener = None
-    if may_found:
+    if may_be_first:
         try:
-            listener = Listener(_where_looked_for(host, address, spec.interface), port, token, hello)
+            listener = Listener(_listen_address(host, address, spec.interface), port, token, hello)
         except ConfigError as error:
-            taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-            if spec.node_rank == 0 or not taken:
+            is_in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if spec.node_rank == 0 or not is_in_use:
                 raise
-    founds = listener is not None
+    is_first = listener is not None
     if listener is None:
         listener = Listener(address, 0, token, hello)
     hello |= {"host": listener.host, "port": listener.port}
     witness = None
-    if founds:
+    if is_first:
         witness = FileWitness.create(directory.path / "agents")
         hello["lease"] = witness.key
         record_agents(directory, [(name, (listener.host, listener.port))], spec.command[-1])
     return DiscoveryInfo(
         name=name,
-        is_first=founds,
+        is_first=is_first,
         address=address,
         interface=interface_of(address),
         endpoints=tuple(endpoints),
@@ -133,22 +132,22 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     )
 
 
-def _where_looked_for(host: str, address: str, interface: str | None) -> str:
-    """The address for the other agents, which is another one than the workers' where the networks differ."""
+def _listen_address(host: str, address: str, interface: str | None) -> str:
+    """Return the address for the other agents; it differs from the workers' if the networks do."""
     return address if interface is None else socket.gethostbyname(meeting_address(host, interface))
 
 
 def record_agents(directory: RunDirectory, agents: Sequence[Agent], job: str) -> None:
-    """Write where the agents listen, and the job that they do, for those that join by the directory alone."""
+    """Write the agents' addresses, and the job's file, for nodes that join by the directory alone."""
     content = {"job": Path(job).name, "agents": [[name, *address] for name, address in agents]}
     write_atomically(directory.agents, (json.dumps(content) + "\n").encode())
 
 
 def read_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
-    """Where the agents listen, and the file of the job that they do.
+    """Return the agents' addresses, and the job's file.
 
     Raises:
-        ConfigError: the directory does not say.
+        ConfigError: the directory does not contain them.
     """
     try:
         content = json.loads(directory.agents.read_bytes())
@@ -158,14 +157,14 @@ def read_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     raise ConfigError(
-        f"{directory.path} does not say where its agents are: either the run was started on one machine "
-        "alone, or this is not the directory that its machines share. "
+        f"{directory.path} contains no addresses of agents: either the run was started on one node "
+        "only, or this is not the directory that its nodes share. "
         "Start a run that others can join with --nodes MIN:MAX and --rdzv-endpoint HOST:PORT."
     )
 
 
 def active_agents(directory: RunDirectory) -> bool:
-    """Whether an agent answers where the directory says: a machine that comes now has to join it."""
+    """Return whether an agent answers at a recorded address, so that a new node has to join it."""
     try:
         agents, _ = read_agents(directory)
     except ConfigError:
@@ -177,37 +176,37 @@ def active_agents(directory: RunDirectory) -> bool:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """In words, what another agent runs that this one does not."""
-    mine, other = ours["versions"], theirs.get("versions")
+    """Describe the differences between another agent's software and this one's."""
+    own, other = ours["versions"], theirs.get("versions")
     if not isinstance(other, dict):
         other = {}
     return [
-        f"{name} is {other.get(name, 'missing')} there and {mine.get(name, 'missing')} here"
-        for name in sorted({*mine, *other})
-        if mine.get(name) != other.get(name)
+        f"{name} is {other.get(name, 'missing')} there and {own.get(name, 'missing')} here"
+        for name in sorted({*own, *other})
+        if own.get(name) != other.get(name)
     ]
 
 
 def _token(spec: LaunchSpec, directory: RunDirectory, creates: bool) -> bytes:
     path = spec.token_file or directory.path / "agents.token"
     if creates and spec.token_file is None and not path.exists():
-        with suppress(ConfigError):  # another agent on this machine was faster
+        with suppress(ConfigError):  # another agent on this node was faster
             return create_token(path)
     deadline = time.monotonic() + spec.init_timeout_s
     while True:
-        # Asked before the read: the first agent may be writing it right now.
+        # Checked before the read, because the first agent may be writing it right now.
         was_whole = _is_whole(path)
         try:
             return read_token(path)
         except ConfigError:
-            # The first agent may not have written it yet, and a shared file system may be late.
+            # The first agent may not have written it yet, and a shared file system may be delayed.
             if spec.token_file is not None or time.monotonic() > deadline or was_whole:
                 raise
             time.sleep(_LOOK_EVERY_S)
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether all of a token file is there, so that waiting does not mend it."""
+    """Return whether a token file is complete, so that waiting cannot help."""
     try:
         return path.stat().st_size > 2 * TOKEN_BYTES
     except OSError:
@@ -215,59 +214,61 @@ def _is_whole(path: Path) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    found = {"paceline": __version__, "python": ".".join(python_version().split(".")[:2])}
+    versions = {"paceline": __version__, "python": ".".join(python_version().split(".")[:2])}
     for distribution in _DISTRIBUTIONS:
         try:
-            found[distribution] = version(distribution)
+            versions[distribution] = version(distribution)
         except PackageNotFoundError:
-            found[distribution] = "missing"
-    return found
+            versions[distribution] = "missing"
+    return versions
 
 
-# --- The other machines' agents: the links to them, where they listen, and who belongs here. No torch ---
+# --- The peers: connections, addresses and admission. No torch ---
 
 
-_SHOWS_S = 10.0  # how late a shared file system may show what another machine has made there
+_SHOWS_S = 10.0  # maximum delay of a shared file system
 
 
 class PeerDirectory:
-    """What an agent knows of the others of its job.
+    """An agent's directory of the other agents of its job.
 
     Args:
-        spec: the job's, as this machine was given it.
-        directory: the run's; the same one on all machines.
-        meeting: how to meet the others.
+        spec: the job's, as given on this node.
+        directory: the run's, shared by all nodes.
+        discovery: the result of the search for the others.
         network: the links to them.
 
     Attributes:
         name: this agent's.
-        address: of this machine, on the way to the others.
-        founds: whether this agent is the first.
+        address: of this node, for the others.
+        is_first: whether this agent is the first.
     """
 
-    def __init__(self, spec: LaunchSpec, directory: RunDirectory, meeting: DiscoveryInfo, network: PeerNetwork) -> None:
-        self._spec, self._directory, self._meeting, self._network = spec, directory, meeting, network
-        self.name = meeting.name
-        self.address = meeting.address
-        self.is_first = meeting.is_first
-        self._witness = meeting.witness
-        self._book: list[tuple[str, Address]] = []  # where the agents listen, in the order in which they came
-        self._give_up_at = math.inf  # looking for the others
-        self._unseen_until = math.inf  # the first agent's directory, by this machine
+    def __init__(
+        self, spec: LaunchSpec, directory: RunDirectory, discovery: DiscoveryInfo, network: PeerNetwork
+    ) -> None:
+        self._spec, self._directory, self._discovery, self._network = spec, directory, discovery, network
+        self.name = discovery.name
+        self.address = discovery.address
+        self.is_first = discovery.is_first
+        self._witness = discovery.witness
+        self._book: list[tuple[str, Address]] = []  # the agents' addresses, in the order of their arrival
+        self._give_up_at = math.inf  # deadline of the search for the others
+        self._unseen_until = math.inf  # deadline for seeing the first agent's directory
         self._unseen_by = ""
-        self._no_witness = ""  # why the last one could not be taken
+        self._no_witness = ""  # why the witness could not be taken
 
     def begin(self) -> None:
-        """Look for the others, unless this agent is the first."""
+        """Connect to the others, unless this agent is the first."""
         if not self.is_first:
             self._give_up_at = time.monotonic() + self._spec.init_timeout_s
-            self._network.call(self._meeting.endpoints)
+            self._network.call(self._discovery.endpoints)
 
     def stop_looking(self) -> None:
-        """The others are found."""
+        """End the search, because the others are found."""
         self._give_up_at = math.inf
 
-    # Time.
+    # Timeouts.
 
     @property
     def deadline(self) -> float:
@@ -275,101 +276,101 @@ class PeerDirectory:
         return min(self._network.deadline, self._give_up_at, self._unseen_until)
 
     def expire(self, now: float) -> str:
-        """Do what is due; return why to give up, or "" to go on."""
+        """Run what is due; return why to give up, or ""."""
         if now >= self._network.deadline:
             self._network.expire(now)
         if now >= self._unseen_until:
             self._unseen_until = math.inf
             return (
-                f"{self._directory.path} is not the directory that {self._unseen_by} uses: a run that "
-                "survives the loss of machines needs one that all of them share. Give its path with "
+                f"{self._directory.path} is not the directory that {self._unseen_by} uses. A run that "
+                "survives the loss of nodes needs a directory that all of them share. Give its path with "
                 "--run-dir DIR, or use --recover none."
             )
         if now >= self._give_up_at:
             self._give_up_at = math.inf
-            where = ", ".join(f"{host}:{port}" for host, port in self._meeting.endpoints)
+            where = ", ".join(f"{host}:{port}" for host, port in self._discovery.endpoints)
             return (
                 f"no agent of this run answers at {where} ({self._network.last_error or 'no answer'}). "
-                "Start the first machine, check the address and the firewall; --init-timeout says how long "
+                "Start the first node, and check the address and the firewall. --init-timeout sets how long "
                 "to wait."
             )
         return ""
 
-    # Links.
+    # Connections.
 
     def send(self, peer: str | None, message: Message) -> None:
-        """Send; nothing happens where there is no link."""
+        """Send a message, if there is a connection."""
         if peer is not None:
             self._network.send(peer, write(message))
 
     def drop(self, peer: str) -> None:
-        """End the link with a peer; where this agent had called it, it calls again."""
+        """Close the connection with a peer; the side that opened it reconnects."""
         self._network.drop(peer)
 
     def sees_directory_of(self, peer: str, hello: Mapping[str, Any]) -> bool:
-        """Whether the run's directory here is the one that a newly linked peer uses.
+        """Return whether this node's run directory is the one that a newly connected peer uses.
 
-        A file system may show it late: then the link is to be dropped, and this is asked again with the
-        next one. It has its limit, which :meth:`expire` notices.
+        A file system may show it late: then drop the connection and check again with the next one, until the limit in
+        :meth:`expire`.
         """
         if self._witness is not None or "lease" not in hello:
             return True
-        lease = FileWitness(self._directory.path / "agents", str(hello["lease"]))
-        if not lease.is_shared():
+        witness = FileWitness(self._directory.path / "agents", str(hello["lease"]))
+        if not witness.is_shared():
             self._unseen_by = peer
             self._unseen_until = min(self._unseen_until, time.monotonic() + _SHOWS_S)
             return False
         self._unseen_until = math.inf
-        self._witness = lease
-        self._meeting.hello["lease"] = lease.key
+        self._witness = witness
+        self._discovery.hello["lease"] = witness.key
         return True
 
-    def acquire_witness(self, roster: NodeSet, winners: frozenset[str]) -> frozenset[str] | None:
-        """Break a tie: who has won it; None where that cannot be found out."""
+    def acquire_witness(self, node_set: NodeSet, winners: frozenset[str]) -> frozenset[str] | None:
+        """Break a tie; return the winning nodes, or None if the witness is not accessible."""
         if self._witness is None:
             return None
         try:
-            held_by = self._witness.acquire(roster, winners)
+            held_by = self._witness.acquire(node_set, winners)
         except RunDirectoryError as error:
-            if str(error) != self._no_witness:  # it is asked for every second, for as long as a disk is full
+            if str(error) != self._no_witness:  # retried every second, e.g. while a disk is full
                 self._no_witness = str(error)
                 print_status(self._no_witness)
             return None
         self._no_witness = ""
         return held_by
 
-    # The leader's part: who may come, and where all of them listen.
+    # The leader's part: admission, and the address book.
 
     def rejection_reason(self, peer: str, others: int) -> str:
-        """Why a peer cannot take part; "" where it can.
+        """Return why a peer cannot take part, or "".
 
         Args:
             peer: its name.
-            others: how many others compete with it for a place; 0 where it has one.
+            others: number of other nodes that compete for a place; 0 if it has one.
         """
-        foreign = differences(self._meeting.hello, self._network.hello_of(peer))
-        if foreign:
-            return f"this machine's software or task is not the run's: {'; '.join(foreign)}. Make them equal."
+        mismatches = differences(self._discovery.hello, self._network.hello_of(peer))
+        if mismatches:
+            return f"this node's software or task differs from the run's: {'; '.join(mismatches)}. Make them equal."
         most = self._spec.nodes[1]
         if others >= most:
-            return f"the run has its {most} machines already (--nodes)."
+            return f"the run already has its {most} nodes (--nodes)."
         return ""
 
     def add_self(self) -> None:
-        """Note where this agent listens."""
+        """Record this agent's address."""
         if self.name not in dict(self._book):
             listener = self._network.listener
             self._book.append((self.name, (listener.host, listener.port)))
 
     def add(self, peer: str, nodes: Iterable[str]) -> None:
-        """Note where a peer listens, and tell all ``nodes``."""
+        """Record a peer's address, and send the address book to all ``nodes``."""
         address = self._network.address_of(peer)
         if address is not None and peer not in dict(self._book):
             self._book.append((peer, address))
             self._share_book(nodes)
 
     def remove(self, peer: str, nodes: Iterable[str]) -> None:
-        """A peer is gone: tell all ``nodes``."""
+        """Remove a lost peer, and send the address book to all ``nodes``."""
         if peer in dict(self._book):
             self._book = [(name, address) for name, address in self._book if name != peer]
             self._share_book(nodes)
@@ -380,10 +381,10 @@ class PeerDirectory:
         for peer in nodes:
             self.send(peer, AddressBook(tuple(self._book)))
 
-    # The follower's.
+    # The follower's part.
 
     def update(self, book: AddressBook) -> None:
-        """Link to all that came before this one: later ones link to it."""
+        """Connect to all agents that came earlier; later ones connect to this one."""
         self._book = list(book.agents)
         earlier = []
         for name, address in self._book:

@@ -1,4 +1,4 @@
-"""What agents say to each other."""
+"""Messages between agents."""
 
 from __future__ import annotations
 
@@ -12,35 +12,33 @@ from paceline.core.errors import PacelineError
 from paceline.elastic.coordinator import Status, WorkerSlot
 from paceline.elastic.node import Ended, NodeCommands, Order, Said
 
-# --- Rosters: which nodes there are, and which of them decide. No torch ---
+# --- Node sets and quorums. No torch ---
 #
-# A *roster* is the ordered set of nodes of a job; rosters follow each other by number (*generation*), and
-# the next one is decided by a quorum of the one before. Any two quorums of a roster have a node in common:
-# they are its strict majorities and, where a tie was broken, the one half that won it for ever
-# (:mod:`paceline.elastic.consensus.witness`).
+# A *node set* is the ordered set of nodes of a job. Node sets are numbered by *config epoch*, and a quorum of each one
+# decides the next. Any two quorums of a node set share a node: they are its strict majorities and, after a broken tie,
+# the one half that won it for ever (:mod:`paceline.elastic.consensus.witness`).
 
 
 class Term(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
-    """One node's leadership; higher ones depose lower ones.
+    """One node's leadership; higher terms depose lower ones.
 
-    It names its node, so no two nodes can ever lead in the same term (a *ballot* in Paxos).
+    It contains its node, so no two nodes can lead in the same term (a *ballot* in Paxos).
     """
 
     number: int
     node: str
 
 
-NO_TERM = Term(0, "")  # before the first
+NO_TERM = Term(0, "")  # before the first term
 
 
 class NodeSet(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The nodes of a job.
 
     Attributes:
-        generation: rises by one with every roster. All agree on what a generation's roster is, once it
-            is committed.
-        nodes: in the listed order, which is the order of succession. A name stands for one agent
-            process: one that was left out, or started again, comes back under another name.
+        config_epoch: rises by one with every node set. All agents agree on a committed epoch's node set.
+        nodes: in the order of succession. A name stands for one agent process: a node that was removed, or restarted,
+            comes back under another name.
     """
 
     config_epoch: int
@@ -48,62 +46,61 @@ class NodeSet(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A roster that a node has accepted, and the term in which it was proposed."""
+    """A node set that a node has accepted, and the term of its proposal."""
 
     term: Term
     node_set: NodeSet
 
 
-def is_quorum(roster: NodeSet, nodes: Set[str], winners: Set[str] | None) -> bool:
-    """Whether these nodes may decide for the roster.
+def is_quorum(node_set: NodeSet, nodes: Set[str], winners: Set[str] | None) -> bool:
+    """Return whether these nodes may decide for the node set.
 
     Args:
-        roster: committed.
-        nodes: those who agree; who is not in the roster does not count.
-        winners: the half that has won this roster's tie, None where nobody has.
+        node_set: committed.
+        nodes: the agreeing nodes; others than the node set's do not count.
+        winners: the half that has won this node set's tie, or None.
     """
-    voters = nodes & set(roster.nodes)
-    excess = 2 * len(voters) - len(roster.nodes)
+    voters = nodes & set(node_set.nodes)
+    excess = 2 * len(voters) - len(node_set.nodes)
     return excess > 0 or (excess == 0 and voters == winners)
 
 
-def meets_every_quorum(roster: NodeSet, nodes: Set[str], ties: bool, winners: Set[str] | None) -> bool:
-    """Whether no quorum of the roster can come about without one of these nodes.
+def meets_every_quorum(node_set: NodeSet, nodes: Set[str], ties: bool, winners: Set[str] | None) -> bool:
+    """Return whether every quorum of the node set contains one of these nodes.
 
     Args:
-        roster: committed, or proposed.
-        nodes: which every quorum must meet.
-        ties: whether half of a roster can win a tie at all.
+        node_set: committed, or proposed.
+        nodes: the nodes.
+        ties: whether half of a node set can win a tie at all.
         winners: as for :func:`is_quorum`.
     """
-    others = set(roster.nodes) - nodes
-    excess = 2 * len(others) - len(roster.nodes)
-    return excess < 0 or (excess == 0 and (not ties or (winners is not None and winners != others)))
+    other_nodes = set(node_set.nodes) - nodes
+    excess = 2 * len(other_nodes) - len(node_set.nodes)
+    return excess < 0 or (excess == 0 and (not ties or (winners is not None and winners != other_nodes)))
 
 
-# --- What the :class:`~paceline.elastic.consensus.paxos.Leadership` of one agent tells that of another. No
-#     torch
+# --- Messages of the election, between the agents' :class:`~paceline.elastic.consensus.paxos.Leadership`. No torch
 #
-# Every message carries the last roster that its sender knows to be committed, so that whoever hears from
-# anybody is up to date. As JSON objects they travel over :class:`~paceline.elastic.consensus.transport.Link`.
+# Every message contains the last node set that its sender knows to be committed, so any message updates its receiver.
+# They are sent as JSON objects over :class:`~paceline.elastic.consensus.transport.AuthenticatedConnection`.
 
 
 class AgentMessage(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
-    """What is read as one has all its fields, each of its type, and no other."""
+    """A message of an agent; the reader checks that all fields are there, of their types, and no other."""
 
 
 class Prepare(AgentMessage, frozen=True, tag="claim"):
-    """The sender asks to lead in this term; there is no answer from who has a leader that it can reach."""
+    """The sender wants to lead in this term; nodes with a reachable leader do not answer."""
 
     term: Term
     committed: NodeSet
 
 
 class Promise(AgentMessage, frozen=True, tag="promise"):
-    """The sender follows nobody of a lower term any more.
+    """The sender no longer follows lower terms.
 
     Attributes:
-        accepted: what it has accepted to follow ``committed``; it may be committed without its knowing.
+        accepted: its accepted successor of ``committed``, which may be committed without its knowledge.
     """
 
     term: Term
@@ -112,10 +109,10 @@ class Promise(AgentMessage, frozen=True, tag="promise"):
 
 
 class Nack(AgentMessage, frozen=True, tag="refuse"):
-    """The sender does not do what was asked of it.
+    """The sender rejects a request.
 
     Attributes:
-        term: of what was asked.
+        term: of the request.
         promised: the sender's own.
     """
 
@@ -125,7 +122,7 @@ class Nack(AgentMessage, frozen=True, tag="refuse"):
 
 
 class Accept(AgentMessage, frozen=True, tag="propose"):
-    """The sender proposes the roster that is to follow ``committed``."""
+    """The sender proposes the successor of ``committed``."""
 
     term: Term
     committed: NodeSet
@@ -133,7 +130,7 @@ class Accept(AgentMessage, frozen=True, tag="propose"):
 
 
 class Accepted(AgentMessage, frozen=True, tag="accept"):
-    """The sender has accepted the proposal of this term for this generation."""
+    """The sender has accepted the proposal of this term for this epoch."""
 
     term: Term
     committed: NodeSet
@@ -141,14 +138,14 @@ class Accepted(AgentMessage, frozen=True, tag="accept"):
 
 
 class LeaderHeartbeat(AgentMessage, frozen=True, tag="announce"):
-    """The term's node leads, or has led if it is in ``committed`` no more."""
+    """The term's node leads, or has led if it is no longer in ``committed``."""
 
     term: Term
     committed: NodeSet
 
 
 class StepDown(AgentMessage, frozen=True, tag="resign"):
-    """The term's node leads no more: too few of the roster can be reached from it."""
+    """The term's node no longer leads, because it cannot reach a quorum."""
 
     term: Term
     committed: NodeSet
@@ -157,23 +154,23 @@ class StepDown(AgentMessage, frozen=True, tag="resign"):
 ElectionMessage = Prepare | Promise | Nack | Accept | Accepted | LeaderHeartbeat | StepDown
 
 
-# --- What agents tell each other, as JSON objects over links. No torch ---
+# --- All messages between agents, as JSON objects. No torch ---
 #
-# Reading is apart from acting on it: what cannot be read is the sender's fault, and it is dropped for that;
-# what goes wrong afterwards is ours.
+# Reading is separate from handling: an unreadable message is the sender's fault, for which it is dropped; later errors
+# are this agent's.
 
 
 class MessageError(PacelineError):
-    """What came from another agent can be no message: it is another version, or out of its mind."""
+    """A document from another agent is not a message; the agent has another version, or is broken."""
 
 
 class NodeCommand(AgentMessage, frozen=True, tag="order"):
     """Leader to follower: an order for its node.
 
     Attributes:
-        term: the leader's; an agent that has promised a higher one does not obey.
-        order: a method of :class:`~paceline.elastic.node.Orders`.
-        arguments: what it is called with.
+        term: the leader's; an agent that has promised a higher one ignores the order.
+        order: a method of :class:`~paceline.elastic.node.NodeCommands`.
+        arguments: of the call.
     """
 
     term: Term
@@ -181,12 +178,11 @@ class NodeCommand(AgentMessage, frozen=True, tag="order"):
     arguments: tuple[Any, ...]
 
     def carry_out(self, node: NodeCommands) -> None:
-        """Do as is ordered."""
         getattr(node, self.order)(*self.arguments)
 
 
 class WorkerEvent(AgentMessage, frozen=True, tag="said"):
-    """Follower to leader: a worker of its node has sent this."""
+    """Follower to leader: a message of a worker on its node."""
 
     worker: int
     message: Said
@@ -194,11 +190,11 @@ class WorkerEvent(AgentMessage, frozen=True, tag="said"):
 
 @dataclass(frozen=True)
 class WorkerList:
-    """Follower to leader: all that its node has; who is not in the roster asks to be admitted with it.
+    """Follower to leader: all its workers; a node outside of the node set thereby requests its admission.
 
     Attributes:
-        nproc: how many there shall be for computing.
-        seats: by worker: the generation that it was in last, -1 for none, and what it does now.
+        nproc: number of active workers.
+        seats: by worker: its last generation, -1 for none, and its status.
     """
 
     nproc: int
@@ -206,35 +202,35 @@ class WorkerList:
 
 
 class Quiesced(AgentMessage, frozen=True, tag="clear"):
-    """To the node of the term that was promised: no worker here acts in a view that was formed before."""
+    """To the node of the promised term: no worker here acts in an earlier group."""
 
     term: Term
 
 
 class SignalReceived(AgentMessage, frozen=True, tag="signalled"):
-    """Follower to leader: this signal asks its machine to stop."""
+    """Follower to leader: its node received this stop signal."""
 
     signal: int
 
 
 class AddressBook(AgentMessage, frozen=True, tag="book"):
-    """Leader to followers: where all agents listen, in the order in which they came."""
+    """Leader to followers: all agents' addresses, in the order of their arrival."""
 
     agents: tuple[tuple[str, tuple[str, int]], ...]
 
 
 class JobFinished(AgentMessage, frozen=True, tag="over"):
-    """Leader to follower: the job has ended, as far as that machine has a part in it."""
+    """Leader to follower: the job has ended for its node."""
 
     code: int
 
 
 class Removed(AgentMessage, frozen=True, tag="seen off"):
-    """Leader to follower: it will be taken out of the roster, as it was asked to leave."""
+    """Leader to follower: it will be removed from the node set, as requested."""
 
 
 class Rejected(AgentMessage, frozen=True, tag="sent home"):
-    """Leader to who wants to join: it cannot."""
+    """Leader to a joining node: it is rejected."""
 
     why: str
 
@@ -285,7 +281,7 @@ _ARGUMENTS: dict[str, Any] = {
 
 
 def write(message: Message) -> dict[str, Any]:
-    """A message as a JSON object."""
+    """Return a message as a JSON object."""
     sent: _Sent
     if isinstance(message, WorkerList):
         rows = ((worker, group, slot.local_index, slot.status) for worker, (group, slot) in message.seats.items())
@@ -297,10 +293,10 @@ def write(message: Message) -> dict[str, Any]:
 
 
 def read(document: Mapping[str, Any]) -> Message:
-    """The message of a JSON object.
+    """Rebuild a message from a JSON object.
 
     Raises:
-        MessageError: it is none.
+        MessageError: it is not a message.
     """
     try:
         message: _Sent = msgspec.convert(document, _Sent)

@@ -1,4 +1,4 @@
-"""Paxos over the set of nodes: who leads, and which nodes belong to the job."""
+"""Paxos over the set of nodes: the leader, and the nodes of the job."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from paceline.elastic.consensus.messages import (
     meets_every_quorum,
 )
 
-# --- What one agent's :class:`~paceline.elastic.consensus.paxos.Leadership` asks its driver to do. No torch
+# --- Actions of a :class:`Leadership` for its driver. No torch
 
 
 @dataclass(frozen=True)
 class Send:
-    """Send this message to this node, over the link that stands."""
+    """Send this message to this node, over the open connection."""
 
     to: str
     message: ElectionMessage
@@ -36,7 +36,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Lead:
-    """This node leads from now on: coordinate the workers of the roster's nodes, once they have reported."""
+    """Lead from now on: coordinate the workers of the node set, once they have reported."""
 
     term: Term
     node_set: NodeSet
@@ -44,7 +44,7 @@ class Lead:
 
 @dataclass(frozen=True)
 class Committed:
-    """This node leads still, and the roster has changed: views may be formed with the new one."""
+    """Continue to lead with a new node set, with which groups may be formed."""
 
     term: Term
     node_set: NodeSet
@@ -52,17 +52,16 @@ class Committed:
 
 @dataclass(frozen=True)
 class StopLeading:
-    """This node leads no more: forget what was coordinated, and give no orders."""
+    """Stop leading: drop the coordination, and give no orders."""
 
     term: Term
 
 
 @dataclass(frozen=True)
 class Fence:
-    """A higher term was promised: have this node's workers leave their view, then tell the term's node.
+    """After promising a higher term, make this node's workers leave their group, then tell the term's node.
 
-    Orders of lower terms are not obeyed any more. The term's node, which may be this one, takes what it is
-    told as ``clear``.
+    Orders of lower terms are no longer obeyed. The term's node, which may be this one, calls ``clear``.
     """
 
     term: Term
@@ -70,9 +69,9 @@ class Fence:
 
 @dataclass(frozen=True)
 class Follow:
-    """Report this node's workers to the leader, and whether they act in a view; it may have come anew.
+    """Report this node's workers to the leader, which may have reconnected, and whether they act in a group.
 
-    Where this node is not in the roster, it has to ask the leader to be admitted.
+    A node outside of the node set thereby requests its admission.
     """
 
     term: Term
@@ -82,10 +81,10 @@ class Follow:
 
 @dataclass(frozen=True)
 class Pause:
-    """Form no view: too few of the roster can be reached.
+    """Form no group, because too few of the nodes can be reached.
 
     Attributes:
-        reason: for people: who is missing, and how many of how many are needed.
+        reason: which nodes are missing, and how many are needed, as text.
     """
 
     reason: str
@@ -93,7 +92,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class AcquireWitness:
-    """Take the lease of this roster for these of its nodes, and answer with ``witness_answered``."""
+    """Take the witness of this node set for these of its nodes, and answer with ``witness_answered``."""
 
     roster: NodeSet
     holders: frozenset[str]
@@ -101,7 +100,7 @@ class AcquireWitness:
 
 @dataclass(frozen=True)
 class Out:
-    """This node is in the roster no more: end its workers. It can join again under another name."""
+    """End this node's workers, because it is no longer in the node set. It can join again under another name."""
 
     roster: NodeSet
 
@@ -109,7 +108,7 @@ class Out:
 Action = Send | Lead | Committed | StopLeading | Fence | Follow | Pause | AcquireWitness | Out
 
 
-# --- What a node knows and has promised, and how votes are counted from where it stands. No torch ---
+# --- The acceptor: a node's knowledge and promises, and the counting of votes. No torch ---
 
 
 Role = Literal["outside", "waiting", "following", "claiming", "leading", "paused", "out"]
@@ -118,20 +117,20 @@ Nodes = frozenset[str]
 
 @dataclass
 class Acceptor:
-    """The part of a :class:`~paceline.elastic.consensus.paxos.Leadership` that every node has.
+    """The part of a :class:`Leadership` that every node has.
 
     All values are replaced, never changed in place.
 
     Attributes:
         node: this agent's name.
-        ties: whether there is a lease directory that all nodes share; without one, a tie pauses.
-        role: ``outside`` until first admitted; ``waiting`` without a leader, for an earlier node to claim;
-            ``out`` for ever, once left out.
+        ties: whether there is a witness directory that all nodes share; without one, a tie pauses.
+        role: ``outside`` until first admitted; ``waiting`` without a leader, for an earlier node's claim; ``out`` for
+            ever, once removed.
         promised: the highest term that it has promised to follow.
-        committed: the last roster that it knows to be agreed.
-        accepted: what it has accepted to follow that one.
-        leader: whom it follows; itself where it leads.
-        reachable: the peers with which a link stands.
+        committed: the last node set that it knows to be committed.
+        accepted: its accepted successor of that one.
+        leader: the node that it follows; itself if it leads.
+        reachable: the connected peers.
     """
 
     node: str
@@ -142,9 +141,9 @@ class Acceptor:
     accepted: Vote | None = None
     leader: str | None = None
     reachable: Nodes = frozenset()
-    _refused: Nodes = frozenset()  # what this node claims
-    _highest: int = 0  # term number heard of
-    # The lease of `committed`.
+    _refused: Nodes = frozenset()  # nodes that refused this node's claim
+    _highest: int = 0  # highest known term number
+    # The witness of `committed`.
     _holders: Nodes | None = None
     _witness_asked: bool = False
     _actions: tuple[Action, ...] = ()
@@ -155,25 +154,25 @@ class Acceptor:
         return self.committed
 
     @property
-    def _here(self) -> Nodes:
-        """The nodes of the roster that can be reached, this one included."""
+    def _reachable_nodes(self) -> Nodes:
+        """The reachable nodes of the node set, including this one."""
         return frozenset(self._node_set.nodes) & (self.reachable | {self.node})
 
     def _silent(self, answered: Nodes) -> Nodes:
-        return self._here - answered - self._refused
+        return self._reachable_nodes - answered - self._refused
 
     def _enough(self, nodes: Nodes) -> bool:
-        """Whether these could be a quorum."""
+        """Return whether these nodes could be a quorum."""
         tie = 2 * len(nodes) == len(self._node_set.nodes)
         winnable = tie and self.ties and self._holders in (None, nodes)
         return winnable or is_quorum(self._node_set, nodes, self._holders)
 
     def _standing(self, voters: Nodes, lease: bool) -> Literal["quorum", "wait", "hopeless"]:
-        """Whether these voters decide, or may yet, by further votes or by the lease, unless it failed."""
+        """Return whether these voters decide, or may yet, by further votes or by the witness, unless it failed."""
         voters &= frozenset(self._node_set.nodes)
         if is_quorum(self._node_set, voters, self._holders):
             return "quorum"
-        silent = self._here - voters if self.role == "leading" else self._silent(voters)
+        silent = self._reachable_nodes - voters if self.role == "leading" else self._silent(voters)
         if silent:
             return "wait"
         if lease and self._holders is None and self._enough(voters):
@@ -196,7 +195,7 @@ class Acceptor:
         return list(actions)
 
 
-# --- How a node comes to lead, and how it changes the roster: the proposer's side. No torch ---
+# --- The proposer: how a node becomes the leader, and changes the node set. No torch ---
 
 
 _NOBODY: Nodes = frozenset()
@@ -204,14 +203,14 @@ _NOBODY: Nodes = frozenset()
 
 @dataclass
 class Proposer(Acceptor):
-    """The part of a :class:`~paceline.elastic.consensus.paxos.Leadership` that claims, leads and proposes."""
+    """The part of a :class:`Leadership` that claims, leads and proposes."""
 
-    # A claim: who has promised, and what each had accepted; who has refused.
+    # A claim: the nodes that have promised, with their accepted votes.
     _promises: Mapping[str, Vote | None] = field(default_factory=dict)
-    # A proposal in flight, and who has accepted it.
+    # A proposal in flight, and the nodes that have accepted it.
     _proposal: NodeSet | None = None
     _accepts: Nodes = _NOBODY
-    # Leading: who is to come and go, who acts in no view, and the nodes of the view formed last.
+    # Leading: nodes to admit and dismiss, nodes that act in no group, and the nodes of the last group.
     _admitted: tuple[str, ...] = ()
     _dismissed: Nodes = _NOBODY
     _clear: Nodes = _NOBODY
@@ -221,8 +220,8 @@ class Proposer(Acceptor):
     # Without a leader.
 
     def _seek(self) -> None:
-        """Claim where no earlier node can be reached that will."""
-        here = self._here
+        """Claim the leadership unless an earlier node that can is reachable."""
+        here = self._reachable_nodes
         if not self._enough(here):
             self._pause()
         elif next(node for node in self._node_set.nodes if node in here) == self.node:
@@ -242,7 +241,7 @@ class Proposer(Acceptor):
         self._count()
 
     def _count(self, lease: bool = True) -> None:
-        """See how far the claim is: lead, wait, or give up."""
+        """Evaluate the claim: lead, wait, or give up."""
         if self._proposal:
             self._tally(lease)
             return
@@ -257,7 +256,7 @@ class Proposer(Acceptor):
                 return
             standing = self._standing(self._clear, lease)
             if standing == "quorum":
-                # It may be committed already: only this roster can follow.
+                # It may be committed already, so only this node set can be the successor.
                 self._propose(max(votes, key=lambda vote: vote.term).node_set)
             elif standing == "hopeless":
                 self._pause()
@@ -274,15 +273,15 @@ class Proposer(Acceptor):
 
     def _why_paused(self) -> str:
         roster = self._node_set
-        missing = [node for node in roster.nodes if node not in self._here]
-        refused = [node for node in roster.nodes if node in self._refused & self._here]
+        missing = [node for node in roster.nodes if node not in self._reachable_nodes]
+        refused = [node for node in roster.nodes if node in self._refused & self._reachable_nodes]
         count, most = len(roster.nodes) - len(missing), len(roster.nodes)
-        words = [f"{count} of {most} nodes are here, and more than half must agree"]
+        words = [f"{count} of {most} nodes are reachable, and more than half must agree"]
         words += [f"{', '.join(missing)} cannot be reached"] if missing else []
         words += [f"{', '.join(refused)} did not agree"] if refused else []
         if 2 * count == most and not self.ties:
             words.append("a tie, which only a directory that all nodes share could break")
-        elif 2 * count == most and self._holders not in (None, self._here):
+        elif 2 * count == most and self._holders not in (None, self._reachable_nodes):
             words.append(f"a tie, which {', '.join(sorted(self._holders or ()))} won")
         return "; ".join(words)
 
@@ -297,8 +296,8 @@ class Proposer(Acceptor):
         self._review()
 
     def _review(self, lease: bool = True) -> None:
-        """Propose the next roster, if it is due and may be; resign where too few are left."""
-        standing = self._standing(self._here, lease)
+        """Propose the next node set, if it is due and allowed; step down without a quorum."""
+        standing = self._standing(self._reachable_nodes, lease)
         if standing == "hopeless":
             self._pause()
         if standing != "quorum":
@@ -306,8 +305,8 @@ class Proposer(Acceptor):
         if self._proposal:
             self._tally(lease)
             return
-        staying = [n for n in self._node_set.nodes if n in self._here and n not in self._dismissed]
-        # The last one cannot go: a roster of nobody could never be followed by another.
+        staying = [n for n in self._node_set.nodes if n in self._reachable_nodes and n not in self._dismissed]
+        # The last node cannot leave, because an empty node set could have no successor.
         roster = NodeSet(self._node_set.config_epoch + 1, (*staying, *self._admitted) or (self.node,))
         if roster.nodes == self._node_set.nodes:
             return
@@ -322,13 +321,13 @@ class Proposer(Acceptor):
         self._do(StopLeading(self.promised))
         self._send(self._node_set.nodes, StepDown(self.promised, self._node_set))
 
-    # Proposals, by who leads or claims.
+    # Proposals of a leader or a claimant.
 
-    def _propose(self, roster: NodeSet) -> None:
-        self._proposal = roster
-        self.accepted = Vote(self.promised, roster)
+    def _propose(self, node_set: NodeSet) -> None:
+        self._proposal = node_set
+        self.accepted = Vote(self.promised, node_set)
         self._accepts = frozenset((self.node,))
-        self._send(self._node_set.nodes, Accept(self.promised, self._node_set, roster))
+        self._send(self._node_set.nodes, Accept(self.promised, self._node_set, node_set))
         self._tally()
 
     def _tally(self, lease: bool = True) -> None:
@@ -340,11 +339,11 @@ class Proposer(Acceptor):
 
     def _commit(self) -> None:
         assert self._proposal is not None
-        before, leading = self._node_set, self.role == "leading"
+        previous, leading = self._node_set, self.role == "leading"
         self._settle(self._proposal)
-        told = {*before.nodes, *self._node_set.nodes}
+        receivers = {*previous.nodes, *self._node_set.nodes}
         if leading or self.node not in self._node_set.nodes:
-            self._send(told, LeaderHeartbeat(self.promised, self._node_set))
+            self._send(receivers, LeaderHeartbeat(self.promised, self._node_set))
         if self.node not in self._node_set.nodes:
             self._leave()
         elif leading:
@@ -358,9 +357,9 @@ class Proposer(Acceptor):
             self._claim_further()
 
     def _claim_further(self) -> None:
-        """The roster has moved on: its new nodes have to promise too."""
-        asked = [node for node in self._node_set.nodes if node not in self._promises]
-        self._send(asked, Prepare(self.promised, self._node_set))
+        """Request promises from the new nodes of a changed node set."""
+        new_nodes = [node for node in self._node_set.nodes if node not in self._promises]
+        self._send(new_nodes, Prepare(self.promised, self._node_set))
         self._count()
 
     def _promise(self, term: Term) -> None:
@@ -371,9 +370,9 @@ class Proposer(Acceptor):
     def _drop_proposal(self) -> None:
         self._proposal, self._accepts = None, _NOBODY
 
-    def _settle(self, roster: NodeSet) -> None:
-        self.committed = roster
-        if self.accepted and self.accepted.node_set.config_epoch <= roster.config_epoch:
+    def _settle(self, node_set: NodeSet) -> None:
+        self.committed = node_set
+        if self.accepted and self.accepted.node_set.config_epoch <= node_set.config_epoch:
             self.accepted = None
         self._holders, self._witness_asked = None, False
         self._drop_proposal()
@@ -386,40 +385,38 @@ class Proposer(Acceptor):
         self.role, self.leader = "out", None
 
 
-# --- Who leads several agents, and which nodes there are, as a pure state machine: events in, actions out ---
+# --- The leadership and the node set as a pure state machine: events in, actions out ---
 #
-# Each agent holds one :class:`Leadership`. It is Paxos with one instance for each roster: the acceptors of
-# roster *g + 1* are the nodes of roster *g* (L. Lamport, D. Malkhi, L. Zhou, "Reconfiguring a State Machine",
-# 2010, with a window of one). What is decided is only who is in the job, a few times an hour; what workers
-# do is the leader's :class:`~paceline.elastic.coordinator.Coordinator`'s affair.
+# Each agent has one :class:`Leadership`. It is Paxos with one instance for each node set: the acceptors of node set
+# *g + 1* are the nodes of node set *g* (L. Lamport, D. Malkhi, L. Zhou, "Reconfiguring a State Machine", 2010, with a
+# window of one). It only decides which nodes are in the job, a few times an hour; the leader's
+# :class:`~paceline.elastic.coordinator.Coordinator` decides on the workers.
 #
-# - *Claim.* Who has lost the leader and is the first in the list that it can reach claims a term of its own;
-#   a quorum must promise to follow no lower one. What they have accepted and may be committed, the claimant
-#   has accepted again in its own term, before it leads.
-# - *Stay.* A node that can reach its leader promises nothing to others before it loses it; a leader that
-#   cannot reach a quorum resigns.
-# - *Change.* The leader takes lost nodes out and admitted ones in, by one committed roster after the other.
-# - *Views.* A view acts as long as all its nodes act in it, so it is dead for ever once one of them has left.
-#   Nodes leave when they promise a higher term. A view is formed only where every quorum of the roster meets
-#   it, and once a quorum is *clear*: acts in no older view. A roster is proposed only once a quorum is
-#   clear, or where every quorum of it meets the view that may act. So nobody forms a view before a node of
-#   any earlier one has left that.
+# - *Claim.* A node that has lost the leader, and is the first in the list that it can reach, claims a term; a quorum
+# must promise to follow no lower one. The claimant proposes again, in its own term, an accepted node set that may be
+# committed, before it leads. - *Stay.* A node that can reach its leader makes no promise to others; a leader that
+# cannot reach a quorum steps down. - *Change.* The leader removes lost nodes and adds admitted ones, by one committed
+# node set after the other. - *Groups.* A group acts as long as all its nodes act in it, so it is dead for ever once one
+# of them has left. Nodes leave when they promise a higher term. A group is formed only if every quorum of the node set
+# contains one of its nodes, and once a quorum is *clear*: acts in no earlier group. A node set is proposed only once a
+# quorum is clear, or if each of its quorums contains a node of the group that may act. So no group is formed before a
+# node of every earlier one has left that one.
 #
 # Time enters only as :meth:`Leadership.on_timeout`.
 
 
 @dataclass
 class Leadership(Proposer):
-    """One agent's part; made by :meth:`found` or :meth:`outside`.
+    """One agent's part; made by :meth:`bootstrap` or :meth:`outside`.
 
-    Every event returns the actions to carry out, in order, before the next event.
+    Every event returns the actions to execute, in order, before the next event.
     """
 
-    _held: Prepare | None = None  # not answered yet, as there is a leader
+    _held: Prepare | None = None  # not answered yet, because there is a leader
 
     @classmethod
     def bootstrap(cls, node: str, *, ties: bool) -> tuple[Leadership, list[Action]]:
-        """The first node of a job: it leads a roster of itself, and the others join through it."""
+        """Return the first node of a job, which leads a node set of itself; others join through it."""
         self = cls(node, ties, promised=Term(1, node), committed=NodeSet(0, (node,)))
         self._lead()
         self._clear = frozenset((node,))
@@ -427,13 +424,13 @@ class Leadership(Proposer):
 
     @classmethod
     def outside(cls, node: str, *, ties: bool) -> Leadership:
-        """A node that is to join; it learns who leads by :class:`Follow`."""
+        """Return a node that will join; it learns the leader by :class:`Follow`."""
         return cls(node, ties)
 
     # Events.
 
     def linked(self, peer: str) -> list[Action]:
-        """A new link with this peer stands; an earlier one was reported as lost."""
+        """Handle a new connection; an earlier one was reported as lost."""
         self.reachable |= {peer}
         if self.role == "leading":
             self._send((peer,), LeaderHeartbeat(self.promised, self._node_set))
@@ -449,7 +446,7 @@ class Leadership(Proposer):
         return self._take_actions()
 
     def lost(self, peer: str) -> list[Action]:
-        """The link with this peer has ended, or was ended because nothing came over it for too long."""
+        """Handle the end of a connection, or the timeout of a peer."""
         self.reachable -= {peer}
         if self._held and self._held.term.node == peer:
             self._held = None
@@ -465,7 +462,7 @@ class Leadership(Proposer):
         return self._take_actions()
 
     def heard(self, peer: str, message: ElectionMessage) -> list[Action]:
-        """A message has come over the link with this peer."""
+        """Handle a message of a peer."""
         self._adopt(message.committed)
         if self.committed is None:
             if isinstance(message, LeaderHeartbeat) and self.leader != message.term.node:
@@ -496,22 +493,22 @@ class Leadership(Proposer):
         return self._take_actions()
 
     def on_timeout(self) -> list[Action]:
-        """:attr:`impatient` has been true, and nothing else has happened, for as long as one is to wait."""
+        """Handle the timeout: :attr:`needs_timer` has been true for that long without another event."""
         if self.role == "claiming":
-            # Who has not answered yet is not waited for.
+            # Do not wait for nodes that have not answered.
             silent = self._silent(self._accepts if self._proposal else frozenset(self._promises))
             self._refused |= silent
             self._count()
         elif self.role in ("waiting", "paused"):
-            if self._enough(self._here):
+            if self._enough(self._reachable_nodes):
                 self._claim()
             else:
                 self._pause()
         return self._take_actions()
 
-    def witness_answered(self, roster: NodeSet, winners: Nodes | None) -> list[Action]:
-        """Who holds the lease of this roster; None: the directory could not be reached."""
-        if roster != self.committed or not self._witness_asked:
+    def witness_answered(self, node_set: NodeSet, winners: Nodes | None) -> list[Action]:
+        """Handle the holders of this node set's witness; None: the directory was not accessible."""
+        if node_set != self.committed or not self._witness_asked:
             return []
         self._witness_asked = False
         self._holders = winners
@@ -522,7 +519,7 @@ class Leadership(Proposer):
         return self._take_actions()
 
     def admit(self, node: str) -> list[Action]:
-        """Leader: take this node into the roster, last in the list."""
+        """Add this node to the node set, last in the list; for the leader."""
         assert self.role == "leading"
         if node not in self._admitted and node not in self._node_set.nodes and node in self.reachable:
             self._admitted += (node,)
@@ -530,7 +527,7 @@ class Leadership(Proposer):
         return self._take_actions()
 
     def dismiss(self, node: str) -> list[Action]:
-        """Leader: take this node out in good order; it may be the leader itself, unless it is the last."""
+        """Remove this node, which may be the leader unless it is the last; for the leader."""
         assert self.role == "leading"
         self._admitted = tuple(n for n in self._admitted if n != node)
         self._dismissed |= {node}
@@ -538,10 +535,10 @@ class Leadership(Proposer):
         return self._take_actions()
 
     def clear(self, node: str) -> list[Action]:
-        """Who leads, or claims to: no worker of this node acts in any view formed so far, nor will again.
+        """Record that no worker of this node acts, or will act, in any earlier group; for a leader or claimant.
 
-        It must have promised the present term when it said so. Of a node that was ordered to form a view,
-        only what it has said after that order counts, unless the order was lost with its link.
+        The node must have promised the current term before its report. A report of a node that was ordered to form a
+        group counts only after that order, unless the order was lost with its connection.
         """
         self._clear |= {node}
         if self.role == "leading":
@@ -551,7 +548,7 @@ class Leadership(Proposer):
         return self._take_actions()
 
     def formed(self, nodes: Iterable[str]) -> None:
-        """Leader: a view is formed now, of workers on all of these nodes."""
+        """Record a new group with workers on all of these nodes; for the leader."""
         view = frozenset(nodes)
         assert self.may_form(view)
         self._view = view
@@ -565,16 +562,16 @@ class Leadership(Proposer):
         return self.role in ("claiming", "waiting", "paused")
 
     def may_form(self, nodes: Iterable[str]) -> bool:
-        """Whether this node may form a view of workers on all of these nodes, now.
+        """Return whether this node may form a group of workers on all of these nodes, now.
 
-        If not: nodes that are not in the roster must be admitted, nodes of the roster without workers in
-        the view dismissed where they are half of it or more, and others must have become clear.
+        If not: nodes outside of the node set must be admitted, nodes of the node set without workers in the group
+        dismissed if they are half of it or more, and others must become clear.
         """
         view = frozenset(nodes)
         return (
             self.role == "leading"
             and self._proposal is None
-            and view <= self._here
+            and view <= self._reachable_nodes
             and is_quorum(self._node_set, self._clear, self._holders)
             and meets_every_quorum(self._node_set, view, self.ties, self._holders)
         )
@@ -591,11 +588,11 @@ class Leadership(Proposer):
             self._send((peer,), Promise(claim.term, self._node_set, self.accepted))
 
     def _leaderless(self) -> None:
-        """The leader is lost: promise whoever has claimed already, or see who is to claim."""
+        """Handle the loss of the leader: promise a pending claim, or determine the next claimant."""
         self.leader = None
         self.role = "waiting"
         held, self._held = self._held, None
-        if held and held.term > self.promised and held.term.node in self._here:
+        if held and held.term > self.promised and held.term.node in self._reachable_nodes:
             self._on_prepare(held.term.node, held)
         else:
             self._seek()
@@ -608,7 +605,7 @@ class Leadership(Proposer):
             self._refused |= {peer}
             self._count()
         elif self.role == "leading" and refusal.promised > self.promised:
-            # A node of the roster that will not follow this term: only a higher one unites them.
+            # A node that will not follow this term; only a higher one can unite them.
             self._step_down()
             self._leaderless()
 
@@ -638,7 +635,7 @@ class Leadership(Proposer):
         self._do(Follow(announced.term, peer, self._node_set))
 
     def _obey(self, term: Term) -> None:
-        """Promise a term; nobody of a lower one is followed any more, this node itself included."""
+        """Promise a term, and follow no lower one, including this node's own."""
         if term == self.promised:
             return
         if self.role == "leading":
@@ -651,21 +648,21 @@ class Leadership(Proposer):
     def _refuse(self, peer: str, term: Term) -> None:
         self._send((peer,), Nack(term, self._node_set, self.promised))
 
-    def _adopt(self, roster: NodeSet) -> None:
-        """Learn that a roster is committed."""
+    def _adopt(self, node_set: NodeSet) -> None:
+        """Learn that a node set is committed."""
         if self.committed is None:
-            if self.node in roster.nodes:
+            if self.node in node_set.nodes:
                 self.role = "waiting"
-                self._settle(roster)
+                self._settle(node_set)
             return
-        if roster.config_epoch <= self.committed.config_epoch:
+        if node_set.config_epoch <= self.committed.config_epoch:
             return
         if self.role == "leading":
             self._step_down()
-        self._settle(roster)
-        if self.node not in roster.nodes:
+        self._settle(node_set)
+        if self.node not in node_set.nodes:
             self._leave()
         elif self.role == "claiming":
             self._claim_further()
-        elif self.leader is not None and self.leader not in roster.nodes:
+        elif self.leader is not None and self.leader not in node_set.nodes:
             self._leaderless()

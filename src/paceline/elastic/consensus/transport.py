@@ -1,4 +1,4 @@
-"""Links between agents: authenticated, framed, and watched."""
+"""Connections between agents: authenticated, framed, and monitored."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from typing import Any, Literal, Protocol
 
 from paceline.core.errors import ConfigError, PacelineError
 
-# --- Authenticated links between agents, over TCP and for one selector: nothing here ever blocks. No torch
+# --- Authenticated connections over TCP, for one selector, without blocking. No torch
 #
-# Both sides greet with a random nonce. From these and the run's shared token each derives a key for what the
-# connector sends and one for what the listener sends; so nothing can be reflected, and nothing of an earlier
-# link fits. Then every message travels as a frame: its length (4 bytes, big-endian), a JSON object, and an
-# HMAC-SHA256 over the direction's sequence number and the object. The first frame of each side is its
-# *hello*, which proves that it holds the token; the listener sends its own only to who has proven it. Of an
-# unauthenticated peer nothing is parsed but a greeting of fixed size and a length.
+# Both sides send a random nonce. From these and the run's shared token each derives one key per direction, which
+# prevents reflection and replay from an earlier connection. Every message is then a frame: its length (4 bytes,
+# big-endian), a JSON object, and an HMAC-SHA256 over the direction's sequence number and the object. The first frame of
+# each side is its *hello*, which proves that it has the token; the listener sends its own only after the peer's proof.
+# From an unauthenticated peer only a greeting of fixed size and a length are parsed.
 #
-# What passes cannot be forged, changed, replayed, reordered or cut without notice. It is not encrypted: who
-# can listen on the network can read it.
+# Messages cannot be forged, changed, replayed, reordered or truncated without detection. They are not encrypted, so the
+# network can read them.
 
 
 LONGEST = 1 << 20  # bytes of a message
 _LONGEST_HELLO = 1 << 14
-_MOST_UNSENT = 8 << 20  # bytes that wait for a peer that does not read
+_MOST_UNSENT = 8 << 20  # queued bytes for a peer that does not read
 _READ = 1 << 16
-_READS = 4  # in one go, so that one peer cannot keep the agent from the others
+_READS = 4  # per event, so that one peer cannot starve the others
 
 _MAGIC = b"paceline-link-1\n"
 _NONCE = 32
@@ -47,7 +46,7 @@ _OTHER: dict[Side, Side] = {"connector": "listener", "listener": "connector"}
 
 
 class PeerConnectionError(PacelineError):
-    """A link has ended, or never came about; the message says why."""
+    """A connection has ended, or was never established; the message gives the reason."""
 
 
 def connect(
@@ -59,18 +58,18 @@ def connect(
     within_s: float = 10.0,
     dead_after_s: float = 4.0,
 ) -> AuthenticatedConnection:
-    """Begin a link with the agent that listens there; it is there once :attr:`Link.is_open`.
+    """Open a connection with the agent that listens there; it is ready once :attr:`AuthenticatedConnection.is_open`.
 
     Args:
-        host: an address; a name is looked up first, which may take the resolver's time.
+        host: an address; resolving a name may block.
         port: of its :class:`~paceline.elastic.consensus.transport.Listener`.
         token: the run's.
-        hello: what the other side learns of this one with the handshake; at most 16 KiB as JSON.
-        within_s: how long connecting and the handshake may take.
-        dead_after_s: after how long a machine that does not answer any more counts as dead.
+        hello: this side's handshake data; at most 16 KiB as JSON.
+        within_s: time limit of connecting and the handshake.
+        dead_after_s: timeout after which a node that does not answer counts as dead.
 
     Raises:
-        PeerConnectionError: there is no such address, or no way to it.
+        PeerConnectionError: the address does not exist, or has no route.
     """
     where = f"{host}:{port}"
     try:
@@ -88,14 +87,14 @@ def connect(
 
 
 class AuthenticatedConnection:
-    """One end of a link, for a selector that watches it for reading, and for writing while it wants to.
+    """One end of a connection, for a selector that watches for reading, and for writing if requested.
 
-    Whenever it is ready for either, or its deadline has passed, call :meth:`receive`.
+    Call :meth:`receive` whenever it is ready for either, or its deadline has passed.
 
     Attributes:
-        peer: the other side's address, for messages to people.
-        deadline: by when the handshake must be done, on the monotonic clock; infinite afterwards.
-        hello: what the other side has said of itself, once the link is open.
+        peer: the other side's address, for messages.
+        deadline: of the handshake, by the monotonic clock; infinite afterwards.
+        hello: the other side's handshake data, once the connection is open.
     """
 
     def __init__(
@@ -124,28 +123,27 @@ class AuthenticatedConnection:
         self._unsent = bytearray(_MAGIC + self._nonce)
         self._messages: list[dict[str, Any]] = []
         self._connected = side == "listener"
-        self._why: str | None = None  # it ended
+        self._why: str | None = None  # why it ended
         _notice_death(end, dead_after_s)
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
         return self._end.fileno()
 
     @property
     def is_open(self) -> bool:
-        """Whether the other side has proven that it holds the token, and the link has not ended."""
+        """Whether the other side has proven that it has the token, and the connection has not ended."""
         return self.hello is not None and self._why is None
 
     @property
     def wants_write(self) -> bool:
-        """Whether something waits for the socket to become writable."""
+        """Whether to watch the socket for writing."""
         return self._why is None and (bool(self._unsent) or not self._connected)
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Send, or keep until the socket takes it; say whether the link is open.
+        """Send, or queue until the socket is writable; return whether the connection is open.
 
         Raises:
-            ValueError: it is longer than ``LONGEST`` bytes, or holds what JSON does not.
+            ValueError: the message is longer than ``LONGEST`` bytes, or not JSON.
         """
         body = _body(message, LONGEST)
         if not self.is_open:
@@ -157,10 +155,10 @@ class AuthenticatedConnection:
         return self.is_open
 
     def receive(self) -> list[dict[str, Any]]:
-        """Go on with what waits in either direction; return the messages that have come.
+        """Process both directions; return the received messages.
 
         Raises:
-            PeerConnectionError: the link has ended, and all that came before was returned.
+            PeerConnectionError: the connection has ended, and all messages were returned.
         """
         if self._why is None and time.monotonic() >= self.deadline:
             self._finish("it was not done with the handshake in time" if self._connected else "no answer")
@@ -173,7 +171,7 @@ class AuthenticatedConnection:
         return messages
 
     def close(self) -> None:
-        """End it; what the kernel has taken is still delivered."""
+        """Close it; the kernel still delivers what it has taken."""
         self._why = self._why or "it was closed here"
         self._end.close()
 
@@ -199,7 +197,7 @@ class AuthenticatedConnection:
         except BlockingIOError:
             pass
         except OSError as error:
-            # What came before may still be read.
+            # Earlier messages may still be read.
             self._unsent.clear()
             self._read()
             self._finish(_strerror(error.errno))
@@ -209,7 +207,7 @@ class AuthenticatedConnection:
             if self._why is not None:
                 return
             try:
-                # Before the other side is known, not a byte more is taken than the handshake needs.
+                # Before the authentication, read not a byte more than the handshake needs.
                 piece = self._end.recv(_READ if self.hello is not None else self._lacking())
             except BlockingIOError:
                 return
@@ -225,7 +223,7 @@ class AuthenticatedConnection:
     def _finish(self, why: str) -> None:
         self._why = self._why or why
         self._unsent.clear()
-        # A selector wakes for it, so that the driver learns of it where it was not reading.
+        # This wakes the selector, so that the driver learns of it.
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
@@ -237,7 +235,7 @@ class AuthenticatedConnection:
     # Frames.
 
     def _lacking(self) -> int:
-        """How many bytes the handshake's next part lacks."""
+        """Return how many bytes the handshake's next part lacks."""
         if self._keys is None:
             return len(_MAGIC) + _NONCE - len(self._unread)
         if len(self._unread) < _LENGTH:
@@ -245,7 +243,7 @@ class AuthenticatedConnection:
         return _LENGTH + int.from_bytes(self._unread[:_LENGTH]) + _TAG - len(self._unread)
 
     def _digest(self) -> None:
-        """Take whole parts from what was read."""
+        """Process complete frames."""
         if self._keys is None and not self._greeted():
             return
         while self._why is None and len(self._unread) >= _LENGTH:
@@ -268,9 +266,9 @@ class AuthenticatedConnection:
             return False
         if self._lacking():
             return False
-        theirs = bytes(self._unread[len(_MAGIC) :])
+        peer_nonce = bytes(self._unread[len(_MAGIC) :])
         self._unread.clear()
-        listener, connector = (self._nonce, theirs) if self._side == "listener" else (theirs, self._nonce)
+        listener, connector = (self._nonce, peer_nonce) if self._side == "listener" else (peer_nonce, self._nonce)
         self._keys = {
             side: hmac.digest(self._token, b"%s%s\0%s%s" % (_MAGIC, side.encode(), listener, connector), "sha256")
             for side in _OTHER
@@ -325,7 +323,7 @@ def _strerror(number: int | None) -> str:
 
 
 def _notice_death(end: socket.socket, dead_after_s: float) -> None:
-    """Have the kernel end the connection with a machine that is gone, be something under way or not."""
+    """Make the kernel end the connection with a dead node, with or without traffic."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -334,22 +332,21 @@ def _notice_death(end: socket.socket, dead_after_s: float) -> None:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(dead_after_s * 1000))
 
 
-# --- Where other agents link to this one. No torch ---
+# --- The listener. No torch ---
 
 
 _MOST_REPORTED = 64  # addresses
 
 
 class Listener:
-    """Listens on one address; whoever does not hold the token never gets beyond it.
+    """Listens on one address, and authenticates connections.
 
-    For a selector it is one descriptor, ready for reading when :meth:`accept` has something to do. Of
-    handshakes there are at most ``most`` at once: a further one takes the place of the oldest, so that peers
-    who say nothing keep nobody out.
+    For a selector it is one descriptor, ready for reading when :meth:`accept` has work. At most ``most`` handshakes run
+    at once: a further one replaces the oldest, so that silent peers cannot block others.
 
     Attributes:
         host: the address on which it listens.
-        port: the port, also where any was asked for.
+        port: the actual port.
     """
 
     def __init__(
@@ -366,13 +363,13 @@ class Listener:
         """Listen.
 
         Args:
-            host: an address of this machine, such as 127.0.0.1; never all of them by accident.
+            host: an address of this node, such as 127.0.0.1.
             port: 0 for any.
             token: the run's.
-            hello: what the other sides learn of this one with the handshake.
-            within_s: how long a handshake may take.
-            dead_after_s: as for :func:`~paceline.elastic.consensus.transport.connect`.
-            most: handshakes at once.
+            hello: this side's handshake data.
+            within_s: time limit of a handshake.
+            dead_after_s: as for :func:`connect`.
+            most: maximum number of concurrent handshakes.
 
         Raises:
             ConfigError: it cannot listen there.
@@ -391,25 +388,25 @@ class Listener:
             self._socket.close()
             raise ConfigError(
                 f"cannot listen on {host}:{port} for other nodes: {error.strerror}. "
-                "Choose an address of this machine and a free port."
+                "Choose an address of this node and a free port."
             ) from error
         self.host, self.port = self._socket.getsockname()[:2]
         self._ready = selectors.EpollSelector()
         self._ready.register(self._socket, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """The descriptor, for a selector: of an epoll that watches the socket and all handshakes."""
+        """Return the descriptor of an epoll that watches the socket and all handshakes."""
         return self._ready.fileno()
 
     @property
     def deadline(self) -> float:
-        """When to call :meth:`accept` at the latest, on the monotonic clock."""
+        """The latest time for :meth:`accept`, by the monotonic clock."""
         return min((link.deadline for link in self._shaking), default=math.inf)
 
     def accept(self) -> tuple[list[AuthenticatedConnection], list[str]]:
-        """Go on with the handshakes; return the links that are open now, and who was refused.
+        """Continue the handshakes; return newly open connections, and refusals.
 
-        The refusals are sentences for people; every address is reported once.
+        The refusals are messages for the user; every address is reported once.
         """
         opened: list[AuthenticatedConnection] = []
         refused: list[str] = []
@@ -430,7 +427,7 @@ class Listener:
         return opened, refused
 
     def close(self) -> None:
-        """Listen no more, and end the handshakes; links that were returned stay."""
+        """Stop listening, and end the handshakes; open connections stay."""
         for link in list(self._shaking):
             self._drop(link)
         self._ready.close()
@@ -447,10 +444,10 @@ class Listener:
                 if error.errno == errno.ECONNABORTED:
                     continue
                 if self._shaking:
-                    # No descriptor is left: rather lose a handshake than be deaf.
+                    # No descriptor is left, so give up a handshake for the new connection.
                     self._drop(next(iter(self._shaking)))
                     continue
-                self._report("", f"another node cannot be let in: {error.strerror}.", refused)
+                self._report("", f"another node's connection cannot be accepted: {error.strerror}.", refused)
                 break
             end.setblocking(False)
             host, port = address[:2]
@@ -465,11 +462,11 @@ class Listener:
                     self._dead_after_s,
                 )
             except OSError:
-                end.close()  # it is gone already
+                end.close()  # it has already gone
                 continue
             while len(self._shaking) >= self._most:
                 oldest = next(iter(self._shaking))
-                self._report(self._drop(oldest), f"{oldest.peer} was slow to say who it is.", refused)
+                self._report(self._drop(oldest), f"{oldest.peer} was too slow in the handshake.", refused)
             self._shaking[link] = host
             self._ready.register(link, selectors.EVENT_READ)
             links.append(link)
@@ -486,7 +483,7 @@ class Listener:
             refused.append(why)
 
 
-# --- An agent's links to the other agents of its job: who can be reached, and what they say. No torch ---
+# --- The network of an agent's peers. No torch ---
 
 
 _ALIVE = "alive"
@@ -498,19 +495,19 @@ Address = tuple[str, int]
 
 
 class Events(Protocol):
-    """Who hears of the peers."""
+    """Receives the events of peers."""
 
     def linked(self, peer: str, hello: Mapping[str, Any]) -> None:
-        """A link with this peer stands."""
+        """A connection with this peer is open."""
 
     def lost(self, peer: str, why: str) -> None:
-        """The link has ended, or the peer was silent for too long."""
+        """The connection has ended, or the peer was silent for too long."""
 
     def heard(self, peer: str, message: Mapping[str, Any]) -> None:
-        """A message has come."""
+        """A message has arrived."""
 
     def refused(self, why: str) -> None:
-        """Somebody who does not hold the run's token, or is no agent, was sent away."""
+        """A connection without the run's token, or of another program, was rejected."""
 
 
 @dataclass
@@ -522,7 +519,7 @@ class _Peer:
 
 @dataclass
 class _Call:
-    """An address that this agent connects to, and calls again as long as it is wanted."""
+    """An address to which this agent connects, and reconnects as long as it is wanted."""
 
     address: Address
     link: AuthenticatedConnection | None = None
@@ -532,15 +529,15 @@ class _Call:
 
 @dataclass
 class PeerNetwork:
-    """All links of one agent, in its loop.
+    """All connections of one agent, in its loop.
 
     Attributes:
-        selector: of the loop; its handlers are the registered data.
-        listener: where others link to this one.
+        selector: of the loop; handlers are the registered data.
+        listener: accepts connections.
         token: the run's.
-        hello: what the others learn of this one with the handshake; ``name`` is in it.
-        events: who hears what happens.
-        silence_s: a peer that says nothing for so long is lost.
+        hello: this agent's handshake data, which include its ``name``.
+        events: receives the events.
+        silence_s: timeout of a silent peer.
     """
 
     selector: selectors.BaseSelector
@@ -557,7 +554,7 @@ class PeerNetwork:
         self.selector.register(self.listener, selectors.EVENT_READ, self._on_listener)
 
     def call(self, addresses: Sequence[Address]) -> None:
-        """Link to these addresses, again and again where that fails or ends, and to no others any more."""
+        """Connect to these addresses, with retries, and to no others any more."""
         for address in set(self._calls) - set(addresses):
             call = self._calls.pop(address)
             if call.link is not None and not call.link.is_open:
@@ -569,29 +566,29 @@ class PeerNetwork:
 
     @property
     def last_error(self) -> str:
-        """Why the address called first cannot be reached; "" where it can, or was not tried yet."""
+        """Why an address cannot be reached; "" if all can, or were not tried yet."""
         return next((call.last_error for call in self._calls.values() if call.last_error), "")
 
     def send(self, peer: str, message: Mapping[str, Any]) -> None:
-        """Send; nothing happens where there is no link, whose end is told of otherwise."""
+        """Send a message, if there is a connection."""
         if peer in self._peers:
             link = self._peers[peer].link
             link.send(message)
             self._watch(link)
 
     def hello_of(self, peer: str) -> Mapping[str, Any]:
-        """What a linked peer has said of itself."""
+        """Return a connected peer's handshake data."""
         return (self._peers[peer].link.hello if peer in self._peers else None) or {}
 
     def address_of(self, peer: str) -> Address | None:
-        """Where a linked peer listens; None where it does not say."""
+        """Return a connected peer's address, or None if unknown."""
         match self.hello_of(peer):
             case {"host": str(host), "port": int(port)}:
                 return host, port
         return None
 
     def drop(self, peer: str) -> None:
-        """End the link with a peer, without an event."""
+        """Close the connection with a peer, without an event."""
         if peer in self._peers:
             self._close(self._peers.pop(peer).link)
 
@@ -604,7 +601,7 @@ class PeerNetwork:
         return min(due, default=math.inf)
 
     def expire(self, now: float) -> None:
-        """Do what is due: tell the peers that we live, lose patience with the silent, call again."""
+        """Run what is due: send heartbeats, drop silent peers, reconnect."""
         if now >= self._alive_at + _ALIVE_EVERY_S:
             self._alive_at = now
             for name in list(self._peers):
@@ -619,14 +616,14 @@ class PeerNetwork:
         self._dial()
 
     def close(self) -> None:
-        """End all links, once what was sent is with the kernel."""
+        """Close all connections, after the kernel has taken what was sent."""
         for peer in list(self._peers):
             self.drop(peer)
         self.call([])
         self.selector.unregister(self.listener)
         self.listener.close()
 
-    # Calls.
+    # Outgoing connections.
 
     def _dial(self) -> None:
         now = time.monotonic()
@@ -663,7 +660,7 @@ class PeerNetwork:
             self._close(call.link)
             call.link, call.next_at = None, time.monotonic() + _RETRY_S
 
-    # Links.
+    # Open connections.
 
     def _on_listener(self) -> None:
         opened, refused = self.listener.accept()
@@ -676,8 +673,8 @@ class PeerNetwork:
         assert link.hello is not None
         name = str(link.hello.get("name", ""))
         if name in self._peers:
-            # It has noticed the old link's end before us.
-            self._lose(self._peers[name], "has linked anew")
+            # The peer noticed the old connection's end before this side.
+            self._lose(self._peers[name], "has reconnected")
         self._peers[name] = _Peer(name, link, time.monotonic())
         self._watch(link)
         self.events.linked(name, link.hello)
@@ -699,7 +696,7 @@ class PeerNetwork:
     def _hear(self, link: AuthenticatedConnection, message: Mapping[str, Any]) -> None:
         peer = self._of(link)
         if peer is None:
-            return  # dropped by what came before
+            return  # dropped by an earlier message
         peer.heard_at = time.monotonic()
         if message.get("kind") != _ALIVE:
             self.events.heard(peer.name, message)

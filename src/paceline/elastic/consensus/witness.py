@@ -1,9 +1,9 @@
-"""The tie-breaker: one half of a roster, for ever, by a directory that all nodes share. No torch.
+"""The quorum witness: breaks a tie between halves of a node set, once and for all, in a shared directory. No torch.
 
-A lease is a file that is linked into place: making a hard link fails where the name is taken, also on NFS,
-so there is one winner, and the file is whole before it has its name. It is never removed or changed. The
-directory bears a random name that only its founder knows and tells the others: so a node finds out whether it
-sees the same directory, and the leases of an earlier job in the same place count for nothing.
+A witness file is hard-linked into place: creating a link fails if the name exists, also on NFS, so there is one winner,
+and the file is complete before it has its name. It is never removed or changed. The directory has a random name that
+its creator tells the other nodes, so that a node can check that it sees the same directory, and files of an earlier job
+in the same place are ignored.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _KEY = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class FileWitness:
-    """A job's leases.
+    """A job's witness files.
 
     Attributes:
         path: a directory that the nodes share, such as the run's.
-        key: what the founder has drawn, to be told to the others.
+        key: the creator's random key, for the other nodes.
     """
 
     path: Path
@@ -37,23 +37,23 @@ class FileWitness:
 
     @classmethod
     def create(cls, path: Path) -> FileWitness:
-        """Make a job's lease directory.
+        """Create a job's witness directory.
 
         Raises:
             RunDirectoryError: it cannot be written.
         """
-        leases = cls(path, secrets.token_hex(16))
+        witness = cls(path, secrets.token_hex(16))
         try:
-            leases._directory.mkdir(parents=True)
+            witness._directory.mkdir(parents=True)
             fsync_directory(path)
         except OSError as error:
-            raise leases._unusable(error) from error
-        return leases
+            raise witness._unusable(error) from error
+        return witness
 
     def is_shared(self) -> bool:
-        """Whether this node sees the founder's directory, and can write there.
+        """Return whether this node sees the creator's directory, and can write there.
 
-        A file system may show it some seconds late: ask again before giving it up.
+        A file system may show it with some seconds of delay, so retry before giving up.
         """
         if not _KEY.fullmatch(self.key):
             return False
@@ -65,44 +65,45 @@ class FileWitness:
             return False
         return True
 
-    def acquire(self, roster: NodeSet, winners: frozenset[str]) -> frozenset[str]:
-        """Take a roster's lease for these of its nodes, unless others have; return who holds it.
+    def acquire(self, node_set: NodeSet, winners: frozenset[str]) -> frozenset[str]:
+        """Take a node set's witness for these of its nodes, unless others have; return its holders.
 
-        It may take as long as the file system does.
+        It blocks as long as the file system does.
 
         Raises:
-            RunDirectoryError: the directory cannot be written, or the lease read; nobody may go on by it.
+            RunDirectoryError: the directory cannot be written, or the witness file is invalid; no half may continue
+                then.
         """
-        lease = self._directory / f"roster-{roster.config_epoch:08d}.json"
+        witness_file = self._directory / f"roster-{node_set.config_epoch:08d}.json"
         draft = self._directory / f".draft-{secrets.token_hex(8)}"
-        content = {"generation": roster.config_epoch, "nodes": roster.nodes, "winners": sorted(winners)}
+        content = {"generation": node_set.config_epoch, "nodes": node_set.nodes, "winners": sorted(winners)}
         try:
             try:
                 with draft.open("xb") as file:
                     file.write(json.dumps(content).encode() + b"\n")
                     file.flush()
                     os.fsync(file.fileno())
-                # NFS may report failure of a link that it has made; what counts is what the file says.
+                # NFS may report a failure for a link that it has made, so only the file's content counts.
                 with suppress(FileExistsError):
-                    os.link(draft, lease)
+                    os.link(draft, witness_file)
             finally:
                 draft.unlink(missing_ok=True)
             fsync_directory(self._directory)
-            return self._read(lease, roster)
+            return self._read(witness_file, node_set)
         except OSError as error:
             raise self._unusable(error) from error
 
-    def _read(self, lease: Path, roster: NodeSet) -> frozenset[str]:
+    def _read(self, witness_file: Path, node_set: NodeSet) -> frozenset[str]:
         try:
-            content = json.loads(lease.read_bytes())
+            content = json.loads(witness_file.read_bytes())
             winners = frozenset(content["winners"])
-            intact = content["nodes"] == list(roster.nodes) and winners < set(roster.nodes)
+            is_intact = content["nodes"] == list(node_set.nodes) and winners < set(node_set.nodes)
         except (ValueError, KeyError, TypeError):
-            intact = False
-        if not intact:
+            is_intact = False
+        if not is_intact:
             raise RunDirectoryError(
-                f"{lease} is not the lease of the nodes {', '.join(roster.nodes)}. "
-                "Nothing but Paceline may write there; start the run again, which uses another directory."
+                f"{witness_file} is not the witness of the nodes {', '.join(node_set.nodes)}. "
+                "Only Paceline may write there. Start the run again, which uses another directory."
             )
         return winners
 
@@ -112,6 +113,6 @@ class FileWitness:
 
     def _unusable(self, error: OSError) -> RunDirectoryError:
         return RunDirectoryError(
-            f"the lease directory {self._directory} cannot be used: {error.strerror}. "
+            f"the witness directory {self._directory} cannot be used: {error.strerror}. "
             "It must be in a directory that all nodes can write."
         )

@@ -18,18 +18,17 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from paceline.core.errors import TaskError
 from paceline.parallel.world import World, translate_peer_errors
 
-# --- What a model returns, for the ranks that did not compute it: its tensors, and a description of the
-#     rest
+# --- Serialization of a model's result: its tensors, and a description of the rest
 
 
 def pack(result: Any) -> list[Any]:
-    """A description, as bytes, and the tensors, numbers and None that it names.
+    """Pack a result into a description, as bytes, and its tensors, numbers and None.
 
     Args:
-        result: of tensors, numbers, texts and None: tuples, lists, dicts, named tuples, dataclasses.
+        result: tensors, numbers, texts and None, in tuples, lists, dicts, named tuples, dataclasses.
 
     Raises:
-        TaskError: there is something else in it.
+        TaskError: it contains something else.
     """
     leaves: list[Any] = []
     content = json.dumps(_describe(result, leaves)).encode()
@@ -37,36 +36,36 @@ def pack(result: Any) -> list[Any]:
 
 
 def unpack(values: Iterator[Any]) -> Any:
-    """The result again.
+    """Rebuild a packed result.
 
     Args:
-        values: what :func:`pack` gave; nothing that comes after it is taken.
+        values: the output of :func:`pack`; later values are not consumed.
 
     Raises:
-        TaskError: a class that it names is not imported here.
+        TaskError: a class in it is not imported here.
     """
     return _rebuild(json.loads(bytes(next(values).cpu().numpy())), values)
 
 
 def _describe(value: Any, leaves: list[Any]) -> Any:
-    """None for a leaf, else what it is and its parts."""
+    """Return None for a leaf, else the kind of the value and its parts."""
     if value is None or isinstance(value, torch.Tensor | bool | int | float):
         leaves.append(value)
         return None
     if isinstance(value, str):
         return ["text", value]
-    named = _fields(value)
-    if named is not None:
+    fields = _fields(value)
+    if fields is not None:
         name = f"{type(value).__module__}:{type(value).__qualname__}"
         if _imported(name) is not type(value):
-            raise _unknown(value)
-        return [name, [[key, _describe(part, leaves)] for key, part in named.items()]]
+            raise _unsupported(value)
+        return [name, [[key, _describe(part, leaves)] for key, part in fields.items()]]
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return [kind, [_describe(part, leaves) for part in value]]
     if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
         return ["dict", [[key, _describe(part, leaves)] for key, part in value.items()]]
-    raise _unknown(value)
+    raise _unsupported(value)
 
 
 def _rebuild(shape: Any, leaves: Iterator[Any]) -> Any:
@@ -81,58 +80,57 @@ def _rebuild(shape: Any, leaves: Iterator[Any]) -> Any:
     items = {key: _rebuild(part, leaves) for key, part in parts}
     if kind == "dict":
         return items
-    found = _imported(kind)
-    if found is None:
+    value_class = _imported(kind)
+    if value_class is None:
         raise TaskError(
-            f"the model returns a {kind.replace(':', '.')}, and not every rank of the pipeline has imported "
-            "that. Import it at the top of the task's file."
+            f"the model returns a {kind.replace(':', '.')}, which not every rank of the pipeline has "
+            "imported. Import it at the top of the task's file."
         )
-    return found(**items)
+    return value_class(**items)
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
-    """The parts of a dataclass or named tuple, by name; None of anything else."""
+    """Return the parts of a dataclass or named tuple, by name; None for anything else."""
     if not _has_fields(type(value)):
         return None
     if isinstance(value, dict):
-        return dict(value)  # Hugging Face's ModelOutput: what is None is no item of it
+        return dict(value)  # Hugging Face's ModelOutput, which omits None
     if isinstance(value, tuple):
         return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
 
 
 def _imported(name: str) -> Any:
-    """The class, if its module is imported and it is one that only holds values: nothing else is called."""
+    """Return the class if its module is imported and it only holds values, so that nothing else is called."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and _has_fields(found) else None
+        value = getattr(value, part, None)
+    return value if isinstance(value, type) and _has_fields(value) else None
 
 
 def _has_fields(kind: type) -> bool:
     return dataclasses.is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
 
 
-def _unknown(value: Any) -> TaskError:
+def _unsupported(value: Any) -> TaskError:
     return TaskError(
-        f"the model returns a {type(value).__name__}, and a pipeline's last stage cannot give that to the "
+        f"the model returns a {type(value).__name__}, which a pipeline's last stage cannot send to the "
         "other ranks: only tensors, numbers, texts and None, in tuples, lists, dicts, and named tuples and "
         "dataclasses that a module defines at its top. Have the model return those."
     )
 
 
-# --- What goes from stage to stage: tensors and numbers, of shapes that the receiver does not know before ---
+# --- Messages between stages: tensors and numbers of shapes that the receiver does not know in advance ---
 #
-# A message is one frame: what it holds, and the tensors behind. Both ends know how long it is, as they
-# remember the longest one before it that went the same way; what does not fit follows in a frame of its own.
-# So there is nothing to ask first, and a receiver can make room before a message is sent, which then need not
-# wait.
+# A message is one frame: a description, followed by the tensors. Both ends know its length, which is that of the
+# longest earlier message on the same route; what does not fit follows in a second frame. No size exchange is needed,
+# and a receiver can post its buffer before the message is sent.
 
 
-_HEADER = 256  # int64 numbers at the front of every message: room for some twenty tensors
+_HEADER = 256  # int64 numbers at the front of every message, enough for some twenty tensors
 _HEADER_BYTES = 8 * _HEADER
-_ALIGNMENT = 64  # bytes, as of a tensor of its own: a kernel may choose by it, and give other bits
+_ALIGNMENT = 64  # bytes, as in a separate tensor, because a kernel's choice and its bits may depend on it
 _NONE, _TENSOR, _BOOL, _INT, _FLOAT, _TUPLE = range(6)
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
@@ -142,10 +140,10 @@ FORWARD, BACKWARD, EVALUATION = range(3)
 
 
 class MessageAddress(NamedTuple):
-    """What tells the messages between two ranks apart; those that differ in number only follow each other.
+    """The address of a message between two ranks; numbers increase along a route.
 
     Attributes:
-        stage: that gets it.
+        stage: the receiving stage.
         kind: :data:`FORWARD`, :data:`BACKWARD` or :data:`EVALUATION`.
         number: of the micro-batch.
     """
@@ -156,15 +154,15 @@ class MessageAddress(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """The same in a number."""
+        """The address as a number."""
         return (self.number * 3 + self.kind) * 1024 + self.stage
 
 
-_Way = tuple[int, int, int]  # the other rank, the stage and the kind
+_Route = tuple[int, int, int]  # the other rank, the stage and the kind
 
 
 class StageChannel:
-    """Messages between the ranks that hold one copy of the model, each by its stage's place in it.
+    """Messages between the ranks of a model replica, each by its stage's place in it.
 
     Sending does not wait. On a GPU, tensors go through host memory.
 
@@ -174,18 +172,18 @@ class StageChannel:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._on_the_way: list[tuple[dist.Work, torch.Tensor]] = []
-        self._empty: dict[int, list[torch.Tensor]] = {}  # frames to send in again, by their bytes
-        self._sent: dict[_Way, int] = {}  # the longest message's bytes
-        self._received: dict[_Way, int] = {}
-        self._expected: dict[_Way, deque[MessageAddress]] = {}
+        self._in_flight: list[tuple[dist.Work, torch.Tensor]] = []
+        self._empty: dict[int, list[torch.Tensor]] = {}  # reusable frames, by their bytes
+        self._sent: dict[_Route, int] = {}  # the longest message's bytes
+        self._received: dict[_Route, int] = {}
+        self._expected: dict[_Route, deque[MessageAddress]] = {}
         self._posted: dict[tuple[int, MessageAddress], tuple[dist.Work, torch.Tensor]] = {}
 
     def send(self, values: Sequence[Any], to: int, address: MessageAddress) -> None:
         """Send tensors, numbers, None, or tuples of these.
 
         Raises:
-            TaskError: a value is none of them.
+            TaskError: a value is something else.
             PeerLostError: the other rank is gone.
         """
         numbers: list[int] = []
@@ -194,23 +192,23 @@ class StageChannel:
             _encode(value, numbers, tensors)
         if len(numbers) + 2 > _HEADER:
             raise TaskError(
-                f"a stage gives {len(values)} values to the next, more than a message can describe. Have the "
-                "model cut where fewer are needed: pipeline_blocks in the task, or --pp-split with numbers."
+                f"a stage sends {len(values)} values to the next, more than a message can describe. Split the "
+                "model where fewer are needed: with pipeline_blocks in the task, or --pp-split with numbers."
             )
         places, length = _layout(tensors)
-        way = (to, address.stage, address.kind)
-        room = self._sent.get(way, 0)
-        self._sent[way] = max(room, length)
+        route = (to, address.stage, address.kind)
+        room = self._sent.get(route, 0)
+        self._sent[route] = max(room, length)
         with translate_peer_errors():
-            self._take_frames_back()
+            self._recycle_frames()
         frames = [self._frame(_HEADER_BYTES + room)]
-        # Not torch.tensor, which looks at each of the numbers several times.
+        # Not torch.tensor, which reads each of the numbers several times.
         description = torch.frombuffer(array("q", [length, len(values), *numbers]), dtype=torch.int64)
         _view(frames[0], torch.int64, 0, description.shape, (1,)).copy_(description)
         first = _HEADER_BYTES
         if length > room:
             frames.append(self._frame(length))
-            self._empty.clear()  # from now on, they are to be longer
+            self._empty.clear()  # later frames are longer
             first = 0
         for place, tensor in zip(places, tensors, strict=True):
             _view(frames[-1], tensor.dtype, first + place, tensor.shape, tensor.stride()).copy_(tensor)
@@ -218,28 +216,28 @@ class StageChannel:
             for frame in frames:
                 work = dist.isend(frame, group=self.world.group, group_dst=to, tag=address.tag)
                 assert work is not None
-                self._on_the_way.append((work, frame))
+                self._in_flight.append((work, frame))
 
     def post_recv(self, messages: Sequence[tuple[int, MessageAddress]]) -> None:
-        """Make room for messages before they are sent: for one of those that go the same way.
+        """Post receive buffers for messages before they are sent, one per route at a time.
 
         Args:
-            messages: from whom, and their addresses, in the order in which :meth:`receive` will ask for them.
+            messages: senders and addresses, in the order of the calls of :meth:`receive`.
         """
         for source, address in messages:
             self._expected.setdefault((source, address.stage, address.kind), deque()).append(address)
-        for way in self._expected:
-            self._post_next(way)
+        for route in self._expected:
+            self._post_next(route)
 
     def receive(self, source: int, address: MessageAddress) -> list[Any]:
-        """Wait for a message; tensors that required a gradient are leaves that do.
+        """Wait for a message; tensors that required a gradient become leaves that do.
 
         Raises:
             PeerLostError: the other rank is gone.
         """
         activity = self.world.progress_tracker
         activity.begin_collective("pipeline")
-        way = (source, address.stage, address.kind)
+        route = (source, address.stage, address.kind)
         with translate_peer_errors():
             if (source, address) not in self._posted:
                 self._posted[source, address] = self._post(source, address)
@@ -247,17 +245,17 @@ class StageChannel:
             work.wait()
             numbers = iter(_view(frame, torch.int64, 0, (_HEADER,), (1,)).tolist())
             length, first = next(numbers), _HEADER_BYTES
-            if length > self._received.get(way, 0):
-                self._received[way] = length
+            if length > self._received.get(route, 0):
+                self._received[route] = length
                 frame, first = torch.empty(length, dtype=torch.uint8), 0
                 dist.recv(frame, group=self.world.group, group_src=source, tag=address.tag)
-            self._post_next(way)
-        # The ranks of a pipeline take part in one exchange, of which they go in and out.
+            self._post_next(route)
+        # The ranks of a pipeline share one exchange, which they enter and leave repeatedly.
         activity.suspend_collective()
         return list(self._decode(numbers, next(numbers), _FrameReader(frame, first)))
 
     def wait(self) -> None:
-        """Wait until all that was sent has arrived.
+        """Wait until all sent messages have arrived.
 
         Raises:
             PeerLostError: another rank is gone.
@@ -265,30 +263,30 @@ class StageChannel:
         activity = self.world.progress_tracker
         activity.begin_collective("pipeline")
         with translate_peer_errors():
-            for work, _ in self._on_the_way:
+            for work, _ in self._in_flight:
                 work.wait()
-            self._take_frames_back()
+            self._recycle_frames()
         activity.end_collective()
 
     def _frame(self, nbytes: int) -> torch.Tensor:
-        """Room for what is sent, which the kernel has given before if it can be."""
+        """Return a send buffer, reused if possible."""
         arrived = self._empty.get(nbytes)
         return arrived.pop() if arrived else torch.empty(nbytes, dtype=torch.uint8)
 
-    def _take_frames_back(self) -> None:
+    def _recycle_frames(self) -> None:
         waiting = []
-        for work, frame in self._on_the_way:
+        for work, frame in self._in_flight:
             if work.is_completed():
                 self._empty.setdefault(frame.numel(), []).append(frame)
             else:
                 waiting.append((work, frame))
-        self._on_the_way = waiting
+        self._in_flight = waiting
 
-    def _post_next(self, way: _Way) -> None:
-        expected = self._expected.get(way)
+    def _post_next(self, route: _Route) -> None:
+        expected = self._expected.get(route)
         if expected:
             address = expected.popleft()
-            self._posted[way[0], address] = self._post(way[0], address)
+            self._posted[route[0], address] = self._post(route[0], address)
 
     def _post(self, source: int, address: MessageAddress) -> tuple[dist.Work, torch.Tensor]:
         room = self._received.get((source, address.stage, address.kind), 0)
@@ -319,7 +317,7 @@ class StageChannel:
 
 
 class _FrameReader:
-    """Gives the tensors of a frame, one after the other."""
+    """Reads the tensors of a frame in order."""
 
     def __init__(self, frame: torch.Tensor, first: int) -> None:
         self._frame, self._first = frame, first
@@ -332,7 +330,7 @@ class _FrameReader:
 
 
 def _layout(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """At which byte each one begins, and where the last one ends."""
+    """Return the first byte of each tensor, and the end of the last one."""
     places, length = [], 0
     for tensor in tensors:
         places.append(length)
@@ -347,14 +345,14 @@ def _padded(nbytes: int) -> int:
 def _view(
     frame: torch.Tensor, dtype: torch.dtype, at: int, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """A tensor in the frame's memory; no view of torch's: in-place changes of one are none of the others."""
+    """Return a tensor in the frame's memory, not a torch view, so that in-place changes are independent."""
     return torch.empty(0, dtype=dtype).set_(
         frame.untyped_storage(), at // dtype.itemsize, torch.Size(shape), tuple(stride)
     )
 
 
-def _arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, where it is one that waits for a split layer's ranks on its first use."""
+def _wait_for_value(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself, also if it is a lazy one that waits for a split layer's ranks."""
     wait = getattr(tensor, "wait", None)
     return tensor if wait is None else wait()
 
@@ -367,9 +365,9 @@ def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> None
     if value is None:
         numbers.append(_NONE)
     elif isinstance(value, torch.Tensor):
-        there = _arrived(value).detach()
-        # In its own order of memory, on which a kernel's choice, and so its bits, may depend.
-        dense = there if _is_dense(there) else there.contiguous()
+        plain = _wait_for_value(value).detach()
+        # In its own memory order, on which a kernel's choice and its bits may depend.
+        dense = plain if _is_dense(plain) else plain.contiguous()
         numbers += [_TENSOR, _DTYPES.index(value.dtype), int(value.requires_grad), value.dim()]
         numbers += [*value.shape, *dense.stride()]
         tensors.append(dense)
@@ -385,6 +383,6 @@ def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> None
             _encode(part, numbers, tensors)
     else:
         raise TaskError(
-            f"a stage cannot give a {type(value).__name__} to the next: only tensors, numbers, None and "
+            f"a stage cannot send a {type(value).__name__} to the next: only tensors, numbers, None and "
             "tuples of them. Name the parts of the model in the task: def pipeline_blocks(self, model)."
         )

@@ -1,4 +1,4 @@
-"""PipeDream: a pipeline that does not drain between steps, with a version of the weights for each."""
+"""PipeDream: a pipeline that does not drain between steps, with weight stashing."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, translate_peer_errors
 
-# --- The order in which a stage works, and which weights each micro-batch meets: pure functions of counts ---
+# --- The order of a stage's actions, and the weights of each micro-batch: pure functions of counts ---
 #
 # The schedule is PipeDream's 1F1B without a flush: Narayanan et al., "PipeDream: Generalized Pipeline
 # Parallelism for DNN Training", SOSP 2019. A stage runs as many forwards ahead of its backwards as there are
-# stages behind it, also over the end of a step: the next step's first forwards come before this step's last
-# backwards, and so before its update. Their backwards use the weights of these forwards (weight stashing).
+# stages behind it, across step boundaries too: the next step's first forwards precede this step's last backwards and
+# its update. Their backwards use the weights of these forwards (weight stashing).
 #
-# With one micro-batch a step this is the paper's schedule, with an update after every micro-batch. With S micro-batches
-# the gradients of a step are added up first, and weights are at most one update old where S is at least the
+# With one micro-batch per step this is the paper's schedule, with an update after every micro-batch. With S
+# micro-batches the gradients of a step are summed first, and weights are at most one update old if S is at least the
 # number of stages.
 
 
 @dataclass(frozen=True, slots=True)
 class PipeDreamAction:
-    """Forward or backward of one micro-batch.
+    """The forward or backward of one micro-batch.
 
     Attributes:
         kind: "F" or "B".
-        position: among the micro-batches of the step under way; from their number on, among those of the next.
+        position: index among the micro-batches of the current step, continued by those of the next.
     """
 
     kind: Literal["F", "B"]
@@ -48,18 +48,18 @@ class PipeDreamAction:
 
 
 def forwards_ahead(stage: int, num_stages: int) -> int:
-    """How many forwards a stage runs ahead of its backwards: as many as there are stages behind it."""
+    """Return how many forwards a stage runs ahead of its backwards: the number of stages behind it."""
     return num_stages - 1 - stage
 
 
 def step_actions(ahead: int, microbatches: int, begun: int, following: int) -> list[PipeDreamAction]:
-    """What a stage does in a step, up to the backward of its last micro-batch.
+    """Return a stage's actions in a step, up to the backward of its last micro-batch.
 
     Args:
         ahead: :func:`forwards_ahead` of the stage.
-        microbatches: the step's.
-        begun: how many of the step's forwards were run within the step before; see :func:`begins`.
-        following: the next step's micro-batches; 0 where all ranks finish this step before the next one.
+        microbatches: of the step.
+        begun: number of the step's forwards that ran within the previous step; see :func:`begins`.
+        following: the next step's micro-batches; 0 if all ranks finish this step before the next one.
     """
     actions: list[PipeDreamAction] = []
     forwards = begun
@@ -72,17 +72,17 @@ def step_actions(ahead: int, microbatches: int, begun: int, following: int) -> l
 
 
 def begins(ahead: int, following: int) -> int:
-    """How many of the next step's forwards a stage runs within the step before: with older weights."""
+    """Return how many of the next step's forwards a stage runs within this step, with older weights."""
     return min(ahead, following)
 
 
 @dataclass
 class PipeDreamStaleness:
-    """How many updates old the weights of forwards were when their gradients were applied.
+    """The age in updates of the weights of forwards when their gradients are applied.
 
     Attributes:
         total: over all forwards.
-        forwards: how many there were, each stage's counted.
+        forwards: number of forwards, over all stages.
         largest: of one forward.
     """
 
@@ -91,20 +91,20 @@ class PipeDreamStaleness:
     largest: int = 0
 
     def count(self, microbatches: int, stale: int) -> None:
-        """Take in a stage's step, of whose ``microbatches`` forwards ``stale`` met weights one update old."""
+        """Add a stage's step with ``microbatches`` forwards, of which ``stale`` used weights one update old."""
         self.total += stale
         self.forwards += microbatches
         self.largest = max(self.largest, int(stale > 0))
 
     def add(self, other: Sequence[int]) -> None:
-        """Take in what another stage counted: ``total``, ``forwards``, ``largest``."""
+        """Add another stage's ``total``, ``forwards``, ``largest``."""
         self.total += other[0]
         self.forwards += other[1]
         self.largest = max(self.largest, other[2])
 
     @property
     def stats(self) -> dict[str, float]:
-        """For the run's result."""
+        """The entries of the run's result."""
         mean = self.total / self.forwards if self.forwards else 0.0
         return {"staleness_mean": round(mean, 4), "staleness_max": self.largest}
 
@@ -113,11 +113,11 @@ class PipeDreamStaleness:
 
 
 Version = dict[str, torch.Tensor]
-"""A module's parameters as they were, by name: leaves that take gradients of their own."""
+"""A copy of a module's parameters, by name, as leaves with their own gradients."""
 
 
 def stash_weights(module: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """A copy of the parameters of these names as they are now."""
+    """Copy the parameters with these names."""
     return {
         name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
         for name, parameter in module.named_parameters()
@@ -126,23 +126,23 @@ def stash_weights(module: nn.Module, names: Collection[str]) -> dict[str, torch.
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of the module's buffers, for a forward to change."""
+    """Copy the module's buffers, for a forward to change."""
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
 def assign_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Write what a forward made of its copies into the module's own buffers."""
+    """Write the buffers that a forward changed back into the module."""
     for name, buffer in module.named_buffers():
         if name in values:
             buffer.copy_(values[name])
 
 
 class WithWeights(nn.Module):
-    """A module, called with other parameters and buffers than its own.
+    """A module called with other parameters and buffers.
 
     Args:
         module: the model, or a part of it.
-        tensors: by name; whatever is missing is the module's own.
+        tensors: by name; the module's own are used for the rest.
     """
 
     def __init__(self, module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
@@ -161,7 +161,7 @@ class WithWeights(nn.Module):
 
 @contextmanager
 def share_gradients(module: nn.Module, version: Version) -> Iterator[None]:
-    """Within, the copies' gradients are added to where the module's own parameters have theirs."""
+    """Add the copies' gradients to those of the module's own parameters within the block."""
     own = dict(module.named_parameters())
     for name, tensor in version.items():
         tensor.grad = own[name].grad
@@ -170,19 +170,19 @@ def share_gradients(module: nn.Module, version: Version) -> Iterator[None]:
         tensor.grad = None
 
 
-# --- PipeDream on this rank's stage: forwards and backwards in the schedule's order, over the end of a step
+# --- PipeDream on this rank's stage: forwards and backwards in the schedule's order, across step boundaries
 
 
-_NUMBERS = 1024  # messages of so many units on their way are told apart, far more than there can be
+_NUMBERS = 1024  # distinct message numbers, far more than units in flight
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """A micro-batch whose forward is done on this stage, and its backward is not.
+    """A micro-batch between its forward and its backward on this stage.
 
     Attributes:
         number: counted from the first step on, modulo :data:`_NUMBERS`.
-        weights: the old parameters that its forward used; empty where these are the stage's own.
+        weights: the old parameters of its forward; empty if it used the stage's current ones.
     """
 
     number: int
@@ -191,13 +191,13 @@ class _Unit:
 
 
 class PipeDream(Pipeline):
-    """Asynchronous pipeline parallelism with weight stashing; ``schedule.py`` says what runs when.
+    """Asynchronous pipeline parallelism with weight stashing.
 
-    A rank applies its stage's updates by itself. What ranks are to know of each other arrives a step later,
-    except in a step that nothing overlaps with.
+    A rank applies its stage's updates independently. The ranks' rows arrive one step later, except in a step without
+    overlap.
 
     Args:
-        module: laid out by :class:`~paceline.parallel.pipeline.pipeline.Staged`, one stage a rank.
+        module: placed by :class:`~paceline.parallel.pipeline.pipeline.PipelineLayout`, one stage per rank.
         mesh: the ranks.
         options: the strategy's.
     """
@@ -212,10 +212,10 @@ class PipeDream(Pipeline):
         self._ahead = [forwards_ahead(stage, stages) for stage in range(stages)]
         self._in_flight: deque[_Unit] = deque()
         self._forwards = 0
-        self._begun = 0  # of the step's micro-batches, those that the step before could begin
-        self._following: Sequence[MicroBatch] | None = None  # it may be none: another copy has them all
+        self._begun = 0  # micro-batches of the step that the previous step could begin
+        self._following: Sequence[MicroBatch] | None = None  # it may be empty, if another replica has them all
         self._staleness = PipeDreamStaleness()
-        self._told: tuple[dist.Work, list[torch.Tensor]] | None = None
+        self._pending_rows: tuple[dist.Work, list[torch.Tensor]] | None = None
 
     @property
     def stats(self) -> Mapping[str, Any]:
@@ -231,7 +231,7 @@ class PipeDream(Pipeline):
     def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
         present, upcoming = len(microbatches), self._following or ()
         following = len(upcoming)
-        for ahead in self._ahead:  # of all stages: it follows from the counts
+        for ahead in self._ahead:  # of all stages, because it follows from the counts
             self._staleness.count(present, begins(ahead, self._begun))
         own = self._ahead[self._stage.number]
         old: Version = {}
@@ -240,43 +240,43 @@ class PipeDream(Pipeline):
             kind, position = action.kind, action.position
             self._began = time.time()
             if kind == "B":
-                self._one_backward(work)
+                self._backward_microbatch(work)
             elif position < present:
-                self._one_forward(microbatches[position], {}, work)
+                self._forward_microbatch(microbatches[position], {}, work)
             else:
-                # Its backward comes after this step's update, which it must not see.
+                # Its backward follows this step's update, which it must not use.
                 old = old or stash_weights(self.module, self._stage.holds)
                 microbatch = upcoming[position - present]
-                self._one_forward(microbatch, old, _NextStep(work, self.module, old))
+                self._forward_microbatch(microbatch, old, _NextStep(work, self.module, old))
             self.timed.append(TimedAction(ScheduleAction(kind, self._stage.number, position), self._began, time.time()))
         self._begun = following
         if self._following is None:
             self._link.wait()
 
     def reduce(self, row: Sequence[float]) -> StepSums:
-        rows = self._heard()
+        rows = self._collect_rows()
         if self._following is None:
             return super().reduce(row)
         sums = self._reducer.finish(row)
-        self._tell(row)
+        self._send_row(row)
         return replace(sums, rows=rows)
 
     def _record(self) -> None:
-        # A step has no begin and no end here that all ranks share, and so no picture.
+        # Without common step boundaries there is no trace.
         pass
 
     def rollback(self) -> None:
         super().rollback()
         self._in_flight.clear()
-        self._told = None
+        self._pending_rows = None
 
-    def _one_forward(self, microbatch: MicroBatch, weights: Version, work: MicrobatchWork) -> None:
+    def _forward_microbatch(self, microbatch: MicroBatch, weights: Version, work: MicrobatchWork) -> None:
         number = self._forwards % _NUMBERS
         self._run_forward(self._stage, number, microbatch, work)
         self._in_flight.append(_Unit(number, microbatch, weights))
         self._forwards += 1
 
-    def _one_backward(self, work: MicrobatchWork) -> None:
+    def _backward_microbatch(self, work: MicrobatchWork) -> None:
         unit = self._in_flight.popleft()
         stage, flight = self._stage, self._flights[self._stage.number, unit.number]
         self._begin_backward(stage, unit.number, flight, work)
@@ -287,21 +287,21 @@ class PipeDream(Pipeline):
         self._send_back(stage, unit.number, flight)
         self._end(stage, unit.number, flight, unit.microbatch, work)
 
-    def _tell(self, row: Sequence[float]) -> None:
+    def _send_row(self, row: Sequence[float]) -> None:
         """Send this rank's row to all, without waiting for theirs."""
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self._mesh.world.world_size)]
         with translate_peer_errors():
             work = dist.all_gather(rows, mine, group=self._mesh.world.group, async_op=True)
         assert work is not None
-        self._told = work, rows
+        self._pending_rows = work, rows
 
-    def _heard(self) -> list[Sequence[float]]:
-        """Every rank's row of the step before, which all of them have done by now, or nearly so."""
-        told, self._told = self._told, None
-        if told is None:
+    def _collect_rows(self) -> list[Sequence[float]]:
+        """Return every rank's row of the previous step, which has usually arrived by now."""
+        pending, self._pending_rows = self._pending_rows, None
+        if pending is None:
             return []
-        work, rows = told
+        work, rows = pending
         self._mesh.world.progress_tracker.begin_collective("all-gather")
         with translate_peer_errors():
             work.wait()
@@ -310,7 +310,7 @@ class PipeDream(Pipeline):
 
 
 class _NextStep:
-    """A micro-batch's work in the step after the one under way, with weights of which the stage keeps a copy."""
+    """A micro-batch's work of the next step, with stashed weights."""
 
     def __init__(self, work: MicrobatchWork, module: nn.Module, weights: Version) -> None:
         self._work, self._model = work, WithWeights(module, weights)

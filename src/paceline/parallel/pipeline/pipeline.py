@@ -55,11 +55,11 @@ from paceline.parallel.sharded_state import explain_dtensor_mixing, local_shard
 from paceline.parallel.strategy import ExampleBatchProvider, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
-# --- A backward in two halves: first the gradients of a stage's input, later those of its weights ---
+# --- A split backward: first the gradients of a stage's input, later those of its weights ---
 
 
 Groups = list[dict[str, Any]]
-"""What the first half leaves for the second."""
+"""The state between the two halves."""
 
 
 def backward_of_inputs(
@@ -70,33 +70,33 @@ def backward_of_inputs(
     *,
     check: bool,
 ) -> Groups:
-    """Give ``inputs`` their gradients.
+    """Compute the gradients of ``inputs``.
 
     Args:
-        roots: where backward begins; they are detached afterwards.
+        roots: the roots of the backward; they are detached afterwards.
         gradients: of the roots.
         inputs: leaves.
         weights: those of the stage.
-        check: that the second half will reach every weight that a whole backward would.
+        check: check that the second half will reach every weight that a full backward would.
 
     Raises:
         TaskError: it would not.
     """
-    there = set()
+    reachable_weights = set()
     if check:
         reached = construct_reverse_graph([_node(root) for root in roots])
-        there = {_node(weight) for weight in weights} & reached.keys()
+        reachable_weights = {_node(weight) for weight in weights} & reached.keys()
     _, groups = stage_backward_input(roots, gradients, list(inputs), iter(weights))
-    if not there <= {node for group in groups for node in group["params"]}:
+    if not reachable_weights <= {node for group in groups for node in group["params"]}:
         raise TaskError(
-            "--pp-schedule zero-bubble cannot split the backward of a stage that gives values which do not "
-            "depend on what it gets. Use --pp-schedule 1f1b, or --pp-split with other numbers."
+            "--pp-schedule zero-bubble cannot split the backward of a stage with outputs that do not "
+            "depend on its inputs. Use --pp-schedule 1f1b, or --pp-split with other numbers."
         )
     return groups
 
 
 def backward_of_weights(weights: Sequence[nn.Parameter], groups: Groups) -> None:
-    """Add to the gradients of ``weights``, from what the first half has left."""
+    """Add to the gradients of ``weights``, from the state of the first half."""
     stage_backward_weight(iter(weights), groups)
 
 
@@ -104,42 +104,44 @@ def _node(tensor: torch.Tensor) -> Any:
     return _get_grad_fn_or_grad_acc(tensor)
 
 
-# --- A state whose tensors lie on several stages' ranks, as one process would have it ---
+# --- Full states from several stages' ranks ---
 
 
 _Path = tuple[str | int, ...]
 
 
 def gather_to_first(state: Any, part: World) -> Any:
-    """The whole state on the first rank of ``part``; its own on the others. All of them call it together.
+    """Return the full state on the first rank of ``part``, and its own state on the others; a collective.
 
-    What the first rank lacks (a tensor on the ``meta`` device, or an optimizer's state that is not there) it
-    gets from the first one that has it; one tensor at a time is on the way.
+    Tensors that the first rank lacks (on the ``meta`` device, or missing in an optimizer's state) come from the first
+    rank that has them, one at a time.
 
     Args:
         state: mappings, lists and tuples of tensors and other values.
-        part: the ranks that hold one copy of the model.
+        part: the ranks of a model replica.
     """
     leaves = dict(_leaves(state, ()))
     known = {_text(path) for path, leaf in leaves.items() if not _is_meta(leaf)} if part.rank == 0 else set()
     known = set(part.broadcast_object(sorted(known)))
-    mine = {} if part.rank == 0 else {p: v for p, v in leaves.items() if not _is_meta(v) and _text(p) not in known}
-    offers = part.all_gather_object([_offer(path, leaf) for path, leaf in mine.items()])
-    taken: dict[_Path, Any] = {}
+    own_leaves = (
+        {} if part.rank == 0 else {p: v for p, v in leaves.items() if not _is_meta(v) and _text(p) not in known}
+    )
+    offers = part.all_gather_object([_offer(path, leaf) for path, leaf in own_leaves.items()])
+    received: dict[_Path, Any] = {}
     for source in range(1, part.world_size):
         for path_list, value, dtype, shape in offers[source]:
             path = tuple(path_list)
-            if path in taken:
+            if path in received:
                 continue
-            taken[path] = value
+            received[path] = value
             if dtype is None:
                 continue
             if part.rank == 0:
-                taken[path] = torch.empty(shape, dtype=getattr(torch, dtype))
-                _exchange(part, taken[path], source=source)
+                received[path] = torch.empty(shape, dtype=getattr(torch, dtype))
+                _exchange(part, received[path], source=source)
             elif part.rank == source:
                 _exchange(part, leaves[path].detach().cpu().contiguous(), source=None)
-    return _with(state, _tree(taken)) if part.rank == 0 else state
+    return _merge(state, _tree(received)) if part.rank == 0 else state
 
 
 def _exchange(part: World, tensor: torch.Tensor, *, source: int | None) -> None:
@@ -169,21 +171,21 @@ def _leaves(state: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
         yield path, state
 
 
-def _with(state: Any, taken: Any) -> Any:
-    """The state with what was taken, a tree of the same form, in its places."""
+def _merge(state: Any, taken: Any) -> Any:
+    """Merge received values, a tree of the same form, into the state."""
     if isinstance(state, Mapping):
         names = [*state, *(name for name in taken if name not in state)]
         if all(isinstance(name, int) for name in names):
-            names.sort()  # an optimizer's states are by the number of the parameter
-        return {name: _merged(state, taken, name) for name in names}
-    return type(state)(_merged(dict(enumerate(state)), taken, number) for number in range(len(state)))
+            names.sort()  # an optimizer's states are keyed by the number of the parameter
+        return {name: _merge_entry(state, taken, name) for name in names}
+    return type(state)(_merge_entry(dict(enumerate(state)), taken, number) for number in range(len(state)))
 
 
-def _merged(state: Mapping[Any, Any], taken: Mapping[Any, Any], name: Any) -> Any:
+def _merge_entry(state: Mapping[Any, Any], taken: Mapping[Any, Any], name: Any) -> Any:
     if name not in taken:
         return state[name]
     if name in state and isinstance(state[name], Mapping | list | tuple):
-        return _with(state[name], taken[name])
+        return _merge(state[name], taken[name])
     return taken[name]
 
 
@@ -205,23 +207,23 @@ def _text(path: _Path) -> str:
     return repr(path)
 
 
-# --- A model cut into stages: each rank holds its own, and nothing of the others but names and shapes ---
+# --- The layout: each rank holds its own stages, and only names and shapes of the others ---
 
 
 _AXES = ("pp",)
-_ROOM = 0.9  # of a device's memory, for what is counted here
+_USABLE_MEMORY = 0.9  # usable fraction of a device's memory
 
 
 class PipelineLayout:
-    """Lays a model out in stages along a mesh's axis ``pp``.
+    """Splits a model into stages along a mesh's axis ``pp``.
 
     Args:
         mesh: the ranks.
-        schedule: says how many stages a rank has, and how many micro-batches they keep.
+        schedule: determines the stages per rank, and the micro-batches in flight.
         how: "balanced", "equal" or a number of blocks for each stage.
-        microbatches: that a copy of the model computes in a step.
-        rehearsal: what may be tried of the task.
-        splitting: splits the layers of each stage over the mesh's innermost axis, where it has one.
+        microbatches: of a model replica in a step.
+        rehearsal: runs example batches of the task.
+        splitting: splits the layers of each stage over the mesh's ``tp`` axis, if it has one.
     """
 
     is_collective = True
@@ -236,7 +238,9 @@ class PipelineLayout:
         splitting: LayerSplitting | None = None,
     ) -> None:
         if mesh.world.world_size == 1:
-            raise ConfigError("--strategy pp cuts a model over processes, but there is one. Use --strategy single.")
+            raise ConfigError(
+                "--strategy pp splits a model over processes, but there is only one. Use --strategy single."
+            )
         self._mesh = mesh
         self._part = mesh.submesh(_AXES)
         self._schedule, self._how = schedule, how
@@ -246,28 +250,28 @@ class PipelineLayout:
         ranks = self._part.world_size
         if schedule != "sequential" and microbatches < ranks:
             raise ConfigError(
-                f"--strategy pp: {microbatches} micro-batches for {ranks} stages leave some idle all the "
-                f"time. Use --microbatches {ranks * mesh.data.world_size} or more, or fewer stages."
+                f"--strategy pp: {microbatches} micro-batches for {ranks} stages leave some always "
+                f"idle. Use --microbatches {ranks * mesh.data.world_size} or more, or fewer stages."
             )
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
-        # A model may be built with randomness that no seed of torch's reaches.
+        # The task may build the model with randomness that Paceline does not seed.
         self._mesh.world.broadcast_module(module)
         parts = self._example_batch.parts(module)
         absent = absent_arguments(module, self._example_batch.loss) if parts is None else frozenset()
-        found = find_blocks(module, parts, absent)
+        blocks = find_blocks(module, parts, absent)
         if self._splitting is not None:
-            found = closed(found, self._splitting.decide(module))
+            blocks = closed(blocks, self._splitting.decide(module))
         ranks = self._part.world_size
         count = ranks * CHUNKS[self._schedule]
-        stage_split.require_blocks(found, count)
-        sizes = self._sizes(found, module, device, count)
-        stages = cut(found, sizes)
-        forward = StageExecutor(found, stages, StageChannel(self._part))
+        stage_split.require_blocks(blocks, count)
+        sizes = self._sizes(blocks, module, device, count)
+        stages = cut(blocks, sizes)
+        forward = StageExecutor(blocks, stages, StageChannel(self._part))
         held = {name for stage in forward.own for name in stage.holds}
-        if self._part.rank == 0:  # and what no block uses
+        if self._part.rank == 0:  # and tensors that no block uses
             held |= _names(module) - {name for stage in stages for name in stage.holds}
-        _drop_others(module, held)
+        _drop_unused(module, held)
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
         if self._splitting is not None:
             self._splitting.split(module)
@@ -278,23 +282,23 @@ class PipelineLayout:
         return optimizers  # their state follows the parameters
 
     def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
-        raise AssertionError("a model in stages has no moving average")
+        raise AssertionError("a pipeline does not support a moving average")
 
     def full(self, state: Any, *, keep: bool) -> Any:
-        # The first copy of the model is enough, and of each stage the first rank.
+        # The first model replica is enough, and the first rank of each stage.
         first = self._mesh.is_first_along(_AXES)
         if self._splitting is not None:
             state = self._splitting.full(state, keep=keep or first)
         return gather_to_first(state, self._part) if first else state
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
-        """As one process would: the norm of the norms of all gradients, in the order of the parameters."""
+        """Clip as one process would: by the norm of all gradients' norms, in the order of the parameters."""
         parameters = [p for p in module.parameters() if p.requires_grad]
         own = [(n, p.grad) for n, p in enumerate(parameters) if p.grad is not None]
         norms = [0.0] * len(parameters)
         for (number, _), norm in zip(own, norms_of_parts([g for _, g in own]), strict=True):
             norms[number] = norm
-        # Each norm is on one rank, and zero on the others: their sum is itself.
+        # Each norm is on one rank and zero on the others, so the sum is exact.
         rows = self._part.all_gather_object(norms)
         total = torch.linalg.vector_norm(torch.tensor(rows, dtype=torch.float32).sum(dim=0))
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -302,13 +306,13 @@ class PipelineLayout:
             part = local_shard(gradient)
             part.mul_(factor.to(part.device))
 
-    def _sizes(self, found: Blocks, module: nn.Module, device: torch.device, count: int) -> tuple[int, ...]:
+    def _sizes(self, blocks: Blocks, module: nn.Module, device: torch.device, count: int) -> tuple[int, ...]:
         if self._how != "balanced":
-            return stage_split.manual_split(found, count, self._how)
+            return stage_split.manual_split(blocks, count, self._how)
         world, sizes, problem = self._mesh.world, None, None
         degree = 1 if self._splitting is None else self._splitting.degree
         if world.rank == 0:
-            costs = stage_split.measure(found, module, device, self._example_batch.loss)
+            costs = stage_split.measure(blocks, module, device, self._example_batch.loss)
             kept = max_in_flight(build_schedules(self._schedule, self._part.world_size, self._microbatches))
             try:
                 sizes = stage_split.balanced_split(
@@ -327,16 +331,16 @@ class PipelineLayout:
 
 def _limit_bytes(device: torch.device, processes: int) -> float:
     if device.type == "cuda":
-        return _ROOM * torch.cuda.get_device_properties(device).total_memory
-    return _ROOM * psutil.virtual_memory().total / max(1, processes)
+        return _USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
+    return _USABLE_MEMORY * psutil.virtual_memory().total / max(1, processes)
 
 
 def _names(module: nn.Module) -> set[str]:
     return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
 
 
-def _drop_others(module: nn.Module, held: set[str]) -> None:
-    """Leave names and shapes of what is not held: such tensors are on the ``meta`` device."""
+def _drop_unused(module: nn.Module, held: set[str]) -> None:
+    """Replace tensors that this rank does not hold by ones on the ``meta`` device, with names and shapes."""
     tensors: Mapping[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     own = {id(tensor) for name, tensor in tensors.items() if name in held}
     dropped: dict[int, torch.Tensor] = {}
@@ -354,11 +358,11 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, nn.Parameter):
         return shape
     parameter = nn.Parameter(shape, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)  # what the task may have noted there
+    parameter.__dict__.update(tensor.__dict__)  # attributes set by the task
     return parameter
 
 
-# --- Runs the micro-batches of a step through the stages, in the order of a schedule ---
+# --- The strategy: runs the micro-batches of a step through the stages, in the order of a schedule ---
 
 
 _log = logging.getLogger(__name__)
@@ -366,16 +370,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _InFlightMicrobatch:
-    """What a stage keeps of a micro-batch between its forward and the end of its backward.
+    """A stage's state of a micro-batch between its forward and the end of its backward.
 
     Attributes:
-        turn: what came in and went out.
-        loss: the last stage's.
-        buffers: what the forward has left in the stage's buffers.
-        weight, loss_sum: of the loss, once they are known.
-        roots, gradients: where backward begins.
-        groups: what :func:`backward_of_inputs` left for the weights; None where they are still to be
-            computed by a whole backward.
+        turn: inputs and outputs.
+        loss: of the last stage.
+        buffers: the stage's buffers after the forward.
+        weight, loss_sum: of the loss, once known.
+        roots, gradients: the roots of the backward.
+        groups: the state of :func:`backward_of_inputs`; None if the weights need a full backward.
     """
 
     turn: StageCall
@@ -389,16 +392,16 @@ class _InFlightMicrobatch:
 
 
 class Pipeline:
-    """A micro-batch is a micro-batch, and its gradients are summed like any other's: the bits are one process's.
+    """Runs a schedule; the gradients of each micro-batch are summed as usual, with the bits of one process.
 
     Attributes:
-        module, model: the model, laid out in stages.
-        plan: who computes which micro-batch.
-        microbatches: of this rank's copy of the model.
-        timed: what this rank did in its last step, and when, by ``time.time()``.
+        module, model: the model, split into stages.
+        plan: the assignment of micro-batches.
+        microbatches: of this rank's model replica.
+        timed: this rank's actions in its last step, by ``time.time()``.
 
     Args:
-        module: laid out by :class:`~paceline.parallel.pipeline.pipeline.Staged`.
+        module: placed by :class:`PipelineLayout`.
         mesh: the ranks.
         options: the strategy's; ``--pp-schedule`` is the order of the work.
     """
@@ -451,7 +454,7 @@ class Pipeline:
         raise AssertionError("steps do not overlap here")
 
     def begin_step(self, present: Sequence[int]) -> None:
-        # A copy without micro-batches sends here what others send in backward: their last stage's gradients first.
+        # A replica without micro-batches sends here what others send in backward: the last stage's gradients first.
         for _, reducer in sorted(self._reducers.items(), reverse=True):
             reducer.begin(present)
 
@@ -465,9 +468,9 @@ class Pipeline:
         }
         self.timed = []
         order = build_schedules(self._schedule, world.world_size, len(microbatches))[world.rank]
-        # A stage whose layers are split waits for the ranks that hold the other parts, too.
+        # A stage with split layers also waits for the ranks of the other parts.
         with translate_peer_errors(), explain_dtensor_mixing():
-            self._link.post_recv([message for action in order for message in self._awaited(action)])
+            self._link.post_recv([message for action in order for message in self._input_messages(action)])
             for action in order:
                 kind, number, k = action
                 self._began = time.time()
@@ -476,17 +479,17 @@ class Pipeline:
         self._link.wait()
 
     def run_dummy(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
-        raise AssertionError("no rank waits for another one's backward here")
+        raise AssertionError("this strategy has no dummy micro-steps")
 
     def reduce(self, row: Sequence[float]) -> StepSums:
         self._record()
-        first, *others = self._reducers.values()
+        first, *rest = self._reducers.values()
         sums = first.finish(row)
-        finite = all([sums.finite, *(reducer.finish(()).finite for reducer in others)])
+        finite = all([sums.finite, *(reducer.finish(()).finite for reducer in rest)])
         return require_agreement(replace(sums, finite=finite), row, self._mesh)
 
     def _record(self) -> None:
-        """Keep what was done in the 2nd, 4th, 8th, ... step for ``paceline runs pipeline``."""
+        """Save the trace of the 2nd, 4th, 8th, ... step for ``paceline runs pipeline``."""
         self._steps += 1
         if self._steps == 1 or self._steps & (self._steps - 1):
             return
@@ -495,7 +498,7 @@ class Pipeline:
         if self._mesh.world.rank == 0:
             try:
                 schedules.write(self._trace, self._schedule, self._steps, ranks)
-            except OSError as error:  # a picture is no reason to stop
+            except OSError as error:  # training continues without the trace
                 _log.warning("%s cannot be written: %s", self._trace, error.strerror)
 
     def rollback(self) -> None:
@@ -507,8 +510,8 @@ class Pipeline:
         for reducer in self._reducers.values():
             reducer.close()
 
-    def _awaited(self, action: ScheduleAction) -> list[tuple[int, MessageAddress]]:
-        """From whom, and as what, comes what the action begins with, if it does not come from here."""
+    def _input_messages(self, action: ScheduleAction) -> list[tuple[int, MessageAddress]]:
+        """Return the sender and address of the action's input, if it comes from another rank."""
         kind, stage, k = action
         if kind == "F" and stage > 0:
             return [(self._forward.rank_of(stage - 1), MessageAddress(stage, FORWARD, k))]
@@ -517,9 +520,9 @@ class Pipeline:
         return []
 
     def _run_forward(self, stage: Stage, k: int, microbatch: MicroBatch, work: MicrobatchWork) -> None:
-        entered = self._receive(stage.number - 1, MessageAddress(stage.number, FORWARD, k)) if stage.number else []
+        inputs = self._receive(stage.number - 1, MessageAddress(stage.number, FORWARD, k)) if stage.number else []
         buffers = self._reducers[stage.number].buffers
-        turn = StageCall(stage, entered)
+        turn = StageCall(stage, inputs)
         loss: Loss | None = None
         self._forward.turn = turn
         buffers.swap_in()
@@ -552,7 +555,7 @@ class Pipeline:
         inputs = [tensor for tensor in _tensors(flight.turn.entered) if _wants_gradient(tensor)]
         if inputs and flight.roots:
             weights = self._weights[stage.number]
-            # One step shows how the stage is built.
+            # One step is enough to check how the stage is built.
             flight.groups = backward_of_inputs(flight.roots, flight.gradients, inputs, weights, check=not self._steps)
         self._send_back(stage, k, flight)
 
@@ -566,7 +569,7 @@ class Pipeline:
         self._end(stage, k, flight, microbatch, work)
 
     def _begin_backward(self, stage: Stage, k: int, flight: _InFlightMicrobatch, work: MicrobatchWork) -> None:
-        """Know the loss, and where backward begins with which gradients."""
+        """Determine the loss, and the roots and gradients of the backward."""
         if flight.loss is not None:
             root = work.scale_loss(flight.loss.sum)
             flight.weight, flight.loss_sum = float(flight.loss.weight), flight.loss.sum.item()
@@ -575,8 +578,8 @@ class Pipeline:
             return
         answer = self._receive(stage.number + 1, MessageAddress(stage.number, BACKWARD, k))
         flight.weight, flight.loss_sum, *gradients = answer
-        given = [tensor for tensor in _tensors(flight.turn.left) if tensor.requires_grad]
-        pairs = [(t, g) for t, g in zip(given, gradients, strict=True) if g is not None]
+        outputs = [tensor for tensor in _tensors(flight.turn.left) if tensor.requires_grad]
+        pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
         flight.roots, flight.gradients = [t for t, _ in pairs], [g for _, g in pairs]
         flight.turn.left = []
 
@@ -602,7 +605,7 @@ class Pipeline:
 
     def _receive(self, stage: int, address: MessageAddress) -> list[Any]:
         received = self._link.receive(self._forward.rank_of(stage), address)
-        self._began = time.time()  # waiting is no work
+        self._began = time.time()  # exclude the waiting
         return received
 
 
@@ -615,10 +618,10 @@ def _wants_gradient(value: Any) -> bool:
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors

@@ -1,4 +1,4 @@
-"""The order of forward and backward passes in a pipeline, and its picture."""
+"""Pipeline schedules, their simulation, and the trace of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from paceline.core.errors import RunDirectoryError
 
-# --- In which order each rank runs its forwards and backwards: pure functions of numbers ---
+# --- The order of each rank's forwards and backwards: pure functions of numbers ---
 #
 # GPipe: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
 # 1F1B: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021. Interleaved: Narayanan et
@@ -32,15 +32,15 @@ CHUNKS: dict[Name, int] = {
     "sequential": 1,
     "pipedream": 1,
 }
-"""How many stages a rank has."""
+"""The number of stages per rank."""
 
 
 class ScheduleAction(NamedTuple):
-    """One thing that a rank does.
+    """One action of a rank.
 
     Attributes:
-        kind: forward, backward, or the two halves of a backward: the gradients of the stage's input, which
-            the stage before waits for, and those of its weights.
+        kind: forward, backward, or the two halves of a backward: the gradients of the stage's input, for which the
+            previous stage waits, and those of its weights.
         stage: from 0.
         microbatch: from 0.
     """
@@ -64,7 +64,7 @@ Orders = tuple[tuple[ScheduleAction, ...], ...]
 
 @functools.lru_cache(maxsize=256)
 def build_schedules(name: Name, ranks: int, microbatches: int) -> Orders:
-    """The schedule for any number of micro-batches; pipedream's is that of 1f1b for a step by itself.
+    """Return the schedule for any number of micro-batches; pipedream's is that of 1f1b for a single step.
 
     Rank r has the stages r, r + ranks, ... In each stage, backwards are in the order of the micro-batches.
     """
@@ -82,36 +82,36 @@ def build_schedules(name: Name, ranks: int, microbatches: int) -> Orders:
 
 
 def _interleaved(ranks: int, microbatches: int) -> Orders:
-    """Megatron's order, for any number of micro-batches.
+    """Return Megatron's order, for any number of micro-batches.
 
-    It is made for multiples of the number of ranks. For other numbers ranks would wait for each other; then
-    all of them do more forwards before their first backward.
+    It is designed for multiples of the number of ranks and can deadlock for others; then all ranks run more forwards
+    before their first backward.
     """
     for more in range(2 * microbatches + 1):
-        found = tuple(_interleaved_rank(rank, ranks, microbatches, more) for rank in range(ranks))
-        if _runs(found):
-            return found
-    raise AssertionError("all forwards before all backwards always run")
+        orders = tuple(_interleaved_rank(rank, ranks, microbatches, more) for rank in range(ranks))
+        if _is_deadlock_free(orders):
+            return orders
+    raise AssertionError("all forwards before all backwards cannot deadlock")
 
 
 def _interleaved_rank(rank: int, ranks: int, microbatches: int, more: int) -> tuple[ScheduleAction, ...]:
     chunks = CHUNKS["interleaved"]
     stages, numbers = range(rank, ranks * chunks, ranks), range(microbatches)
-    # A group of as many micro-batches as there are ranks goes through a rank's stages one after the other.
+    # Groups of as many micro-batches as ranks run through a rank's stages in turn.
     ahead = sorted((k // ranks, stage, k) for stage in stages for k in numbers)
     back = sorted((k // ranks, -stage, k) for stage in stages for k in numbers)
     forwards = [ScheduleAction("F", stage, k) for _, stage, k in ahead]
     backwards = [ScheduleAction("B", -stage, k) for _, stage, k in back]
     first = min(len(forwards), 2 * (ranks - rank - 1) + (chunks - 1) * ranks + more)
-    found = forwards[:first]
+    actions = forwards[:first]
     for number, forward in enumerate(forwards[first:]):
-        found += [forward, backwards[number]]
-    return (*found, *backwards[len(forwards) - first :])
+        actions += [forward, backwards[number]]
+    return (*actions, *backwards[len(forwards) - first :])
 
 
 _FB: tuple[Kind, Kind] = ("F", "B")
-_SLOTS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""How long actions take where a schedule is made: the field's rule of thumb."""
+_DURATIONS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""Assumed durations of actions, by the usual rule of thumb."""
 
 
 @dataclass
@@ -119,8 +119,8 @@ class _Rank:
     forwards: list[ScheduleAction]
     backwards: list[ScheduleAction]
     weights: list[ScheduleAction]
-    open: int  # most forwards whose input gradients are not computed yet
-    kept: int  # most forwards whose backward is not done
+    open: int  # maximum number of forwards without input gradients
+    kept: int  # maximum number of forwards whose backward is not done
     free_at: float = 0.0
     forwarded: int = 0
     returned: int = 0
@@ -128,7 +128,7 @@ class _Rank:
 
 
 class _Simulator:
-    """Simulates the ranks: each does what is ready, a backward before a forward before weights."""
+    """Simulates greedy ranks that prefer a backward to a forward to weight gradients."""
 
     def __init__(self, ranks: int, microbatches: int, *, splits: bool) -> None:
         self._last = ranks - 1
@@ -147,25 +147,25 @@ class _Simulator:
         self._done: dict[ScheduleAction, float] = {}
 
     def run(self) -> Orders:
-        found: list[list[ScheduleAction]] = [[] for _ in self._ranks]
-        left = sum(len(r.forwards) + len(r.backwards) + len(r.weights) for r in self._ranks)
-        while left:
+        actions_of_ranks: list[list[ScheduleAction]] = [[] for _ in self._ranks]
+        remaining = sum(len(r.forwards) + len(r.backwards) + len(r.weights) for r in self._ranks)
+        while remaining:
             begin, _, rank, action = min(
                 (max(state.free_at, ready), order, rank, action)
                 for rank, state in enumerate(self._ranks)
                 for order, ready, action in self._possible(state)
             )
             state = self._ranks[rank]
-            state.free_at = self._done[action] = begin + _SLOTS[action.kind]
+            state.free_at = self._done[action] = begin + _DURATIONS[action.kind]
             state.forwarded += action.kind == "F"
             state.returned += action.kind in ("B", "I")
             state.weighted += action.kind in ("B", "W")
-            found[rank].append(action)
-            left -= 1
-        return tuple(tuple(actions) for actions in found)
+            actions_of_ranks[rank].append(action)
+            remaining -= 1
+        return tuple(tuple(actions) for actions in actions_of_ranks)
 
     def _possible(self, state: _Rank) -> Iterable[tuple[int, float, ScheduleAction]]:
-        """What the rank could do next: its preference, when it is ready, and the action."""
+        """Yield the rank's possible next actions, each with its preference and the time when it is ready."""
         if state.returned < len(state.backwards):
             action = state.backwards[state.returned]
             ready = self._ready(action)
@@ -184,14 +184,14 @@ class _Simulator:
             yield 2, 0.0, state.weights[state.weighted]
 
     def _ready(self, action: ScheduleAction) -> float | None:
-        before = needs(action, self._last)
-        if not all(n in self._done for n in before):
+        prerequisites = needs(action, self._last)
+        if not all(n in self._done for n in prerequisites):
             return None
-        return max((self._done[n] for n in before), default=0.0)
+        return max((self._done[n] for n in prerequisites), default=0.0)
 
 
 def needs(action: ScheduleAction, last: int) -> tuple[ScheduleAction, ...]:
-    """What has to be done before an action, on whichever rank.
+    """Return the actions that must precede an action, on any rank.
 
     Args:
         action: a forward, a backward, or half of one.
@@ -206,44 +206,44 @@ def needs(action: ScheduleAction, last: int) -> tuple[ScheduleAction, ...]:
 
 
 def timeline(plan: Orders, seconds: Callable[[ScheduleAction], float]) -> tuple[tuple[TimedAction, ...], ...]:
-    """When each rank does what, if nothing but its orders and what it waits for holds it up.
+    """Return the timeline of the ranks, limited only by their orders and dependencies.
 
     Args:
         plan: each rank's actions.
-        seconds: how long an action takes.
+        seconds: the duration of an action.
     """
-    found = _simulated(plan, seconds)
-    assert found is not None, "the ranks of this schedule wait for each other"
-    return found
+    result = _simulate(plan, seconds)
+    assert result is not None, "this schedule deadlocks"
+    return result
 
 
-def _runs(plan: Orders) -> bool:
-    """Whether the ranks come to an end."""
-    return _simulated(plan, lambda action: _SLOTS[action.kind]) is not None
+def _is_deadlock_free(plan: Orders) -> bool:
+    """Return whether the schedule runs without a deadlock."""
+    return _simulate(plan, lambda action: _DURATIONS[action.kind]) is not None
 
 
-def _simulated(plan: Orders, seconds: Callable[[ScheduleAction], float]) -> tuple[tuple[TimedAction, ...], ...] | None:
+def _simulate(plan: Orders, seconds: Callable[[ScheduleAction], float]) -> tuple[tuple[TimedAction, ...], ...] | None:
     last = max((action.stage for actions in plan for action in actions), default=0)
     done: dict[ScheduleAction, float] = {}
-    found: list[list[TimedAction]] = [[] for _ in plan]
-    while any(len(of_rank) < len(actions) for of_rank, actions in zip(found, plan, strict=True)):
-        moved = False
-        for of_rank, actions in zip(found, plan, strict=True):
+    timelines: list[list[TimedAction]] = [[] for _ in plan]
+    while any(len(of_rank) < len(actions) for of_rank, actions in zip(timelines, plan, strict=True)):
+        has_progress = False
+        for of_rank, actions in zip(timelines, plan, strict=True):
             for action in actions[len(of_rank) :]:
-                before = needs(action, last)
-                if not all(n in done for n in before):
+                prerequisites = needs(action, last)
+                if not all(n in done for n in prerequisites):
                     break
-                begin = max([of_rank[-1].end if of_rank else 0.0, *(done[n] for n in before)])
+                begin = max([of_rank[-1].end if of_rank else 0.0, *(done[n] for n in prerequisites)])
                 done[action] = begin + seconds(action)
                 of_rank.append(TimedAction(action, begin, done[action]))
-                moved = True
-        if not moved:
+                has_progress = True
+        if not has_progress:
             return None
-    return tuple(tuple(of_rank) for of_rank in found)
+    return tuple(tuple(of_rank) for of_rank in timelines)
 
 
 def bubble_fraction(timed: Sequence[Sequence[TimedAction]]) -> float:
-    """The share of the ranks' time in which they do nothing: the bubble."""
+    """Return the share of the ranks' time in which they are idle: the bubble."""
     begin = min((t.begin for of_rank in timed for t in of_rank), default=0.0)
     end = max((t.end for of_rank in timed for t in of_rank), default=0.0)
     busy = sum(t.end - t.begin for of_rank in timed for t in of_rank)
@@ -252,7 +252,7 @@ def bubble_fraction(timed: Sequence[Sequence[TimedAction]]) -> float:
 
 
 def max_in_flight(plan: Orders) -> dict[int, int]:
-    """For each stage, of how many micro-batches it keeps activations at once, at most."""
+    """Return for each stage the maximum number of micro-batches whose activations it keeps."""
     kept: dict[int, int] = {}
     most: dict[int, int] = {}
     for actions in plan:
@@ -265,13 +265,13 @@ def max_in_flight(plan: Orders) -> dict[int, int]:
 def predicted(
     name: Name, ranks: int, microbatches: int, stages_s: Sequence[tuple[float, float]]
 ) -> tuple[tuple[TimedAction, ...], ...]:
-    """The timeline of a step, from each stage's seconds for forward and backward.
+    """Return the timeline of a step, from each stage's seconds for forward and backward.
 
     Args:
         name: of the schedule.
-        ranks: how many.
+        ranks: number of ranks.
         microbatches: of a step.
-        stages_s: of each stage; half of a backward is taken to be its input's part.
+        stages_s: of each stage; half of a backward is assumed to be its input's part.
     """
     shares: dict[Kind, tuple[float, float]] = {"F": (1, 0), "B": (0, 1), "I": (0, 0.5), "W": (0, 0.5)}
 
@@ -283,21 +283,21 @@ def predicted(
     return timeline(build_schedules(name, ranks, microbatches), seconds)
 
 
-# --- What the ranks of a pipeline did in a step, and when: written beside the run, read by people. No torch
+# --- The trace of a step, in the run directory. No torch
 
 
 FILE = "pipeline.json"
-"""In a run's directory."""
+"""The trace's file in a run directory."""
 
 
 @dataclass(frozen=True)
 class PipelineTrace:
-    """One step of one copy of the model.
+    """One step of one model replica.
 
     Attributes:
-        schedule: the order of the work.
-        step: how many steps of the processes' came before, and this one.
-        ranks: each rank's actions, by the clock of its machine.
+        schedule: the schedule.
+        step: number of steps of these processes, including this one.
+        ranks: each rank's actions, by the clock of its node.
     """
 
     schedule: Name
@@ -306,7 +306,7 @@ class PipelineTrace:
 
     @property
     def microbatches(self) -> int:
-        """Of the step."""
+        """The number of micro-batches of the step."""
         return 1 + max((t.action.microbatch for of_rank in self.ranks for t in of_rank), default=-1)
 
     @property
@@ -315,7 +315,7 @@ class PipelineTrace:
         return bubble_fraction(self.ranks)
 
     def stages_s(self) -> list[tuple[float, float]]:
-        """Each stage's mean seconds for the forward and the backward of a micro-batch."""
+        """Return each stage's mean seconds for the forward and the backward of a micro-batch."""
         spent: dict[tuple[int, bool], float] = defaultdict(float)
         for of_rank in self.ranks:
             for (kind, stage, _), begin, end in of_rank:
@@ -325,26 +325,28 @@ class PipelineTrace:
         return [(spent[stage, True] / number, spent[stage, False] / number) for stage in stages]
 
     def counted(self) -> dict[Name, float]:
-        """The share of idle slots of each schedule, counted from this step's mean times of each stage.
+        """Return the idle share of each schedule, computed from this step's mean times of each stage.
 
-        Sends take no time there. Where a schedule has two stages a rank and the step had one, each of them is
-        taken to be half of it, and the other way round.
+        Sends take no time in this model. A schedule with two stages per rank is computed with halved stages, and the
+        other way round.
         """
         ranks, times = len(self.ranks), self.stages_s()
-        found: dict[Name, float] = {}
+        shares: dict[Name, float] = {}
         for name, chunks in CHUNKS.items():
-            if name == "pipedream":  # no step of it stands by itself
+            if name == "pipedream":  # its steps overlap
                 continue
-            found[name] = bubble_fraction(predicted(name, ranks, self.microbatches, _on(times, ranks, chunks)))
-        return found
+            shares[name] = bubble_fraction(
+                predicted(name, ranks, self.microbatches, _redistribute(times, ranks, chunks))
+            )
+        return shares
 
 
-def _on(times: Sequence[tuple[float, float]], ranks: int, chunks: int) -> list[tuple[float, float]]:
-    there = len(times) // ranks
-    of_rank = [tuple(sum(t[i] for t in times[rank::ranks]) / there for i in (0, 1)) for rank in range(ranks)]
-    if there == chunks:
+def _redistribute(times: Sequence[tuple[float, float]], ranks: int, chunks: int) -> list[tuple[float, float]]:
+    per_rank = len(times) // ranks
+    of_rank = [tuple(sum(t[i] for t in times[rank::ranks]) / per_rank for i in (0, 1)) for rank in range(ranks)]
+    if per_rank == chunks:
         return list(times)
-    return [(f * there / chunks, b * there / chunks) for f, b in of_rank] * chunks
+    return [(f * per_rank / chunks, b * per_rank / chunks) for f, b in of_rank] * chunks
 
 
 def write(path: Path, schedule: Name, step: int, ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
@@ -360,35 +362,35 @@ def read(path: Path) -> PipelineTrace:
     """Read a trace.
 
     Raises:
-        RunDirectoryError: there is none, or it is damaged.
+        RunDirectoryError: it is missing or damaged.
     """
     try:
-        found = json.loads(path.read_text())
+        document = json.loads(path.read_text())
         ranks = tuple(
             tuple(TimedAction(ScheduleAction(kind, stage, k), begin, end) for kind, stage, k, begin, end in rows)
-            for rows in found["ranks"]
+            for rows in document["ranks"]
         )
-        return PipelineTrace(cast(Name, found["schedule"]), int(found["step"]), ranks)
+        return PipelineTrace(cast(Name, document["schedule"]), int(document["step"]), ranks)
     except FileNotFoundError:
         raise RunDirectoryError(
-            f"there is no {path}: the run is no pipeline's, or has not done two steps. Train one: "
+            f"there is no {path}: the run uses no pipeline, or has not done two steps. Train one: "
             "paceline train TASK --nproc 2 --strategy pp."
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise RunDirectoryError(f"{path} is damaged: {error!r}.") from error
 
 
-_WIDTH, _LANE, _LEFT, _TOP = 960, 44, 70, 48
+_WIDTH, _ROW_HEIGHT, _LEFT, _TOP = 960, 44, 70, 48
 _COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#eeca3b"}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 
 
 def draw(trace: PipelineTrace) -> str:
-    """The step as SVG: a lane for each rank, a box for each action with its micro-batch's number."""
+    """Draw the step as SVG: a row for each rank, a box for each action with its micro-batch's number."""
     begin = min(t.begin for of_rank in trace.ranks for t in of_rank)
     end = max(t.end for of_rank in trace.ranks for t in of_rank)
     scale = (_WIDTH - _LEFT - 20) / max(end - begin, 1e-9)
-    height = _TOP + _LANE * len(trace.ranks) + 56
+    height = _TOP + _ROW_HEIGHT * len(trace.ranks) + 56
     title = (
         f"{trace.schedule}, {len(trace.ranks)} ranks, {trace.microbatches} micro-batches: "
         f"{(end - begin) * 1e3:.1f} ms, {trace.idle:.0%} idle"
@@ -400,7 +402,7 @@ def draw(trace: PipelineTrace) -> str:
         f'<text x="{_LEFT}" y="26" font-size="15">{escape(title)}</text>',
     ]
     for rank, of_rank in enumerate(trace.ranks):
-        y = _TOP + _LANE * rank
+        y = _TOP + _ROW_HEIGHT * rank
         parts.append(f'<text x="{_LEFT - 10}" y="{y + 22}" text-anchor="end">rank {rank}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - 20}" height="34" fill="#f2f2f2"/>')
         for (kind, stage, k), start, stop in of_rank:

@@ -1,4 +1,4 @@
-"""Which blocks make a stage: by measured time and memory, by number, or as told."""
+"""The split of blocks into stages: by measured time and memory, equal, or manual."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from paceline.parallel.pipeline.stages import Blocks, Values, replace_forward
 Trial = Callable[[nn.Module], Loss]
 """The task's loss on a micro-batch of the training data; it calls the model once."""
 
-_REPEATS = range(4, 20)  # at least, and at most; more while they take less than _MEASURE_S
+_REPEATS = range(4, 20)  # minimum and maximum; repeated until _MEASURE_S has passed
 _MEASURE_S = 1.0
 STATES = 4
-"""Bytes that training holds for each byte of a parameter: itself, its gradient, and two moments of Adam's."""
+"""Bytes of training state per byte of a parameter: itself, its gradient, and Adam's two moments."""
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What a block takes for one micro-batch.
+    """The cost of a block for one micro-batch.
 
     Attributes:
-        forward_s: of its forward.
-        backward_s: of its backward.
+        forward_s: seconds of its forward.
+        backward_s: seconds of its backward.
         parameter_bytes: of its parameters.
-        activation_bytes: what its backward needs, beside the parameters.
+        activation_bytes: saved for its backward, besides the parameters.
     """
 
     forward_s: float
@@ -48,19 +48,19 @@ class BlockCost:
         return self.forward_s + self.backward_s
 
 
-def measure(found: Blocks, module: nn.Module, device: torch.device, trial: Trial) -> list[BlockCost]:
+def measure(blocks: Blocks, module: nn.Module, device: torch.device, trial: Trial) -> list[BlockCost]:
     """Time each block's forward and backward on a real micro-batch, on this rank.
 
-    Parameters, buffers, gradients and torch's random numbers are afterwards what they were.
+    Parameters, buffers, gradients and torch's random state are restored afterwards.
 
     Args:
-        found: the model's blocks.
+        blocks: the model's blocks.
         module: the model.
-        device: where it is to be trained; each block is taken there only while it is measured.
+        device: the device of training, to which each block is moved only while it is measured.
         trial: calls the model.
     """
     costs: list[list[BlockCost]] = []
-    held = _owners(found, module)
+    held = _owners(blocks, module)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
     output: Any = None
@@ -68,11 +68,11 @@ def measure(found: Blocks, module: nn.Module, device: torch.device, trial: Trial
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         costs.append([])
-        values = found.bind(*args, **kwargs)
-        for number in range(len(found.blocks)):
-            costs[-1].append(_measure_block(found, number, held[number], values, device))
+        values = blocks.bind(*args, **kwargs)
+        for number in range(len(blocks.blocks)):
+            costs[-1].append(_measure_block(blocks, number, held[number], values, device))
         nonlocal output, returned_at
-        output = tree_map_only(torch.Tensor, _leaf, found.result(values))
+        output = tree_map_only(torch.Tensor, _leaf, blocks.result(values))
         returned_at = time.perf_counter()
         return output
 
@@ -95,12 +95,12 @@ def measure(found: Blocks, module: nn.Module, device: torch.device, trial: Trial
             of_block[0].parameter_bytes,
             of_block[0].activation_bytes,
         )
-        for of_block in zip(*costs[1:], strict=True)  # the first round warms up
+        for of_block in zip(*costs[1:], strict=True)  # the first repetition warms up
     ]
 
 
 def _with_loss(cost: BlockCost, forward_s: float, loss: Loss, device: torch.device) -> BlockCost:
-    """The last block's cost, with the loss's: they are computed together."""
+    """Add the loss's cost to the last block's."""
     began = time.perf_counter()
     if loss.sum.requires_grad:
         loss.sum.backward()  # type: ignore[no-untyped-call]
@@ -109,23 +109,23 @@ def _with_loss(cost: BlockCost, forward_s: float, loss: Loss, device: torch.devi
     return replace(cost, forward_s=cost.forward_s + forward_s, backward_s=cost.backward_s + backward_s)
 
 
-def _owners(found: Blocks, module: nn.Module) -> list[list[torch.Tensor]]:
+def _owners(blocks: Blocks, module: nn.Module) -> list[list[torch.Tensor]]:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return [[tensors[name] for name in sorted(block.holds)] for block in found.blocks]
+    return [[tensors[name] for name in sorted(block.holds)] for block in blocks.blocks]
 
 
 def _measure_block(
-    found: Blocks, number: int, held: Sequence[torch.Tensor], values: Values, device: torch.device
+    blocks: Blocks, number: int, tensors: Sequence[torch.Tensor], values: Values, device: torch.device
 ) -> BlockCost:
-    block = found.blocks[number]
-    homes = [tensor.data for tensor in held]
-    for tensor in held:
+    block = blocks.blocks[number]
+    original_data = [tensor.data for tensor in tensors]
+    for tensor in tensors:
         tensor.data = tensor.data.to(device)
-    # Leaves of their own, so that backward ends where the block begins.
-    computed = {name for earlier in found.blocks[:number] for name in earlier.gives}
+    # Separate leaves, so that backward ends at the block's inputs.
+    computed = {name for earlier in blocks.blocks[:number] for name in earlier.gives}
     for name in block.needs & computed:
         values[name] = tree_map_only(torch.Tensor, _leaf, values[name])
-    parameters = {tensor.untyped_storage().data_ptr() for tensor in held}
+    parameters = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,11 +140,11 @@ def _measure_block(
         block.run(values)
     _synchronize(device)
     forward_s = time.perf_counter() - began
-    after = found.crossing(number + 1)
+    after = blocks.crossing(number + 1)
     outputs = [
         leaf
         for name in block.gives
-        if name in after or name in found.result_needs
+        if name in after or name in blocks.result_needs
         for leaf in tree_leaves(values[name])
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
@@ -155,12 +155,12 @@ def _measure_block(
         torch.autograd.backward(outputs, ones)
         _synchronize(device)
         backward_s = time.perf_counter() - began
-    for tensor, home in zip(held, homes, strict=True):
+    for tensor, original in zip(tensors, original_data, strict=True):
         tensor.grad = None
-        tensor.data = home
+        tensor.data = original
     for name in block.gives:
         values[name] = tree_map_only(torch.Tensor, torch.Tensor.detach, values[name])
-    nbytes = sum(t.numel() * t.element_size() for t in held if isinstance(t, nn.Parameter))
+    nbytes = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, nn.Parameter))
     return BlockCost(forward_s, backward_s, nbytes, sum(saved.values()))
 
 
@@ -173,13 +173,13 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def manual_split(found: Blocks, stages: int, how: str) -> tuple[int, ...]:
-    """How many blocks each stage has, for ``--pp-split equal`` or ``N,N,...``.
+def manual_split(blocks: Blocks, stages: int, how: str) -> tuple[int, ...]:
+    """Return the number of blocks of each stage, for ``--pp-split equal`` or ``N,N,...``.
 
     Raises:
-        ConfigError: the numbers are not for so many stages, or do not add up; names what would.
+        ConfigError: the numbers do not fit the stages and blocks; suggests some that do.
     """
-    number = len(found.blocks)
+    number = len(blocks.blocks)
     equal = equal_split(number, stages)
     if how == "equal":
         return equal
@@ -187,31 +187,33 @@ def manual_split(found: Blocks, stages: int, how: str) -> tuple[int, ...]:
     if len(counts) == stages and sum(counts) == number and min(counts) > 0:
         return counts
     raise ConfigError(
-        f"--pp-split {how} is not for this model: its {number} blocks are to be cut into {stages} stages. "
+        f"--pp-split {how} does not fit this model, whose {number} blocks are split into {stages} stages. "
         f"Give {stages} numbers that add up to {number}, such as {','.join(map(str, equal))}, or balanced."
     )
 
 
-def require_blocks(found: Blocks, stages: int) -> None:
-    """Refuse more stages than blocks.
+def require_blocks(blocks: Blocks, stages: int) -> None:
+    """Reject more stages than blocks.
 
     Raises:
-        ConfigError: says how many there can be, and what keeps blocks together.
+        ConfigError: gives the maximum number of stages, and the reasons that keep blocks together.
     """
-    number = len(found.blocks)
+    number = len(blocks.blocks)
     if number >= stages:
         return
-    why = f" Blocks that share a parameter cannot be parted: {'; '.join(found.shared[:3])}." if found.shared else ""
-    if found.closed:
-        why += f" Layers that tp splits as a pair cannot be parted: {'; '.join(found.closed[:3])}."
+    reason = (
+        f" Blocks that share a parameter cannot be separated: {'; '.join(blocks.shared[:3])}." if blocks.shared else ""
+    )
+    if blocks.closed:
+        reason += f" Layers that tp splits as a pair cannot be separated: {'; '.join(blocks.closed[:3])}."
     advice = (
         f"Use {number} stages at most, or a model with more blocks." if number > 1 else "Use --strategy ddp or fsdp."
     )
-    raise ConfigError(f"the model has {number} block(s), too few for {stages} stages.{why} {advice}")
+    raise ConfigError(f"the model has {number} block(s), too few for {stages} stages.{reason} {advice}")
 
 
 def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
-    """Equal numbers of blocks, as far as they go."""
+    """Return numbers of blocks that differ by at most one."""
     bounds = [stage * blocks // stages for stage in range(stages + 1)]
     return tuple(stop - start for start, stop in itertools.pairwise(bounds))
 
@@ -223,30 +225,30 @@ def balanced_split(
     in_flight: Sequence[int] = (),
     limit_bytes: float = math.inf,
 ) -> tuple[int, ...]:
-    """The split whose slowest stage is fastest, among those whose stages fit into memory.
+    """Return the split whose slowest stage is fastest, among those whose stages fit into memory.
 
-    By dynamic programming over (stages, blocks): O(stages * blocks^2). Ties go to the smaller sum of squared
-    times, so that the other stages are even too.
+    By dynamic programming over (stages, blocks): O(stages * blocks^2). Ties go to the smaller sum of squared times, so
+    that the other stages are even too.
 
     Args:
         costs: of each block.
-        stages: how many to make.
-        in_flight: for each stage, how many micro-batches it holds activations of at once; by default one.
-        limit_bytes: what a stage may take: :data:`STATES` times its parameters, and its activations.
+        stages: number of stages.
+        in_flight: for each stage, the number of micro-batches whose activations it holds; by default one.
+        limit_bytes: memory of a stage: :data:`STATES` times its parameters, and its activations.
 
     Raises:
-        ConfigError: no split fits; says what the best one would need.
+        ConfigError: no split fits; gives the memory that the best one needs.
     """
     number = len(costs)
-    held = list(in_flight) or [1] * stages
+    in_flight_of = list(in_flight) or [1] * stages
     times = [0.0, *itertools.accumulate(cost.seconds for cost in costs)]
     states = [0, *itertools.accumulate(STATES * cost.parameter_bytes for cost in costs)]
-    kept = [0, *itertools.accumulate(cost.activation_bytes for cost in costs)]
+    activations = [0, *itertools.accumulate(cost.activation_bytes for cost in costs)]
     Best = tuple[float, float, float, tuple[int, ...]]  # memory too much, slowest, squares, sizes
 
     def add(best: Best, stage: int, start: int, stop: int) -> Best:
         seconds = times[stop] - times[start]
-        needed = states[stop] - states[start] + held[stage] * (kept[stop] - kept[start])
+        needed = states[stop] - states[start] + in_flight_of[stage] * (activations[stop] - activations[start])
         too_much = max(best[0], needed - limit_bytes, 0.0)
         return (too_much, max(best[1], seconds), best[2] + seconds**2, (*best[3], stop - start))
 

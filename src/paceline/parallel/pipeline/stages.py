@@ -1,4 +1,4 @@
-"""How a model is cut into blocks, and how a stage runs its own."""
+"""Blocks of a model's forward, and the execution of stages."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torch.utils._pytree import tree_map_only
 from paceline.core.errors import TaskError
 from paceline.parallel.pipeline.channel import EVALUATION, MessageAddress, StageChannel, pack, unpack
 
-# --- A model as a sequence of blocks between which it can be cut ---
+# --- A model as a sequence of blocks ---
 
 
 Values = dict[str, Any]
-"""What a forward has computed so far, by name."""
+"""The values that a forward has computed so far, by name."""
 
 
 @dataclass(frozen=True)
 class PipelineBlock:
-    """A stretch of a model's forward.
+    """A part of a model's forward.
 
     Attributes:
-        name: for people.
-        run: computes what the block gives, from a mapping that holds what it needs, into it.
-        needs: names of the values it reads.
-        gives: names of the values it computes, in order.
-        holds: names of the parameters and buffers that it uses, as the model first calls them.
-        count: how many of the model's own parts it is, each with parameters of its own.
+        name: for messages.
+        run: reads its inputs from a mapping, and writes its outputs into it.
+        needs: names of the inputs.
+        gives: names of the outputs, in order.
+        holds: names of its parameters and buffers, by their first name in the model.
+        count: number of the model's original parts in it, each with parameters.
     """
 
     name: str
@@ -46,15 +46,15 @@ class PipelineBlock:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A model's forward, as a sequence of blocks.
+    """A model's forward as a sequence of blocks.
 
     Attributes:
-        blocks: in the order in which they run.
-        bind: the values that a call begins with, from its arguments; every rank has these.
-        result: what the call returns, from the values that ``result_needs`` names.
+        blocks: in the order of execution.
+        bind: turns a call's arguments into initial values, which every rank has.
+        result: computes the call's result from the values of ``result_needs``.
         result_needs: names of values.
-        shared: parameters that keep blocks together, each with the blocks that it is in.
-        closed: blocks that were made of several, as ranks hold different features between them.
+        shared: parameters that keep blocks together, each with its blocks.
+        closed: merged blocks, between whose parts ranks hold different features.
     """
 
     blocks: tuple[PipelineBlock, ...]
@@ -65,55 +65,55 @@ class Blocks:
     closed: tuple[str, ...] = ()
 
     def crossing(self, cut: int) -> tuple[str, ...]:
-        """The values that are computed before block ``cut`` and needed by it or later, in order."""
+        """Return the values computed before block ``cut`` and needed by it or later, in order."""
         later = self.result_needs.union(*(block.needs for block in self.blocks[cut:]))
         names = dict.fromkeys(name for block in self.blocks[:cut] for name in block.gives)
         return tuple(name for name in names if name in later)
 
 
 def find_blocks(module: nn.Module, parts: Sequence[Any] | None, absent: frozenset[str] = frozenset()) -> Blocks:
-    """The blocks of a model, of which no two share a parameter or a buffer.
+    """Return the blocks of a model, of which no two share a parameter or a buffer.
 
     Args:
         module: the model.
-        parts: what ``Task.pipeline_blocks`` returned; None to find the blocks by tracing ``forward``.
-        absent: the arguments of ``forward`` that are None when it is called, which a trace depends on.
+        parts: the result of ``Task.pipeline_blocks``; None to trace ``forward``.
+        absent: the arguments of ``forward`` that are None in calls, on which a trace depends.
 
     Raises:
-        TaskError: ``forward`` cannot be traced, or ``parts`` are not what they should be.
+        TaskError: ``forward`` cannot be traced, or ``parts`` are invalid.
     """
-    found = _traced(module, absent) if parts is None else _given(module, parts)
-    return _without_shared(found)
+    blocks = _trace_blocks(module, absent) if parts is None else _blocks_from_parts(module, parts)
+    return _merge_shared(blocks)
 
 
-def _without_shared(found: Blocks) -> Blocks:
-    """Merge blocks that use the same parameter or buffer, with all between them."""
-    found = replace(found, blocks=_with_parameters(found.blocks))
+def _merge_shared(blocks: Blocks) -> Blocks:
+    """Merge blocks that share a parameter or buffer, with all blocks between them."""
+    blocks = replace(blocks, blocks=_merge_parameterless(blocks.blocks))
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    for number, block in enumerate(found.blocks):
+    for number, block in enumerate(blocks.blocks):
         for name in block.holds:
             first.setdefault(name, number)
             last[name] = number
     shared = tuple(
-        f"{name} (in {found.blocks[first[name]].name} and {found.blocks[last[name]].name})"
+        f"{name} (in {blocks.blocks[first[name]].name} and {blocks.blocks[last[name]].name})"
         for name in sorted(first)
         if first[name] != last[name]
     )
-    kept: list[PipelineBlock] = []
+    merged: list[PipelineBlock] = []
     pending: list[PipelineBlock] = []
     open_until = -1
-    for number, block in enumerate(found.blocks):
+    for number, block in enumerate(blocks.blocks):
         pending.append(block)
         open_until = max([open_until, *(last[name] for name in block.holds)])
         if open_until <= number:
-            kept.append(merge_blocks(pending))
+            merged.append(merge_blocks(pending))
             pending = []
-    return replace(found, blocks=tuple(kept), shared=shared)
+    return replace(blocks, blocks=tuple(merged), shared=shared)
 
 
-def _with_parameters(blocks: Sequence[PipelineBlock]) -> tuple[PipelineBlock, ...]:
-    """Each block that has none, merged with the one before it; the first ones with the one after them."""
+def _merge_parameterless(blocks: Sequence[PipelineBlock]) -> tuple[PipelineBlock, ...]:
+    """Merge each block without parameters into the previous one, or the next one at the beginning."""
     groups: list[list[PipelineBlock]] = []
     for block in blocks:
         if block.holds and groups and any(earlier.holds for earlier in groups[-1]):
@@ -126,15 +126,15 @@ def _with_parameters(blocks: Sequence[PipelineBlock]) -> tuple[PipelineBlock, ..
 
 
 def merge_blocks(blocks: Sequence[PipelineBlock]) -> PipelineBlock:
-    """Neighbours as one block."""
+    """Merge neighbouring blocks into one."""
     if len(blocks) == 1:
         return blocks[0]
     gives = tuple(name for block in blocks for name in block.gives)
     runs = [block.run for block in blocks]
 
     def run(values: Values) -> None:
-        for each in runs:
-            each(values)
+        for run_part in runs:
+            run_part(values)
 
     return PipelineBlock(
         name=f"{blocks[0].name} to {blocks[-1].name}",
@@ -146,11 +146,11 @@ def merge_blocks(blocks: Sequence[PipelineBlock]) -> PipelineBlock:
     )
 
 
-# --- given by the task
+# --- from the task
 
 
-def _given(module: nn.Module, parts: Sequence[Any]) -> Blocks:
-    """A chain: each part is called with what the one before returned, a tuple unpacked."""
+def _blocks_from_parts(module: nn.Module, parts: Sequence[Any]) -> Blocks:
+    """Build a chain in which each part is called with the previous part's result, a tuple unpacked."""
     names = _names_of_tensors(module)
     blocks: list[PipelineBlock] = []
     for number, part in enumerate(parts):
@@ -188,19 +188,19 @@ def _link(
             args, kwargs = values["arguments"]
             values[after] = function(*args, **kwargs)
             return
-        given = values[before]
-        values[after] = function(*given) if isinstance(given, tuple) else function(given)
+        previous = values[before]
+        values[after] = function(*previous) if isinstance(previous, tuple) else function(previous)
 
     named = part if isinstance(part, nn.Module) else function
     name = getattr(named, "__name__", type(named).__name__)
     return PipelineBlock(f"{number} {name}", run, frozenset({before} if number else {"arguments"}), (after,), holds)
 
 
-# --- found by tracing
+# --- from a trace
 
 
 class _Tracer(fx.Tracer):
-    """Looks into containers only: what a block does inside stays its own."""
+    """Traces into containers only, and treats a block as a leaf."""
 
     proxy_buffer_attributes = True
 
@@ -210,7 +210,7 @@ class _Tracer(fx.Tracer):
         return not any(isinstance(child, nn.ModuleList) and len(child) > 1 for child in m.children())
 
 
-def _traced(module: nn.Module, absent: frozenset[str]) -> Blocks:
+def _trace_blocks(module: nn.Module, absent: frozenset[str]) -> Blocks:
     was_training = module.training
     texts = []
     try:
@@ -223,21 +223,21 @@ def _traced(module: nn.Module, absent: frozenset[str]) -> Blocks:
                 ):
                     graph.erase_node(node)
             texts.append(str(graph))
-    except Exception as error:  # whatever a forward does that cannot be traced
+    except Exception as error:  # the forward may raise anything under a trace
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise _unsplittable(module, reason) from error
     finally:
         module.train(was_training)
     if texts[0] != texts[1]:
-        raise _unsplittable(module, "it does something else in training than in evaluation")
+        raise _unsplittable(module, "it differs between training and evaluation")
     signature = inspect.signature(module.forward)
     return _blocks_of(module, graph, signature, absent)
 
 
 def _unsplittable(module: nn.Module, reason: str) -> TaskError:
     return TaskError(
-        f"the forward of {type(module).__name__} cannot be cut into blocks: {reason}. Name its parts in the "
-        "task: def pipeline_blocks(self, model), as docs/pipeline.md shows."
+        f"the forward of {type(module).__name__} cannot be split into blocks: {reason}. Name its parts in the "
+        "task: def pipeline_blocks(self, model); see docs/pipeline.md."
     )
 
 
@@ -269,8 +269,8 @@ def _blocks_of(module: nn.Module, graph: fx.Graph, signature: inspect.Signature,
         if now != absent:
             named = ", ".join(sorted(now ^ absent))
             raise TaskError(
-                f"the model is called once with and once without {named}, and cut for one of the two. "
-                "Call it alike, or name its parts in the task: def pipeline_blocks(self, model)."
+                f"the model is called both with and without {named}, but was split for one of the two. "
+                "Use one kind of call, or name its parts in the task: def pipeline_blocks(self, model)."
             )
         return {node.name: bound.arguments[str(node.target)] for node in placeholders}
 
@@ -307,7 +307,7 @@ def _step(module: nn.Module, node: fx.Node) -> Callable[..., Any]:
     assert node.op == "get_attr"
     owner, _, attribute = name.rpartition(".")
     holder = module.get_submodule(owner)
-    return lambda: getattr(holder, attribute)  # as it is now: stages replace what they do not hold
+    return lambda: getattr(holder, attribute)  # read late, because stages replace tensors that they do not hold
 
 
 def _used(module: nn.Module, node: fx.Node) -> Iterator[torch.Tensor]:
@@ -324,7 +324,7 @@ def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor]:
 
 
 def _names_of_tensors(module: nn.Module) -> dict[int, str]:
-    """The first name of each parameter and buffer, by its ``id``."""
+    """Return the first name of each parameter and buffer, by its ``id``."""
     names: dict[int, str] = {}
     for named in (module.named_parameters(), module.named_buffers()):
         for name, tensor in named:
@@ -333,35 +333,35 @@ def _names_of_tensors(module: nn.Module) -> dict[int, str]:
 
 
 def absent_arguments(module: nn.Module, trial: Callable[[nn.Module], Any]) -> frozenset[str]:
-    """The arguments of ``forward`` that are None when ``trial`` calls the module, which is not run.
+    """Return the arguments of ``forward`` that are None when ``trial`` calls the module, without running it.
 
     Raises:
-        TaskError: it does not call it.
+        TaskError: ``trial`` does not call it.
     """
     signature = inspect.signature(module.forward)
-    found: list[frozenset[str]] = []
+    calls: list[frozenset[str]] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        found.append(frozenset(name for name, value in bound.arguments.items() if value is None))
+        calls.append(frozenset(name for name, value in bound.arguments.items() if value is None))
         raise _Called
 
     with torch.random.fork_rng([]), replace_forward(module, forward):
         try:
             trial(module)
         except _Called:
-            return found[0]
+            return calls[0]
     raise TaskError("the loss does not call the model, so a pipeline has nothing to run.")
 
 
 class _Called(BaseException):
-    """Not an ``Exception``, which the task may catch."""
+    """Not an ``Exception``, which the task might catch."""
 
 
 @contextmanager
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within, calls of the module call ``forward``."""
+    """Make calls of the module call ``forward`` within the block."""
     object.__setattr__(module, "forward", forward)
     try:
         yield
@@ -369,75 +369,77 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
         object.__delattr__(module, "forward")
 
 
-# --- Stages whose layers are split over ranks once more: what a pipeline asks of whoever splits them ---
+# --- The interface for splitting the layers of stages ---
 
 
 class LayerSplitting(Protocol):
-    """Splits the layers of a stage over the ranks that hold this stage of one copy of the model.
+    """Splits the layers of a stage over the ranks that hold this stage of one model replica.
 
     Attributes:
-        degree: how many ranks these are.
+        degree: number of these ranks.
     """
 
     @property
     def degree(self) -> int: ...
 
     def decide(self, module: nn.Module) -> Mapping[str, bool]:
-        """How the layers of the whole model are to be split, which :meth:`split` then does.
+        """Choose the plan for :meth:`split`.
 
         Returns:
-            The parameters, in the model's order, of layers whose output is split (True) and of those that
-            take such an output in (False): between them, ranks hold different features.
+            The parameters, in the model's order, of layers with split outputs (True) and with split inputs (False);
+            between them, ranks hold different features.
 
         Raises:
-            ConfigError: they cannot be shared by so many ranks.
-            TaskError: the task's plan is not for its model.
+            ConfigError: the layers cannot be divided by the number of ranks.
+            TaskError: the task's plan does not fit its model.
         """
 
     def split(self, module: nn.Module) -> None:
-        """Split the layers that are here: those whose parameters are not on the ``meta`` device."""
+        """Split the layers of this stage, whose parameters are not on the ``meta`` device."""
 
     def full(self, state: Any, *, keep: bool) -> Any:
-        """As :meth:`paceline.parallel.strategy.ParameterLayout.full`."""
+        """See :meth:`paceline.parallel.strategy.ParameterLayout.full`."""
 
 
-def closed(found: Blocks, splits: Mapping[str, bool]) -> Blocks:
-    """The same, with no cut where ranks hold different features: random numbers differ there, too.
+def closed(blocks: Blocks, splits: Mapping[str, bool]) -> Blocks:
+    """Merge blocks between which ranks hold different features and draw different random numbers.
 
     Args:
-        found: the model's blocks.
-        splits: as :meth:`Splitting.decide` returns it.
+        blocks: the model's blocks.
+        splits: the result of :meth:`LayerSplitting.decide`.
     """
-    kept: list[PipelineBlock] = []
+    merged: list[PipelineBlock] = []
     pending: list[PipelineBlock] = []
-    for block in found.blocks:
+    for block in blocks.blocks:
         pending.append(block)
         marks = [opens for name, opens in splits.items() if name in block.holds]
         is_open = marks[-1] if marks else len(pending) > 1
         if not is_open:
-            kept.append(merge_blocks(pending))
+            merged.append(merge_blocks(pending))
             pending = []
     if pending:
-        kept.append(merge_blocks(pending))
-    names = {block.name for block in found.blocks}
-    return replace(found, blocks=tuple(kept), closed=tuple(block.name for block in kept if block.name not in names))
+        merged.append(merge_blocks(pending))
+    names = {block.name for block in blocks.blocks}
+    return replace(
+        blocks, blocks=tuple(merged), closed=tuple(block.name for block in merged if block.name not in names)
+    )
 
 
-# --- A model of which this rank holds some stages: what its forward is then ---
+# --- The forward of a model whose stages are on several ranks ---
 
 
-_AT_ONCE = 12  # values of a result in a message, which can describe so many tensors of any usual rank
+_AT_ONCE = 12  # values of a result per message, whose header has room for that many tensors
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of blocks.
+    """A range of blocks.
 
     Attributes:
         number: from 0.
         blocks: in order.
-        enters: the names of the values that come from the stage before.
-        leaves: of those that go to the next one.
+        enters: the names of the values from the previous stage.
+        leaves: the names of the values for the next one.
         holds: names of its parameters and buffers.
     """
 
@@ -449,7 +451,7 @@ class Stage:
 
 
 def cut(found: Blocks, sizes: Sequence[int]) -> list[Stage]:
-    """Stages of so many blocks each."""
+    """Group the blocks into stages of these sizes."""
     stages, start = [], 0
     for number, size in enumerate(sizes):
         blocks = found.blocks[start : start + size]
@@ -471,9 +473,9 @@ class StageCall:
     """One stage's forward of one micro-batch, within the task's loss.
 
     Attributes:
-        stage: which.
-        entered: what the stage before gave; none for the first.
-        left: what goes to the next stage; none for the last.
+        stage: the stage.
+        entered: values from the previous stage; empty for the first.
+        left: values for the next stage; empty for the last.
         called: whether the loss has called the model.
     """
 
@@ -484,20 +486,19 @@ class StageCall:
 
 
 class StopForward(BaseException):
-    """Leaves the task's loss after a stage's forward: the rest of it is the last stage's rank's.
+    """Leaves the task's loss after a stage's forward, because only the last stage computes the rest.
 
-    Not an ``Exception``, which the task may catch.
+    Not an ``Exception``, which the task might catch.
     """
 
 
 class StageExecutor:
-    """Takes the place of a model's forward.
+    """Replaces a model's forward.
 
-    In a :attr:`turn` it computes one stage; otherwise, in an evaluation, all ranks of the copy call it
-    together, and each gets the result.
+    With a :attr:`turn` it computes one stage; without one, in an evaluation, it is a collective of the replica's ranks
+    and returns the result on each.
 
-    Torch's random numbers go on from stage to stage as they do in one process: the state of the generators
-    travels along wherever a stage has drawn.
+    Torch's random state continues from stage to stage as in one process: it is sent along whenever a stage has drawn.
 
     Attributes:
         stages: of the whole model.
@@ -505,7 +506,7 @@ class StageExecutor:
 
     Args:
         found: the model's blocks.
-        stages: of them.
+        stages: made of them.
         link: to the other ranks; rank r of R holds the stages r, r + R, ...
     """
 
@@ -521,11 +522,11 @@ class StageExecutor:
         return [stage for stage in self.stages if self.rank_of(stage.number) == self.link.world.rank]
 
     def rank_of(self, stage: int) -> int:
-        """Who holds a stage, by its rank in the copy of the model."""
+        """Return the rank, within the model replica, that holds a stage."""
         return stage % self.link.world.world_size
 
     def is_last(self, stage: Stage) -> bool:
-        """Whether the loss follows."""
+        """Return whether a stage computes the loss."""
         return stage.number == len(self.stages) - 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -534,7 +535,7 @@ class StageExecutor:
             return self._all_stages(args, kwargs)
         if turn.called:
             raise TaskError(
-                "the loss calls the model twice, and a pipeline runs it once for a micro-batch. Call it once "
+                "the loss calls the model twice, but a pipeline runs it once per micro-batch. Call it once "
                 "with both batches in one, or use --strategy ddp."
             )
         turn.called = True
@@ -544,7 +545,7 @@ class StageExecutor:
         return result
 
     def _run(self, stage: Stage, entered: Sequence[Any], args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
-        """The result, of the last stage, and what goes to the next one, of the others."""
+        """Return the result, of the last stage, and the values for the next stage, of the others."""
         values = self._found.bind(*args, **kwargs)
         state: Any = None
         if stage.enters:
@@ -555,15 +556,15 @@ class StageExecutor:
             for block in stage.blocks:
                 block.run(values)
             return self._found.result(values), []
-        before = _random(self.link.world.device)
+        state_before = _random(self.link.world.device)
         for block in stage.blocks:
             block.run(values)
-        now = _random(self.link.world.device)
-        drawn = any(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
-        return None, [*(values[name] for name in stage.leaves), now if drawn else state]
+        state_after = _random(self.link.world.device)
+        has_drawn = any(not torch.equal(a, b) for a, b in zip(state_before, state_after, strict=True))
+        return None, [*(values[name] for name in stage.leaves), state_after if has_drawn else state]
 
     def _all_stages(self, args: Any, kwargs: Any) -> Any:
-        """The whole model's result, without gradients, on every rank."""
+        """Return the whole model's result, without gradients, on every rank."""
         rank, ranks = self.link.world.rank, self.link.world.world_size
         last = len(self.stages) - 1
         with torch.no_grad():
@@ -590,7 +591,7 @@ class StageExecutor:
 
 
 def find_stage_executor(module: nn.Module) -> StageExecutor:
-    """The forward of a model that was laid out in stages."""
+    """Return the forward of a model that was split into stages."""
     forward = module.forward
     assert isinstance(forward, StageExecutor)
     return forward
@@ -604,7 +605,7 @@ def _random(device: torch.device) -> tuple[torch.Tensor, ...]:
 def _set_random(state: tuple[torch.Tensor, ...] | None, device: torch.device) -> None:
     if state is None:
         return
-    # A copy: torch takes a state from where its memory begins, and this one is a part of a message.
+    # A copy, because torch reads a state from the start of its storage, and this one is a part of a message.
     torch.default_generator.set_state(state[0].cpu().clone())
     if len(state) > 1:
         torch.cuda.set_rng_state(state[1].cpu().clone(), device)
