@@ -40,9 +40,10 @@ test-all: install-dev test-packages system-packages other-launchers $(VENV)/.hor
 	@$(PYTEST) --cold --hypothesis-profile=long $(ARGS)
 
 .PHONY: check
-check: install-dev ## Check style, formatting, types and import rules
+check: install-dev ## Check style, formatting, prose, types and import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_prose.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

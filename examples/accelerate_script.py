@@ -1,4 +1,4 @@
-"""A script for Hugging Face Accelerate that knows nothing of Paceline.
+"""A script for Hugging Face Accelerate that does not use Paceline.
 
     accelerate launch --cpu --num_processes 2 examples/accelerate_script.py
     paceline launch --on spawn --nproc 2 --env ACCELERATE_USE_CPU=true -- examples/accelerate_script.py
@@ -35,8 +35,8 @@ def main() -> None:
 
     set_seed(1)
     network = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
-    # Before the processes connect: what the first optimizer imports would hold on to their group, whose
-    # threads then abort the interpreter at its end now and then.
+    # Before the processes connect: modules that the first optimizer imports would keep a reference to their group,
+    # whose threads then occasionally abort the interpreter at its end.
     optimizer = torch.optim.Adam(network.parameters(), lr=options.lr)
     accelerator = Accelerator()
     loader = DataLoader(points(512), batch_size=32, shuffle=True)
@@ -57,7 +57,7 @@ def main() -> None:
         f"{len(loader)} batches an epoch, weights {digest}",
         flush=True,
     )
-    # DistributedDataParallel holds on to the group, too: it goes first.
+    # DistributedDataParallel keeps a reference to the group, too: free it first.
     model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     accelerator.end_training()
 

@@ -1,4 +1,4 @@
-"""A Horovod script for PyTorch that knows nothing of Paceline.
+"""A Horovod script for PyTorch that does not use Paceline.
 
     horovodrun -np 2 python examples/horovod_pytorch.py
     paceline launch --on horovod --nproc 2 -- examples/horovod_pytorch.py

@@ -1,4 +1,4 @@
-"""A Horovod script for TensorFlow that knows nothing of Paceline.
+"""A Horovod script for TensorFlow that does not use Paceline.
 
     horovodrun -np 2 python examples/horovod_tensorflow.py
     paceline launch --on horovod --nproc 2 --python ENV/bin/python -- examples/horovod_tensorflow.py

@@ -1,4 +1,4 @@
-"""A script for Lightning that knows nothing of Paceline.
+"""A script for Lightning that does not use Paceline.
 
     torchrun --standalone --nproc-per-node=2 examples/lightning_script.py --devices 2
     paceline launch --on spawn --nproc 2 --threads 1 -- examples/lightning_script.py --devices 2
@@ -71,7 +71,7 @@ def main() -> None:
         f"{trainer.num_training_batches} batches an epoch, weights {digest}",
         flush=True,
     )
-    # Lightning leaves the process group to the interpreter's end, which gloo's threads abort now and then.
+    # Lightning leaves the process group to the interpreter's end, which gloo's threads occasionally abort.
     if distributed.is_initialized():
         distributed.destroy_process_group()
 

@@ -3,7 +3,7 @@
 paceline launch --on spawn --nproc 5 --env-style tensorflow --roles chief=1,worker=2,ps=1,evaluator=1 \
     -- examples/tensorflow_parameter_server.py --checkpoints /tmp/checkpoints
 
-Workers and servers serve for ever; whoever has started them ends them once the chief has ended.
+Workers and servers serve for ever; the launcher ends them once the chief has ended.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Proverbs(TransformersTask):
         if split == "test":
             return None
         tokenizer = characters()
-        lines = TEXT if split == "train" else TEXT[::5]  # by heart: what it has seen
+        lines = TEXT if split == "train" else TEXT[::5]  # lines that it has seen
         return [{"input_ids": [*tokenizer(line)["input_ids"], tokenizer.eos_token_id]} for line in lines]
 
     def build_collator(self) -> Callable[[list[Any]], Mapping[str, torch.Tensor]]:

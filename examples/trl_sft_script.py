@@ -1,4 +1,4 @@
-"""Supervised fine-tuning by TRL, in a script that knows nothing of Paceline.
+"""Supervised fine-tuning by TRL, in a script that does not use Paceline.
 
     torchrun --standalone --nproc-per-node=2 examples/trl_sft_script.py
     paceline launch --on spawn --nproc 2 --threads 1 -- examples/trl_sft_script.py
@@ -78,8 +78,8 @@ def main() -> None:
         f"{trainer.state.global_step // options.epochs} batches an epoch, weights {digest}",
         flush=True,
     )
-    # DistributedDataParallel holds on to the group, whose threads abort the interpreter at its end now and
-    # then: it goes first.
+    # DistributedDataParallel keeps a reference to the group, whose threads occasionally abort the interpreter at its
+    # end: free it first.
     accelerator = trainer.accelerator
     accelerator.free_memory(trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler)
     del trainer

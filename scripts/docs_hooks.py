@@ -20,7 +20,7 @@ from paceline.core.options import flag
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the references of commands and options."""
     text = app.generate_docs(output_format="markdown")
-    # The site's own table of contents stands beside the page.
+    # The site has its own table of contents next to the page.
     text = re.sub(r"## Table of Contents\n.*?(?=\*\*)", "", text, flags=re.DOTALL)
     files.append(File.generated(config, "reference/cli.md", content=text))
     files.append(File.generated(config, "reference/options.md", content=_options()))
@@ -55,20 +55,20 @@ def _place(group: tuple[str, list[str]]) -> int:
 _OPTIONS_INTRODUCTION = """# Options
 
 `paceline train` takes them as `--some-option`, `fit` as the keyword `some_option`, and a file given with
-`--config` as the key `some_option`. Where no default is shown, the task's own counts.
+`--config` as the key `some_option`. If no default is shown, the task's own applies.
 
-*Resume* says what becomes of an option when its run is continued:
+*Resume* gives the value of an option when its run is continued:
 
 | Resume | `paceline resume RUN` | `paceline train --run-dir RUN` |
 |---|---|---|
-| fixed | the recorded value; another one is refused | the same |
+| fixed | the recorded value; another one is rejected | the same |
 | adjustable | the recorded value, unless another one is given | the same |
 | kept | the recorded value, unless another one is given | the present value |
 | fresh | the present value | the same |
 
-*Bits* says whether an option decides the bits of the trained model: *always*; *by strategy*, where only some
-of its values or some strategies do; *rounding*, where models are equal within rounding; or *never*.
-[How options are classified](../decisions/options.md) has the rest.
+*Bits* says whether an option decides the bits of the trained model: *always*; *by strategy*, if only some of
+its values or some strategies do; *rounding*, if models are equal within rounding; or *never*.
+[How options are classified](../decisions/options.md) explains these words.
 """
 
 

@@ -1,6 +1,6 @@
 """Records the hashes of final models, and compares: a refactoring must keep the bits.
 
-Short trainings of the recipes and of the tasks in ``golden_tasks.py``, under several strategies, and once
+Short trainings of built-in tasks and of the tasks in ``golden_tasks.py``, under several strategies, and once
 killed and resumed. Only the command line is used, so one record serves many versions of the package::
 
     python scripts/golden_hashes.py --source OLD/src --record golden.json
@@ -27,7 +27,7 @@ import psutil
 
 Hashes: TypeAlias = dict[str, dict[str, str]]
 
-# What the command line is called may change between versions; all spellings are here.
+# The spelling of the command line may change between versions; all of it is here.
 TRAIN, RESUME = "train", "resume"
 COMMON = ("--quiet", "--json", "--threads", "1", "--device", "cpu", "--seed", "3")
 FLAGS = {
@@ -88,14 +88,14 @@ class Ended:
 
 
 class Command:
-    """A command of Paceline's at work."""
+    """A running command of Paceline."""
 
     def __init__(self, package: Package, words: list[str], folder: Path, hold: Path | None = None) -> None:
         environment = dict(os.environ) | {"PYTHONPATH": str(package.source)}
         if hold is not None:
             environment["GOLDEN_HOLD"] = str(hold)
         self._out, self._err = folder / "stdout", folder / "stderr"
-        # In files, not pipes: these could fill up while nobody reads.
+        # Into files, not pipes: a pipe without a reader fills up.
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = subprocess.Popen(
                 [str(package.python), "-m", "paceline", *words],

@@ -36,7 +36,7 @@ def points(num: int, seed: int) -> TensorDataset:
 
 @dataclass
 class Plain(paceline.Task):
-    """An MLP and SGD with momentum; what the other tasks change something of."""
+    """An MLP and SGD with momentum; the other tasks each change one part of it."""
 
     num: int = 96
     lr: float = 0.1

@@ -1,4 +1,4 @@
-"""What ``make quickstart`` runs: train on two processes, analyse, export, serve, predict; then how to go on.
+"""The program of ``make quickstart``: train on two processes, analyse, export, serve, predict; then suggest next steps.
 
 Options go to ``paceline train``.
 """
@@ -23,7 +23,7 @@ PACKAGE = "fashion-mnist@quickstart"
 
 def main(options: list[str]) -> int:
     run = Path(time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
-    # It shows its progress, the test accuracy, where the run is, and how to look at it.
+    # It shows its progress, the test accuracy, the run's directory, and the commands to inspect it.
     code = call("train", "fashion-mnist", "--nproc", "2", *options, "--run-dir", str(run))
     code = code or call("report", str(run))
     code = code or call("export", str(run), "--name", "fashion-mnist", "--tag", "quickstart")

@@ -1,4 +1,4 @@
-"""Data flow of each strategy, drawn as SVG: who holds what, and what they send each other.
+"""Draw the data flow of each strategy as SVG: the parts that each process holds, and the messages between them.
 
 ``python scripts/strategy_diagrams.py`` writes them to docs/images.
 """
@@ -75,7 +75,7 @@ DIAGRAMS = {
         "pp: each process has some blocks, and micro-batches go through all of them",
         (Rank("stage 0", "micro-batches 0 to 3 in", (0.0, 0.5)), Rank("stage 1", "losses out", (0.5, 1.0))),
         "activations; gradients",
-        "one micro-batch behind the other",
+        "one micro-batch after the other",
     ),
     "sequential": Diagram(
         "sequential: each process has some blocks, and one micro-batch at a time goes through all",
@@ -118,7 +118,7 @@ DIAGRAMS = {
         "gradients are gathered on the first device, which steps",
     ),
     "local-sgd": Diagram(
-        "--local-sgd-steps N: each process trains by itself, and they meet",
+        "--local-sgd-steps N: processes train independently, and average their states",
         (Rank("rank 0", "micro-batches 0, 1"), Rank("rank 1", "micro-batches 2, 3")),
         "parameters",
         "every N steps",

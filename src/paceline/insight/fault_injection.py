@@ -74,7 +74,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 IN_WORDS: dict[Kind, str] = {
     "kill": "a worker is killed (SIGKILL)",
-    "stop": "a worker is stopped (SIGSTOP), for ever",
+    "stop": "a worker is stopped (SIGSTOP), and never continues",
     "slow": "a worker runs at a third of its speed for a second, and must not be killed",
     "leave": "workers are removed (paceline scale)",
     "join": "workers are added (paceline scale)",
