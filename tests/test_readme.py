@@ -48,8 +48,9 @@ def test_the_readme_fits_in_1500_words() -> None:
 def test_ci_runs_the_readmes_test_command() -> None:
     assert "make test" in README
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    commands = re.findall(r"^make --no-print-directory (\S+)", run, flags=re.MULTILINE)
+    commands = re.findall(r"^(?:make --no-print-directory|run_layer) (\S+)", run, flags=re.MULTILINE)
     assert commands == ["check", "test", "test-systems"]
+    assert 'make --no-print-directory "$1" ||' in run
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

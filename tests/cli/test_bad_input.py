@@ -161,7 +161,7 @@ def test_a_gpu_that_is_not_there(paceline: Paceline) -> None:
         ("tasks.py:NoMethods", ("NoMethods must define build_dataset(self, split).",)),
         (
             "tasks.py:Bare",
-            ("Bare has fields (width) but is no dataclass. Write @dataclass above class Bare.",),
+            ("Bare has fields (width) but is not a dataclass. Write @dataclass above class Bare.",),
         ),
     ],
 )

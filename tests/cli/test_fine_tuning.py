@@ -226,7 +226,7 @@ def test_runs_show_tells_of_the_drift(here: Path, capfd: pytest.CaptureFixture[s
     [
         (("--init-from", "nowhere"), ("--init-from nowhere", "this is no run")),
         (("--init-from", "parent@77"), ("no checkpoint of step 77", "2, 3, 4")),
-        (("--init-from", "parent@first"), ("best, last or a number of steps such as 500, not 'first'",)),
+        (("--init-from", "parent@first"), ("best, last or a number of steps such as 500, but is 'first'",)),
         (
             ("--init-from", "parent", "--set", "classes=5"),
             ("4.weight is (3, 8) there and (5, 8) here", "Use --reset-head"),

@@ -152,7 +152,7 @@ def test_a_run_of_somebody_else_hides_no_other(capsys: pytest.CaptureFixture[str
         assert [run["name"] for run in json.loads(capsys.readouterr().out)] == ["own"]
         with pytest.raises(RunDirectoryError, match=r"closed cannot be read: Permission denied"):
             runs(closed.path)
-        with pytest.raises(RunDirectoryError, match=r"inside cannot be read: Permission denied\. Name the"):
+        with pytest.raises(RunDirectoryError, match=r"inside cannot be read: Permission denied\. Give the"):
             runs(closed.path / "inside")
     finally:
         closed.path.chmod(0o700)
@@ -181,7 +181,7 @@ def test_no_runs_is_no_error_but_a_wrong_folder_is(
     assert "No runs in runs/ yet. Start one: paceline train" in capsys.readouterr().out
     assert runs(json=True) == 0
     assert json.loads(capsys.readouterr().out) == []
-    with pytest.raises(RunDirectoryError, match="no folder elsewhere"):
+    with pytest.raises(RunDirectoryError, match="no directory elsewhere"):
         runs(Path("elsewhere"))
 
 

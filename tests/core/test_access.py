@@ -65,5 +65,5 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
         read_token(tmp_path / "token")
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(ConfigError, match="is not a plain file"):
+        with pytest.raises(ConfigError, match="is not a regular file"):
             read_token(path)

@@ -101,7 +101,7 @@ def test_a_launcher_is_rendered_with_its_own_options(
     assert not (tmp_path / "run").exists()
     refused = run_processes.paceline(*line, "--partition", "gpu", env=extras)
     assert refused.returncode == 2
-    assert "--on wrapped knows no --partition" in refused.stderr
+    assert "--partition is not supported by --on wrapped" in refused.stderr
     assert "--on wrapped takes: --wrapper." in refused.stderr
     everything = run_processes.paceline("train", "--on", "wrapped", "--help-all", env=extras).stdout
     assert "--on wrapped" in everything
@@ -189,7 +189,7 @@ def test_what_does_not_go_with_a_strategy_is_refused_as_for_ours(install: Instal
         "profile": (3, "--profile does not work with --strategy mine. Use --strategy ddp."),
         "fsdp_wrap": ("Block", "--fsdp-wrap needs --strategy fsdp"),
         "local_sgd_steps": (5, "--local-sgd-steps 5 works with --strategy ddp only, not with mine."),
-        "mesh": ("dp=2", "--mesh dp=2 is laid out for ddp, not for --strategy mine."),
+        "mesh": ("dp=2", "--mesh dp=2 uses ddp, not --strategy mine."),
     }
     for name, (value, message) in refused.items():
         with pytest.raises(ConfigError) as error:
@@ -214,7 +214,7 @@ def test_errors_list_the_names_of_plugins(install: Install) -> None:
             RunConfig(**{option: "nothing"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^--log-to must be mlflow or wandb or my-trackers, but is 'nothing'\."):
         RunConfig(log_to=("nothing",))
-    with pytest.raises(TaskError, match=r"one of the recipes: fashion-mnist, .*, my-tasks\.$"):
+    with pytest.raises(TaskError, match=r"one of the built-in tasks: fashion-mnist, .*, my-tasks\.$"):
         check_spec("nothing")
     with pytest.raises(ConfigError, match=r"^there is no launcher 'nothing'\. Choose one of: .*, my-launchers\.$"):
         get_launcher("nothing")

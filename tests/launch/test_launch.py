@@ -343,7 +343,7 @@ def test_a_job_whose_process_was_killed_has_failed(
             "--on torchrun --nodes 2 --nproc 8,4 --node-rank 2 --rdzv-endpoint a:1 -- place.py",
             "--node-rank must be between 0 and 1, but is 2",
         ),
-        ("--on spawn --rdzv-backend c10d -- place.py", "--on spawn knows no --rdzv-backend."),
+        ("--on spawn --rdzv-backend c10d -- place.py", "--rdzv-backend is not supported by --on spawn."),
         ("--on spawn --colour red -- place.py", "--colour"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.job_options import HERE
+from paceline.cli.job_options import LOCAL_LAUNCHERS
 from paceline.core.errors import ConfigError
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
@@ -182,7 +182,7 @@ def test_the_users_own_threads_are_not_set_again(monkeypatch: pytest.MonkeyPatch
     assert "OMP_NUM_THREADS" not in rendered.text
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", LOCAL_LAUNCHERS)
 def test_rendering_starts_and_writes_nothing(name: str, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     script = tmp_path.with_suffix(".py")

@@ -107,7 +107,7 @@ def test_killed_in_the_middle_it_goes_on(
         ("rows.csv", b"1,2,3\n", "has the shape"),
         ("rows.csv", b"1,x\n2,3\n", "cannot be read"),
         ("rows.json", b'{"other": [1]}', "takes image"),
-        ("rows.xyz", b"", "is not known"),
+        ("rows.xyz", b"", "is not supported"),
         ("one.png", b"no picture", "cannot be read"),
     ],
 )

@@ -26,7 +26,7 @@ from paceline.parallel.world import ParallelDims, World
 from paceline.training.control import ROW_LENGTH, ControlFlags, StopSignals, exit_code, merge, statuses
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.reproducibility import seed_microbatch
-from paceline.training.resolve import check_world, merge_resumed_config, resolve_config, set_up_data
+from paceline.training.resolve import check_world, resolve_config, resume_config, set_up_data
 from paceline.training.schedule import ModelSelector
 from paceline.training.state import TrainingState, TrainProgress
 
@@ -110,40 +110,38 @@ def test_more_processes_than_microbatches_are_refused() -> None:
 
 def test_a_continued_run_keeps_its_options_and_takes_over_what_decides_no_bits() -> None:
     recorded = RunConfig(microbatches=4, seed=7, epochs=3, nproc=1, threads=1)
-    config = merge_resumed_config(
+    config = resume_config(
         RunConfig(nproc=2, num_workers=0, seed=7, run_dir="a"), {"nproc", "num_workers", "seed"}, recorded
     )
     assert (config.seed, config.microbatches, config.epochs) == (7, 4, 3)
-    assert (config.nproc, config.workers, config.run, config.threads) == (2, 0, "a", 1)
+    assert (config.nproc, config.num_workers, config.run_dir, config.threads) == (2, 0, "a", 1)
 
 
 def test_another_strategy_continues_a_run_whose_parameters_were_gathered_in_low_precision() -> None:
     recorded = RunConfig(microbatches=4, strategy="fsdp", precision="bf16", fsdp_mixed_precision=True)
-    config = merge_resumed_config(RunConfig(strategy="ddp", run_dir="a"), {"strategy"}, recorded)
+    config = resume_config(RunConfig(strategy="ddp", run_dir="a"), {"strategy"}, recorded)
     assert (config.strategy, config.precision, config.fsdp_mixed_precision) == ("ddp", "bf16", False)
-    again = merge_resumed_config(
-        RunConfig(precision="bf16", fsdp_mixed_precision=False), {"fsdp_mixed_precision"}, recorded
-    )
+    again = resume_config(RunConfig(precision="bf16", fsdp_mixed_precision=False), {"fsdp_mixed_precision"}, recorded)
     assert not again.fsdp_mixed_precision
 
 
 def test_a_continued_run_refuses_another_accumulation_which_would_have_no_effect() -> None:
     recorded = RunConfig(microbatches=4, grad_accumulation=2)
     with pytest.raises(ConfigError, match="--grad-accumulation: 2 when the run was created, 4 now"):
-        merge_resumed_config(RunConfig(grad_accumulation=4, run_dir="runs/a"), {"grad_accumulation"}, recorded)
+        resume_config(RunConfig(grad_accumulation=4, run_dir="runs/a"), {"grad_accumulation"}, recorded)
     assert (
-        merge_resumed_config(
+        resume_config(
             RunConfig(grad_accumulation=2, run_dir="runs/a"), {"grad_accumulation"}, recorded
-        ).accumulate
+        ).grad_accumulation
         == 2
     )
-    assert merge_resumed_config(RunConfig(run_dir="runs/a"), (), recorded).accumulate == 2
+    assert resume_config(RunConfig(run_dir="runs/a"), (), recorded).grad_accumulation == 2
 
 
 def test_a_continued_run_refuses_what_decides_bits() -> None:
     recorded = RunConfig(microbatches=4, seed=7, epochs=3)
     with pytest.raises(ConfigError) as caught:
-        merge_resumed_config(
+        resume_config(
             RunConfig(seed=8, epochs=3, precision="bf16", run_dir="runs/a"),
             {"seed", "epochs", "precision"},
             recorded,
@@ -191,7 +189,7 @@ def judged(values: list[float], **options: Any) -> tuple[list[bool], TrainProgre
 
 def test_the_lowest_loss_is_the_best_unless_told_otherwise() -> None:
     assert judged([3.0, 2.0, 2.0, 4.0, 1.0])[0] == [True, True, False, False, True]
-    improved, progress = judged([3.0, 2.0, 2.0, 4.0, 1.0], best="accuracy:max")
+    improved, progress = judged([3.0, 2.0, 2.0, 4.0, 1.0], best_metric="accuracy:max")
     assert improved == [True, False, False, True, False]
     assert (progress.best, progress.best_step, progress.best_metrics["accuracy"]) == (4.0, 4, 4.0)
 

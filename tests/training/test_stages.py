@@ -165,7 +165,7 @@ class Twice(nn.Module):
 
 def test_what_cannot_be_cut_says_why() -> None:
     for model, why in ((Branching(), "control flow"), (TrainingOnly(), "differs between training and evaluation")):
-        with pytest.raises(TaskError, match=rf"{type(model).__name__} cannot be cut.*{why}.*pipeline_blocks"):
+        with pytest.raises(TaskError, match=rf"{type(model).__name__} cannot be split into blocks.*{why}.*pipeline_blocks"):
             find_blocks(model, None)
     shared = find_blocks(Twice(), None)
     with pytest.raises(
@@ -256,7 +256,7 @@ def test_a_backward_in_two_halves_is_the_whole() -> None:
 
 
 def test_a_step_is_counted_and_drawn(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(RunDirectoryError, match=r"no .*pipeline\.json: the run is no pipeline's"):
+    with pytest.raises(RunDirectoryError, match=r"there is no .*pipeline\.json: the run uses no pipeline"):
         pipeline(tmp_path)
     timed = timeline(build_schedules("1f1b", 2, 4), lambda action: SLOTS[action.kind] * 1e-3)
     rows = [[[*t.action, t.begin, t.end] for t in of_rank] for of_rank in timed]
@@ -269,7 +269,7 @@ def test_a_step_is_counted_and_drawn(tmp_path: Path, capsys: Any) -> None:
     assert told["counted"]["interleaved"] == pytest.approx(1 / 9)
     assert told["counted"]["zero-bubble"] < told["counted"]["interleaved"]
     assert pipeline(tmp_path, svg=tmp_path / "step.svg") == 0
-    assert "idle: 20.0% measured, 20.0% counted" in capsys.readouterr().out
+    assert "idle: 20.0% measured, 20.0% computed" in capsys.readouterr().out
     drawn = (tmp_path / "step.svg").read_text()
     assert drawn.count("<title>") == 16
     (tmp_path / schedules.FILE).write_text("{}")

@@ -81,7 +81,7 @@ def test_a_damaged_lease_is_nobodys(leases: FileWitness, tmp_path: Path, content
     leases.acquire(ROSTER, AB)
     [lease] = tmp_path.glob("leases-*/roster-*")
     lease.write_bytes(content)
-    with pytest.raises(RunDirectoryError, match="is not the lease of the nodes a, b, c, d"):
+    with pytest.raises(RunDirectoryError, match="is not the witness of the nodes a, b, c, d"):
         leases.acquire(ROSTER, AB)
 
 

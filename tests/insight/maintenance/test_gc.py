@@ -261,7 +261,7 @@ def test_what_cannot_work(place: Path) -> None:
         gc(keep_last=0)
     with pytest.raises(ConfigError, match="--older-than must be a duration"):
         gc(older_than="a month")
-    with pytest.raises(RunDirectoryError, match="there is no folder nowhere"):
+    with pytest.raises(RunDirectoryError, match="there is no directory nowhere"):
         gc(Path("nowhere"), keep_last=1)
     (place / "registry/tags/shapes/latest.json").write_text("{")
     with pytest.raises(PackageError, match=r"latest\.json cannot be read"):

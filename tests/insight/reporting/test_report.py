@@ -282,7 +282,7 @@ def test_a_checkpoint_can_be_named(reported_runs: Path, tmp_path: Path) -> None:
             "good",
             {"checkpoint": "first"},
             ConfigError,
-            "best, last or a number of steps such as 500, not 'first'",
+            "best, last or a number of steps such as 500, but is 'first'",
         ),
         ("none", {}, RunDirectoryError, "none is not a run directory"),
         ("good", {"output": Path("missing/page.html")}, ConfigError, "the folder missing does not exist"),

@@ -84,7 +84,7 @@ def test_several_machines_meet_somewhere() -> None:
             ConfigError,
             "--gpu-memory must be a size with its unit, such as 80GiB or 25GB, but is '80'",
         ),
-        ({"bandwidth": "fast"}, ConfigError, "--bandwidth 'fast'"),
+        ({"bandwidth": "fast"}, ConfigError, "--bandwidth must be .* but is 'fast'"),
         ({"tflops": 0.0}, ConfigError, "--tflops must be positive"),
         ({"gpus": 0}, ConfigError, "--gpus must be at least 1"),
         ({"microbatches": 2}, ConfigError, "4 processes cannot share 2 micro-batches.*Use --microbatches 4"),

@@ -143,11 +143,11 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(
     run, steps = tmp_path / "run", 0
     record_step = checkpoint_manager.CheckpointManager.record_step
 
-    def counted(self: checkpoint_manager.CheckpointManager, *arguments: Any) -> None:
+    def counted(self: checkpoint_manager.CheckpointManager, *arguments: Any, **named: Any) -> None:
         nonlocal steps
         steps += 1
         faults.strikes = lambda call: call != "open" and 20 <= steps < 40
-        record_step(self, *arguments)
+        record_step(self, *arguments, **named)
 
     monkeypatch.setattr(checkpoint_manager.CheckpointManager, "record_step", counted)
     with caplog.at_level(logging.WARNING):
@@ -174,13 +174,13 @@ def test_a_last_save_that_fails_for_good_says_what_is_kept(
     with monkeypatch.context() as broken:
         faults = Faults(broken, errno.ENOSPC)
 
-        def counted(self: checkpoint_manager.CheckpointManager, *arguments: Any) -> None:
+        def counted(self: checkpoint_manager.CheckpointManager, *arguments: Any, **named: Any) -> None:
             nonlocal steps
             steps += 1
             if steps == 48:
                 self._checkpointer.wait()  # what was saved before is on disk
             faults.strikes = lambda call: call == "mkdir" and steps >= 48
-            record_step(self, *arguments)
+            record_step(self, *arguments, **named)
 
         broken.setattr(checkpoint_manager.CheckpointManager, "record_step", counted)
         with pytest.raises(paceline.CheckpointError) as error:

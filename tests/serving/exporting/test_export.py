@@ -207,7 +207,7 @@ def as_task(run_directory: Path, target: Path, name: str) -> Path:
         (
             "Shapes",
             ("--checkpoint", "newest"),
-            "best, last or a number of steps such as 500, not 'newest'",
+            "best, last or a number of steps such as 500, but is 'newest'",
         ),
         ("Shapes", ("--tolerance", "-1"), "--tolerance must be"),
         ("Shapes", ("--name", "../up"), "--name must be"),
