@@ -1,1 +1,1 @@
-"""Paceline measured beside hand-written loops and other libraries: ``python -m benchmarks SUITE``."""
+"""Paceline compared with hand-written loops and other libraries: ``python -m benchmarks SUITE``."""

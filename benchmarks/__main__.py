@@ -1,4 +1,4 @@
-"""Paceline measured beside hand-written loops and other libraries: ``python -m benchmarks SUITE``."""
+"""Paceline compared with hand-written loops and other libraries: ``python -m benchmarks SUITE``."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def strategies(
     json: Json = False,
     markdown: Markdown = False,
 ) -> int:
-    """Strategies beside the same thing by hand with torch's own APIs, each with the bar it is to meet.
+    """Strategies compared with the same by hand with torch's own APIs, each with its target.
 
     fsdp, tp, pp: steps a second at 2 ranks. schedules: those of the pipeline. memory: of a rank of 4, fsdp
     against ddp. pipeline: balanced stages, and the runtime, in the same processes. pipedream: against 1F1B.
@@ -216,12 +216,12 @@ def tune(
     *,
     trials: Annotated[int, Parameter(help="Trials of both searches.")] = 32,
     steps: Annotated[int, Parameter(help="Steps of a whole trial.")] = 320,
-    alone: Annotated[int, Parameter(help="Trials one after another, beside paceline train.")] = 8,
+    alone: Annotated[int, Parameter(help="Trials one after another, compared with paceline train.")] = 8,
     rounds: Annotated[int, Parameter(help="How often these two are run, in turns.")] = 3,
     json: Json = False,
     markdown: Markdown = False,
 ) -> int:
-    """ASHA beside a full grid of the same configurations, and a trial beside a bare paceline train."""
+    """ASHA compared with a full grid of the same configurations, and a trial with a bare paceline train."""
     from benchmarks.tuning import bench_tuning
 
     result = bench_tuning(trials=trials, steps=steps, alone=alone, rounds=rounds, progress=_progress)
@@ -240,7 +240,7 @@ def serve(
     json: Json = False,
     markdown: Markdown = False,
 ) -> int:
-    """Requests a second of paceline serve beside FastAPI and LitServe, on the ConvNet.
+    """Requests per second of paceline serve, compared with FastAPI and LitServe, on the ConvNet.
 
     json: 32 connections, each a picture as 784 numbers. binary: 32 rows a request, against the model alone.
     predict: a file of rows, 45,000 for each of --seconds, by paceline predict with one process and with two.

@@ -26,7 +26,7 @@ class Kill:
 
 
 class FaultScript:
-    """The kills of one job's workers: each once, in turn, however often the workers are started again.
+    """The kills of one job's workers: each once, in turn, however often the workers restart.
 
     All that must survive a kill is in files: which kills were done and when, and when each step was.
 

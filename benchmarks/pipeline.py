@@ -203,7 +203,7 @@ def _by_hand(widths: Sequence[int]) -> Callable[[], None]:
 
 
 def _peak(strategy: Pipeline, step: Callable[[], None]) -> float:
-    """MiB that a step holds at most beside the parameters, their gradients and the data, on rank 0."""
+    """MiB that a step holds at most in addition to the parameters, their gradients and the data, on rank 0."""
     known: list[Any] = [*strategy.module.parameters(), *(p.grad for p in strategy.module.parameters())]
     with MemoryTracker([tensor for tensor in known if tensor is not None and not tensor.is_meta]) as live:
         step()

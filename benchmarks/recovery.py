@@ -53,7 +53,7 @@ def bench_recovery(
         kills: in a round, of each contender.
         rounds: jobs of each contender; they take turns.
         seed: decides steps and ranks; each round has others.
-        hang_after_s: a job without a step for so long hangs, and is started again.
+        hang_after_s: a job without a step for this long hangs, and is restarted.
         progress: shows each job.
 
     Raises:
@@ -100,7 +100,7 @@ def bench_recovery(
     return recovery_result(settings, rows)
 
 
-# --- one job, started again until it ends ---
+# --- One job, restarted until it ends ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +176,8 @@ class RecoveryTrial:
     Attributes:
         kills: workers that were killed.
         recoveries_ms: from each kill that the job survived to the end of the step that it had interrupted.
-        hung: kills after which no step came, until the job was ended and started again.
-        failed: kills after which the job ended itself, and was started again.
+        hung: kills after which no step came, until the job was ended and restarted.
+        failed: kills after which the job ended itself, and was restarted.
         repeated: steps that were done more than once.
         seconds: from the first step to the last.
         model_sha256: of the weights in the end.
@@ -228,7 +228,7 @@ def _run_once(
     steps: int,
     hang_after_s: float,
 ) -> bool:
-    """Start the job and watch it; return whether it came to its end, or else has to be started again."""
+    """Start the job and watch it; return whether it came to its end, or else needs a restart."""
     watch.starts.append(time.time())
     with (directory / f"process-{len(watch.starts)}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -275,7 +275,7 @@ def judge(script: FaultScript, starts: Sequence[float], hung: Sequence[bool], mo
     for killed, interrupted in kills:
         before = max((step for when, step in done if when < killed), default=0)
         after = [(when, step) for when, step in done if when >= killed]
-        # A step that the others ended while the victim died is no sign of life yet.
+        # A step that the others ended while the killed rank died does not show a recovery yet.
         again = next((when for when, step in after if step >= interrupted), math.inf)
         restarted = [index for index, start in enumerate(starts) if killed < start < again]
         if restarted:

@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks recovery`` trains while it kills workers: one small model, for all contenders.
+"""The training jobs of ``python -m benchmarks recovery``, which kills their workers: one small model for all candidates.
 
 :class:`RecoveryWorkload` is Paceline's task. ``torchrun --max-restarts=N -m benchmarks.recovery_jobs DIRECTORY
 EPOCHS`` trains the same under stock torchrun.
@@ -94,7 +94,7 @@ def _place() -> tuple[int, int]:
 class SnapshotTrainer:
     """Training under plain torchrun as tutorials show it: DistributedDataParallel and a snapshot each epoch.
 
-    What is not in the tutorials is the fault script: the two calls that kill the process and record the steps.
+    Only the fault script is not in the tutorials: the two calls that kill the process and record the steps.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark found: medians and spreads, ratios within rounds, bars; as JSON, tables and Markdown."""
+"""The results of a benchmark: medians and spreads, ratios within rounds, targets; as JSON, tables and Markdown."""
 
 from __future__ import annotations
 

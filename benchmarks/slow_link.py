@@ -1,4 +1,4 @@
-"""What crosses a slow link: two hosts joined by one, under each way to communicate. Needs root and iproute2.
+"""Traffic over a slow link between two hosts, under each way to communicate. Needs root and iproute2.
 
 A host is a network namespace; the link is a pair of virtual interfaces, each of which sends no more than the
 rate that is asked for. The kernel counts what they send.
@@ -29,7 +29,7 @@ class LinkVariant:
     Attributes:
         name: as the report calls it.
         options: of ``paceline train``.
-        bar: how many times less it is to send than the first contender; None: nothing is asked of it.
+        bar: target of the reduction of bytes relative to the first candidate; None: no target.
     """
 
     name: str

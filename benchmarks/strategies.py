@@ -1,4 +1,4 @@
-"""Strategies beside the same thing written by hand with torch, each with the bar it has to meet; no torch is imported.
+"""Strategies compared with the same written by hand with torch, each with its target; no torch is imported.
 
 The compared suites take samples of contenders in turns; ``STUDIES`` measure several quantities, each with its bars.
 """
@@ -75,7 +75,7 @@ class Suite:
         quantity: what is measured; ratios are of it.
         contenders: the baseline first.
         bars: contender's name -> the ratio to reach: at least this, or at most where ``at_most``; a contender
-            without one is there to be looked at.
+            without one is only for comparison.
         at_most: lower is better.
     """
 

@@ -132,17 +132,17 @@ class Timed(Task):
         self.probe.note_imports()
 
     def build_model(self) -> nn.Module:
-        """The recipe's model."""
+        """The built-in task's model."""
         self.note_imports()
         return super().build_model()
 
     def build_dataset(self, split: str) -> Any:
-        """The recipe's training split; no other, so that there is no evaluation."""
+        """The built-in task's training split; no other, so that there is no evaluation."""
         self.note_imports()
         return super().build_dataset(split) if split == "train" else None
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The recipe's mean loss; the clock is read before it."""
+        """The built-in task's mean loss; the clock is read before it."""
         done = self.probe.tick()
         loss = super().loss(model, batch)
         assert isinstance(loss, torch.Tensor)
@@ -190,7 +190,7 @@ class TimedWideMLP(Timed, WideMLP):
 
 @dataclass
 class DeepMLP(FashionMNISTMLP):
-    """7 million parameters in eight layers of equal work: what every strategy can split."""
+    """7 million parameters in eight layers of equal work, which every strategy can split."""
 
     def build_model(self) -> nn.Module:
         """A 784-1024-...-1024-10 MLP: images (B, 1, 28, 28) -> logits (B, 10)."""
@@ -245,7 +245,7 @@ class OneSlowWorker(FashionMNISTMLP):
         self._sleep_s = self.slow_by_s if environment.rank == environment.world_size - 1 else 0.0
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-        """As the recipe's."""
+        """As the built-in task's."""
         if model.training:
             time.sleep(self._sleep_s)
         return super().loss(model, batch)

@@ -1,4 +1,4 @@
-"""Training beside a hand-written loop and other libraries, and what single features cost; no torch is imported."""
+"""Training compared with a hand-written loop and other libraries, and the cost of features; no torch is imported."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def bench_train(
 def bench_checkpoint(*, rounds: int, steps: int | None, progress: Progress) -> BenchResult:
     """What a checkpoint every 50 steps costs on the ConvNet, against none but the last.
 
-    Beside the step time, the share of the training time that Paceline itself counts as stalled.
+    In addition to the step time, the share of the training time that Paceline itself counts as stalled.
 
     Raises:
         ConfigError: a number is out of range.
@@ -219,7 +219,7 @@ def bench_microbatches(
 def bench_shares(*, rounds: int, steps: int, warmup: int, progress: Progress) -> BenchResult:
     """Step rates with a rank at half speed: micro-batches shared by measured speed against equally.
 
-    Ratios are to equal sharing. Beside the rate, the micro-batches that the slow rank had in the end.
+    Ratios are to equal sharing. In addition to the rate: the micro-batches that the slow rank had in the end.
 
     Raises:
         ConfigError: a number is out of range.

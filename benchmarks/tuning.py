@@ -1,4 +1,4 @@
-"""ASHA beside a full grid of the same configurations, and what a trial costs beside ``paceline train``."""
+"""ASHA compared with a full grid of the same configurations, and a trial's cost with ``paceline train``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TuningFigures:
         asha_best, grid_best: accuracy on the validation split.
         asha_steps, grid_steps: of all trials together.
         train_s: of each bare ``paceline train``.
-        search_s: beside each, of a whole search of ``alone`` trials, one after another, with its start.
+        search_s: for each, of a whole search of ``alone`` trials, one after another, with its start.
         apart_s: of these searches, but for what passed between Ray's start and the last result.
         alone: their trials.
     """
@@ -57,12 +57,12 @@ class TuningFigures:
         points = 100 * (self.grid_best - self.asha_best)
         share = 100 * self.asha_steps / self.grid_steps
         trial_s = [search_s / self.alone for search_s in self.search_s]
-        beside = f"a trial, of {self.alone}, beside paceline train"
+        compared = f"a trial, of {self.alone}, compared with paceline train"
         apart = "a search but for its trials: the task tried, Ray, plots"
         return [
             _verdict("best below the grid's", [points], " points", _POINTS),
             _verdict("steps, of the grid's", [share], " %", _SHARE),
-            _verdict(beside, [a - b for a, b in zip(trial_s, self.train_s, strict=True)], " s", _OVERHEAD_S),
+            _verdict(compared, [a - b for a, b in zip(trial_s, self.train_s, strict=True)], " s", _OVERHEAD_S),
             _verdict(apart, self.apart_s, " s", None),
         ]
 

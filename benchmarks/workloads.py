@@ -1,4 +1,4 @@
-"""What is trained, and the commands that train it: Paceline's and the peers'; no torch is imported."""
+"""The trained models, and the commands that train them: Paceline's and the peers'; no torch is imported."""
 
 from __future__ import annotations
 

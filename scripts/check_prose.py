@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PEOPLE = ("people", "users", "readers", "riders", "engineers", "authors", "colleagues", "anyone", "someone")
+PEOPLE = ("people", "user", "users", "readers", "riders", "engineers", "authors", "colleagues", "anyone", "someone")
 PURPOSES = ("aim", "goal", "way", "idea", "point", "purpose", "alternative", "up")
 NAME_THE_ACTOR = "name it: the rank, process, node or user that ..."
 NAME_THE_THING = "name it: the options that ..., if something ..."
@@ -72,7 +72,7 @@ RULES = {
     r"\bnow and then\b": "occasionally",
     r"\b(?:thereby|thereof|whence|whereof|whereupon|lest|unto)\b": "a plainer word",
     r"\bwhereabouts\b": "location",
-    r"\b(?:im)?patien(?:ce|t)\b(?! evaluations)": "timeout, timed out",
+    r"\b(?-i:(?:im)?patien(?:ce|t))\b(?! (?:in )?evaluations)": "timeout, timed out",
     r"\bwhy it is (?:so|as it is)\b": "name the decision",
     # Obligations and identities.
     _not_after(PURPOSES)
@@ -84,7 +84,7 @@ RULES = {
     r"\bdo(?:es)? not like\b": "is slow at, rejects",
     r"\binsists?\b": "repeats, claims",
     # Old names. A node is called a machine only where its hardware is meant.
-    r"\b(?:several|two|many|other|lost|all) machines\b|\b(?:first|lost|leading|whole) machine\b": "node",
+    r"\b(?:several|two|many|lost|all) machines\b|\b(?:first|lost|leading|whole) machine\b": "node",
     r"\bculprits?\b": "root-cause rank, failed rank",
     r"\bvictims?\b": "blocked rank, survivor",
     r"\b(?:a pin|pins)\b": "numerics fingerprint, or a field of it",
@@ -109,7 +109,11 @@ HIDDEN_IN_MARKDOWN = re.compile(
     r"|\"[^\"\n]*(?:\n[^\"\n]+)?\"|“[^”]*”",  # a quotation
     re.DOTALL | re.MULTILINE,
 )
-HIDDEN_IN_STRINGS = re.compile(r"(?P<ticks>`+).+?(?P=ticks)|\"[^\"\n]*\"|“[^”]*”|https?://\S+|\{[^{}]*\}")
+HIDDEN_IN_STRINGS = re.compile(
+    r"(?P<ticks>`+).+?(?P=ticks)|\"[^\"\n]*\"|“[^”]*”|https?://\S+|\{[^{}]*\}"
+    r"|^ {4,}\w+(?:, \w+)*:(?= )",  # the name of an argument or attribute in a docstring
+    re.MULTILINE,
+)
 STRING = re.compile(r"(?P<prefix>[A-Za-z]*)(?P<quote>'''|\"\"\"|'|\")(?P<body>.*)(?P=quote)", re.DOTALL)
 
 

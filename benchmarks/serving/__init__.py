@@ -1,1 +1,1 @@
-"""Serving measured beside FastAPI and LitServe, against the model alone, and at five times what it can do."""
+"""Serving compared with FastAPI, LitServe and the model alone, and at five times its capacity."""

@@ -32,7 +32,7 @@ DRAINS = 20
 KILLS = 5
 _CALM_S = 1.0  # of load before the first fault, between two, and after the last
 _POLL_S = 0.01
-_LATE_S = 0.1  # what is said that long after it ceased to be true was no truth
+_LATE_S = 0.1  # a state that is reported this long after its end is wrong
 _BACK_TIMEOUT_S = 120.0
 
 
@@ -90,7 +90,7 @@ async def drains(request: Request, connections: int, directory: Path, count: int
                 code = await asyncio.to_thread(running[which].wait, _BACK_TIMEOUT_S)
                 took_s.append(loop.time() - began)
                 if code != 0:
-                    raise LaunchError(f"bench: a server that was told to end ended with code {code}.")
+                    raise LaunchError(f"bench: a server that got a stop request ended with code {code}.")
                 running[which] = start_paceline(directory / "package", ports[which], words)
                 await asyncio.to_thread(wait, running[which], ready_address(ports[which]))
                 load.ports.append(ports[which])

@@ -3,7 +3,7 @@
 One worker, batches of 32, as its documentation advises.
 """
 
-# Not `from __future__ import annotations`: LitServe looks at the type of decode_request's argument.
+# Not `from __future__ import annotations`: LitServe reads the type of decode_request's argument.
 import sys
 from typing import Any
 

@@ -101,7 +101,7 @@ def http_request(port: int, path: str, body: bytes, headers: Sequence[str] = ())
 
 
 async def closed_loop(port: int, request: bytes, connections: int, warmup_s: float, seconds: float) -> Times:
-    """Ask without a pause over so many connections; what comes in the warm-up is not counted."""
+    """Send requests without a pause over this many connections; those of the warm-up do not count."""
     times = Times()
     counting = False
     running = True
@@ -187,7 +187,7 @@ async def _connect(
 
 
 class SteadyLoad:
-    """Closed loops that run on while servers come and go, as behind a balancer that looks at their readiness.
+    """Closed loops that run on while servers come and go, as behind a balancer that polls their readiness.
 
     A connection that its server closes after an answer is opened again, to a server that is ready then.
 

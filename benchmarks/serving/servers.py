@@ -47,7 +47,7 @@ def build_classifier(seed: int = 0) -> tuple[nn.Module, nn.Module]:
 
 
 def write_package(directory: Path, seed: int = 0) -> None:
-    """A package with the weights alone, which is served with the recipe's code and takes no trust."""
+    """A package with the weights alone, which is served with the built-in task's code and takes no trust."""
     from safetensors.torch import save
 
     from paceline.training.tasks.fashion_mnist import FashionMNIST

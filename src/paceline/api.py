@@ -1,4 +1,4 @@
-"""What a script imports: ``paceline.fit`` and ``paceline.submit``."""
+"""The Python interface for scripts: ``paceline.fit`` and ``paceline.submit``."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Result:
         model_sha256: of the last step's model; equal for equal bits.
         world_size: processes at the end.
         microbatches: S.
-        restarts: how often the run was started again.
-        recoveries: how often its processes went on together after one was lost (``recover="inplace"``).
+        restarts: number of restarts of the run.
+        recoveries: number of times that its processes continued together after losing one (``recover="inplace"``).
         seconds: how long the last process trained.
         record: the whole ``result.json``.
     """
@@ -95,7 +95,7 @@ def fit(
     file again: keep ``fit`` under ``if __name__ == "__main__":``.
 
     Args:
-        task: what to train.
+        task: the task to train.
         quiet: show nothing on the terminal.
         rank: this process's rank, where the caller knows it; with ``world_size`` and ``init_url``.
         world_size: the number of processes.
@@ -157,7 +157,7 @@ def task_spec(task: Task) -> str:
     file = getattr(module, "__file__", None)
     if kind.__module__ == "__main__" or kind.__module__.startswith("paceline_task_"):
         if file is None:
-            # A notebook or `python -c`: good for this process, and nobody else can find it.
+            # A notebook or `python -c`: only this process can import it.
             return f"__main__:{kind.__name__}"
         return f"{_shown(Path(inspect.getfile(kind)))}:{kind.__name__}"
     return here
@@ -216,7 +216,7 @@ class TaskJob:
         return self._handle.logs(follow=follow)
 
     def cancel(self) -> None:
-        """End it; what it has trained is saved first."""
+        """Cancel the job, which saves its state first."""
         self._handle.cancel()
 
     def __repr__(self) -> str:
@@ -247,8 +247,8 @@ def submit(
         args: the function's arguments.
         on: "slurm", or "local" for processes of this machine.
         kwargs: the function's keyword arguments.
-        folder: where submitit keeps a function's files, with access for nobody else; default: a new one in
-            ``jobs/``. A task's job is kept in its run.
+        folder: the directory of a function's files, private to this user; default: a new one in ``jobs/``. A task's
+            job is kept in its run.
         options: the job's: ``nodes``, ``nproc``, ``cpus_per_task``, ``gpus_per_node``, ``walltime="2h"``,
             ``name``, Slurm's such as ``partition``, and a task's run options as for :func:`fit`.
 
@@ -275,7 +275,7 @@ def submit_array(
     """Submit a job for each element, as ``map(function, *iterables)`` would call; on Slurm as one array.
 
     Args:
-        function: what each job calls.
+        function: the function that each job calls.
         iterables: its arguments, all of one length.
         on: as for :func:`submit`.
         folder: as for :func:`submit`.

@@ -215,7 +215,7 @@ def test_a_detached_job_that_cannot_start_says_so_and_leaves_nothing(run_process
     words = ("launch", "--on", "spawn", "--name", "mine", "--detach", "--", "no-such-program")
     done = run_processes.paceline(*words)
     assert done.returncode == 1
-    assert done.stderr == "paceline: no-such-program is no program that can be run.\n"
+    assert done.stderr == "paceline: no-such-program: command not found or not executable.\n"
     assert list((tmp_path / "state").rglob("mine*")) == []
 
 
@@ -326,7 +326,7 @@ def test_a_job_whose_process_was_killed_has_failed(
         ("--on spawn", "there is no command to launch. Give it after --"),
         ("--on spawn -- absent.py", "there is no file absent.py in "),
         ("--on spawn -- ./absent", "there is no file ./absent in "),
-        ("--on spawn -- no-such-program", "no-such-program is no program that can be run"),
+        ("--on spawn -- no-such-program", "no-such-program: command not found or not executable"),
         ("--on spawn --rank-launcher srun -- place.py", "--rank-launcher srun does not work with --on spawn"),
         ("--on spawn --env-style mpi -- place.py", "--env-style mpi does not work with --on spawn"),
         ("--on spawn --env 1=2 -- place.py", "--env must be NAME=VALUE"),

@@ -44,7 +44,7 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
             {"rank_launcher": "srun", "max_restarts": 2},
             "--max-restarts does not work with --on slurm --rank-launcher srun",
         ),
-        ({}, {"rank_launcher": "horovod", "env": {"HF_TOKEN": "s"}}, "--env HF_TOKEN: whoever sees the job"),
+        ({}, {"rank_launcher": "horovod", "env": {"HF_TOKEN": "s"}}, "--env HF_TOKEN: every user who can see the job"),
         ({}, {"rank_launcher": "srun", "nodes": (2, 2), "nproc": (2, 1)}, "--nproc 2,1: under --rank-launcher srun"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_task_of_slurms_for_each_rank() -> None:
         ({}, {"executor": "local", "partition": "main"}, "--partition is for Slurm"),
         ({}, {"executor": "pbs"}, "--executor must be slurm or local"),
         ({}, {"slurm": ("nice",)}, "--slurm must be KEY=VALUE"),
-        ({}, {"colour": "red"}, "--on submitit knows no --colour"),
+        ({}, {"colour": "red"}, "--colour is not supported by --on submitit"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, object], options: dict[str, object], message: str) -> None:
@@ -241,7 +241,7 @@ def test_wrong_calls_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monke
         paceline.submit_array(max, [1, 2], [1], on="local")
     with pytest.raises(ConfigError, match="nothing to submit"):
         paceline.submit_array(max, [], on="local")
-    with pytest.raises(ConfigError, match="--on submitit knows no --partitoin"):
+    with pytest.raises(ConfigError, match="--partitoin is not supported by --on submitit"):
         paceline.submit(print, on="slurm", partitoin="main")
     with pytest.raises(ConfigError, match="cannot be sent to another process"):
         paceline.submit(print, threading.Lock(), on="local")

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_named_with_the_option_that_helps() -> None:
     with pytest.raises(ConfigError) as raised:
         initialise(_model(5), config, _model(3).state_dict())
     assert "3.weight is (3, 6) there and (5, 6) here" in str(raised.value)
-    assert "Use --reset-head to begin the last layer (3) anew." in str(raised.value)
+    assert "Use --reset-head to reinitialize the last layer (3)." in str(raised.value)
     other = {"0.weight": torch.zeros(6, 4), "stem.weight": torch.zeros(2)}
     with pytest.raises(ConfigError) as raised:
         initialise(_model(), config, other)

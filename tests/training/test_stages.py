@@ -165,7 +165,9 @@ class Twice(nn.Module):
 
 def test_what_cannot_be_cut_says_why() -> None:
     for model, why in ((Branching(), "control flow"), (TrainingOnly(), "differs between training and evaluation")):
-        with pytest.raises(TaskError, match=rf"{type(model).__name__} cannot be split into blocks.*{why}.*pipeline_blocks"):
+        with pytest.raises(
+            TaskError, match=rf"{type(model).__name__} cannot be split into blocks.*{why}.*pipeline_blocks"
+        ):
             find_blocks(model, None)
     shared = find_blocks(Twice(), None)
     with pytest.raises(

@@ -25,7 +25,7 @@ _SERVE, _CLEAN, _OTHER = "Serve", "Keep clean", "Other"
 _COMMANDS = {
     "train": (_START, "train:train", "Train a task on one process or many."),
     "resume": (_START, "train:resume", "Continue a run at its exact next sample."),
-    "launch": (_START, "launch:launch", "Start any program on one process or many machines."),
+    "launch": (_START, "launch:launch", "Start any program on one process or many nodes."),
     "join": (_START, "join:join", "Add this machine to a running job."),
     "scale": (_START, "scale:scale", "Change the number of processes of a running job."),
     "plan": (_START, "plan:plan", "Predict each strategy's memory and step time; recommend one."),

@@ -51,7 +51,7 @@ def _print_report(report: AuditReport) -> None:
         plural = "s" if report.recomputed_steps > 1 else ""
         console.print(
             f"Not counted above: {report.recomputed_steps:,} step{plural} ({report.recomputed_samples:,} "
-            f"samples) undone by {'a restart' if report.generations == 2 else 'restarts'} and computed again."
+            f"samples) undone by {'a restart' if report.generations == 2 else 'restarts'} and recomputed."
         )
     style = "green" if report.clean else "bold red"
     console.print(report.verdict, style=style, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``paceline bench``: what a user measures on his own machines."""
+"""``paceline bench``: measurements of the user's own machines."""
 
 from __future__ import annotations
 

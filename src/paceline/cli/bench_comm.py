@@ -45,7 +45,7 @@ def comm(
 ) -> int:
     """Time of collectives, their algorithm and bus bandwidth as in nccl-tests; every result is checked.
 
-    Over several machines, start it with any launcher: paceline launch --on slurm --nodes 2 --nproc 8 -- -m
+    Over several nodes, start it with any launcher: paceline launch --on slurm --nodes 2 --nproc 8 -- -m
     paceline bench comm. The exit code is 0 if all results are right.
 
     Parameters

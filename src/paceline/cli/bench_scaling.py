@@ -28,7 +28,7 @@ Options: Any = run_options(common=("nproc", "nodes", "on", "strategy", "global_b
 LauncherOptions: Any = launchers_options(for_tasks=True)
 Flag = Annotated[bool, Parameter(negative="")]
 _REFUSED_JOB_OPTIONS = {
-    "preflight": "a scaling benchmark examines no machines. Leave it out; paceline doctor looks at them before.",
+    "preflight": "a scaling benchmark runs no preflight checks. Leave it out, and run paceline doctor first.",
     "wait": "a scaling benchmark waits for its jobs anyway. Leave it out.",
     "detach": "a scaling benchmark stays to the end of its jobs, and shows how they compare. Leave it out.",
 }
@@ -56,7 +56,7 @@ def scaling(
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
+        file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
     run_dir
         A directory for the runs. Default: runs/TASK-TIME.
     steps
@@ -80,7 +80,7 @@ def scaling(
         if value < 1:
             raise ConfigError(f"--{name} must be at least 1, but is {value}.")
     if plot is not None and (plot.suffix != ".svg" or not plot.absolute().parent.is_dir()):
-        raise ConfigError(f"--plot must be a file that ends in .svg, in a directory that is there: {plot}.")
+        raise ConfigError(f"--plot must be a file that ends in .svg, in an existing directory: {plot}.")
     for name, why in _REFUSED_JOB_OPTIONS.items():
         if getattr(job, name, False):
             raise ConfigError(f"{flag(name)}: {why}")
@@ -156,7 +156,7 @@ def _run_here(configs: Mapping[int, RunConfig]) -> dict[int, int]:
 def _rendered(
     launcher: Launcher, configs: Mapping[int, RunConfig], options: JobOptions, own: Mapping[str, Any]
 ) -> dict[int, RenderedJob]:
-    """The job of each size; what one of them cannot have is refused before any of them is submitted.
+    """Return the job of each size; an impossible one is rejected before any of them is submitted.
 
     Raises:
         ConfigError: there is such a thing, or their results could not be read.

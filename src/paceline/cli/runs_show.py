@@ -38,7 +38,7 @@ def show(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) ->
     """
     directory = RunDirectory(run)
     if not directory.events.exists():
-        directory.read_manifest()  # says what is missing, if this is no run
+        directory.read_manifest()  # raises an error that names the missing file, if this is not a run
         raise RunDirectoryError(f"{directory.events} is missing, so the run has no timeline.")
     try:
         history = timeline(directory.read_events(), until=_alive_at(directory), repeated_steps=_repeated(directory))

@@ -1,1 +1,1 @@
-"""What all other rooms use: tasks, callbacks, configuration, errors, files, signals. It imports no torch."""
+"""Common parts of all rooms: tasks, callbacks, configuration, errors, files, signals. It imports no torch."""

@@ -1,23 +1,23 @@
-"""A fork server: a process that has imported what others need, and forks them on request. No torch here.
+"""A fork server: a process that has imported the modules of others, and forks them on request. No torch here.
 
 Importing torch takes seconds, forking takes milliseconds. Three parts use it: an agent forks workers
 (:mod:`paceline.elastic.forkserver`), a search forks trials (:mod:`paceline.tune.trial`), and a model server
 forks replicas (:mod:`paceline.serving.fork_server`). Each has a program of its own, which calls
 :func:`run_fork_server`, and starts it with :class:`ForkServer`.
 
-Requests come over a socket pair, one JSON object a packet with descriptors beside it (``SCM_RIGHTS``)::
+Requests come over a socket pair, one JSON object with descriptors (``SCM_RIGHTS``) in each packet::
 
-    {"fork": number, ...}                      what else the child needs
+    {"fork": number, ...}                      and the child's arguments
 
-and answers go back the same way::
+and answers return in the same way::
 
     {"forked": number, "pid": pid}             with a pidfd of the new process
     {"failed": number, "error": text}          it could not be forked
-    {"exited": pid, "code": code}              minus the signal's number where one killed it
+    {"exited": pid, "code": code}              minus the signal's number if one killed it
 
 The server ends when its client's end of the socket pair closes. Nothing in it may compute: threads, and a
-GPU's context, do not survive a fork. A scheduler that stops a job signals every process of it; what the
-server has forked may still need it then, so it ignores those signals.
+GPU's context, do not survive a fork. A scheduler that stops a job signals all of its processes; the
+server ignores those signals, because its children may still need it.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ class ForkServer:
         return self._socket.fileno()
 
     def fork(self, number: int, descriptors: Sequence[int], **arguments: Any) -> None:
-        """Ask for a process.
+        """Request a process.
 
         Args:
             number: names it in the report.
-            descriptors: what it gets; two at most.
-            arguments: what else it needs; JSON.
+            descriptors: passed to it; two at most.
+            arguments: passed to it as JSON.
         """
-        # Where the server has died, its end of file says so, and what it owes is asked of the next one.
+        # If the server has died, its end of file reports it, and the next server gets the request.
         with suppress(ConnectionError):
             socket.send_fds(self._socket, [json.dumps({"fork": number, **arguments}).encode()], list(descriptors))
 
@@ -159,9 +159,9 @@ class ForkServerProcess:
 
     Args:
         requests: its end of the socket pair.
-        prepare: what a child does first.
-        kill_groups: whether all that a child has started is killed when the child ends, and all children with
-            what they have started when the client goes.
+        prepare: the first function that a child calls.
+        kill_groups: whether the end of a child kills all processes that it has started, and the end of the client all
+            children with theirs.
     """
 
     def __init__(self, requests: socket.socket, prepare: PrepareChild, *, kill_groups: bool = True) -> None:

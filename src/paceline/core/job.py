@@ -1,4 +1,4 @@
-"""A job: what every worker of a run is asked to do, as a file."""
+"""A job: the file with the configuration of a run's workers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from paceline.core.config import RunConfig, check_keys, non_defaults
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """What a worker is asked to do; the content of a ``JOB.toml``.
+    """The configuration of a worker; the content of a ``job.toml``.
 
     Attributes:
         config: the options.
-        given: the names of those that were asked for, be it with their default value.
-        fields: the task's fields, where a script gave them.
+        explicit_options: the names of the options that the user gave, also with their default values.
+        fields: the task's fields, if a script gave them.
         quiet: show nothing on the terminal.
-        supervised: a launcher of Paceline's tells the user about failures.
-        world_size: how many processes begin the run, over all machines; None where each process knows.
-        started: when somebody asked, in seconds since the epoch: where ``--walltime`` begins.
-        trial_scheduler: the socket of whoever is asked after each evaluation whether the run goes on, if anybody is.
+        supervised: a launcher of Paceline reports failures to the user.
+        world_size: number of processes at the run's start, over all nodes; None if each process knows it.
+        started: time of the request, in seconds since the epoch, at which ``--walltime`` begins.
+        trial_scheduler: the socket of the scheduler that decides after each evaluation whether the run continues.
     """
 
     config: RunConfig

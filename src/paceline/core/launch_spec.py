@@ -26,57 +26,56 @@ Recovery = Literal["inplace", "restart", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """What is to run, on how many machines, and what each process is told.
+    """The description of a job: a command, its nodes, and the environment of each process.
 
     Attributes:
         command: a program and its arguments: ``("python", "train.py", "--lr", "0.1")``. In them
             ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` are replaced at the start.
         name: shown in lists and by the cluster's own tools.
-        directory: absolute, and shared by the machines: what is rendered, and the job's logs, are kept there.
-        is_recorded: other commands may ask for the job later: ``directory`` keeps its exit code for them.
-        nodes: the least and the greatest number of machines.
-        nproc: processes a machine: one number for all, or one for each.
-        gpus_per_node: to ask the cluster for.
-        cpus_per_task: CPUs of each process, to ask the cluster for.
-        walltime_s: how long the job may take.
+        directory: absolute, and shared by the nodes; it holds the rendered files and the job's logs.
+        is_recorded: other commands may query the job later: ``directory`` keeps its exit code for them.
+        nodes: the least and the greatest number of nodes.
+        nproc: processes per node: one number for all, or one for each.
+        gpus_per_node: GPUs of each node to request from the cluster.
+        cpus_per_task: CPUs of each process to request from the cluster.
+        walltime_s: the job's time limit.
         env: variables for every process.
-        threads: OMP_NUM_THREADS of every process; default: what the rank launcher does.
-        rank_launcher: what starts the ranks.
-        env_style: which variables tell a process its place.
-        roles: with the tensorflow env style: what each rank is, such as ``("chief", "worker", "ps")``.
+        threads: OMP_NUM_THREADS of every process; default: the rank launcher's.
+        rank_launcher: the program that starts the ranks.
+        env_style: the set of rank variables.
+        roles: with the tensorflow env style: the role of each rank, such as ``("chief", "worker", "ps")``.
         is_task: the command trains a Paceline task: ``paceline train``, which the agent may start, or a worker.
         run: the run's directory, of a task.
-        interface: the network interface to other machines.
-        master_port: where rank 0 listens; default: made from the job's number, so that jobs do not clash; on one
-            machine a free one.
-        workdir: where the command runs.
-        python: the interpreter on the machines.
-        preflight: runs first on each machine, where the job is started once on each; the job is only started
-            where it ends with 0. It has the same placeholders.
+        interface: the network interface to the other nodes.
+        master_port: the port on which rank 0 listens; default: derived from the job's number, so that jobs do not
+            clash; on one node a free one.
+        workdir: the command's working directory.
+        python: the interpreter on the nodes.
+        preflight: a command that runs first on each node, if the job is started once on each; the job starts only if
+            it ends with 0. It has the same placeholders.
 
-    The place of one node in the job, where that is known:
+    The place of one node in the job, if it is known:
 
     Attributes:
-        node_rank: this machine's number.
-        rdzv_endpoint: HOST:PORT of machine 0, where several machines meet.
-        rdzv_id: a name that all machines of the job share.
-        hosts: what the machines know each other by, in their order, where it is known; perhaps of the first
-            one alone.
-        joins: this machine joins a job that runs.
+        node_rank: this node's number.
+        rdzv_endpoint: HOST:PORT of node 0, the rendezvous of several nodes.
+        rdzv_id: a name that all nodes of the job share.
+        hosts: the host names of the nodes, in their order, as far as they are known; perhaps the first one alone.
+        joins: this node joins a running job.
         log_directory: the run in which ranks above 0 log, and failures are recorded; None: all print to the terminal.
 
-    What happens when a worker dies, where Paceline's agent or torchrun sees to that:
+    The response to the death of a worker, by Paceline's agent or torchrun:
 
     Attributes:
-        recover: "inplace": the worker is replaced, and the others continue; "restart": all are started again;
+        recover: "inplace": the worker is replaced, and the others continue; "restart": all workers restart;
             "none": the job ends.
-        max_restarts: replacements without progress after which the job ends; of torchrun, restarts in all.
+        max_restarts: replacements without progress after which the job ends; for torchrun, all restarts.
         grace_s: how long the others may take to end after one rank failed.
-        heartbeat_s: a worker or an agent that is silent for so long is taken for lost.
-        spares: processes, over all machines, that hold the state and compute only once others are lost.
-        task_code: a digest of the task's code and options; equal on all machines of a job.
+        heartbeat_s: a worker or an agent that is silent for this long counts as lost.
+        spares: processes, over all nodes, that hold the state and compute only once others are lost.
+        task_code: a digest of the task's code and options; equal on all nodes of a job.
         token_file: holds the secret that the job's agents share; default: in the run's directory.
-        init_timeout_s: how long to look for the other machines.
+        init_timeout_s: time limit of the search for the other nodes.
     """
 
     command: tuple[str, ...]
@@ -180,7 +179,7 @@ class LaunchSpec:
 
 
 def check_node_rank(node_rank: int | None, nodes: int) -> None:
-    """Make sure that a machine's number, where it has one, is one of so many machines'.
+    """Check that a node's number, if it has one, is below the number of nodes.
 
     Raises:
         ConfigError: it is not.

@@ -37,8 +37,8 @@ Scope = Literal[
 
 task: the task and its fields. place: the run directory, this node and its network. start: the launcher and the number
 of processes. process: the settings of one process. recovery: fault handling. parallel: the split of the work.
-training: the optimization. data: the training data. evaluation: when to evaluate, and model selection. records: what
-is saved and shown.
+training: the optimization. data: the training data. evaluation: when to evaluate, and model selection. records: saved
+and shown values.
 """
 
 Capability = Literal["corruption", "spares", "compile", "ema", "recompute", "lockstep"]
@@ -258,7 +258,7 @@ def parse_hang_timeout(text: str) -> float | None:
     """Parse a step timeout into seconds; None for "auto", infinite for "never".
 
     Raises:
-        ConfigError: the text is none of these and not a duration.
+        ConfigError: the text is not one of these and not a duration.
     """
     if text == "auto":
         return None
@@ -276,7 +276,7 @@ def parse_interval(text: str, name: str, *, allow_time: bool = True) -> Interval
     """Parse "50steps", "1epoch", "5min" or "never".
 
     Raises:
-        ConfigError: the text is none of these.
+        ConfigError: the text is not one of these.
     """
     text = text.strip()
     if text == "never":
@@ -333,7 +333,7 @@ def parse_shuffle(text: str) -> Shuffle:
     """Parse "sample", "window:N" or "none".
 
     Raises:
-        ConfigError: the text is none of these.
+        ConfigError: the text is not one of these.
     """
     if text == "sample":
         return Shuffle(window=1)

@@ -212,7 +212,7 @@ class MemoryOptions(CommunicationOptions):
     )
     zero_stage: Literal[1, 2, 3] = option(
         1,
-        "With --strategy deepspeed: what to shard. 1: optimizer state; 2: and gradients; 3: and parameters.",
+        "With --strategy deepspeed: the sharded state. 1: optimizer state; 2: and gradients; 3: and parameters.",
         group="DeepSpeed",
         strategies=("deepspeed",),
         resume="kept",
@@ -231,7 +231,7 @@ class MemoryOptions(CommunicationOptions):
     )
     checkpoint_blocks: str = option(
         "auto",
-        "With --checkpoint-activations: what a block is: class names with commas, or a minimum number of "
+        "With --checkpoint-activations: the blocks: class names with commas, or a minimum number of "
         "parameters such as 1M. auto: the modules that the model repeats in a list.",
         group="Memory",
         resume="kept",

@@ -1,7 +1,7 @@
 """Launchers, strategies, trackers and tasks by name: ours in one table, others' as entry points.
 
-A distribution that is installed beside Paceline adds a name by an entry point in one of these groups. A name of ours
-is looked up in the table alone, so it costs no reading of metadata, and no distribution can take it over.
+Another installed distribution adds a name by an entry point in one of these groups. Our own names are looked up in the
+table alone, so they cost no reading of metadata, and no distribution can take them over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, NewType
 from paceline.core.errors import ConfigError
 
 Group = Literal["paceline.launchers", "paceline.strategies", "paceline.trackers", "paceline.tasks"]
-"""What an entry point is registered in."""
+"""The group in which an entry point is registered."""
 
 BUILT_IN: Mapping[Group, Mapping[str, str]] = {
     "paceline.launchers": {
@@ -66,7 +66,7 @@ GROUP_OF_TYPE: Mapping[Any, Group] = {
     LauncherPlugin: "paceline.launchers",
     StrategyPlugin: "paceline.strategies",
 }
-"""Where an option of this type finds the names that it takes beside ours."""
+"""The group in which an option of this type finds names other than ours."""
 
 _NOUNS: Mapping[Group, str] = {
     "paceline.launchers": "launcher",
@@ -75,7 +75,7 @@ _NOUNS: Mapping[Group, str] = {
     "paceline.tasks": "task",
 }
 _RESERVED = "auto"
-"""What ``--on`` and ``--strategy`` take beside names: none can be called so."""
+"""Values of ``--on`` and ``--strategy`` that are not names of plug-ins; no plug-in may use them."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Plugin:
     """An entry point of another distribution.
 
     Attributes:
-        group: what it is registered in.
-        name: what the command line calls it.
+        group: the group in which it is registered.
+        name: its name on the command line.
         place: ``module:Class``.
         distribution: whose it is: its name and version.
     """
@@ -148,9 +148,9 @@ def load(group: Group, name: str, requirement: str, is_met: Callable[[Any], bool
     """The class that a name stands for.
 
     Args:
-        group: what is looked for.
-        name: what the command line calls it.
-        requirement: what a plug-in's must be, for the message.
+        group: the group to search.
+        name: its name on the command line.
+        requirement: the kind of object that a plug-in must provide, for the message.
         is_met: whether it is.
 
     Raises:

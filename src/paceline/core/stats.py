@@ -126,7 +126,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 def of_counts(counts: Counts, statistic: Callable[[Floats], Floats]) -> Estimate:
     """Estimate a share that depends on the number of samples in each cell, by resampling samples.
 
-    To draw N samples with replacement is to draw the cells' counts from a multinomial distribution.
+    N samples with replacement have cell counts that follow a multinomial distribution.
 
     Args:
         counts: (cells,).

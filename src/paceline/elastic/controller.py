@@ -44,7 +44,7 @@ from paceline.elastic.worker_channel import (
 )
 from paceline.runs.directory import RunDirectory
 
-# --- The recovery log: what ended each group, and how long the recovery took. No torch ---
+# --- The recovery log: the end of each group, and the time of the recovery. No torch ---
 
 
 def append_event(directory: RunDirectory, kind: str, **fields: object) -> None:
@@ -71,7 +71,7 @@ class RecoveryLog:
         self._directory, self._first = directory, first
         self._lost_at: float | None = None  # when the group being replaced was broken or left
         self._hit = False  # whether a worker or node was lost since the current group was formed
-        self._asked_to_reform = -1  # the generation whose members were told to leave it
+        self._asked_to_reform = -1  # the generation whose members got the order to leave it
         self._why = ""  # the reason from the first member that left the current group
         self._joined: set[int] = set()  # members of the current group that have its state
 
@@ -92,11 +92,11 @@ class RecoveryLog:
         self._why = self._why or why
 
     def asked_to_reform(self, generation: int) -> None:
-        """Record that the members of this group were told to leave it."""
+        """Record that the members of this group got the order to leave it."""
         self._asked_to_reform = generation
 
     def was_asked_to_reform(self, generation: int) -> bool:
-        """Return whether the members of this group were told to leave it."""
+        """Return whether the members of this group got the order to leave it."""
         return self._asked_to_reform == generation
 
     def formed(self, view: WorkerGroup, local_indices: Sequence[int], nodes: Sequence[str], step: int) -> None:
@@ -275,7 +275,7 @@ class Shutdown:
 
     Attributes:
         requested: the first signal, or None.
-        begun: whether the workers were told to stop.
+        begun: whether the workers got the order to stop.
         deadline: when :meth:`expire` is due, by the monotonic clock.
     """
 
@@ -332,7 +332,7 @@ class Shutdown:
         """Kill all workers, and start no more."""
         self.begun = True
         self._coordinator.may_spawn = False
-        self._pool.kill_all("was told to end")
+        self._pool.kill_all("was ordered to end")
 
     def _stop(self, number: int) -> None:
         """Tell all workers to finish their step, save, and end; start no more."""
@@ -626,12 +626,12 @@ class JobController:
 
 
 def make_coordinator(spec: LaunchSpec, directory: RunDirectory, seats: Iterable[tuple[int, WorkerSlot]]) -> Coordinator:
-    """A coordinator that knows no node yet, and continues after the last group that was ever formed.
+    """Make a coordinator without nodes, which continues after the last group of the run.
 
     Args:
         spec: the job's.
         directory: the run's.
-        seats: workers that run already, each with the generation of the group that it was in last.
+        seats: the running workers, each with the generation of its last group.
     """
     recorded = max(generations(directory.ledger), default=-1)
     return Coordinator(
@@ -648,7 +648,7 @@ def make_coordinator(spec: LaunchSpec, directory: RunDirectory, seats: Iterable[
 
 
 class Controller(NodeEvents, Protocol):
-    """Decides for an agent's workers, or has another node's agent decide."""
+    """Decides for an agent's workers, or obeys the decisions of another node's agent."""
 
     @property
     def name(self) -> str:
@@ -656,11 +656,11 @@ class Controller(NodeEvents, Protocol):
 
     @property
     def leader(self) -> JobController | None:
-        """Decides for all workers; None where another agent does."""
+        """The object that decides for all workers; None if another agent leads."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes of the job, in the order in which they came."""
+        """The nodes of the job, in the order of their arrival."""
 
     @property
     def over(self) -> bool:
@@ -677,7 +677,7 @@ class Controller(NodeEvents, Protocol):
         """Do what is due."""
 
     def signalled(self, number: int) -> None:
-        """A signal asks for a stop; Ctrl-C beside another, at once."""
+        """Handle a signal, which requests a stop; Ctrl-C after another signal requests it immediately."""
 
     def cancel(self) -> None:
         """Have the job stop, within the grace period."""
@@ -712,7 +712,7 @@ class SingleNodeController:
     def close(self) -> None:
         """There are no links."""
 
-    # What the agent asks.
+    # Requests of the agent.
 
     @property
     def over(self) -> bool:
@@ -729,7 +729,7 @@ class SingleNodeController:
         self.leader.expire(now)
 
     def signalled(self, number: int) -> None:
-        """A signal asks for a stop; Ctrl-C beside another, at once."""
+        """Handle a signal, which requests a stop; Ctrl-C after another signal requests it immediately."""
         self.leader.shutdown.signalled(number)
 
     def cancel(self) -> None:
@@ -740,7 +740,7 @@ class SingleNodeController:
         """Print one message if the job failed; return the exit code."""
         return self.leader.conclude()
 
-    # What the node reports.
+    # Reports of the node.
 
     def said(self, worker: int, message: Said) -> None:
         """A worker sent something."""
@@ -750,15 +750,15 @@ class SingleNodeController:
         """A worker's process has ended."""
         self.leader.ended(end)
 
-    # What the leader asks before it forms a group of workers.
+    # Queries of the leader before it forms a group of workers.
 
     def may_form(self, nodes: frozenset[str]) -> bool:
-        """Whether no worker acts in an older group."""
+        """Return whether no worker acts in an older group."""
         return bool(nodes) and not self.leader.coordinator.nodes_acting
 
     def formed(self, nodes: frozenset[str]) -> None:
-        """Nobody else has to know."""
+        """Do nothing: there is no other agent."""
 
     def reject(self, node: str, why: str) -> None:
-        """The only node is never a newcomer that others could do without."""
+        """Raise: the only node never joins a running job."""
         raise AssertionError(f"{node} is the only node of the job: {why}")

@@ -99,7 +99,7 @@ class _Worker:
     local_index: int
     status: Status = "starting"
     retiring: bool = False  # surplus, but may still be kept
-    is_told: bool = False  # ... unless it was told to end
+    is_told: bool = False  # ... unless it got the order to end
 
 
 @dataclass
@@ -133,8 +133,8 @@ class Coordinator:
     _done: set[int] = field(default_factory=set)  # workers that ended normally
     _vacant: int = 0  # active places on lost nodes, for spares to fill
     _next_worker: int = 0
-    _reform_requested: int = -1  # the generation whose members were told to re-form
-    _broken: int = -1  # the generation whose members were told that it is broken
+    _reform_requested: int = -1  # the generation whose members got the order to re-form
+    _broken: int = -1  # the generation whose members know that it is broken
     _invalid_view: int = -1  # the generation that is obsolete because its leader is gone
 
     def begin(self) -> list[Action]:
@@ -276,8 +276,8 @@ class Coordinator:
     def _staff(self) -> list[Action]:
         """Start the missing workers of each node, and mark surplus ones.
 
-        Workers with the state are kept before others, and lower ranks before higher ones. A member is told to end only
-        when the next group forms without it, because it is still needed if others die before.
+        Workers with the state are kept before others, and lower ranks before higher ones. A member is ordered to end
+        only when the next group forms without it, because it is still needed if others die before.
         """
         actions: list[Action] = []
         members = self.members()

@@ -122,7 +122,7 @@ def classify_exit(
         code: its exit code; minus the signal's number if one killed it.
         failure: the error that it recorded.
         finished: whether the run has its result.
-        stopping: whether the agent has told the workers to stop.
+        stopping: whether the agent has ordered the workers to stop.
         progressed: whether a step was done since the job began; an exception before that is a bug.
         distrusted: whether an earlier worker in its place computed wrongly.
     """
@@ -221,7 +221,7 @@ class FailurePolicy:
 
         Args:
             end: of a worker that was not retired.
-            stopping: whether the workers were told to stop.
+            stopping: whether the workers got the order to stop.
             newcomer: whether its node has never taken part, while others do.
 
         Returns:

@@ -468,7 +468,7 @@ class Watchdog:
         while not self._over.wait(_GLANCE_S):
             # Without a request the file does not count, because it may be older than this process.
             if asked_at is not None and self._verdict_file.exists():
-                self._end(PeerLostError("the job was ended, because another rank held it up"))
+                self._end(PeerLostError("the job was ended, because another rank blocked it"))
             overdue = self._activity.overdue
             if not self._request_file.exists():
                 asked_at = None

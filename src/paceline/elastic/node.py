@@ -52,7 +52,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind", forbid_u
         code: its exit code; minus the signal's number if one killed it.
         killed: why this node killed it; "" if it did not.
         silent_s: seconds since its last message when it ended.
-        retired: whether it was told to end.
+        retired: whether it got the order to end.
         failure: the error that it recorded.
     """
 
@@ -113,7 +113,7 @@ class WorkerProcess:
         beats: whether its channel is open.
         status: as known by the coordinator.
         generation: of its last group, -1 for none.
-        retired: whether the agent told it to end.
+        retired: whether the agent ordered it to end.
     """
 
     def __init__(self, number: int, local_index: int, log: Path | None) -> None:
@@ -213,8 +213,8 @@ class WorkerProcess:
 
 # --- This node's workers: started, watched and fenced by orders of the leader ---
 #
-# One thread and one selector, shared with whoever owns the node: workers' channels and pidfds, the
-# fork server and the store host. What happens to workers is reported; what to do with them is ordered.
+# One thread and one selector, shared with the owner of the node: workers' channels and pidfds, the fork server and the
+# store host. The node reports events of workers; the leader orders the response.
 
 
 _REPORT_S = 1.0  # how long the fork server may take to report an end that its pidfd shows already

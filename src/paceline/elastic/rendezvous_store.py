@@ -46,7 +46,7 @@ class StoreHost:
 
     @property
     def deadline(self) -> float:
-        """When the host should have done what it was told, by the monotonic clock."""
+        """Deadline of the host's pending orders, by the monotonic clock."""
         return self._patience_ends if self._owed and self._pidfd is not None else math.inf
 
     def runs(self, pidfd: int) -> None:
@@ -64,7 +64,7 @@ class StoreHost:
         return bool(content)
 
     def close(self, generation: int) -> None:
-        """Serve it no longer, and reset who is connected to it."""
+        """Stop to serve it, and reset its clients' connections."""
         self._tell({"close": generation}, [])
 
     def end(self) -> None:

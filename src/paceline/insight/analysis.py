@@ -312,7 +312,7 @@ class Data:
         samples: number of samples of the split.
         sha256: of its tensors, independent of the size of blocks.
         train_samples, val_samples: of the run's own splits, if they have a length.
-        inputs: name -> "uint8, 1 x 28 x 28" and so on, as the model's :class:`Inference` says.
+        inputs: name -> "uint8, 1 x 28 x 28" and so on, from the model's :class:`InferenceSignature`.
         preprocessing: the source of the exported model's code between inputs and outputs; None if it has none.
     """
 

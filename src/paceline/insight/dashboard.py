@@ -180,7 +180,7 @@ _SHOWN_OPTIONS = select(lambda its: its.summary)
 
 
 class Views:
-    """The runs that were last looked at, with their curves; safe to use from several threads."""
+    """A cache of the last requested runs, with their curves; thread-safe."""
 
     def __init__(self) -> None:
         self._followed: OrderedDict[str, Curves] = OrderedDict()

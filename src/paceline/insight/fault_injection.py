@@ -370,7 +370,7 @@ class FaultInjector:
                 return now if joined and len(status.members) >= status.target else None
 
     def _rejoined_at(self, injection: Injection) -> float | None:
-        """Return when all members trained in the first group after the victims' end."""
+        """Return when all members trained in the first group after the end of the targets."""
         events = self.directory.read_events()
         ends = [n for n, e in enumerate(events) if e["event"] == "fault" and e.get("pid") in injection.pids]
         if not ends:

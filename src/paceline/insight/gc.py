@@ -245,7 +245,7 @@ def _id_of(directory: RunDirectory) -> str:
     return ""
 
 
-# --- Policy: what to keep, and why. Pure functions of the inventory ---
+# --- Policy: the artifacts to keep, with reasons. Pure functions of the inventory ---
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,7 +230,7 @@ def _history(index: int, analysis: Analysis) -> dict[str, Any]:
 
 
 def _tiles(analysis: Analysis) -> list[tuple[str, str, str]]:
-    """Return (name, number, meaning) of the first figures to look at."""
+    """Return (name, number, meaning) of the most important figures."""
     record, classification = analysis.record, analysis.classification
     result, goodput = record.result or {}, record.timeline.goodput
     tiles = [

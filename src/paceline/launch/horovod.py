@@ -1,7 +1,7 @@
 """``--on horovod``: horovodrun starts every rank, here or on the hosts that it is given, also elastically.
 
-With the horovod env style, the default, the command is started bare: it calls ``hvd.init()``. A rank of a
-Paceline task, or of a script for torch, is told its place by :mod:`paceline.launch.rank` too.
+With the horovod env style, the default, the command starts as it is: it calls ``hvd.init()``. A rank of a
+Paceline task, or of a script for torch, also gets its rank variables from :mod:`paceline.launch.rank`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _rendered_mpi(spec: LaunchSpec, options: HorovodOptions) -> RenderedMpi:
 
 
 def _elastic(spec: LaunchSpec, hosts: tuple[Host, ...], options: HorovodOptions) -> list[str]:
-    """What horovodrun is told of a job whose processes come and go; nothing where they do not."""
+    """Return horovodrun's options for an elastic job; none for others."""
     words: list[str] = []
     if options.host_discovery_script is not None:
         words += ["--host-discovery-script", options.host_discovery_script]
@@ -160,7 +160,7 @@ def _elastic(spec: LaunchSpec, hosts: tuple[Host, ...], options: HorovodOptions)
         raise ConfigError("--controller mpi cannot be elastic. Use --controller gloo, or leave --min-np out.")
     if spec.env_style != "horovod":
         raise ConfigError(
-            f"--env-style {spec.env_style} numbers the ranks once, but an elastic job numbers them anew. "
+            f"--env-style {spec.env_style} numbers the ranks once, but an elastic job renumbers them. "
             + (
                 "A Paceline task grows and shrinks with --on spawn --nodes MIN:MAX."
                 if spec.is_task
@@ -173,7 +173,7 @@ def _elastic(spec: LaunchSpec, hosts: tuple[Host, ...], options: HorovodOptions)
 
 
 def find_horovodrun(python: str = sys.executable) -> str:
-    """The path of the horovodrun beside the interpreter, else its name."""
+    """Return the path of the horovodrun next to the interpreter, or else its name."""
     beside = shutil.which("horovodrun", path=str(Path(python).parent))
     on_path = shutil.which("horovodrun")
     return beside if beside is not None and beside != on_path else "horovodrun"
@@ -192,7 +192,7 @@ class HorovodBuild:
         version: such as "0.28.1".
         frameworks: TensorFlow, PyTorch and MXNet: whether it works with each.
         controllers: MPI and Gloo likewise.
-        operations: what moves tensors: NCCL, DDL, CCL, MPI and Gloo.
+        operations: its backends for tensors: NCCL, DDL, CCL, MPI and Gloo.
         text: all of it as horovodrun prints it.
     """
 

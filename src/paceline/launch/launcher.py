@@ -1,4 +1,4 @@
-"""What a launcher is: it renders a job, submits it, and gives a handle to it."""
+"""The interface of launchers: a launcher renders a job, submits it, and returns a handle to it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Host:
     """A machine.
 
     Attributes:
-        name: what ssh or mpirun is given: ``node0``, ``user@node0``, or a name of the ssh configuration.
-        slots: processes to start there; None where the list does not say.
-        address: what other machines know it by; "": the name without its user.
+        name: its name for ssh or mpirun: ``node0``, ``user@node0``, or a name of the ssh configuration.
+        slots: processes to start there; None if the list does not give them.
+        address: its address for other machines; "": the name without its user.
     """
 
     name: str
@@ -46,8 +46,8 @@ class Host:
 def read_hosts(text: str, option: str = "--hosts") -> tuple[Host, ...]:
     """The machines of ``a:2,b:2``, or of the file of that name.
 
-    A file has a machine a line: ``node0``, ``node0:2`` or ``node0 slots=2``, as Open MPI writes it, also with
-    ``address=10.0.0.5`` where ssh's name for it is no name that other machines know; ``#`` begins a comment.
+    A file has one machine per line: ``node0``, ``node0:2`` or ``node0 slots=2``, as Open MPI writes it, also with
+    ``address=10.0.0.5`` if other machines cannot resolve ssh's name for it; ``#`` begins a comment.
 
     Raises:
         ConfigError: the text or the file names no machine, one twice, or has another form.
@@ -57,7 +57,7 @@ def read_hosts(text: str, option: str = "--hosts") -> tuple[Host, ...]:
         try:
             lines = Path(text).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
             raise ConfigError(f"{option} {text}: the file cannot be read: {why}.") from error
         parts = [(f"{option} {text}, line {n}", line.partition("#")[0]) for n, line in enumerate(lines, 1)]
     else:
@@ -77,7 +77,7 @@ def _host(text: str, where: str) -> Host:
     match = re.fullmatch(r"(?:\[(?P<ipv6>[0-9a-fA-F:.]+)\]|(?P<name>[\w.@+-]+))(?::(?P<slots>\d+))?", first)
     # What begins with a dash would be taken for an option by ssh.
     if match is None or first.startswith("-"):
-        raise ConfigError(f"{where}: {first!r} is no host. Write NAME or NAME:PROCESSES, such as node0:2.")
+        raise ConfigError(f"{where}: {first!r} is not a host. Write NAME or NAME:PROCESSES, such as node0:2.")
     host = Host(match["ipv6"] or match["name"], int(match["slots"]) if match["slots"] else None)
     for word in fields:
         key, _, value = word.partition("=")
@@ -95,9 +95,9 @@ def _host(text: str, where: str) -> Host:
 def nodes_of(
     hosts: tuple[Host, ...], nodes: tuple[int, int], nproc: tuple[int, ...] | None
 ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-    """How many machines, and the processes on each, of a list of hosts beside ``--nodes`` and ``--nproc``.
+    """Combine a list of hosts with ``--nodes`` and ``--nproc``: the number of nodes, and the processes on each.
 
-    ``--nodes 1``, the default, means all hosts; ``--nproc 1``, the default, what the list says.
+    ``--nodes 1``, the default, means all hosts; ``--nproc 1``, the default, the numbers of the list.
 
     Raises:
         ConfigError: they contradict each other.
@@ -146,10 +146,10 @@ ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedJob:
-    """What :meth:`Launcher.submit` would do.
+    """The files and commands of a job that :meth:`Launcher.submit` writes and runs.
 
     Attributes:
-        spec: what was asked for.
+        spec: the job.
         options: the launcher's own.
         files: texts by name, to be written into the job's directory.
         commands: to run here, one after another or all at once, as the launcher does.
@@ -211,38 +211,38 @@ class JobHandle(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """End the job, and all that it started; nothing happens to one that has ended.
+        """End the job and all its processes, unless it has ended already.
 
-        A task is given time to save; where nobody else limits that, a second call ends it.
+        A task gets time to save; if no system limits that time, a second call ends it.
         """
 
     @abstractmethod
     def wait(self) -> int:
-        """Return the exit code once the job has ended: 0 only if it did what was asked."""
+        """Return the exit code once the job has ended: 0 only if it succeeded."""
 
     def scale(self, nodes: int) -> None:
-        """Have the system give the job another number of machines; those there are stay.
+        """Change the job's number of nodes through the system; the present ones stay.
 
         Raises:
-            ConfigError: it cannot be, or the job cannot have so many.
-            LaunchError: the system refused it.
+            ConfigError: the system cannot do it, or the job cannot have that many.
+            LaunchError: the system rejected it.
         """
         raise ConfigError("this job's system cannot change its machines. Paceline's agents can: paceline scale RUN.")
 
 
 class Launcher(ABC):
-    """Gets a job's command started on its machines.
+    """Starts a job's command on its nodes.
 
     Attributes:
-        name: what ``--on`` calls it.
-        inners: what may start the ranks in it, the default for scripts first; "agent" is for tasks.
-        contracts: which variables its processes can be given, the default first.
+        name: its name for ``--on``.
+        rank_launchers: the programs that may start the ranks, the default for scripts first; "agent" is for tasks.
+        env_styles: the sets of rank variables for its processes, the default first.
         attached: a job ends with the command that started it, as under ``mpirun``; the others are
             submitted to a system that keeps them.
-        files: what its machines see of this one's files. Where they do not share them, a run's directory is
-            a path there, and what is rendered is kept here, beside the job's record.
-        default_run: a task's run directory there, where the system has a place for it.
-        preallocated: the machines are the user's own: there is nobody to ask for GPUs or CPUs.
+        files: whether its nodes share this one's files. If not, a run's directory is a path there, and the rendered
+            files stay here, with the job's record.
+        default_run: a task's run directory there, if the system has a place for it.
+        preallocated: the nodes are the user's own, so no system allocates GPUs or CPUs.
         extra: the extra of Paceline that submitting needs, such as "ray".
         options_type: of a plug-in, a frozen dataclass of :func:`option` with the launcher's own options; the
             registry has those of ours.
@@ -298,7 +298,7 @@ class Launcher(ABC):
         """Where a job's machines leave each other what is said before it; None: the only one needs none.
 
         Raises:
-            ConfigError: several machines have no directory that all of them can write.
+            ConfigError: several nodes have no directory that all of them can write.
         """
         if self.files == "shared":
             return spec.directory
@@ -349,14 +349,14 @@ def job_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "job"
 
 
-# --- Options that a launcher could only pass over in silence: refused, with what to do instead ---
+# --- Options that a launcher could only ignore: rejected, with an alternative ---
 
 
 def refuse_what_is_for_clusters(spec: LaunchSpec, name: str) -> None:
-    """Refuse what a launcher has nobody to ask for.
+    """Reject requests for resources that no system allocates.
 
     Raises:
-        ConfigError: GPUs or CPUs are asked for.
+        ConfigError: the spec requests GPUs or CPUs.
     """
     for option_name in ("gpus_per_node", "cpus_per_task"):
         if getattr(spec, option_name) is not None:
@@ -367,10 +367,10 @@ def refuse_what_is_for_clusters(spec: LaunchSpec, name: str) -> None:
 
 
 def refuse_walltime(spec: LaunchSpec, name: str) -> None:
-    """Refuse a limit that nobody would keep; a task keeps its own.
+    """Reject a time limit that no process would enforce; a task enforces its own.
 
     Raises:
-        ConfigError: a script is given one.
+        ConfigError: a script has one.
     """
     if spec.walltime_s is not None and not spec.is_task:
         raise ConfigError(

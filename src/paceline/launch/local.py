@@ -1,4 +1,4 @@
-"""``--on inprocess``, ``spawn`` and ``torchrun``: processes here; other machines give the same command."""
+"""``--on inprocess``, ``spawn`` and ``torchrun``: processes on this node; the same command runs on each other node."""
 
 from __future__ import annotations
 
@@ -224,10 +224,10 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 class Torchrun(LocalLauncher):
-    """Starts torchrun's agent here; on several machines it is run on each.
+    """Starts torchrun's agent here; on several nodes the user runs it on each.
 
     The agent serves its store on every interface, as torchrun always does; the workers' own sockets
-    are on loopback where they share a machine.
+    are on loopback if all are on one node.
     """
 
     name = "torchrun"
@@ -251,8 +251,8 @@ class Torchrun(LocalLauncher):
         module = "torch.distributed.launch" if own.local_rank_argument else "torch.distributed.run"
         nproc, restarts_workers = spec.local_world_size, spec.recover == "restart"
         restarts = [f"--max-restarts={spec.max_restarts}"] if restarts_workers else []
-        # A store that agents share with their workers is made once: its address is not told to an agent that
-        # comes later, in place of a dead one, and it would wait for ever (torch 2.13).
+        # A store that agents share with their workers is made once: an agent that replaces a dead one does not get
+        # its address, and would wait forever (torch 2.13).
         several = restarts_workers and spec.nodes[0] > 1
         own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if several else {}
         command = Command(
@@ -318,7 +318,7 @@ def _verdict(directory: RunDirectory, began: float) -> str:
     lines = []
     if same > 1:
         lines.append(
-            f"torchrun started the workers {len(starts)} times; the last {same} times they went on after "
+            f"torchrun started the workers {len(starts)} times; the last {same} times they continued after "
             f"step {step}, and none came to the next checkpoint."
         )
     failures = [read_failure(path) for path in sorted(directory.logs.glob("rank-*.error.json"))]
@@ -327,11 +327,10 @@ def _verdict(directory: RunDirectory, began: float) -> str:
     return "\n  ".join(lines)
 
 
-# --- What TensorFlow's processes need of who starts them: ports in a row, and an end to those that only
-#     serve
+# --- TensorFlow's processes: they need consecutive ports, and the launcher must end those that only serve
 #
-# Under its parameter server strategy workers and servers run ``server.join()``, which never returns: the
-# chief goes, and whoever has started the others is to end them, on its own machine and on all others.
+# Under its parameter server strategy, workers and servers run ``server.join()``, which never returns: when the chief
+# ends, the launcher must end the others, on its own node and on all others.
 
 
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below the range from which the kernel takes ephemeral ports
@@ -423,7 +422,7 @@ def _is_taken(port: int) -> bool:
 
 
 class Spawn(LocalLauncher):
-    """Starts ``nproc`` subprocesses here; on several machines it is run on each."""
+    """Starts ``nproc`` subprocesses here; on several nodes the user runs it on each."""
 
     name = "spawn"
     rank_launchers = ("spawn",)
@@ -472,7 +471,7 @@ class Spawn(LocalLauncher):
             port = listener.getsockname()[1]
         with listener:
             commands = tuple(replace(each, env={**each.env, "MASTER_PORT": str(port)}) for each in commands)
-            # Rank 0 inherits the bound socket: nobody can take the port in between.
+            # Rank 0 inherits the bound socket, so no other process can take the port in between.
             inherited = {LISTEN_FD: str(listener.fileno())}
             commands = (replace(commands[0], env={**commands[0].env, **inherited}), *commands[1:])
             rank_0_fds = (listener.fileno(),)

@@ -42,7 +42,7 @@ def prepare_local_run(
 
     Raises:
         ConfigError: no launcher can run this.
-        TaskError: there is no such task; a wrong name is told before anything is started.
+        TaskError: there is no such task; a wrong name fails before any process starts.
     """
     config = job.config
     check_task(config)
@@ -63,7 +63,7 @@ def prepare_local_run(
         )
     if recover != "none" and several_nodes and config.run_dir is None:
         raise ConfigError(
-            "a run on several machines needs --run-dir DIR, a directory that all of them share; "
+            "a run on several nodes needs --run-dir DIR, a directory that all of them share; "
             "without one use --recover none."
         )
     config = dataclasses.replace(config, run_dir=str(directory.path), nproc=nproc)
@@ -105,8 +105,8 @@ def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory
     """Start a run and wait for its end; return the exit code and the run's directory.
 
     Args:
-        job: what to do.
-        joins: this machine joins a run that others are at.
+        job: the job.
+        joins: whether this node joins a run that is active on others.
 
     Raises:
         ConfigError: no launcher can run this.
@@ -116,7 +116,7 @@ def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory
     """
     launcher, rendered, job, directory = prepare_local_run(job, joins=joins)
     config, spec = job.config, rendered.spec
-    # Of several machines another one may be at work in the shared directory already.
+    # Another node of the job may use the shared directory already.
     unnumbered = config.node_rank is None and spec.nodes[1] > 1 and spec.recover != "none"
     if not (config.node_rank or joins or unnumbered):
         if directory.is_running():
@@ -147,10 +147,10 @@ def check_task(config: RunConfig) -> None:
 
 
 def require_recovery(config: RunConfig, environment: Environment) -> None:
-    """Refuse a recovery that nobody would do for a rank that another launcher has started.
+    """Reject a recovery that no process performs for a rank that another launcher has started.
 
     Raises:
-        ConfigError: it was asked for by name.
+        ConfigError: the user gave the option.
     """
     if config.recover in ("auto", "none") or (config.recover == "restart" and environment.source == "torchrun"):
         return
@@ -210,13 +210,13 @@ def _job_file(config: RunConfig, directory: RunDirectory, *, unnumbered: bool) -
 
 
 def _processes_here(config: RunConfig, counts: tuple[int, ...]) -> int:
-    """This machine's number of processes, of a list for all machines."""
+    """Return this node's number of processes, from a list for all nodes."""
     if len(counts) == 1:
         return counts[0]
     if config.node_rank is None or config.node_rank >= len(counts):
         raise ConfigError(
-            f"--nproc {config.nproc} lists the processes of machines 0 to {len(counts) - 1}, so each machine "
-            "must be told which one it is with --node-rank."
+            f"--nproc {config.nproc} lists the processes of nodes 0 to {len(counts) - 1}, so each node "
+            "needs its number: --node-rank."
         )
     return counts[config.node_rank]
 

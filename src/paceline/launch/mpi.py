@@ -45,11 +45,11 @@ def resolve_sizes(
 
 
 def place_on_hosts(spec: LaunchSpec, hosts: tuple[Host, ...]) -> LaunchSpec:
-    """The job with the machines and processes of a list of hosts.
+    """Set the nodes and processes of the job from a list of hosts.
 
     Raises:
-        ConfigError: the list and ``--nodes`` or ``--nproc`` contradict each other, or several machines are
-            wanted and there is no list.
+        ConfigError: the list and ``--nodes`` or ``--nproc`` contradict each other, or several nodes are
+            requested without a list.
     """
     if hosts:
         nodes, nproc = nodes_of(hosts, spec.nodes, spec.nproc)
@@ -73,7 +73,7 @@ def command_of_a_rank(spec: LaunchSpec, hosts: tuple[Host, ...] = ()) -> tuple[s
         return spec.command
     if spec.nodes[1] == 1:
         return rank_command(spec)
-    # MPICH has no number for a job that all machines know.
+    # MPICH has no job number that all nodes know.
     port = spec.master_port or job_port(str(spec.directory))
     return rank_command(replace(spec, master_port=port), hosts[0].reached_at if hosts else None)
 
@@ -93,8 +93,8 @@ def host_list(spec: LaunchSpec, hosts: Iterable[Host]) -> str:
 
 # --- ``--on mpi``: mpirun starts every rank, here or on the hosts that it is given; Open MPI and MPICH ---
 #
-# A rank is told its place by MPI; :mod:`paceline.launch.rank` says the same in the variables that a script
-# reads. With the mpi env style the command is started bare: it calls ``MPI_Init`` itself.
+# A rank gets its place from MPI; :mod:`paceline.launch.rank` translates it into the variables that a script reads.
+# With the mpi env style the command starts as it is: it calls ``MPI_Init`` itself.
 
 
 Mpi = Literal["openmpi", "mpich"]
@@ -106,7 +106,7 @@ _PROGRAMS: dict[str, tuple[str, ...]] = {
     "mpich": ("mpiexec.hydra", "mpirun"),
 }
 _TITLES: dict[Mpi, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
-# What finds programs and libraries; Open MPI gives none of it to other machines by itself.
+# The search paths of programs and libraries, which Open MPI does not pass to other machines by itself.
 _SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
 
@@ -195,7 +195,7 @@ def _open_mpi(spec: LaunchSpec, hosts: tuple[Host, ...]) -> list[str]:
     if hosts:
         words += ["--host", host_list(spec, hosts)]
         passed_on = [name for name in _SEARCH_PATHS if name in os.environ and name not in spec.env]
-        # Names alone: mpirun has the values in its environment, where nobody else sees them.
+        # Names alone: mpirun has the values in its environment, where no other user sees them.
         for name in (*passed_on, *variables(spec)):
             words += ["-x", name]
     if spec.interface is not None:
@@ -219,17 +219,17 @@ _ARGUMENTS = {"openmpi": _open_mpi, "mpich": _mpich}
 
 
 def _limit_s(spec: LaunchSpec) -> int | None:
-    """When mpirun is to end the job; a task stops by itself, and saves its state."""
+    """Return the time limit after which mpirun ends the job; a task stops by itself, and saves its state."""
     return None if spec.is_task or spec.walltime_s is None else max(1, round(spec.walltime_s))
 
 
 def find_mpirun(wanted: str = "auto") -> tuple[Mpi, str]:
-    """Whose mpirun, and its name or path; where none is installed, the name that it would have.
+    """Return the MPI implementation, and the name or path of its mpirun; if none is installed, its usual name.
 
-    It is looked for on PATH, then beside the interpreter, where pip puts it.
+    Paceline searches PATH, then the directory of the interpreter, where pip puts it.
 
     Raises:
-        ConfigError: ``wanted`` is none that Paceline knows.
+        ConfigError: Paceline does not support ``wanted``.
     """
     if wanted not in _PROGRAMS:
         raise ConfigError(f"--mpi must be openmpi or mpich, but is {wanted!r}.")
@@ -246,7 +246,7 @@ def _whose(program: Path) -> Mpi:
     name = program.resolve().name
     if "hydra" in name or "mpich" in name:
         return "mpich"
-    # Intel MPI's mpirun is a script beside hydra.
+    # Intel MPI's mpirun is a script next to hydra.
     alone = not (program.parent / "ompi_info").exists() and (program.parent / "mpiexec.hydra").exists()
     return "mpich" if alone else "openmpi"
 

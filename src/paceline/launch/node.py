@@ -1,7 +1,7 @@
-"""What a launcher starts once on each machine: ``python -m paceline.launch.node OPTIONS -- COMMAND``.
+"""The program that a launcher starts once on each node: ``python -m paceline.launch.node OPTIONS -- COMMAND``.
 
-It finds out which machine this is, and has the rank launcher start the ranks: Paceline's agent for its own
-tasks, torchrun, or plain processes. So a launcher needs not know how ranks are started.
+It determines the node's number, and starts the rank launcher, which starts the ranks: Paceline's agent for its own
+tasks, torchrun, or plain processes. So launchers do not depend on how ranks start.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
     command = expand(options.command)
     joins = several and options.rank_launcher == "agent" and _has_agents(command)
     begin = nodes[0] if place.source in _GROWS_LATER else place.nodes
-    # The examination is of the machines that the job begins with: who comes later would meet nobody for it.
+    # Preflight is for the job's first nodes: a node that joins later would find no peer for it.
     if options.preflight and not joins and place.node_rank < begin:
         code, interface = run_before(expand(options.preflight, nodes=begin))
         if code:
@@ -149,9 +149,9 @@ def _run_of(command: Sequence[str]) -> str:
 
 
 def _has_agents(command: Sequence[str]) -> bool:
-    """Whether the task's other machines are at work already.
+    """Return whether other nodes of the task are active already.
 
-    A pod that replaces one that was lost, or comes when a job grows, is given the command of all the others.
+    A pod that replaces a lost one, or joins a growing job, gets the same command as all the others.
     """
     from paceline.elastic.consensus.discovery import active_agents
 
@@ -201,9 +201,7 @@ def _await_name(host: str) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"the first machine's name, {host}, cannot be looked up: {error.strerror}."
-                ) from error
+                raise ConfigError(f"the first node's name, {host}, cannot be resolved: {error.strerror}.") from error
         time.sleep(1.0)
 
 

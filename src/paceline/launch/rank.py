@@ -1,7 +1,7 @@
-"""What a launcher starts once for each rank: ``python -m paceline.launch.rank OPTIONS -- COMMAND``.
+"""The program that a launcher starts once for each rank: ``python -m paceline.launch.rank OPTIONS -- COMMAND``.
 
-Under ``srun`` and ``mpirun`` a process is told its place in their own variables. This one says the same in
-those that the script reads, and becomes the script. The variables of each framework are made here for all launchers.
+Under ``srun`` and ``mpirun`` a process gets its place in their own variables. This program translates them into those
+that the script reads, and becomes the script. It also makes the variables of each framework for all launchers.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def env_style_variables(
 
     Args:
         env_style: which framework reads them.
-        place: who the process is; ``master_addr`` and ``master_port`` are set.
-        hosts: all machines, in the order of their ranks; default: the master alone.
-        counts: processes of each machine; default: as many everywhere.
+        place: the ranks of the process, with ``master_addr`` and ``master_port``.
+        hosts: all nodes, in the order of their ranks; default: the master alone.
+        counts: processes of each node; default: as many everywhere.
         roles: of all ranks, for tensorflow; default: workers.
 
     Raises:
@@ -80,11 +80,11 @@ def env_style_variables(
 def _tf_config(place: Environment, hosts: Sequence[str], counts: Sequence[int], roles: Sequence[str]) -> str:
     """``{"cluster": {role: [host:port, ...]}, "task": {"type": role, "index": i}}``.
 
-    Every process listens on a port of its own: the master's, plus its number on its machine. An evaluator is
-    no member of the cluster, as TensorFlow wants it.
+    Every process listens on a port of its own: the master's, plus its number on its node. An evaluator is
+    not in the cluster, as TensorFlow requires.
     """
     if place.master_addr is None or place.master_port is None:
-        raise ConfigError("--env-style tensorflow needs the address of the first machine.")
+        raise ConfigError("--env-style tensorflow needs the address of the first node.")
     machines = list(hosts) or [place.master_addr]
     each = list(counts) or [place.local_world_size] * place.nodes
     if len(machines) != len(each):
@@ -162,7 +162,7 @@ def interface_variables(interface: str | None) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "UCX_NET_DEVICES": interface}
 
 
-# --- The program: what it is given, and what it becomes ---
+# --- The program: it reads its options, and becomes the command ---
 
 
 _FROM_OUTSIDE = ("RANK", "WORLD_SIZE", "MASTER_PORT")
@@ -180,7 +180,7 @@ def rank_command(spec: LaunchSpec, master_addr: str | None = None) -> tuple[str,
         master_addr: the machine of rank 0, where the launcher does not tell its processes.
 
     Raises:
-        ConfigError: nobody would end its parameter servers.
+        ConfigError: no process would end its parameter servers.
     """
     if "ps" in spec.roles:
         raise ConfigError(
@@ -207,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--env-style", choices=get_args(EnvStyle), required=True)
     parser.add_argument("--nproc", type=parse_nproc, default=(), help="by machine, where they differ")
     parser.add_argument("--roles", default="", help="of all ranks, with commas")
-    parser.add_argument("--master-addr", help="default: what the launcher says")
+    parser.add_argument("--master-addr", help="default: the launcher's")
     parser.add_argument("--master-port", type=int, help="default: made from the job's number")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--interface")
@@ -218,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
-    # Open MPI's ranks outlive an mpirun that is killed; no process is to be left behind.
+    # Open MPI's ranks outlive a killed mpirun; no process may remain.
     die_with_parent()
     try:
         os.execvpe(command[0], command, {**os.environ, **variables})
@@ -257,7 +257,7 @@ def _place(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tup
 
 
 def _on_machines(who: Environment, counts: Sequence[int]) -> Environment:
-    """The place with the machine's number, which nobody says where machines have different numbers of ranks.
+    """Add the node's number, which launchers do not give if nodes have different numbers of ranks.
 
     Raises:
         ConfigError: so many ranks were not started.

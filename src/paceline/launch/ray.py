@@ -46,18 +46,18 @@ from paceline.runs.failures import STOPPED
 
 @dataclass(frozen=True, kw_only=True)
 class RayJob:
-    """What is to run on the machines of a cluster; the content of ``ray-job.json``.
+    """The job for the nodes of a cluster; the content of ``ray-job.json``.
 
     Attributes:
-        command: what runs on each machine.
-        cpus: CPUs of each machine to reserve.
-        gpus: GPUs of each machine to reserve; None: all, in a cluster of the job's own, else none.
-        placement: Ray's word for how close the machines are to be.
-        workdir: where the command runs.
+        command: the command of each node.
+        cpus: CPUs of each node to reserve.
+        gpus: GPUs of each node to reserve; None: all, in a cluster of the job's own, else none.
+        placement: Ray's name for the distance of the nodes.
+        workdir: the command's working directory.
         env: variables for it.
-        recovers: what is left of the job goes on when a machine is lost, and takes another one in.
-        replacements: how many lost machines are replaced.
-        own_cluster: nobody else uses the cluster.
+        recovers: the rest of the job continues when a node is lost, and accepts a replacement.
+        replacements: number of lost nodes to replace.
+        own_cluster: no other job uses the cluster.
     """
 
     command: tuple[str, ...]
@@ -116,7 +116,7 @@ class NodeActor:
         return os.uname().nodename, ray.util.get_node_ip_address()
 
     def can_listen(self, port: int) -> bool:
-        """Whether nobody listens at this port."""
+        """Return whether no process listens at this port."""
         import ray
 
         try:
@@ -173,8 +173,8 @@ class NodeActor:
                     process.kill()
 
     def _run(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, started: Future[None]) -> None:
-        # This thread lives as long as the command: by the end of the thread that started it, the kernel knows
-        # that the command is to end too.
+        # This thread lives as long as the command: when the thread that started it ends, the kernel ends the
+        # command too.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         try:
             popen = subprocess.Popen(
@@ -350,14 +350,14 @@ class RayJobController:
         return actor.remote()
 
     def _job_id(self) -> str:
-        """A name of which all machines make the same port, and that is free on the first one."""
+        """Return a name from which all nodes derive the same port, which is free on the first one."""
         while True:
             job_id = f"ray-{secrets.token_hex(4)}"
             if self._ray.get(self._places[0].actor.can_listen.remote(job_port(job_id))):
                 return job_id
 
     def _start(self, place: _RankPlace) -> Any:
-        """Start a machine's command; the agent of one that replaces another finds the others at work."""
+        """Start a node's command; the agent of a replacement finds the active ones."""
         cluster = self._ray.get_runtime_context().gcs_address
         env = {**self._job.env, "RAY_ADDRESS": cluster, NODE_RANK: str(place.rank), **self._variables}
         place.pending = place.actor.start.remote(self._job.command, env, self._job.workdir)
@@ -380,7 +380,7 @@ class RayJobController:
             self._take(waiting[answer])
 
     def _overdue(self) -> bool:
-        """Whether those that are to end because one has failed have had their time."""
+        """Return whether the processes that must end after a failure are over their time limit."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _take(self, place: _RankPlace) -> None:
@@ -447,7 +447,7 @@ class RayJobController:
         self._lost += 1
         alone = self._job.machines == 1
         self._ray.kill(place.actor)
-        then = "it goes on from its last checkpoint" if alone else "another joins the others, which go on"
+        then = "it continues from its last checkpoint" if alone else "another joins the others, which continue"
         self._say(f"{where} As soon as the cluster has room, {then}.")
         place.started, place.replaced = alone, True
         place.actor = self._actor(place.rank)
@@ -496,12 +496,12 @@ class RayJobController:
 
 
 def _reason(error: BaseException) -> str:
-    """The first sentence of the last line: Ray goes on with what may have been the cause."""
+    """Return the first sentence of the last line: Ray continues with possible causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__).partition(". ")[0].rstrip(".")
 
 
-# --- ``--on ray``: a job in a Ray cluster that is there, or in one of its own on this machine ---
+# --- ``--on ray``: a job in an existing Ray cluster, or in one of its own on this machine ---
 
 
 PLACEMENTS = ("spread", "pack", "strict-spread", "strict-pack")
@@ -516,7 +516,7 @@ class RayOptions:
         "HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine."
     )
     placement: str = option("How to place processes on machines: spread, pack, strict-spread or strict-pack.", "spread")
-    machine_restarts: int = option("How many lost machines of a task to replace.", 3)
+    machine_restarts: int = option("Number of lost nodes of a task to replace.", 3)
 
 
 class Ray(ForegroundLauncher):
@@ -552,13 +552,13 @@ class Ray(ForegroundLauncher):
         """A program that is started once, here, and gives the cluster its work by itself."""
         if spec.nodes != (1, 1):
             raise ConfigError(
-                f"--nodes {spec.nodes[0]}: a program that uses Ray is started once. Say --rank-launcher torchrun to "
-                "have its processes started on so many machines."
+                f"--nodes {spec.nodes[0]}: a program that uses Ray starts once. Use --rank-launcher torchrun to "
+                "start its processes on several nodes."
             )
         if spec.preflight and address is not None:
             raise ConfigError(
-                f"--preflight: which machines of the Ray cluster at {address} the program is going to use, "
-                "nobody knows before it. Leave it out; or say --rank-launcher torchrun to have its processes started."
+                f"--preflight: the nodes of the Ray cluster at {address} that the program will use are unknown "
+                "before it starts. Leave it out; or use --rank-launcher torchrun, which starts its processes."
             )
         argv = ray_node_command(spec)
         env = {**interface_variables(spec.interface), **spec.env}

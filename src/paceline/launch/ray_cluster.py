@@ -1,4 +1,4 @@
-"""Ray clusters: one that is there, or one of this process's own. The library is imported on use."""
+"""Ray clusters: an existing one, or one of this process's own. The library is imported on use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def import_ray(extra: str = "ray") -> ModuleType:
     """The library.
 
     Args:
-        extra: what installs the part of it that is needed.
+        extra: Paceline's extra that installs the needed part of it.
 
     Raises:
         LaunchError: it is not installed.
@@ -49,7 +49,7 @@ def connect(ray: ModuleType, address: str, option: str = "--address") -> None:
     Args:
         ray: the library.
         address: where.
-        option: what the user calls the address.
+        option: the name of the option or variable with the address.
 
     Raises:
         LaunchError: it does not answer, or refuses.
@@ -142,7 +142,7 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """A temporary directory with a short name; what Ray makes in it is open to all, so it is not."""
+    """Make a temporary directory with a short name, private because Ray's files in it are readable by all."""
     parent = tempfile.gettempdir()
     with tempfile.TemporaryDirectory(
         prefix="paceline-ray-",

@@ -1,11 +1,11 @@
-"""What starts a Ray cluster of the job's own: ``python -m paceline.launch.ray_node OPTIONS -- COMMAND``.
+"""The program that starts a Ray cluster of the job's own: ``python -m paceline.launch.ray_node OPTIONS -- COMMAND``.
 
-It is started once on each machine of the job. The first one starts the cluster's head, waits for the others,
+It starts once on each node of the job. The first one starts the cluster's head, waits for the others,
 and runs the command, with RAY_ADDRESS and the cluster's token in its environment; the others join the cluster
 and stay until the first one has ended, however it ends. No part of the cluster outlives the job.
 
-Machines find each other by a file in the job's directory, which they share: on a machine that other jobs use
-as well, any port may be taken.
+Nodes find each other by a file in the job's directory, which they share: on a node that other jobs use as well, any
+port may be taken.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from paceline.launch.supervisor import RankStarter, SupervisedJob
 _MEETING_S = 300.0
 _POLL_S = 0.2
 _ENDING_S = 15.0  # the head may be ending its own part before it says so
-_GRACE_S = 5.0  # shorter than that of whoever supervises this process
+_GRACE_S = 5.0  # shorter than that of this process's supervisor
 
 
 def ray_node_command(spec: LaunchSpec) -> tuple[str, ...]:
@@ -73,14 +73,14 @@ def cluster_command(
     gpus: int | None,
     preflight: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """The command that starts a Ray cluster, and ``command`` in it.
+    """Return the command that starts a Ray cluster, and ``command`` in it.
 
     Args:
-        spec: the job; its directory is where machines meet.
-        command: what runs in the cluster.
-        cpus: CPUs of each machine that Ray may give away; default: the job's.
-        gpus: its GPUs; default: those that there are.
-        preflight: what must succeed on each machine before; of a job whose machines are actors, they do it.
+        spec: the job; its directory is the nodes' rendezvous.
+        command: the command in the cluster.
+        cpus: CPUs of each node for Ray to allocate; default: the job's.
+        gpus: its GPUs; default: all.
+        preflight: a command that must succeed on each node first; if the nodes of a job are actors, they run it.
     """
     options = ["--directory", str(spec.directory)]
     for name, value in (("cpus", cpus), ("gpus", gpus), ("interface", spec.interface)):
@@ -153,7 +153,7 @@ class _RayNode:
         return self.files.with_name(f"{self.files.name}.json")
 
     def variables(self) -> dict[str, str]:
-        """What every process of the cluster is told."""
+        """Return the variables of every process of the cluster."""
         variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
         if self.place.nodes == 1:
             variables.update(LOOPBACK)
@@ -197,7 +197,7 @@ def _head(here: _RayNode, command: Sequence[str]) -> int:
             stack.enter_context(_door(here, address, cluster))
             _wait_for_all(ray, here.place.nodes)
         code = _run(command, {"RAY_ADDRESS": cluster})
-        # Before the others are told: while Ray is here, it would print that theirs ends unexpectedly.
+        # Before the others end: while Ray runs here, it would print that theirs ends unexpectedly.
         shut_down(ray)
         return code
 
@@ -242,7 +242,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def _member(here: _RayNode) -> int:
-    """Join the cluster, and stay until its first machine's part has ended."""
+    """Join the cluster, and stay until the first node's part has ended."""
     cluster, door = _enter(here)
     with door, private_directory() as directory:
         read_token(here.token)

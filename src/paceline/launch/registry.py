@@ -74,7 +74,7 @@ def options_type(name: str) -> type | None:
     """A launcher's own options, a frozen dataclass made of :func:`option`; None where it has none.
 
     Raises:
-        ConfigError: it is no launcher of ours, and no plug-in's either, or the plug-in cannot be used.
+        ConfigError: it is neither one of our launchers nor a plug-in, or the plug-in cannot be used.
     """
     if name in _OPTIONS:
         options: type = import_object(_OPTIONS[name])
@@ -100,8 +100,8 @@ def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
     for name in given:
         if name not in known:
             raise ConfigError(
-                f"--on {launcher.name} knows no {flag(name)}. {owners_of(flag(name))}--on {launcher.name} takes: "
-                f"{own_flags(launcher.name)}."
+                f"{flag(name)} is not supported by --on {launcher.name}. {owners_of(flag(name))}"
+                f"--on {launcher.name} takes: {own_flags(launcher.name)}."
             )
     options = options_type(launcher.name)
     return options(**given) if options is not None else None

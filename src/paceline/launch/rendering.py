@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 # --- YAML ---
 
 
-# What no YAML reader, of version 1.1 or 1.2, takes for anything but a text. PyYAML's own rule is that of 1.1: it
+# Strings that every YAML reader, of version 1.1 or 1.2, reads as strings. PyYAML's own rule is that of 1.1: it
 # would not quote "1e3" or "0o17", which Kubernetes reads as numbers.
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?:[:=][A-Za-z0-9_./-]+)*")
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
@@ -56,11 +56,11 @@ IN_HOROVODS_SHELL = (
 
 
 def refuse_secrets(env: Mapping[str, str], instead: str) -> None:
-    """Refuse variables that look like secrets: whoever may look at the job can read its variables.
+    """Reject variables that look like secrets: every user who can see the job can read its variables.
 
     Raises:
-        ConfigError: one does; the message says what to do instead.
+        ConfigError: one does; the message gives the alternative.
     """
     for name in env:
         if _SECRET.search(name.upper()):
-            raise ConfigError(f"--env {name}: whoever sees the job can read its variables. {instead}")
+            raise ConfigError(f"--env {name}: every user who can see the job can read its variables. {instead}")

@@ -46,7 +46,7 @@ from paceline.launch.supervisor import EXIT_CODE, BackgroundJob, ForegroundJob, 
 
 _LIMIT_S = 60
 
-# What sbatch says, and which of our options may be the reason.
+# Messages of sbatch, and the options of ours that may be the reason.
 _CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("invalid partition", ("partition",)),
     ("invalid account", ("account", "partition")),
@@ -119,7 +119,7 @@ def refusal(stderr: str, spec: LaunchSpec, options: Any) -> LaunchError:
     """
     given = _given(spec, options)
     causes = [given[name] for name in _causes(stderr) if name in given]
-    advice = f" Look at {', '.join(causes)}." if causes else ""
+    advice = f" Check {', '.join(causes)}." if causes else ""
     return LaunchError(f"sbatch refused the job: {_words(stderr)}{advice}")
 
 
@@ -185,10 +185,10 @@ class SlurmJob(JobHandle):
         return self._reference
 
     def status(self) -> JobStatus:
-        """What the controller says; of what it has forgotten, what accounting or the job's own files do."""
+        """Return the controller's status; for jobs that it has forgotten, that of accounting or the job's own files."""
         numbers = _array_indices(self._reference.get("array"))
         known = self._of_controller()
-        # While one is at work the others do not matter: no need to ask the database again and again.
+        # While one is active the others do not matter, so the database is not queried each time.
         if all(task.ended for task in known.values()) and not known.keys() >= set(numbers):
             known = {**self._of_accounting(), **known}
         known = {**self._of_files(number for number in numbers if number not in known), **known}
@@ -291,7 +291,7 @@ def _status(slurm_state: str, detail: str, exit_code: str, restarts: int) -> Job
 
 
 def _together(tasks: Sequence[JobStatus]) -> JobStatus:
-    """The status of an array: at work while one task of it is, failed if one has, succeeded if all have."""
+    """Return the status of an array: running while one task runs, failed if one has, succeeded if all have."""
     if len(tasks) == 1:
         return tasks[0]
     order: tuple[State, ...] = ("running", "pending", "failed", "unknown", "cancelled", "succeeded")
@@ -431,7 +431,9 @@ def _check(spec: LaunchSpec, options: SlurmOptions) -> None:
 def _check_writable(folder: Path) -> None:
     if "%" not in str(folder) and not (folder.is_dir() and os.access(folder, os.W_OK)):
         problem = "cannot be written" if folder.is_dir() else "does not exist"
-        raise ConfigError(f"--output: the folder {folder} {problem}, and Slurm would end the job without a word.")
+        raise ConfigError(
+            f"--output: the folder {folder} {problem}, and Slurm would end the job without an error message."
+        )
 
 
 def _with_its_python(spec: LaunchSpec) -> LaunchSpec:

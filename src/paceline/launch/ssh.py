@@ -45,22 +45,22 @@ from paceline.launch.ssh_remote import READY
 from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher
 from paceline.runs.failures import STOPPED
 
-# --- One machine at the end of an ssh: what is said to it, and what it says ---
+# --- One remote machine: the ssh client, and its messages ---
 
 
 LOST = 255
-"""What ssh exits with when its connection fails; remote commands never do."""
+"""ssh's exit code when its connection fails; remote commands never use it."""
 
 
 class SshMachine:
-    """An ssh client. It is killed by the kernel if this process dies; then what runs there ends too.
+    """An ssh client. The kernel kills it if this process dies; then the remote command ends too.
 
     Attributes:
         name: the host's.
         pidfd: readable once the client has ended.
-        ready: nothing is in the way of the command there.
-        code: what the client ended with, once it was reaped.
-        said: what came before it was ready.
+        ready: the command can start there.
+        code: the client's exit code, once it was reaped.
+        said: the output before it was ready.
 
     Raises:
         LaunchError: the client could not be started.
@@ -108,7 +108,7 @@ class SshMachine:
 
     @property
     def writable(self) -> tuple[int, ...]:
-        """The descriptor on which something is to be sent, if there is anything."""
+        """The descriptor with unsent data, if there is any."""
         return (self._stdin.fileno(),) if self._unsent and not self._stdin.closed else ()
 
     def send(self, word: str) -> None:
@@ -197,17 +197,17 @@ _KILL_S = 5.0
 
 
 class SshJob:
-    """The machines of a job, each at the end of an ssh.
+    """The machines of a job, each with an ssh client.
 
     Args:
         names: of the machines.
         commands: one for each; its ``stdin`` ends in starting :mod:`paceline.launch.ssh_remote`.
-        outlives_machines: the job goes on when a machine is lost, and succeeds if one succeeds.
-        connect_timeout_s: within which each must answer.
-        heartbeat_s: how often each is told that somebody is there.
+        outlives_machines: the job continues when a machine is lost, and succeeds if one succeeds.
+        connect_timeout_s: time limit for each to answer.
+        heartbeat_s: interval of the heartbeats to each.
 
     Raises:
-        LaunchError: not all could be reached and made ready; nothing runs anywhere.
+        LaunchError: not all could be reached and prepared; nothing runs anywhere.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class SshJob:
             self._tell("")
 
     def _tell(self, word: str) -> None:
-        """Say it to those that listen: the others' shells still read what they are to run."""
+        """Send it to the ready machines: the others' shells still read their commands."""
         for machine in self._running:
             if machine.ready:
                 machine.send(word)
@@ -364,7 +364,7 @@ class SshJob:
                     self._hurry()
 
     def _end_all(self) -> None:
-        """Let go of all machines: their input ends, and with it all that runs there."""
+        """Close the input of each machine, which ends its command."""
         running = self._running
         for machine in running:
             machine.detach()
@@ -395,7 +395,7 @@ class SshJob:
         for code in STOPPED:
             if code in codes:
                 return code
-        # Stopped as asked, by processes that know no better than to die of it.
+        # Stopped on request, by processes that died of the signal.
         return 128 + (self._signal or signal.SIGTERM)
 
 
@@ -487,7 +487,7 @@ class Ssh(ForegroundLauncher):
         return RenderedSsh(spec=spec, options=options, commands=commands, hosts=hosts)
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
-        """Reach all machines, then start the command on each.
+        """Connect to each machine, then start the command on each.
 
         Raises:
             LaunchError: some cannot be reached or lack something; all of them are named, and nothing runs.
@@ -536,11 +536,11 @@ def _script(spec: LaunchSpec, hosts: tuple[Host, ...], node_rank: int, options: 
     if spec.run is not None and len(hosts) > 1:
         remote += ["--shared", str(spec.directory)]
     no_directory = shlex.quote(
-        f"paceline: there is no directory {spec.workdir}, where the command is to run. The machines of a job "
+        f"paceline: there is no directory {spec.workdir}, the command's working directory. The machines of a job "
         "must share it: start from one that they all have."
     )
     no_paceline = shlex.quote(
-        f"paceline: {spec.python} is no Python that has Paceline. Install it there, in the same version; "
+        f"paceline: {spec.python} is not a Python with Paceline. Install it there, in the same version; "
         "paceline launch takes another interpreter as --python."
     )
     lines = [

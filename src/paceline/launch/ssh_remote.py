@@ -1,10 +1,10 @@
-"""What the ssh launcher starts on a machine: ``python -m paceline.launch.ssh_remote OPTIONS -- COMMAND``.
+"""The program that the ssh launcher starts on a machine: ``python -m paceline.launch.ssh_remote OPTIONS -- COMMAND``.
 
-It runs the command for as long as somebody holds the other end of its standard input, and lets nothing of it
-outlive that: ssh itself passes no signal on, and what it has started goes on when it dies.
+It runs the command while the other end of its standard input is open, and then ends all its processes: ssh itself
+forwards no signal, and its remote command continues when it dies.
 
-What it is told, a line each: ``go``: start the command; ``signal N``: pass that signal on; ``kill``: end all
-at once; an empty line: somebody is there. The end of the input, or silence, is the end of the connection.
+Its input has one message per line: ``go``: start the command; ``signal N``: forward that signal; ``kill``: end all
+immediately; an empty line: a heartbeat. The end of the input, or silence, is the end of the connection.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LAST_OUTPUT_S = 10.0
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.ssh_remote", description=__doc__)
-    parser.add_argument("--silence", type=float, default=60.0, help="seconds without a word that end it")
+    parser.add_argument("--silence", type=float, default=60.0, help="seconds without a message after which it ends")
     parser.add_argument("--shared", type=Path, help="a directory that must be there")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
@@ -64,7 +64,7 @@ class _Control:
         self._unread = b""
 
     def next(self, pidfd: int | None) -> str | None:
-        """The next line; None once there is nobody any more; ``ended`` where a process has ended first."""
+        """Return the next line; None once the connection has ended; ``ended`` if the process has ended first."""
         while b"\n" not in self._unread:
             poll = select.poll()
             poll.register(0, select.POLLIN)
@@ -108,7 +108,7 @@ class _Supervised:
             copier.start()
 
     def run(self, control: _Control) -> int:
-        """Do as told until the command ends."""
+        """Execute messages until the command ends."""
         connected = True
         with handle_signals(STOP_SIGNALS, self._on_signal):
             try:
@@ -159,7 +159,7 @@ class _Supervised:
 
 
 def _copy(source: int, target: int) -> None:
-    """Pass output on; where nobody takes it any more, drop it."""
+    """Forward output; drop it once the reader is gone."""
     with suppress(OSError):  # closed under it at the interpreter's end
         while data := os.read(source, 65536):
             with suppress(OSError):

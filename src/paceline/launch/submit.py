@@ -51,12 +51,12 @@ class JobRecord:
 
     Attributes:
         id: the launcher's name and the system's own number: ``slurm-4711``; see :func:`record_id`.
-        launcher: what ``--on`` calls it.
+        launcher: its launcher's name for ``--on``.
         name: the job's.
-        command: what it runs.
-        directory: where its script and logs are.
+        command: its command.
+        directory: has its script and logs.
         run: the run's directory, of a task.
-        reference: what the launcher finds it by.
+        reference: the launcher's identification of it.
         submitted: seconds since the epoch.
         ended: its last status, once it has ended: the system may forget.
     """
@@ -102,7 +102,7 @@ class JobRecord:
 
 
 def record_id(launcher: str, reference: Mapping[str, Any]) -> str:
-    """``LAUNCHER-NUMBER``; with a number behind it where a job at work in another place has that id."""
+    """Return ``LAUNCHER-NUMBER``, with a further number if an active job elsewhere has that id."""
     place = [reference.get(name) for name in _PLACE]
     taken = {
         record.id
@@ -144,7 +144,7 @@ def room_for_record() -> Iterator[None]:
         yield
     except BaseException:  # Ctrl-C too
         for directory in made:
-            with suppress(OSError):  # somebody else has begun to use it
+            with suppress(OSError):  # another process has begun to use it
                 directory.rmdir()
         raise
 
@@ -253,7 +253,7 @@ def remote_task(spec: str, place_of: Callable[[str], str]) -> str:
     """A task as the machines find it.
 
     Args:
-        spec: the task's file or module and its class, or a recipe.
+        spec: the task's file or module and its class, or a built-in task.
         place_of: where the machines find a file; see :meth:`Launcher.place_of`.
 
     Raises:
@@ -343,8 +343,8 @@ def choose_env_style(launcher: Launcher, env_style: EnvStyle | None, rank_launch
 def job_directory(name: str, *, attached: bool) -> Path:
     """A new place for a script's job: ``jobs/NAME-TIME-ID`` here, which clusters share.
 
-    The ID is random: jobs that begin in the same second, on whatever machines, have a place each. One that is
-    attached leaves nothing here; what there is of it is kept beside its record.
+    The ID is random: jobs that begin in the same second, on whatever machines, have a place each. An
+    attached job leaves nothing here; its files are kept with its record.
     """
     home = jobs_directory() if attached else Path.cwd() / "jobs"
     return home / f"{job_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
@@ -372,7 +372,7 @@ def make_directory(directory: Path) -> Iterator[None]:
         if made:
             shutil.rmtree(directory, ignore_errors=True)
         for parent in made[1:]:
-            with suppress(OSError):  # somebody else has begun to use it
+            with suppress(OSError):  # another process has begun to use it
                 parent.rmdir()
         raise
 
@@ -383,7 +383,7 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
     Args:
         config: the run's options.
         options: fields of :class:`LaunchSpec` that were given.
-        launcher: where it is to run.
+        launcher: its launcher.
         python: the interpreter on the machines.
 
     Raises:
@@ -420,8 +420,7 @@ def _task_place(config: RunConfig, launcher: Launcher) -> tuple[Path, str, Path 
     """A task's run directory, the job's name, and its directory where that is in the run's.
 
     Raises:
-        ConfigError: the run's directory is to be on machines that do not share this one's files, and it is
-            not said where.
+        ConfigError: the nodes do not share this one's files, and the run's directory there is not given.
     """
     if launcher.files == "shared":
         run = Path(config.run_dir or default_run_path(config.task)).resolve()
@@ -465,12 +464,12 @@ def _refuse_impossible(config: RunConfig, options: Mapping[str, Any]) -> None:
 
 
 def submit(launcher: Launcher, rendered: RenderedJob) -> tuple[JobRecord, JobHandle]:
-    """Write what was rendered, start the job, and remember it.
+    """Write the rendered files, start the job, and record it.
 
     Raises:
-        LaunchError: the system refused it; nothing of it is left.
-        ConfigError: the job's directory, its record, or where its logs are to be, cannot be written.
-        RenderedOnlyError: the launcher submits nothing; what it has written stays.
+        LaunchError: the system rejected it; nothing of it is left.
+        ConfigError: the job's directory, its record, or the directory of its logs cannot be written.
+        RenderedOnlyError: the launcher submits nothing; the written files stay.
     """
     spec = dataclasses.replace(rendered.spec, is_recorded=True)
     with make_directory(spec.directory), room_for_record():
@@ -511,13 +510,13 @@ def remember(record: JobRecord, handle: JobHandle) -> None:
         try:
             handle.cancel()
         except LaunchError as refused:
-            raise LaunchError(f"{record.id} was submitted, but {error} It goes on: {refused}") from error
+            raise LaunchError(f"{record.id} was submitted, but {error} It continues: {refused}") from error
         raise ConfigError(f"{record.id} is cancelled: {error}") from error
 
 
 def finish(record: JobRecord, handle: JobHandle) -> int:
     """Wait for a job, and remember how it ended; return its exit code."""
     code = handle.wait()
-    with suppress(LaunchError, ConfigError):  # who asks next may be answered
+    with suppress(LaunchError, ConfigError):  # a later query may succeed
         add_record(dataclasses.replace(record, ended=dataclasses.asdict(handle.status())))
     return code

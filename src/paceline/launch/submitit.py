@@ -66,7 +66,7 @@ class SubmititOptions:
 
 
 def executor_arguments(options: SubmititOptions, python: str) -> dict[str, Any]:
-    """Arguments of ``AutoExecutor``, beside the folder."""
+    """Return the arguments of ``AutoExecutor`` other than the folder."""
     name = options.executor
     return {
         "cluster": name,
@@ -96,7 +96,7 @@ def executor_parameters(
         cpus_per_task: of each of these.
         gpus_per_node: to ask for.
         walltime_s: how long the job may take.
-        signal_name: what announces the end, such as "USR1".
+        signal_name: the signal before the end of the time limit, such as "USR1".
 
     Raises:
         ConfigError: the local executor cannot do this.
@@ -161,7 +161,7 @@ class SubmititJob(JobHandle):
             number: Slurm's, or the controller's process id.
             executor: "slurm" or "local".
             folder: submitit's.
-            tasks: over all machines.
+            tasks: over all nodes.
             is_command: it runs a command, which ends by itself when it is asked to.
         """
         reference: dict[str, Any] = {
@@ -278,7 +278,7 @@ SUBMIT = "submit.py"
 """A file in a job's directory: the program that submits it."""
 
 FOLDER = "submitit"
-"""In a job's directory: what submitit keeps."""
+"""In a job's directory: submitit's files."""
 
 _PROGRAM = '''\
 """Submits the job with submitit, and prints its number."""
@@ -367,7 +367,7 @@ def require_submitit() -> None:
 def _run(command: Command, rendered: RenderedJob, folder: Path) -> str:
     """Run the program; return the number that it prints.
 
-    What it starts on this machine outlives it, so its output is no pipe: nobody would see that one's end.
+    Its processes on this machine outlive it, so its output is a file: a pipe would never reach its end.
     """
     printed = folder / "submit.log"
     with printed.open("wb") as output:

@@ -24,7 +24,7 @@ from paceline.launch.submitit_running import callable_for, check_private, make_p
 
 
 class FunctionJob(SubmititJob):
-    """A submitted function; what it returns comes back by :meth:`result`.
+    """A submitted function; :meth:`result` returns its result.
 
     Args:
         reference: see :class:`SubmititJob`.
@@ -98,7 +98,7 @@ def submit_functions(
     """Submit one job for each call; on Slurm several are one array.
 
     Args:
-        function: what is called.
+        function: the function to call.
         calls: arguments and keyword arguments.
         options: the launcher's.
         folder: where submitit keeps its files; default: a new one in ``jobs/``.

@@ -1,4 +1,4 @@
-"""What runs in a submitit job, and the folder of its pickles."""
+"""The program of a submitit job, and the folder of its pickles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def make_private(folder: Path) -> Path:
-    """Make the folder with mode 0700, or check the one that is there; return its absolute path.
+    """Make the folder with mode 0700, or check the existing one; return its absolute path.
 
     Raises:
         ConfigError: it cannot be made, or others could write into it or read it.
@@ -44,7 +44,7 @@ def make_private(folder: Path) -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Refuse a folder whose pickles somebody else may have written.
+    """Reject a folder whose pickles another user may have written.
 
     Raises:
         ConfigError: it is a link, another user's, or open to others.
@@ -52,10 +52,10 @@ def check_private(folder: Path) -> None:
     try:
         status = folder.lstat()
     except OSError as error:
-        raise ConfigError(f"cannot look at the folder {folder}: {error.strerror}.") from error
-    why = "submitit keeps pickles there, and whoever can write one can run code as you"
+        raise ConfigError(f"cannot read the folder {folder}: {error.strerror}.") from error
+    why = "submitit keeps pickles there, and any user with write access to them can run code as you"
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{folder} is no directory, but a link or a file; {why}. Choose another folder.")
+        raise ConfigError(f"{folder} is not a directory, but a link or a file; {why}. Choose another folder.")
     if status.st_uid != os.geteuid():
         raise ConfigError(f"{folder} belongs to user {status.st_uid}, not to you; {why}. Choose another folder.")
     mode = stat.S_IMODE(status.st_mode)
@@ -63,9 +63,9 @@ def check_private(folder: Path) -> None:
         raise ConfigError(f"{folder} is open to other users (mode {mode:o}); {why}. Close it: chmod 700 {folder}")
 
 
-# --- What submitit runs on the machines: a command, or the user's function. These two are what it pickles ---
+# --- The pickled objects that submitit runs on the nodes: a command, or the user's function ---
 #
-# Each leaves its task's exit code in a text file, so that nobody has to load a pickle to see how a job ended.
+# Each writes its task's exit code into a text file, so that no reader has to load a pickle for it.
 
 
 PREEMPT_SIGNAL = "USR1"
@@ -84,11 +84,11 @@ def exit_code_file(folder: Path, job_id: str, rank: int) -> Path:
 
 
 class StartCommand:
-    """Runs a command, once for each task, until it ends; asked to stop, it is started again later.
+    """Runs a command, once for each task, until it ends; after a stop request, the job is requeued.
 
     Args:
         command: a program and its arguments.
-        each: what a task is: a "machine", on which the command starts the ranks, or a "rank".
+        each: the kind of task: a "machine", on which the command starts the ranks, or a "rank".
     """
 
     def __init__(self, command: Sequence[str], each: Literal["machine", "rank"] = "machine") -> None:
@@ -131,7 +131,7 @@ class StartCommand:
         """Leave it to submitit, whose handler requeues the job from its first task; does not return."""
         if task.global_rank == 0:
             signal.raise_signal(getattr(signal, f"SIG{task.USR_SIG}"))
-        # No result is written for a task that is to run again, and SystemExit writes none.
+        # A task that will run again must write no result, and SystemExit writes none.
         sys.exit(STOPPED_CODE)
 
 
@@ -150,10 +150,10 @@ def _job_id(task: submitit.JobEnvironment) -> str:
 
 
 class CallFunction:
-    """Calls a function; where the job has several tasks, each is told its place as torch reads it.
+    """Calls a function; if the job has several tasks, each gets torch's rank variables.
 
     Args:
-        function: what to call.
+        function: the function to call.
         script: the file that it is defined in, where that is the program itself.
     """
 
@@ -224,8 +224,8 @@ def _home(function: Callable[..., Any]) -> Any:
 def _become_main(function: Callable[..., Any], script: Path) -> None:
     """Make this process the program that submitted the job, for multiprocessing: functions may spawn workers.
 
-    What was defined there has travelled by value, and is named ``__main__.NAME``: there pickle looks for what
-    a worker is sent, and a spawned worker imports the file of ``__main__`` first.
+    Objects defined there were sent by value, and are named ``__main__.NAME``: pickle searches there for objects that a
+    worker gets, and a spawned worker imports the file of ``__main__`` first.
     """
     main = types.ModuleType("__main__")
     home = _home(function)

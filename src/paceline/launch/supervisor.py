@@ -32,17 +32,17 @@ from paceline.launch.launcher import JobHandle, JobStatus, Launcher
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, ProcessExit, expand, report_job_failure
 
-# --- What a killed mpirun leaves: its ranks, in groups of their own, that nobody else would end ---
+# --- Orphans of a killed mpirun: its ranks, in process groups of their own, that no other process would end ---
 
 
 _MARK = "PACELINE_STARTED_BY"
 
 
 class OrphanReaper:
-    """From now on this process becomes the parent of those below it whose own parent dies. Linux only.
+    """Makes this process the parent of its descendants whose own parent dies. Linux only.
 
     Attributes:
-        mark: a variable for the environment of what is started: by it orphans are told from other children.
+        mark: a variable for the environment of started processes, which distinguishes orphans from other children.
     """
 
     def __init__(self) -> None:
@@ -82,15 +82,15 @@ class _Running:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStarter:
-    """What processes are that start a job's ranks themselves, as torchrun and mpirun do.
+    """A program that starts a job's ranks itself, as torchrun and mpirun do.
 
     Attributes:
-        name: as messages call it.
-        says_why: one that ends by itself has said why its ranks failed, and knows what is to be removed: it
-            is given the grace period also when the user is in a hurry.
-        stop_signal: what it is sent when the job is asked to stop; default: what this process got.
-        death_signal: what the kernel sends it if this process dies; upon SIGTERM it ends its ranks.
-        verdict: what else there is to say about a failure.
+        name: its name in messages.
+        says_why: the program prints why its ranks failed, and cleans up: it gets the grace period also after a second
+            stop request.
+        stop_signal: the signal for a stop request; default: the signal that this process got.
+        death_signal: the kernel's signal to it if this process dies; upon SIGTERM it ends its ranks.
+        verdict: returns an addition to the message about a failure.
     """
 
     name: str
@@ -105,23 +105,23 @@ class ProcessGroup(Protocol):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Those that still run."""
+        """The process ids of the running ones."""
 
     def wait(self) -> int:
-        """Return the job's exit code: 0, the first culprit's, or 75 or 130 after a requested stop."""
+        """Return the job's exit code: 0, that of the first failed rank, or 75 or 130 after a requested stop."""
 
     def cancel(self) -> None:
-        """Ask the job to stop, and kill what remains after the grace period; :meth:`wait` then returns."""
+        """Request a stop, and kill remaining processes after the grace period; :meth:`wait` then returns."""
 
 
 def check_program(program: str) -> None:
-    """Make sure that a command can be started.
+    """Check that a command can be started.
 
     Raises:
-        LaunchError: its program is not there.
+        LaunchError: its program is missing.
     """
     if shutil.which(program) is None:
-        raise LaunchError(f"{program} is no program that can be run.")
+        raise LaunchError(f"{program}: command not found or not executable.")
 
 
 class SupervisedJob:
@@ -129,18 +129,17 @@ class SupervisedJob:
 
     Each is the leader of a session of its own, so that Ctrl-C in a terminal reaches only the launcher,
     which passes it on once; and each is killed by the kernel if the launcher dies.
-    When one fails, the others get SIGTERM, and SIGKILL after the grace period; what they leave of
-    their own children is killed with them. Those that only serve others are ended after these.
+    When one fails, the others get SIGTERM, and SIGKILL after the grace period; their remaining children
+    are killed with them. Processes that only serve others are ended after these.
 
     Args:
         commands: the processes.
-        starter: what the processes are where they are no ranks themselves.
-        directory: the run in which failures are recorded; default: none are.
+        starter: the program that the processes run, if they are not ranks themselves.
+        directory: the run in which failures are recorded; default: no record.
         grace_s: how long the others may take to end after one failed.
-        ignores_sigterm: they are killed after the grace period also where a signal asks for a stop.
+        ignores_sigterm: they are killed after the grace period also if a signal requests a stop.
         rank_0_fds: descriptors that rank 0 inherits.
-        serves_elsewhere: processes of other machines are served, too: what serves goes on until
-            :meth:`stop_servers`.
+        serves_elsewhere: servers also serve processes of other nodes, and continue until :meth:`stop_servers`.
 
     Raises:
         LaunchError: one could not be started; none is left.
@@ -234,7 +233,7 @@ class SupervisedJob:
         os.eventfd_write(self._wake, 1)
 
     def stop_servers(self) -> None:
-        """Nobody elsewhere is left to be served: end what serves once nothing else runs here, as done.
+        """No process of other nodes needs the servers: end them once no other process runs here, as succeeded.
 
         May be called from any thread, like :meth:`cancel`.
         """
@@ -349,7 +348,7 @@ EXIT_CODE = "exit-code"
 """A file in a job's directory: written when the job has ended."""
 
 OUTPUT = "output.log"
-"""A file in a job's directory: what a detached job prints."""
+"""A file in a job's directory: the output of a detached job."""
 
 _ASKED = "asked-to-end"
 """A file in a job's directory: it was cancelled once."""
@@ -381,7 +380,7 @@ class ForegroundJob(JobHandle):
         self._code: int | None = None
         if directory is not None:
             for name in (EXIT_CODE, _ASKED):
-                with suppress(OSError):  # of the run's last job, which other machines would take for this one's
+                with suppress(OSError):  # of the run's last job, which other nodes would read as this one's
                     (directory / name).unlink(missing_ok=True)
 
     @property
@@ -418,7 +417,7 @@ class ForegroundJob(JobHandle):
         return self.ended_with(code)
 
     def ended_with(self, code: int) -> int:
-        """Keep the exit code for others who ask."""
+        """Keep the exit code for other commands."""
         self._code = code
         if self._directory is not None:
             with suppress(OSError):
@@ -509,7 +508,7 @@ def process_status(reference: Mapping[str, Any]) -> JobStatus:
     if host != socket.gethostname():
         return JobStatus(state="unknown", detail=f"it runs on {host}")
     if reference["pid_namespace"] == here["pid_namespace"]:
-        return JobStatus(state="failed", detail=f"{host} was started anew, and it left no exit code")
+        return JobStatus(state="failed", detail=f"{host} was restarted, and it left no exit code")
     return JobStatus(state="unknown", detail=f"it runs in another container of {host}")
 
 
@@ -526,7 +525,7 @@ def recorded_process(reference: Mapping[str, Any]) -> psutil.Process | None:
 
 
 def process_to_end(reference: Mapping[str, Any], status: JobStatus) -> psutil.Process | None:
-    """The process of a job that is to be cancelled; None where it has ended.
+    """Return the process of a job to cancel; None if it has ended.
 
     Raises:
         LaunchError: it is not one of this machine's.

@@ -30,7 +30,7 @@ class MicrobatchStrategy:
     Args:
         module: the model, as placed on this rank.
         mesh: the ranks.
-        plan: who of ``mesh.data`` computes which micro-batch.
+        plan: the rank of ``mesh.data`` that computes each micro-batch.
         options: the strategy's.
         sums_gradients: whether the reducer also sums the gradients.
         transport: as for :class:`GradientReducer`.

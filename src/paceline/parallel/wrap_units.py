@@ -147,7 +147,7 @@ def checkpoint_activations(
 
     Args:
         module: the model.
-        what: "block": recompute everything inside a unit; "selective": all but :data:`_KEPT`.
+        what: the recomputed operations. "block": everything inside a unit; "selective": all but :data:`_KEPT`.
         wrap: the units, as in ``--checkpoint-blocks``.
         to_the_end: recompute units completely, for hooks that come in pairs; else stop once backward has what it needs.
 

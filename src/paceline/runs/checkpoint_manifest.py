@@ -120,7 +120,7 @@ class CheckpointInfo:
         if self.best_version is not None:
             _check_count("best_version", self.best_version)
         if not isinstance(self.pins, Mapping):
-            raise CheckpointError(f"pins must be a mapping, but is {self.pins!r:.80}")
+            raise CheckpointError(f"`pins` must be a mapping, but is {self.pins!r:.80}")
         for name, numerics_value in self.pins.items():
             values = numerics_value if type(numerics_value) is list else [numerics_value]
             if type(name) is not str or not all(

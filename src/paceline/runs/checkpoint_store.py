@@ -357,7 +357,7 @@ def select_checkpoint(directory: Path, which: str | None) -> Path:
             verifies; or a number of steps. None: the best, or the last without validation.
 
     Raises:
-        ConfigError: ``which`` is none of these, there is no checkpoint of that step, or no best model.
+        ConfigError: ``which`` is not one of these, there is no checkpoint of that step, or no best model.
         CheckpointError: no checkpoint verifies.
     """
     if which not in (None, "best", "last"):

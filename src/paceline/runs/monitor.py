@@ -46,7 +46,7 @@ class Monitor:
     Args:
         directory: the run's directory, which exists.
         rank, world_size: this process's.
-        computing: number of computing ranks; later ones are spares, whose idleness is no imbalance. None: no spares.
+        computing: number of computing ranks; later ones are spares, whose idleness is not an imbalance. None: no spare.
         total_steps: of the whole run; None if unknown.
         steps_per_epoch: None if epochs have no fixed length.
         first_step: steps done before this process started. Records of later steps, from a killed run, are dropped, so

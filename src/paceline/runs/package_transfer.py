@@ -206,7 +206,7 @@ def pull(what: str, place: str, registry: Registry, on_bytes: OnBytes = lambda d
     """Copy a package and its tag from another registry.
 
     Args:
-        what: ``NAME@TAG``, ``NAME`` or a whole digest.
+        what: the package: ``NAME@TAG``, ``NAME`` or a whole digest.
         place: the other registry's directory or URL.
         registry: the destination.
         on_bytes: receives the progress.
@@ -222,7 +222,7 @@ def push(what: str, place: Path, registry: Registry, on_bytes: OnBytes = lambda 
     """Copy a package and its tag to another registry, a directory that is created if missing.
 
     Args:
-        what: ``NAME@TAG``, ``NAME``, or a digest or a prefix of one.
+        what: the package: ``NAME@TAG``, ``NAME``, or a digest or a prefix of one.
         place: the other registry's directory.
         registry: the source.
         on_bytes: receives the progress.

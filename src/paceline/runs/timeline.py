@@ -19,7 +19,7 @@ from typing import Any
 
 Event = Mapping[str, Any]
 
-REPEATED = "steps computed again"
+REPEATED = "recomputed steps"
 _ENDS = ("stopped", "failed", "finished")
 
 
@@ -279,7 +279,7 @@ def describe(event: Event) -> str:
         case {"event": "scale", "before": before, "target": target}:
             return f"asked to go from {before} to {_workers(target)}"
         case {"event": "gather"}:
-            return "asked to go on only with all that there should be"
+            return "requested to continue only with all workers"
         case {"event": "stopped", "cause": "walltime"}:
             return "stopped before --walltime was over; everything is saved"
         case {"event": "stopped", "cause": cause}:

@@ -206,7 +206,7 @@ def _limits(manifest: PackageManifest) -> str:
     return (
         f"The metrics hold only for data like the {samples:,} samples of the {split} split: not for other sources, "
         "and not for each group among the samples. An interval describes the variation over other samples of the same "
-        "kind, and not over other trainings. Whoever deploys the model is responsible for its use."
+        "kind, and not over other trainings. The users who deploy the model are responsible for its use."
     )
 
 

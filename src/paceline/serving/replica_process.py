@@ -109,10 +109,10 @@ class ReplicaStarter:
         for _ in range(2):
             with suppress(ConnectionError):
                 return await self._fork(source.kind, channel)
-        raise ServingError("the process that forks replicas died; what it printed is above.")
+        raise ServingError("the process that forks replicas died; its output is above.")
 
     def close(self) -> None:
-        """End the process that forks; what it has forked goes on."""
+        """End the process that forks; its children continue."""
         self._end_fork_server()
         for answer in self._awaited.values():
             answer.cancel()
@@ -176,7 +176,7 @@ class ReplicaDied(Exception):
     """The process has gone, and a batch was not answered.
 
     Attributes:
-        computing: whether it was at work on the batch, which may then be the cause.
+        computing: whether it computed the batch, which may then be the cause.
     """
 
     def __init__(self, *, computing: bool) -> None:
@@ -185,7 +185,7 @@ class ReplicaDied(Exception):
 
 
 class BatchFailed(Exception):
-    """The model raised on a batch; the process goes on."""
+    """The model raised on a batch; the process continues."""
 
 
 class ReplicaProcess:
@@ -291,7 +291,7 @@ class ReplicaProcess:
             answer, _ = await self._receive()
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ServingError(
-                f"{spec.name}: a replica's process died while it loaded its model; what it printed is above."
+                f"{spec.name}: a replica's process died while it loaded its model; its output is above."
             ) from None
         if "failed" in answer:
             raise ServingError(f"{spec.name} cannot be loaded: {answer['failed']}")
@@ -357,7 +357,7 @@ class ReplicaProcess:
                     answer.set_exception(ReplicaDied(computing=position == 0))
 
     async def _watch(self) -> None:
-        """Break off the channel when the process ends: what the model's code has started may hold it open."""
+        """Close the channel when the process ends, because children of the model's code may hold it open."""
         await self._process.wait()
         # What it has said last is read first.
         await asyncio.sleep(_LAST_WORDS_S)

@@ -26,7 +26,7 @@ from paceline.training.run_context import RunContext
 from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
 
-# --- Who may begin a step when, and how old the parameters are that a gradient was computed from. Pure ---
+# --- When a rank may begin a step, and the staleness of the parameters behind a gradient. Pure ---
 #
 # Stale-synchronous parallel: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
 # Parameter Server", 2013. A worker's clock counts the steps that it has finished; it may begin another while
@@ -88,11 +88,11 @@ class Staleness:
 
 
 class SyncPoints:
-    """Where stretches end: wherever something is due that looks at the whole state. Pure.
+    """Return the ends of intervals: the steps after which an action that needs the whole state is due. Pure.
 
     Args:
         config: the run's options.
-        data: how long it goes on.
+        data: gives the run's length.
     """
 
     def __init__(self, config: RunConfig, data: DataSetup) -> None:

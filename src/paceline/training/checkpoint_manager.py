@@ -97,7 +97,7 @@ def _restored(run: RunContext) -> tuple[Path | None, list[str]]:
 
 def _compare(run: RunContext, world: World, run_id: str, path: Path, recorded: CheckpointInfo) -> None:
     """Refuse a foreign checkpoint; say where equal bits are no longer promised."""
-    # The same task may have another name by now: its file was moved.
+    # The same task has another name if its file was moved.
     now = dataclasses.replace(
         recorded,
         run=run_id,
@@ -115,7 +115,7 @@ def _compare(run: RunContext, world: World, run_id: str, path: Path, recorded: C
         )
 
 
-# --- Each process's checkpointer and backup, for all the worlds that the process takes part in ---
+# --- Each process's checkpointer and backup, for all groups of the process ---
 
 
 _BACKUP_END_S = 60.0  # how long the run's end waits for its last backup
@@ -123,7 +123,7 @@ _BACKUP_END_S = 60.0  # how long the run's end waits for its last backup
 
 @contextmanager
 def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
-    """A checkpointer for ``run``; what it commits is told in an event and, with ``--backup-to``, copied."""
+    """Open a checkpointer for ``run``; each commit writes an event and, with ``--backup-to``, is copied."""
     backup: Backup | None = None
 
     def committed(path: Path, info: CheckpointInfo) -> None:
@@ -139,7 +139,7 @@ def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
 
     def failed(error: CheckpointError, info: CheckpointInfo) -> None:
         run.directory.append_event("backup failed", step=info.step, error=str(error))
-        _log.warning("no backup of step %d: %s It is made up for with the next checkpoint.", info.step, error)
+        _log.warning("no backup of step %d: %s The next checkpoint repeats it.", info.step, error)
 
     checkpointer = Checkpointer(run.directory.checkpoints, run.config.keep_checkpoints, committed)
     try:
@@ -148,27 +148,27 @@ def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
         try:
             checkpointer.close()
         except CheckpointError as error:
-            # Whoever needed it has waited for it; it is not what ends this process.
+            # The callers that needed it have waited for it; this process ends for another reason.
             _log.warning("%s", error)
-    # Reached at the run's end only: a stop or an error waits for no other disk.
+    # Only at the run's end: a stop or an error does not wait for another disk.
     if backup is not None and not backup.finish(_BACKUP_END_S):
-        _log.warning("the last backup was not complete after %g s, and is left.", _BACKUP_END_S)
+        _log.warning("the last backup was not complete after %g s, and is abandoned.", _BACKUP_END_S)
 
 
-# --- When a state is saved, and what must be on disk before it counts ---
+# --- When a state is saved, and the files that must be on disk before it counts ---
 
 
 LAST_TRIES_S = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between the tries to write what the run cannot end without."""
+"""Seconds between the tries to write a file without which the run cannot end."""
 
 _MOST_UNSURE_BYTES = 2**20  # of the ledger, which a run that never saves would keep in memory
 _FLUSH_EVERY = 64
 RECENT_STEPS = 4 * _FLUSH_EVERY
-"""How many steps' ledger entries each rank keeps: more than a dead rank 0 can have kept to itself."""
+"""Number of steps whose ledger entries each rank keeps: more than a dead rank 0 can have buffered."""
 
 
 def retry(write: Callable[[], None]) -> None:
-    """Write what the run cannot end without; where the disk does not take it, try again for a while.
+    """Write a file without which the run cannot end; retry for a while if the disk fails.
 
     Raises:
         CheckpointWriteError, RunDirectoryWriteError, OSError: the last try failed too.
@@ -183,29 +183,29 @@ def retry(write: Callable[[], None]) -> None:
 
 
 def ledger_has_gap(directory: Path, recent: deque[LedgerEntry]) -> bool:
-    """Whether steps may be on nobody's record: the disk took no ledger for more than ``recent`` holds."""
+    """Return whether steps may be unrecorded: the ledger on disk ends before the entries in ``recent``."""
     return len(recent) == recent.maxlen and (last_recorded_version(directory) or 0) < recent[0].version
 
 
 class _SupersededError(CheckpointError):
-    """A save that comes too late: a later generation went on from an earlier state."""
+    """A save that comes too late: a later group continued from an earlier state."""
 
 
 class CheckpointManager:
-    """Writes the run's checkpoints and ledger, on rank 0; the others only keep time with it.
+    """Writes the run's checkpoints and ledger on rank 0; on other ranks it only keeps the same schedule.
 
-    A disk that is full or fails does not end the training: it is told, what was saved before stays, and
-    the next save that is due tries again.
+    A disk that is full or fails does not end the training: a warning says so, earlier checkpoints stay, and the next
+    due save retries.
 
     Args:
         run: the run.
         world: the ranks.
-        progress: where the state stands that is continued from.
-        recent: the last steps' ledger entries as far as this rank knows them; kept up to date. A new
-            rank 0 writes those that an earlier one did not get to disk.
-        checkpointer: this process's; it goes on writing when the world is left.
-        copies: the last rank keeps a copy of the best model in memory, in case that rank 0 dies before
-            it has written it.
+        progress: the position of the initial state.
+        recent: the last steps' ledger entries that this rank has; kept up to date. A new rank 0 writes those that an
+            earlier one did not write.
+        checkpointer: this process's; it continues to write after this rank left the group.
+        copies: whether the last rank keeps a copy of the best model in memory, in case rank 0 dies before it has
+            written it.
 
     Attributes:
         save_s: the longest time from the beginning of a save to its commit so far.
@@ -245,11 +245,11 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._ledger is not None:
-            # The steps that it did not take are in `recent`, on every rank.
+            # The steps that it failed to write are in `recent`, on every rank.
             self._write_with_retry(self._ledger.close)
 
     def _open_ledger(self, version: int) -> LedgerWriter:
-        """This generation's file, which says how the state got from what is on disk to ``version``."""
+        """Open this group's file, which records the steps from the state on disk to ``version``."""
         directory = self._run.directory.ledger
         recorded = last_recorded_version(directory)
         missing = [entry for entry in self._recent if (recorded or 0) < entry.version <= version]
@@ -266,12 +266,12 @@ class CheckpointManager:
         return ledger
 
     def _write_with_retry(self, write: Callable[[], None]) -> None:
-        """Write to the ledger; say once when the disk takes no more of it, and once when it does again."""
+        """Write to the ledger; report once that the disk fails, and once that it works again."""
         try:
             write()
         except RunDirectoryWriteError as error:
             if not self._ledger_fails:
-                _log.warning("%s Training goes on; its entries wait in memory.", error)
+                _log.warning("%s Training continues; the ledger's entries wait in memory.", error)
             self._ledger_fails = True
         else:
             if self._ledger_fails:
@@ -280,13 +280,13 @@ class CheckpointManager:
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which saving held the training up so far."""
+        """Seconds for which saving has blocked the training so far."""
         return self._checkpointer.stall_s
 
     def record_step(
         self, progress: TrainProgress, epoch: int, step_in_epoch: int, sums: StepSums, shares: Sequence[int]
     ) -> None:
-        """Enter a committed step into the ledger; ``shares`` are each rank's micro-batches."""
+        """Record a committed step in the ledger; ``shares`` are each rank's numbers of micro-batches."""
         order = self._run.data.order
         # A stream's positions are counted from the start of the run.
         start, stop = (
@@ -307,12 +307,12 @@ class CheckpointManager:
             self._write_with_retry(partial(self._ledger.flush, sync=False))
 
     def is_due(self, progress: TrainProgress) -> bool:
-        """Whether a save is due by steps or epochs, or because this is the best model so far."""
+        """Return whether a save is due by steps or epochs, or because this is the best model so far."""
         since = self._run.schedule.sync_schedule.interval_start(progress)
         return progress.best_version == progress.version or any(is_due(every, progress, since) for every in self._every)
 
     def is_due_by_clock(self) -> bool:
-        """Whether a save is due by rank 0's clock; the control word tells the others."""
+        """Return whether a save is due by rank 0's clock; the control flags carry it to the others."""
         return self._ledger is not None and any(
             every.seconds is not None and time.monotonic() - self._saved_at >= every.seconds for every in self._every
         )
@@ -321,9 +321,9 @@ class CheckpointManager:
         """Save the state in the background, once for each version of it.
 
         Args:
-            state: what to save.
-            progress: where it stands.
-            last: nothing follows: wait until it is on disk, and try for a while where the disk refuses.
+            state: the state to save.
+            progress: its position.
+            last: whether it is the run's last save: wait until it is on disk, and retry for a while if the disk fails.
 
         Raises:
             CheckpointError: the state cannot be saved, or the last one could not be.
@@ -340,7 +340,7 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
 
     def _start(self, state: Mapping[str, Any], progress: TrainProgress) -> None:
-        # In this order: a failure takes it back.
+        # In this order, because a failure resets it.
         self._saved_version = progress.version
         self._checkpointer.save(
             state,
@@ -349,14 +349,14 @@ class CheckpointManager:
         )
 
     def _settle(self, call: Callable[[], None], progress: TrainProgress) -> None:
-        """Learn how an earlier save ended; tell it if it failed."""
+        """Get the result of an earlier save; report a failure."""
         try:
             call()
         except _SupersededError:
             self._saved_version = None
         except CheckpointWriteError as error:
             self._saved_version = None
-            _log.warning("%s Training goes on; the next try is %s.", error, self._next_try(progress))
+            _log.warning("%s Training continues; the next try is %s.", error, self._next_try(progress))
             self._run.directory.append_event("checkpoint failed", step=progress.step, error=str(error))
 
     def _next_try(self, progress: TrainProgress) -> str:
@@ -401,7 +401,7 @@ class CheckpointManager:
             ) from error
 
     def _before_commit(self, version: int) -> Callable[[], None]:
-        """A checkpoint counts only with the ledger of all its steps on disk."""
+        """Return what to run before a commit: a checkpoint counts only with the ledger of all its steps on disk."""
         ledger, directory, generation = self._ledger, self._run.directory.ledger, self._world.generation
         assert ledger is not None
         began = time.monotonic()
@@ -409,7 +409,7 @@ class CheckpointManager:
         def flush() -> None:
             later = superseded_at(directory, generation)
             if later is not None and later < version:
-                raise _SupersededError(f"the run went on from state version {later}, without {version}.")
+                raise _SupersededError(f"the run continued from state version {later}, without {version}.")
             ledger.flush(sync=True)
             self.save_s = max(self.save_s, time.monotonic() - began)
 

@@ -1,4 +1,4 @@
-"""What all ranks obey after a step: flags of the group, and a trial's scheduler."""
+"""Requests that all ranks obey after a step: the group's control flags, and a trial's scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.parallel.load_balancing import SPEED_WIDTH
 from paceline.parallel.world import World
 from paceline.runs.metrics import ROW_WIDTH, finite
 
-# --- Whoever compares several runs: asked after each evaluation whether this one goes on ---
+# --- The trial scheduler: decides after each evaluation whether this run continues ---
 #
 # The run waits for the answer, so that it stops at the very step whose evaluation was judged. One line of
 # JSON each way, over a Unix socket::
@@ -30,7 +30,7 @@ _CONNECT_S = 10.0
 
 
 class TrialSchedulerClient:
-    """Rank 0's end of the connection; it is made when something is to be asked.
+    """Rank 0's end of the connection, which opens at the first request.
 
     Args:
         address: the path of the socket.
@@ -53,7 +53,7 @@ class TrialSchedulerClient:
             finished: no step is left; the answer changes nothing.
 
         Returns:
-            Whether to continue; not where nobody answers any more, since nobody wants the rest then.
+            Whether to continue; False if the scheduler no longer answers, since it does not need the rest.
         """
         answer = False
         if world.rank == 0:
@@ -81,7 +81,7 @@ class TrialSchedulerClient:
             self._socket = None
 
 
-# --- What one rank decides alone, made known to all: the control word ---
+# --- Control flags: they carry each rank's own decisions to all ranks ---
 #
 # A signal, the end of --walltime, a save that is due by the clock or the end of a stream is seen by one
 # rank at its own time. Each puts it into its row of the step's reduction; after the step all ranks read
@@ -90,7 +90,7 @@ class TrialSchedulerClient:
 
 _CONTROL_WIDTH = 6
 ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH + SPEED_WIDTH
-"""Numbers in a rank's row: the control word, then its status and its speed."""
+"""Numbers in a rank's row: the control flags, then its status and its speed."""
 
 WALLTIME = 1000
 """What asks for a stop where no signal does: no signal has this number."""
@@ -106,7 +106,7 @@ _NO_SPEED = [0.0] * SPEED_WIDTH
 
 @dataclass(frozen=True)
 class ControlFlags:
-    """The control word of one rank, or the merged one of all.
+    """The control flags of one rank, or the merged ones of all.
 
     Attributes:
         stop: the number of the signal that asks for a stop, or ``WALLTIME``; 0 for none.
@@ -139,7 +139,7 @@ class ControlFlags:
 
 
 def merge(rows: Sequence[Sequence[float]]) -> ControlFlags:
-    """The control word that all ranks obey; where no row is known yet, nothing is asked for."""
+    """Merge the control flags that all ranks obey; without any row, no flag is set."""
     if not rows:
         return ControlFlags()
     return ControlFlags(
@@ -167,7 +167,7 @@ _entered: list[StopSignals] = []
 
 
 class StopSignals:
-    """Turns SIGTERM, SIGUSR1 and SIGINT into a flag; Ctrl-C beside another ends the process at once.
+    """Turns SIGTERM, SIGUSR1 and SIGINT into a flag; Ctrl-C after another signal ends the process immediately.
 
     Python runs handlers in the main thread, and not while that is inside C++ (a long operation, a
     wait for a dead peer). So a thread of its own reads the signals' numbers from a pipe, and

@@ -27,22 +27,22 @@ from paceline.training.reproducibility import seed_evaluation
 from paceline.training.schedule import Deadline, ModelSelector
 from paceline.training.state import TrainingState
 
-# --- How sure the metrics of an evaluation are: what the task said of each sample, gathered block by block
+# --- Confidence intervals of an evaluation's metrics, from the task's values for each sample
 
 
 class MetricIntervals:
-    """Takes in each block of an evaluation; an instance is an ``Observe``."""
+    """Collects the values of an evaluation, batch by batch; an instance is an ``Observe``."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Any]] = {}
 
     def __call__(self, microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
-        """Take in a block and what the task's ``metrics`` said of it."""
+        """Add a batch and the task's ``metrics`` for it."""
         for name, value in values.items():
             self._values.setdefault(name, []).append(_kept(value, microbatch.num_samples))
 
     def per_sample(self) -> dict[str, Floats]:
-        """The metrics that have a value for each sample, (N,), by name."""
+        """Return the metrics that have a value for each sample, (N,), by name."""
         return {
             name: np.concatenate(parts)
             for name, parts in self._values.items()
@@ -50,7 +50,7 @@ class MetricIntervals:
         }
 
     def estimate(self, name: str, value: float) -> Estimate:
-        """The interval of a metric, whose value the evaluation has summed up exactly."""
+        """Return the interval of a metric whose value the evaluation has summed exactly."""
         parts = self._values.get(name, [])
         found = Estimate(value)
         if parts and all(isinstance(part, np.ndarray) for part in parts):
@@ -113,14 +113,14 @@ class FullSplitMetrics:
             metric.reset()
 
     def update(self, world: World, arguments: Mapping[str, Any] | None) -> None:
-        """Take in a block of each rank, in the order of ranks; every rank calls it alike.
+        """Add a batch of each rank, in the order of ranks; all ranks call this together.
 
         Args:
             world: the ranks.
-            arguments: of each metric's ``update``, by name; None where this rank has no more block.
+            arguments: of each metric's ``update``, by name; None if this rank has no more batches.
 
         Raises:
-            TaskError: arguments are no tuple, or hold what other ranks cannot be told.
+            TaskError: arguments are not a tuple, or hold values that cannot be sent to other ranks.
         """
         if not self.names:
             return
@@ -204,14 +204,14 @@ class Autocast(Protocol):
 
 
 Observe = Callable[[MicroBatch, Mapping[str, Any]], None]
-"""Is told of a block, after it is evaluated, and what the task's ``metrics`` said of it."""
+"""Receives each batch after its evaluation, with the task's ``metrics`` for it."""
 
 
 class EvaluationStopped(Exception):
-    """The ranks left an evaluation together, before its end, because they were asked to stop.
+    """The ranks left an evaluation together, before its end, because of a stop request.
 
     Attributes:
-        stop: what asked, as in the control word.
+        stop: the cause, as in the control flags.
     """
 
     def __init__(self, stop: int) -> None:
@@ -220,11 +220,10 @@ class EvaluationStopped(Exception):
 
 
 class Evaluator:
-    """Evaluates a split in fixed blocks, which the ranks share.
+    """Evaluates a split in fixed batches, which are distributed over the ranks.
 
-    Each block's sums are kept apart and added exactly (``math.fsum``), so neither the number of
-    ranks nor the order of the blocks matters. Rank r of W takes the blocks r, r + W, r + 2 W, ...;
-    spares take none.
+    Each batch's sums are kept apart and added exactly (``math.fsum``), so neither the number of ranks nor the order of
+    the batches matters. Rank r of W takes the batches r, r + W, r + 2 W, ...; spares take none.
 
     Args:
         task: whose ``metrics`` and ``loss`` are evaluated.
@@ -254,7 +253,7 @@ class Evaluator:
 
     @property
     def num_samples(self) -> int:
-        """How many samples the split has."""
+        """Return the number of samples of the split."""
         return self._batches.num_samples
 
     @torch.no_grad()
@@ -271,15 +270,15 @@ class Evaluator:
 
         Args:
             mesh: the ranks.
-            module: what is evaluated.
-            stop: asked now and then; if it answers anything but 0 on any rank, all of them stop.
-            in_step: whoever calls the model needs the other ranks to call theirs: one that has no block in a
-                round evaluates the last one again, for nothing.
-            observe: told of each of this rank's blocks, in the run's precision.
+            module: the evaluated module.
+            stop: called after each batch; if it returns anything but 0 on any rank, all of them stop.
+            in_step: whether ranks must call the model together: a rank without a batch then repeats its last one and
+                discards the result.
+            observe: receives each of this rank's batches, in the run's precision.
 
         Raises:
-            EvaluationStopped: they stopped; the module is as it was.
-            TaskError: the task's metrics are not what they should be.
+            EvaluationStopped: they stopped; the module is unchanged.
+            TaskError: the task's metrics have a wrong type.
             PeerLostError: a rank is gone.
         """
         world, data = mesh.world, mesh.data
@@ -422,15 +421,15 @@ class Validation:
         Args:
             mesh: all its ranks evaluate together.
             state: its model is evaluated.
-            monitor: told what is done.
-            stop: what asks for a stop, as in the control word.
-            in_step: whoever calls the model needs the other ranks to call theirs.
+            monitor: shows the status.
+            stop: returns the cause of a stop request, as in the control flags.
+            in_step: whether ranks must call the model together.
 
         Returns:
             The metrics, by name.
 
         Raises:
-            EvaluationStopped: somebody asked for a stop.
+            EvaluationStopped: there was a stop request.
         """
         assert self._evaluator is not None
         monitor.set_status("evaluating val")
@@ -442,12 +441,12 @@ class Validation:
             self._deadline.evaluation_took(time.monotonic() - began)
 
     def apply(self, measured: Mapping[str, float], state: TrainingState, monitor: Monitor) -> bool:
-        """Have plateau schedules, early stop and the best model follow.
+        """Update plateau schedules, early stopping and the best model.
 
         Args:
             measured: the metrics.
             state: makes one transition.
-            monitor: told of the metrics.
+            monitor: records the metrics.
 
         Returns:
             Whether the model is the best so far.

@@ -37,7 +37,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
 
     Raises:
         CheckpointError: the best model's checkpoint is damaged.
-        StopRequested: somebody asked for it; the run is trained, and concluded when it is resumed.
+        StopRequested: there was a stop request; the run is trained, and concluded when it is resumed.
     """
     run, world, progress = trainer.run, group.world, trainer.state.progress
     config = run.config
@@ -101,15 +101,15 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
 
 
 def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """How often a run was started again, and how often its group was formed anew after a fault."""
+    """Count the restarts of a run, and the groups that formed after a fault."""
     views = {event["generation"]: bool(event.get("recovery")) for event in events if event["event"] == "view"}
-    # Where nobody survives, a view starts from a checkpoint: a recovery, and no job of its own.
+    # Without survivors, a group starts from a checkpoint: that is a recovery, not a restart.
     started = [e for e in events if e["event"] == "started" and e["generation"] not in views]
     return {"restarts": max(0, len(started) - 1), "recoveries": sum(views.values())}
 
 
 def _drift(trainer: Trainer, group: GroupContext) -> dict[str, Any] | None:
-    """How far the evaluated model is from what the run began with, if that was another run's; all ranks."""
+    """Measure the drift of the evaluated model from its pretrained weights, if any; all ranks call this together."""
     run, world = trainer.run, group.world
     if run.config.init_from is None:
         return None

@@ -40,11 +40,11 @@ from paceline.training.run_context import RunContext
 
 
 _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-_NOISY = ("torchao", "torch.utils._pytree")  # peft looks at it, and it has no part in this
+_NOISY = ("torchao", "torch.utils._pytree")  # peft imports it, and it is not used here
 
 
 def add_adapters(module: nn.Module, lora: Lora) -> None:
-    """Put adapters around linear layers of a model, in place; all but the adapters is frozen.
+    """Put adapters around linear layers of a model, in place, and freeze all other parameters.
 
     Args:
         module: the model; drawn from torch's generator is what an adapter's A begins with, and B is zero.
@@ -111,7 +111,7 @@ def merge_adapters(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
         lora: with which.
 
     Returns:
-        What ``load_state_dict`` of the task's own model takes.
+        The input of ``load_state_dict`` of the task's own model.
 
     Raises:
         CheckpointError: an adapter has only one of its two matrices.
@@ -147,12 +147,12 @@ class PretrainedWeights:
 
 
 def read_pretrained(run: RunContext, world: World) -> PretrainedWeights | None:
-    """What ``run`` begins with: its own copy where it exists already; all ranks call this together.
+    """Read the pretrained weights of ``run``, from its own copy if that exists; all ranks call this together.
 
-    Rank 0 reads, and gives it to the others, who may be on machines that lack it.
+    Rank 0 reads them and sends them to the others, which may be on nodes without them.
 
     Returns:
-        None where the run has no ``--init-from``.
+        None if the run has no ``--init-from``.
 
     Raises:
         ConfigError: it is not there, or damaged; on all ranks.
@@ -216,7 +216,7 @@ def _of_package(source: str) -> PretrainedWeights:
         package = open_package(source)
     except PackageError as error:
         raise ConfigError(
-            f"--init-from {source}: this is no run (it has no run.toml) and no checkpoint. As a package: {error}"
+            f"--init-from {source}: this is neither a run (it has no run.toml) nor a checkpoint. As a package: {error}"
         ) from error
     manifest = package.manifest
     if manifest.quantization == "int8":
@@ -262,7 +262,7 @@ def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, 
         lora: the adapters that its run was trained with.
 
     Returns:
-        What ``load_state_dict`` of the task's own model takes; adapters are merged.
+        The input of ``load_state_dict`` of the task's own model; adapters are merged.
 
     Raises:
         CheckpointError: there is no model in it, or one with adapters that ``lora`` does not know of.
@@ -323,11 +323,11 @@ def load_pretrained_copy(directory: RunDirectory) -> PretrainedWeights:
     return PretrainedWeights({n: v for n, v in record.items() if n != "copy_sha256"}, read_tensors(content))
 
 
-# --- What a run begins with: weights of another run, adapters, and which parameters are trained ---
+# --- The initial model: weights of another run, adapters, and the choice of trained parameters ---
 #
-# Weights are read once, when the run is created, and kept in its directory: the parent may be deleted, and
-# whoever begins again begins with the same bits. What else is done to the model is a function of the options,
-# done whenever the model is built.
+# Paceline reads the weights once, when the run is created, and keeps them in its directory: the parent may be deleted,
+# and every start has the same bits. All other changes to the model are a function of the options, made whenever the
+# model is built.
 
 
 def initialise(module: nn.Module, config: RunConfig, weights: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -370,8 +370,8 @@ def reinitialized_parameters(module: nn.Module, config: RunConfig) -> set[str]:
         ]
         if shared:
             raise ConfigError(
-                f"--reset-head: the last layer ({head}) shares its weights with {join_names(shared)}. Name what "
-                "is to begin anew with --reset."
+                f"--reset-head: the last layer ({head}) shares its weights with {join_names(shared)}. Name "
+                "the parameters to reinitialize with --reset."
             )
     return anew
 
@@ -393,7 +393,7 @@ def _load(
     anew: set[str],
     reset: Sequence[str],
 ) -> None:
-    """Copy the weights of another run, but those that are to begin anew."""
+    """Copy the weights of another run, except the reinitialized ones."""
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     for pattern in reset:
         require_match("--reset", pattern, module, others=weights)
@@ -427,17 +427,17 @@ def _misfit(
     head = last_layer(module)
     wrong = [*missing, *unexpected, *reshaped]
     if all(name.rpartition(".")[0] == head for name in wrong):
-        lines.append(f"Use --reset-head to begin the last layer ({head}) anew.")
+        lines.append(f"Use --reset-head to reinitialize the last layer ({head}).")
     else:
         layers = dict.fromkeys(name.rpartition(".")[0] or name for name in wrong)
         options = " ".join(f"--reset {layer}" for layer in list(layers)[:4])
         more = " and so on" if len(layers) > 4 else ""
-        lines.append(f"Begin them anew with {options}{more}, or build the model as it was.")
+        lines.append(f"Reinitialize them with {options}{more}, or build the earlier model.")
     return "\n".join(lines)
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Have parameters keep their values, and batch norms of which all are frozen keep their statistics.
+    """Freeze parameters, and the statistics of batch norms whose parameters are all frozen.
 
     Such a batch norm stays in evaluation mode, as everywhere in the field: it normalises with the statistics
     that it has (https://keras.io/guides/transfer_learning).
@@ -479,18 +479,18 @@ _BLOCK = 64  # samples
 
 
 def drift(run: RunContext, parent: PretrainedWeights, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What ``result.json`` says of the way from parent to child; nothing is trained.
+    """Return the entry of ``result.json`` about the drift from parent to child, without training.
 
     Args:
         run: the child's.
-        parent: what it began with.
+        parent: its pretrained weights.
         weights: the child's, of the task's model without adapters.
 
     Returns:
         ``relative_l2``, the 2-norm of the change over that of the parent's weights, over all parameters that
         began with the parent's; ``modules``, the same for each module that has parameters of its own;
         ``agreement``, the share of ``samples`` test samples that both give the same class, None where the
-        task predicts no classes or its last layer began anew.
+        task predicts no classes or its last layer was reinitialized.
     """
     child = run.task.build_model()
     anew = reinitialized_parameters(child, run.config)

@@ -1,4 +1,4 @@
-"""What a rank holds of one group: from the moment it joins until it leaves."""
+"""The objects of a rank in one group, from its joining to its leaving."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class GroupContext:
         checkpoint_manager: writes checkpoints and the ledger.
         profiler: with ``--profile``.
         local_sgd: with ``--local-sgd-steps``.
-        hooks: what other options add to a step; empty where none is set.
+        hooks: additions of other options to a step; empty if none is set.
         fetch: this rank's micro-batches of a step: (epoch, step in epoch, numbers).
         runner: the forward and backward of a micro-batch.
 
     Args:
-        run: what is trained.
+        run: the run.
         states: this rank's copy of the state, which all ranks hold.
         mesh: the ranks.
         engine: the engine's class.
@@ -219,7 +219,7 @@ class GroupContext:
         Args:
             sums: the step's.
             row: this rank's, which travelled with them.
-            logged: what the task logs besides.
+            logged: additional values that the task logs.
 
         Returns:
             The sums, with the rows of all ranks.
@@ -248,7 +248,7 @@ class GroupContext:
         return sums
 
     def count_samples(self, sums: StepSums) -> None:
-        """Count a step in which this process took part, whoever commits it."""
+        """Count a step in which this process took part, also if another rank commits it."""
         self._carryover.samples += sums.samples
 
     def _report_progress(self) -> None:

@@ -44,7 +44,7 @@ class SharedModel:
     Args:
         module: its parameters are moved there, with rank 0's values.
         world: the ranks; all of them make it together.
-        lock_at: a directory that is locked while somebody counts.
+        lock_at: a directory whose lock a process holds while it counts.
 
     Raises:
         ConfigError: the ranks cannot share memory, or there is too little.
@@ -105,7 +105,7 @@ class SharedModel:
         return before
 
     def close(self) -> None:
-        """Let go of the lock; the memory goes with the parameters."""
+        """Release the lock; the memory is freed with the parameters."""
         os.close(self._lock)
 
     @contextmanager
@@ -178,7 +178,7 @@ class HogwildEngine(Engine):
         return gather_requests(group)
 
     def _move_schedules_to(self, step: int) -> None:
-        """Have the learning rates be those of a step, whoever made the steps before."""
+        """Set the learning rates to those of a step, whichever processes made the earlier ones."""
         with warnings.catch_warnings():
             # A process may get its first step late.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

@@ -41,7 +41,7 @@ class EvaluableModel:
     """A model, ready to be evaluated on one process as its run would.
 
     Attributes:
-        run: what it was trained by; its options are the recorded ones.
+        run: the run that trained it, with the recorded options.
         module: the model, in evaluation mode: the moving average where the run keeps one.
     """
 
@@ -71,7 +71,7 @@ class EvaluableModel:
         Args:
             evaluator: of the split.
             split: its name.
-            observe: told of each block.
+            observe: receives each batch.
             module: evaluated instead of the model.
 
         Raises:
@@ -90,7 +90,7 @@ class LoadedModel(EvaluableModel):
 
     Attributes:
         path: the checkpoint's directory.
-        info: what the checkpoint is of.
+        info: the checkpoint's metadata.
         is_best: whether it is the best model so far.
     """
 
@@ -216,7 +216,7 @@ def _restore(path: Path, module: nn.Module, lora: Lora | None, callback: Callbac
 
 
 def _alone(run: RunContext, scratch: Path) -> RankInfo:
-    """A group of this process; what the task's loggers write goes nowhere."""
+    """A group of this process alone; the task's loggers write nothing."""
     return RankInfo(
         rank=0,
         world_size=1,

@@ -1,4 +1,4 @@
-"""How ranks that train apart come together: what is averaged, and what each tells the others."""
+"""The synchronization of ranks that train separately: the averaged values and the exchanged rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LocalSGD(StepHook):
     and the ledger's checksums of the round travel along, in the one exchange.
 
     Args:
-        run: what is trained.
+        run: the run.
         mesh: the ranks.
         state: this rank's.
         shares: the number of micro-batches of each rank.

@@ -1,4 +1,4 @@
-"""What belongs to the optimizer: averages, loss scaling, learning rates of parts, DiLoCo's outer step."""
+"""Parts of the optimizer: averages, loss scaling, learning rates of parameters, DiLoCo's outer step."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def require_match(option: str, pattern: str, module: nn.Module, others: Iterable
     """Refuse a pattern that names nothing in a model.
 
     Args:
-        option: who gave it, such as ``--freeze``.
-        pattern: what it gave.
+        option: the option's name, such as ``--freeze``.
+        pattern: its value.
         module: the model.
         others: names that will do, too.
 
@@ -113,8 +113,8 @@ LEAST_SCALE = 2.0**-14
 class ShardedGradScaler(torch.amp.GradScaler):
     """Unscales what this rank holds of each gradient, and skips a step for all optimizers or for none.
 
-    torch's takes no plain parameters beside distributed ones, and decides for each optimizer: a step that
-    only one of them applied would be neither a step nor a skipped one. What other ranks hold of the gradients
+    torch's takes no plain parameters together with distributed ones, and decides for each optimizer: a step that
+    only one of them applied would be neither a step nor a skipped one. The gradients of other ranks
     it does not see: whether all of it is finite, the ranks agree on before.
     """
 
@@ -126,7 +126,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             finite: whether the gradients of all ranks are.
 
         Returns:
-            Whether the optimizers are to apply it: none does where a gradient is not finite.
+            Whether the optimizers apply it: none does if a gradient is not finite.
         """
         for optimizer in optimizers:
             self.unscale_(optimizer)
@@ -144,7 +144,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         unscaled: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
             cast(Optimizer, held), inv_scale, found_inf, allow_fp16
         )
-        # torch's steps with no optimizer of which it has looked at nothing.
+        # torch's does not step an optimizer whose gradients it has not inspected.
         return unscaled or {found_inf.device: found_inf}
 
 
@@ -176,7 +176,7 @@ def scale_lr(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Seq
     """Divide the optimizers' parameter groups so that each has one factor, and note it in the group.
 
     The group's ``lr`` stays what the task and its schedulers make of it, since a schedule such as
-    ``OneCycleLR`` sets it for all groups alike; the factor comes in with :func:`scaled`.
+    ``OneCycleLR`` sets it for all groups alike; the factor comes in with :func:`scaled_lr`.
 
     Args:
         optimizers: as the task built them.
@@ -236,7 +236,7 @@ def scaled_lr(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
             group["lr"] = lr
 
 
-# --- The outer optimizer of DiLoCo: what follows the change that the ranks' steps apart made on average ---
+# --- The outer optimizer of DiLoCo, whose gradient is the average change by the ranks' separate steps ---
 #
 # Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
 

@@ -50,7 +50,7 @@ class OptimizerServers:
     """The first ranks, which alone update: each the parameters of its range.
 
     Args:
-        run: what is trained.
+        run: the run.
         states: this rank's copy of the state; the optimizer state of other ranks' parameters is freed.
         world: the ranks.
 
@@ -124,7 +124,7 @@ class SyncServerEngine(Engine):
         return self._servers.gather_state(state)
 
 
-# --- Asynchronous: what workers and servers send each other ---
+# --- Asynchronous: the messages of workers and servers ---
 
 
 class _Tag(IntEnum):
@@ -148,12 +148,12 @@ class _Command(IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class _Push:
-    """What a worker tells of a step, in float64 numbers, beside its gradients.
+    """A worker's message about a step, in float64 numbers, sent with its gradients.
 
     Attributes:
         version: updates made in this interval before it got its parameters.
         bad_microbatch: -1 for none.
-        stop: what asks the worker for a stop, as in the control word.
+        stop: the cause of a stop request to the worker, as in the control flags.
     """
 
     step: float
@@ -184,14 +184,14 @@ class _Push:
 _PUSH_LENGTH = len(dataclasses.fields(_Push))
 
 
-# --- Asynchronous: who does what in an interval ---
+# --- Asynchronous: the parts of workers and servers in an interval ---
 
 
 class AsyncServerEngine(Engine):
     """The servers apply whole steps' gradients as they arrive.
 
     Attributes:
-        order: which worker's gradient is applied next, numbered from 0, for a run that is to be repeated;
+        order: the worker whose gradient is applied next, numbered from 0, to repeat a run;
             None: whichever arrives.
     """
 
@@ -279,7 +279,7 @@ class AsyncServerEngine(Engine):
                     handed += 1
             if len(idle) == len(workers):
                 break
-            # Nobody waits for this rank while it waits itself, however long a step takes.
+            # No rank waits for this rank while it waits itself, however long a step takes.
             self._world.progress_tracker.begin("waiting")
             wanted = None if self.order is None else workers.start + next(self.order)
             worker, message = inbox.next(wanted)

@@ -1,4 +1,4 @@
-"""What decides the bits of a run besides its options: random keys, versions and numerics."""
+"""Influences on the bits of a run other than its options: random keys, versions and numerics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def preserve_numerics() -> Iterator[None]:
-    """Put back at exit what :func:`configure_numerics` sets: a script may go on after its training."""
+    """Restore at exit the settings of :func:`configure_numerics`: a script may continue after its training."""
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -56,7 +56,7 @@ def configure_numerics(config: RunConfig, threads: int) -> None:
 
 
 def numerics_fingerprint(config: RunConfig, device: torch.device) -> dict[str, str | int | bool]:
-    """The pins of this process; equal pins promise equal bits."""
+    """Return the numerics fingerprint of this process; equal fingerprints promise equal bits."""
     options = {name: getattr(config, name) for name in _PINNED}
     options |= {"threads": torch.get_num_threads(), "reduction": config.reducer}
     return {
@@ -96,7 +96,7 @@ def seed_model(seed: int) -> None:
 
 
 def seed_adapters(seed: int) -> None:
-    """Before adapters are put around a model's layers; what was imported or drawn before is no matter."""
+    """Seed before adapters are put around a model's layers, independent of earlier imports and draws."""
     _seed(derive_key(seed, _ADAPTERS))
 
 
@@ -111,7 +111,7 @@ def seed_evaluation(seed: int, block: int) -> None:
 
 
 def verification_key(seed: int, step: int) -> int:
-    """Decides which micro-batch of a step is verified, and by whom: a 64-bit number, and no state."""
+    """Return the 64-bit number that selects the verified micro-batch of a step and its ranks, without state."""
     return derive_key(seed, _VERIFICATION, step)
 
 

@@ -1,4 +1,4 @@
-"""From options to a run: what is left open is decided once, when the run is created."""
+"""From options to a run: defaults that depend on the task or the job are decided once, when the run is created."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def resume_config(config: RunConfig, given: Collection[str], recorded: RunConfig
 
 @dataclass(frozen=True)
 class DataSetup:
-    """The training data and how long the run goes on.
+    """The training data and the run's length.
 
     Attributes:
         train: the dataset, where it is map-style.
@@ -147,7 +147,7 @@ def set_up_data(config: RunConfig, task: Task) -> DataSetup:
         return DataSetup(train, stream, None, None, val, config.max_steps)
     if not callable(getattr(train, "__len__", None)):
         raise DataError(
-            f"the train dataset ({type(train).__name__}) has no length and is no IterableDataset. "
+            f"the train dataset ({type(train).__name__}) has no length and is not an IterableDataset. "
             "Return a map-style dataset (__len__ and __getitem__) or a stream."
         )
     num_samples = len(train)

@@ -55,10 +55,10 @@ class RunContext:
         device: this process's.
         processes: how many share this machine.
         directory: on rank 0's machine at least.
-        signals: who asks for a stop.
+        signals: the source of stop requests.
         deadline: when the job has to stop by itself.
         quiet: show nothing on the terminal.
-        trial_scheduler: the socket of whoever is asked after each evaluation whether the run goes on.
+        trial_scheduler: the socket of the scheduler that decides after each evaluation whether the run continues.
     """
 
     task: Task
@@ -102,7 +102,7 @@ class RunContext:
 
     @property
     def run_schedule(self) -> RunSchedule:
-        """What a task's callback is told of the run."""
+        """The description of the run for a task's callback."""
         return RunSchedule(
             total_steps=self.data.total_steps,
             steps_per_epoch=self.data.steps_per_epoch,
@@ -211,7 +211,7 @@ class RunContext:
 
         Args:
             mesh: the ranks.
-            rehearsal: what may be tried of the task for it.
+            rehearsal: the parts of the task that may be tried for it.
 
         Raises:
             ConfigError: it cannot lie so on so many.

@@ -1,4 +1,4 @@
-"""Before training: what a directory holds, what was asked for, and the run that follows from both."""
+"""Before training: the run that follows from a directory's content and the request."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from paceline.training.schedule import Deadline
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What somebody asked for, before anything is resolved; the same on every rank.
+    """The request for a run, before defaults are resolved; the same on every rank.
 
     Attributes:
         config: the options.
-        given: the names of those that were asked for.
+        explicit_options: the names of the options that the user gave.
         task: the task itself, where a script has built it; else ``config.task`` names it.
         started: when the job began, in seconds since the epoch.
         default_threads: CPU threads of this process, where neither options nor the run's record say.
         quiet: show nothing on the terminal.
-        trial_scheduler: the socket of whoever is asked after each evaluation whether the run goes on.
+        trial_scheduler: the socket of the scheduler that decides after each evaluation whether the run continues.
     """
 
     config: RunConfig
@@ -80,10 +80,10 @@ def setup_run(
     """The run that was asked for, and what to say aloud when it is created.
 
     Args:
-        request: what was asked for.
+        request: the requested options and files.
         manifest: the content of ``run.toml``; None for a new run.
         directory: the run's.
-        signals: who asks for a stop.
+        signals: the source of stop requests.
         device: this process's.
         world_size: how many processes the run is begun with.
         processes: how many of them share this machine.
@@ -101,7 +101,7 @@ def setup_run(
     threads = config.threads or request.default_threads
     config = dataclasses.replace(config, task=spec, run_dir=str(directory.path), threads=threads)
     if config.backup_to is not None:
-        # Recorded, and so the same for whoever continues the run from another folder.
+        # Recorded, and so the same if the run continues from another directory.
         config = dataclasses.replace(config, backup_to=str(Path(config.backup_to).absolute()))
     require(config.log_to)
     configure_numerics(config, threads)
@@ -161,7 +161,9 @@ def _load_task(request: RunRequest, manifest: Mapping[str, Any] | None) -> tuple
     else:
         spec = request.config.task or (manifest or {}).get("task", {}).get("spec", "")
         if not spec:
-            raise TaskError("no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe.")
+            raise TaskError(
+                "no task was given. Write paceline train TASK, where TASK is file.py:Name or a built-in task."
+            )
         fields: Mapping[str, Any] = parse_assignments(request.config.set)
         if manifest is not None:
             fields = {**manifest["task"]["fields"], **fields}

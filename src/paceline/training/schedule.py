@@ -1,4 +1,4 @@
-"""What is due when: evaluations, saves, sync points, deadlines, and the choice of the best model."""
+"""The schedule of a run: evaluations, saves, synchronizations, deadlines, and the choice of the best model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from paceline.training.state import TrainProgress
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """The steps from one synchronisation to the next, after which all ranks hold the same state.
+    """The intervals between synchronizations, after which all ranks hold the same state.
 
-    A round has ``every`` steps, but ends with its epoch and with the run: what happens at an epoch's end
-    needs no more synchronisations than there are.
+    An interval has ``every`` steps, but ends with its epoch and with the run, so that actions at an epoch's end need no
+    further synchronization.
 
     Attributes:
-        every: steps in a round; 1 where gradients are summed in each step.
-        steps_per_epoch: None for streams, whose rounds are single steps.
-        total_steps: of the run; None where it ends by epochs of a stream.
+        every: steps per interval; 1 if each step sums gradients.
+        steps_per_epoch: None for streams, whose intervals are single steps.
+        total_steps: of the run; None if it ends by epochs of a stream.
     """
 
     every: int
@@ -60,9 +60,9 @@ _RECENT = 16
 
 
 class Deadline:
-    """Knows how long steps and evaluations take, and what is left of the time.
+    """Measures steps and evaluations, and compares them with the time that is left.
 
-    It is asked once a step, by rank 0: wall clocks differ, and the control word tells the others.
+    Only rank 0 uses it, once per step, because clocks differ; the control flags carry its decision to the others.
 
     Args:
         walltime_s: the seconds that the job may take; None for no end.
@@ -114,7 +114,7 @@ class ModelSelector:
     """Applies ``--best-metric`` and ``--early-stop`` to validation metrics.
 
     Without ``--best-metric`` the lowest loss is the best. ``--early-stop`` takes the direction of
-    ``--best-metric`` where both name the same metric; else ``loss`` is to fall and all others to rise.
+    ``--best-metric`` if both name the same metric; otherwise lower is better for ``loss``, higher for all others.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -179,7 +179,7 @@ class Schedule:
 
     Args:
         config: the run's options.
-        data: how long it goes on.
+        data: gives the run's length.
 
     Attributes:
         rounds: evaluations happen at their ends only.
@@ -207,7 +207,7 @@ class Schedule:
         return progress.epoch_ended if steps is None else progress.step_in_epoch >= steps
 
     def evaluation_is_due(self, progress: TrainProgress) -> bool:
-        """Whether the model is to be evaluated now, once the epoch's end has been counted."""
+        """Return whether an evaluation is due now, once the epoch's end has been counted."""
         if progress.step == progress.evaluated_step:
             return False
         every = self._evaluate_every

@@ -1,4 +1,4 @@
-"""Silent corruption: now and then one micro-batch's gradient is computed twice, by two ranks, and compared."""
+"""Silent data corruption (SDC): every Nth step, two ranks compute one micro-batch's gradient, and compare it."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def require_verifiable(run: RunContext) -> None:
 
 
 class SDCChecker(StepHook):
-    """Has one micro-batch of every Nth step computed a second time, by a rank that does not have it.
+    """Recomputes one micro-batch of every Nth step on a rank that does not have it.
 
-    Which one, and who, is a function of seed and step. Two numbers travel with the step's sums, so
-    equal gradients cost no message. Else, before anything is made of the sums, every rank computes the
-    micro-batch once more, and the majority says who is wrong.
+    The micro-batch and the rank are a function of seed and step. Two numbers travel with the step's sums, so equal
+    gradients cost no message. If they differ, every rank recomputes the micro-batch before the sums are used, and the
+    majority identifies the wrong ranks.
 
     Args:
-        run: whose ``sdc_check_every`` it is.
+        run: has the option ``sdc_check_every``.
         world: the ranks.
-        state: what they are the gradients of.
+        state: the state whose gradients are compared.
         timer: of the phases.
     """
 
@@ -99,7 +99,7 @@ class SDCChecker(StepHook):
             self._recomputed = self._recompute(strategy)
 
     def close(self) -> None:
-        """Let go of the data."""
+        """Close the loader."""
         if self._loader is not None:
             self._loader.close()
 
@@ -121,11 +121,11 @@ class SDCChecker(StepHook):
         return strategy.reducer.recompute(forward_backward, microbatch.checksum)
 
     def _check(self, rows: Sequence[Sequence[float]]) -> None:
-        """Compare; called by all ranks, with the same rows.
+        """Compare; all ranks call this together, with the same rows.
 
         Raises:
             SilentDataCorruptionError: this rank is wrong.
-            NondeterminismError: nobody can say who is.
+            NondeterminismError: there is no majority.
             PeerLostError: another rank is wrong, and leaves.
         """
         word = control.merge(rows)
@@ -145,24 +145,24 @@ class SDCChecker(StepHook):
                 "corruption", step=step, microbatch=self._microbatch, ranks=culprits, sentence=sentence
             )
             _log.warning("%s", sentence)
-        # The state before the step is whole on all ranks; rank 0 has said so before anybody leaves.
+        # The state before the step is complete on all ranks; rank 0 records it before any rank leaves.
         self._world.barrier()
         if not culprits:
             raise NondeterminismError(
                 f"{sentence} The step was not applied. If it is the task, leave --sdc-check-every out; if not, "
-                "continue on another machine, or on three processes or more, which can tell who is wrong: "
+                "continue on another node, or on three processes or more, which can identify the wrong rank: "
                 f"paceline resume {self._run.directory.path}"
             )
         if self._world.rank in culprits:
             raise SilentDataCorruptionError(
-                f"{sentence} The step was not applied. Continue without that machine: "
+                f"{sentence} The step was not applied. Continue without that node: "
                 f"paceline resume {self._run.directory.path}"
             )
         raise PeerLostError(sentence)
 
 
 def find_minority(votes: Sequence[Vote], world_size: int) -> list[int]:
-    """The ranks that computed something else than the majority; empty where nobody can say.
+    """Return the ranks whose result differs from the majority's; empty if there is no majority.
 
     A rank alone is wrong if it contradicts itself. Among several, one at least must never have
     differed, and more than half of all computations must agree.
@@ -177,7 +177,7 @@ def find_minority(votes: Sequence[Vote], world_size: int) -> list[int]:
 def describe(
     culprits: Sequence[int], votes: Sequence[Vote], hosts: Sequence[str], *, microbatch: int, step: int
 ) -> str:
-    """Who computed what, and whom not to trust, in a sentence."""
+    """Describe in one sentence which ranks differ, and which node is suspect."""
     what = f"micro-batch {microbatch} of step {step}"
     if len(hosts) == 1:
         return (

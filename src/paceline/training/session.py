@@ -37,20 +37,20 @@ _log = logging.getLogger(__name__)
 TrainInGroup = Callable[..., dict[str, Any] | None]
 """:func:`train_in_group` for one trainer: takes the world, and what to call once this rank can train."""
 
-# --- The path of a run: find what there is, set up, train in groups ---
+# --- The path of a run: find or create it, set up, train in groups ---
 
 
 def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals: StopSignals) -> dict[str, Any]:
     """Create or continue the run in ``directory``, and train it to its end.
 
     Args:
-        request: what was asked for; the same on every rank.
+        request: the requested options and files; the same on every rank.
         groups: of ranks, in which this process takes part.
         directory: the run's; rank 0 or its agent holds the lock.
-        signals: who asks for a stop.
+        signals: the source of stop requests.
 
     Returns:
-        The content of ``result.json``. A run that has finished already is not trained again.
+        The content of ``result.json``. A finished run is not trained again.
 
     Raises:
         Retired: the agent does not need this process any more.
@@ -82,11 +82,11 @@ def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals:
 
 
 def build_trainer(run: RunContext, member: AgentClient | None = None) -> Trainer:
-    """The run's trainer, with the engine that its strategy needs.
+    """Build the run's trainer, with the engine of its strategy.
 
     Args:
-        run: what is trained.
-        member: the agent's client, where ranks come and go; None where the group is to stay.
+        run: the run.
+        member: the agent's client, if ranks may join and leave; None for a fixed group.
 
     Raises:
         UserError: the task's model, optimizers or data cannot be built, or do not work with the strategy.
@@ -107,8 +107,8 @@ def train_in_group(
     """Agree on the state, train to the end and conclude; all ranks of ``world`` do so together.
 
     Args:
-        trainer: the run's, in whichever group.
-        notes: what to say aloud when the run is created.
+        trainer: the run's.
+        notes: lines to print when the run is created.
         started: ``time.perf_counter()`` when this process began.
         world: the ranks.
         joined: called once this rank has the state and can train.
@@ -193,8 +193,8 @@ class ElasticGroups:
 
     Args:
         member: the agent's client.
-        processes: how many processes there are to be on this machine.
-        world_size: how many processes begin the run.
+        processes: number of worker processes on this node.
+        world_size: number of processes at the run's start.
         on_rank_0: called whenever this process becomes rank 0.
 
     Attributes: as those of :class:`FixedGroup`.
@@ -261,22 +261,22 @@ Groups = FixedGroup | ElasticGroups
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Clear the frames that an error holds: what they refer to, such as the group, would live on."""
+    """Clear the frames that an error holds: they would keep objects such as the group alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-# --- Which state a group continues from ---
+# --- The state from which a group continues ---
 
 
 def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> None:
-    """Have every rank hold the state that the furthest one holds, or else the newest that is saved.
+    """Give every rank the state of the most advanced one, or else the newest saved one.
 
     Args:
         trainer: this rank's.
         mesh: the ranks.
-        notes: what to say aloud when the run is created.
+        notes: lines to print when the run is created.
     """
     run, directory, world = trainer.run, trainer.run.directory, mesh.world
     agreement = elect_source(world, valid=trainer.states.valid, version=trainer.states.version)
@@ -288,7 +288,7 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
         if not _something_is_lost(trainer, world):
             return
     with suppress(CheckpointError):
-        trainer.checkpointer.wait()  # what is on disk is looked at next
+        trainer.checkpointer.wait()  # the next lines read the checkpoints on disk
     world.barrier()
     new = bool(world.broadcast_object(not directory.exists()))
     run_id = str(world.broadcast_object(secrets.token_hex(8) if new else run.run_id))
@@ -296,7 +296,7 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     parent = read_pretrained(run, world) if saved is None else None
     trainer.states.restore(mesh, saved, None if parent is None else parent.weights)
     if world.rank == 0:
-        # Only now: where the model could not be built, no run was created.
+        # Only now, so that a model that cannot be built creates no run.
         if new:
             run_setup.create(run, run_id, parent)
             for note in notes:
@@ -312,9 +312,9 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
 
 
 def _something_is_lost(trainer: Trainer, world: World) -> bool:
-    """Whether the best model, or what the ledger must say, was only in a process that is gone.
+    """Return whether the best model, or entries of the ledger, existed only in a lost process.
 
-    Then a part of the run is done again, from the newest checkpoint, to get it back.
+    Then the run repeats its steps from the newest checkpoint to restore them.
     """
     directory = trainer.run.directory
     best = trainer.state.progress.best_version

@@ -1,4 +1,4 @@
-"""The state of a run, all of it: what a checkpoint holds and a version number identifies."""
+"""The complete state of a run: the content of a checkpoint, identified by a version number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrainProgress:
         step_in_epoch: steps done in this epoch.
         samples: samples seen, over all epochs.
         epoch_ended: a stream has no more data in this epoch.
-        epochs_concluded: epochs whose end the task's callback was told of.
+        epochs_concluded: epochs for which the task's ``on_epoch_end`` was called.
         evaluated_step: the last step after which the model was evaluated.
         best: the best validation value so far.
         best_step, best_version: where it was reached.
@@ -67,14 +67,14 @@ class TrainingState:
         config: precision and moving average.
         module: the model, on its device.
         device: the model's.
-        horizon: how long the run goes on, for the schedulers.
-        twin: a second model equal to ``module``, for the moving average; by default a copy.
+        horizon: the run's length, for the schedulers.
+        ema_model: a second model equal to ``module``, for the moving average; by default a copy.
 
     Attributes:
-        pending_powersgd_state: what a checkpoint holds of PowerSGD's memory, until a strategy takes it over.
+        pending_powersgd_state: PowerSGD's error from a checkpoint, until a strategy takes it over.
 
     Raises:
-        TaskError: the task's optimizers or schedulers are not what they should be.
+        TaskError: the task's optimizers or schedulers have a wrong type.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class TrainingState:
 
 
 def build_task_model(task: Task) -> nn.Module:
-    """The task's model.
+    """Build the task's model.
 
     Raises:
-        TaskError: it is none, or there is nothing in it to train.
+        TaskError: it is not a module, or has no parameter to train.
     """
     module = task.build_model()
     if not isinstance(module, nn.Module):

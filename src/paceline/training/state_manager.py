@@ -28,12 +28,12 @@ class StateManager:
     """The state, and what goes with it from one rank to another.
 
     Attributes:
-        valid: whether ``state`` is whole, and so is what its version says.
+        valid: whether ``state`` is complete and has the bits of its version.
         recent: the last steps' ledger entries.
-        loader: of the training data, whose positions belong to the state; set it once that is built.
+        loader: of the training data, whose positions belong to the state; set it once the loader is built.
 
     Args:
-        run: what is trained.
+        run: the run.
 
     Raises:
         UserError: the task's model or optimizers cannot be built.
@@ -45,8 +45,8 @@ class StateManager:
         self._run = run
         self._layout: ParameterLayout = Replicated()
         self._weights: Mapping[str, Tensor] | None = None  # another run's, while a state is begun with them
-        # Where each rank holds all of it: who cannot build it says so before others wait for this one. A new
-        # run that begins with another's weights has to wait for these.
+        # If each rank holds the complete state, it is built here, so that an error is raised before others wait for
+        # this rank. A new run with pretrained weights has to wait for these.
         waits = run.config.init_from is not None and not run.directory.exists()
         self._state: TrainingState | None = None
         if not run.config.shards_state and not waits:
@@ -71,7 +71,7 @@ class StateManager:
         return 0 if self._state is None else self._state.progress.version
 
     def close(self) -> None:
-        """Let go of the state."""
+        """Release the state."""
         if self._state is not None:
             self._state.callback.close()
             self._state = None
@@ -113,7 +113,7 @@ class StateManager:
         saved: Mapping[str, Any] | None,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Begin, or go on from a checkpoint; all ranks do so together.
+        """Begin, or continue from a checkpoint; all ranks call this together.
 
         Args:
             mesh: the ranks.
@@ -145,7 +145,7 @@ class StateManager:
         self.valid, self._pristine = True, False
 
     def import_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that a checkpoint or another rank gave.
+        """Continue from the state of a checkpoint or another rank.
 
         Raises:
             CheckpointError: it does not fit the task.
@@ -192,11 +192,11 @@ class StateManager:
 
     @property
     def in_step(self) -> bool:
-        """Whether whoever calls the model needs the other ranks to call theirs."""
+        """Return whether ranks must call the model together."""
         return self._layout.is_collective
 
     def export_state(self) -> dict[str, Any]:
-        """The state for a rank that lacks it: what :meth:`take` takes."""
+        """Return the state for a rank without one, for :meth:`import_state`."""
         state = {**self.state.state_dict(), "recent": [list(entry) for entry in self.recent]}
         if isinstance(self.loader, StreamLoader):
             epoch, step = self.state.progress.epoch, self.state.progress.step_in_epoch
@@ -204,14 +204,14 @@ class StateManager:
         return state
 
     def gather_positions(self, world: World, microbatches: Iterable[int] | None = None) -> dict[str, Any] | None:
-        """Have all ranks know where each one's streams stand; they call this together.
+        """Exchange the positions of all ranks' streams; all ranks call this together.
 
         Args:
             world: the ranks.
-            microbatches: this rank's; those that it has read where None is given.
+            microbatches: this rank's; None: those that it has read.
 
         Returns:
-            Positions by micro-batch; None where the dataset is no stream.
+            Positions by micro-batch; None if the dataset is not a stream.
         """
         if not isinstance(self.loader, StreamLoader):
             return None

@@ -30,23 +30,23 @@ from paceline.training.run_context import RunContext
 from paceline.training.schedule import Schedule
 from paceline.training.state import TrainingState, TrainProgress
 
-# --- Which step, micro-batch and samples made a loss or gradient NaN or infinite, and what to do about it ---
+# --- Losses and gradients that are NaN or infinite: the step, the micro-batch and the samples that caused them ---
 
 
 def require_finite(
     run: RunContext, progress: TrainProgress, sums: StepSums, scaler: ShardedGradScaler | None = None
 ) -> None:
-    """Refuse to apply a step whose loss or gradient is not finite.
+    """Reject a step whose loss or gradient is not finite.
 
     Args:
-        run: what is trained.
+        run: the run.
         progress: before the step.
         sums: the step's.
-        scaler: of the gradients, with --precision fp16. Where only gradients overflow it skips the step and tries
-            a smaller scale, as long as there is one.
+        scaler: of the gradients, with --precision fp16. If only gradients overflow, it skips the step and tries a
+            smaller scale, as long as there is one.
 
     Raises:
-        NonFiniteLossError: says where the number is from.
+        NonFiniteLossError: names the step and the samples.
     """
     if sums.finite:
         return
@@ -64,15 +64,14 @@ def _describe_non_finite(
     sums: StepSums,
     scale: float | None = None,
 ) -> str:
-    """The message about a step that cannot be applied.
+    """Write the message about a step that cannot be applied.
 
     Args:
         directory: the run's.
         progress: before the step.
         order: of the training samples; None for streams.
         sums: the step's.
-        scale: the gradients', which was lowered as far as it goes before they are an error; None without
-            --precision fp16.
+        scale: of the gradients, after all smaller scales were tried; None without --precision fp16.
     """
     step = f"step {progress.step + 1} (epoch {progress.epoch + 1}, step {progress.step_in_epoch + 1} in it)"
     if sums.weight == 0:
@@ -82,9 +81,9 @@ def _describe_non_finite(
         if scale is not None and math.isfinite(sums.loss):
             return (
                 f"{what}, as were those of the steps before, at each scale of --precision fp16 down to "
-                f"{scale:g}. None of these steps was applied, and what checkpoints hold goes on with such a "
-                "scale. Mend what backward computes and start a new run; --precision bf16 and fp32 scale "
-                "nothing, and name the first such step."
+                f"{scale:g}. None of these steps was applied, and checkpoints continue with such a "
+                "scale. Correct the backward computation and start a new run; --precision bf16 and fp32 use no "
+                "scale, and name the first such step."
             )
     else:
         what = f"the loss of {step} is NaN or infinite in micro-batch {sums.bad_microbatch}"
@@ -93,19 +92,19 @@ def _describe_non_finite(
             what += f", {order.describe(progress.epoch, start, stop)}"
     return (
         f"{what}. The step was not applied; checkpoints hold the state before it. "
-        f"Mend the samples or the loss, then continue with: paceline resume {directory.path}. "
+        f"Correct the samples or the loss, then continue with: paceline resume {directory.path}. "
         "Or start a new run with a lower learning rate or with --clip-norm."
     )
 
 
-# --- What one micro-batch computes in a step ---
+# --- The computation of one micro-batch ---
 
 
 def microbatch_loss(run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch) -> Loss:
-    """A micro-batch's forward, with the randomness of this step and micro-batch.
+    """Run a micro-batch's forward, with the random keys of this step and micro-batch.
 
     Raises:
-        TaskError: the loss is none, or nothing can be learned from it.
+        TaskError: the task returned no loss, or one that does not depend on the parameters.
     """
     seed_microbatch(run.config.seed, step, microbatch.index)
     return _loss(run, model, step, microbatch)
@@ -126,12 +125,12 @@ def _loss(run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch) 
 
 
 class MicrobatchRunner:
-    """What a rank does for each of its micro-batches in the steps of one world.
+    """Computes each of a rank's micro-batches in the steps of one group.
 
     Args:
-        run: what is trained.
-        state: whose model computes, and whose scaler scales.
-        activity: told of what is done.
+        run: the run.
+        state: has the model and the gradient scaler.
+        activity: records the progress.
         timer: of the phases.
     """
 
@@ -139,7 +138,7 @@ class MicrobatchRunner:
         self._run, self._state, self._activity, self._timer = run, state, activity, timer
 
     def forward(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 0) -> Loss:
-        """The micro-batch's loss; backward comes next."""
+        """Compute the micro-batch's loss; backward comes next."""
         self._activity.move("forward")
         try:
             return microbatch_loss(self._run, model, self._state.progress.step + ahead, microbatch)
@@ -148,55 +147,55 @@ class MicrobatchRunner:
             self._activity.move("backward")
 
     def forward_unseeded(self, model: nn.Module, microbatch: MicroBatch) -> Loss:
-        """The micro-batch's loss with whatever randomness there is; several threads may call this at once."""
+        """Compute the micro-batch's loss without seeding; several threads may call this at once."""
         return _loss(self._run, model, self._state.progress.step, microbatch)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as backward gets it."""
+        """Scale the loss for backward."""
         return self._state.scale_loss(loss)
 
     def backward_done(self) -> None:
-        """The micro-batch's backward has been run, or enqueued."""
+        """Record that the micro-batch's backward has run, or is enqueued."""
         self._timer.mark("backward")
 
 
-# --- What options add to a step: the group context makes a hook for each that is set ---
+# --- Additions of options to a step: the group context makes a hook for each that is set ---
 
 
 class StepHook:
-    """What an option adds to a synchronous step; each method does nothing unless it is overridden."""
+    """An option's addition to a synchronous step; each method does nothing unless it is overridden."""
 
     def before_microbatches(self, strategy: Strategy) -> None:
-        """The strategy's step has begun; forward and backward come next."""
+        """Run after the strategy's step has begun, before forward and backward."""
 
     def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
-        """The last backward of this rank's micro-batches has been run, or enqueued."""
+        """Run after the last backward of this rank's micro-batches has run, or is enqueued."""
 
     def report(self, flags: ControlFlags) -> ControlFlags:
-        """This rank's control flags, before they travel with the step's sums."""
+        """Change this rank's control flags, before they travel with the step's sums."""
         return flags
 
     def after_reduce(self, sums: StepSums) -> StepSums:
-        """The step's sums, before anything is made of them."""
+        """Change the step's sums, before they are used."""
         return sums
 
     def filter_request(self, flags: ControlFlags) -> ControlFlags:
-        """What the ranks obey after the step, of the control flags of all."""
+        """Select the flags that the ranks obey after the step, from the control flags of all."""
         return flags
 
 
 class StepOverlap(StepHook):
-    """Reads one step ahead where a strategy can begin the next step within the current one (PipeDream).
+    """Reads one step ahead if a strategy can begin the next step within the current one (PipeDream).
 
-    It decides where the ranks must have finished a step before the next one begins: before an epoch's end, an
-    evaluation, a save and the run's end, which follow from the progress alone, and in the step after one in which
-    a rank asked for something. So all ranks decide alike.
+    It decides where the ranks must finish a step before the next one begins: before an epoch's end, an evaluation, a
+    save and the run's end, which follow from the progress alone, and in the step after one in which a rank set a
+    control flag. So all ranks make the same decision.
 
     Args:
         schedule: when epochs, evaluations and the run end.
         loader: of the training data.
-        state: says where the run stands.
-        save_is_due: whether a save is due at some progress.
+        state: has the run's progress.
+        save_is_due: returns whether a save is due at some progress.
     """
 
     def __init__(
@@ -208,14 +207,14 @@ class StepOverlap(StepHook):
         self._overlapping = False
 
     def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
-        """As :meth:`Loader.fetch`; what was read ahead is not read again."""
+        """Fetch as :meth:`Loader.fetch`, or return the micro-batches that were read ahead."""
         read, self._read = self._read, None
         if read is not None and read[0] == (epoch, step):
             return read[1]
         return self._loader.fetch(epoch, step, microbatches)
 
     def before_microbatches(self, strategy: Strategy) -> None:
-        """Have the step overlap with the next one, unless something comes in between."""
+        """Let the step overlap with the next one, unless an action is due between them."""
         progress, schedule = self._state.progress, self._schedule
         after = dataclasses.replace(
             progress,
@@ -236,7 +235,7 @@ class StepOverlap(StepHook):
             strategy.overlap_next(following)
 
     def filter_request(self, flags: ControlFlags) -> ControlFlags:
-        """Nothing while steps overlap, but soon: the next step then waits for all ranks."""
+        """Return no flag while steps overlap: the next step then waits for all ranks, and returns them."""
         if not self._overlapping:
             self._asked = False
             return flags
@@ -260,14 +259,14 @@ class SpeedMeasurement(StepHook):
 
 
 class DummyMicrobatch(StepHook):
-    """Data seen before, for the backwards of a rank that has fewer micro-batches in a step than others wait for."""
+    """Repeats a batch for the backwards of a rank with fewer micro-batches in a step than other ranks expect."""
 
     def __init__(self, run: RunContext, state: TrainingState) -> None:
         self._run, self._state = run, state
         self._batch: Any = None
 
     def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
-        """Remember a batch, and run as many backwards that weigh nothing as the strategy asks for."""
+        """Keep a batch, and run the strategy's number of backwards with weight 0."""
         if microbatches:
             self._batch = microbatches[-1].batch
         for _ in range(strategy.num_dummy_steps):
@@ -276,11 +275,11 @@ class DummyMicrobatch(StepHook):
     def _run_one(self, strategy: Strategy) -> None:
         run = self._run
         if self._batch is None:
-            # Apart from the loader, whose streams must stay where they are.
+            # With another loader, because the streams of the run's must keep their positions.
             with closing(run.build_loader()) as loader:
                 first = loader.fetch(self._state.progress.epoch, 0, range(run.num_microbatches))
             if not first:
-                return  # nor has anybody else; the reducer says so
+                return  # no rank has a batch; the reducer reports it
             self._batch = first[0].batch
         batch = self._batch
 
@@ -292,14 +291,14 @@ class DummyMicrobatch(StepHook):
         strategy.run_dummy(loss)
 
 
-# --- What is tried of a task before its model is laid out on the ranks ---
+# --- Trials of a task before its model is laid out on the ranks ---
 
 
 class ExampleBatch:
     """Tries the task on the first micro-batch of its training data.
 
     Args:
-        run: what is trained.
+        run: the run.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -307,18 +306,18 @@ class ExampleBatch:
         self._microbatch: MicroBatch | None = None
 
     def parts(self, module: nn.Module) -> Sequence[Any] | None:
-        """What the task says of the parts of its model's forward."""
+        """Return the task's parts of its model's forward."""
         return self._run.task.pipeline_blocks(module)
 
     def loss(self, module: nn.Module) -> Loss:
-        """The loss of the first micro-batch.
+        """Compute the loss of the first micro-batch.
 
         Raises:
-            DataError: there is none.
-            TaskError: the loss is none.
+            DataError: there is no sample.
+            TaskError: the task returned no loss.
         """
         if self._microbatch is None:
-            # Apart from the run's loader, whose streams must stay where they are.
+            # With another loader, because the streams of the run's must keep their positions.
             with closing(self._run.build_loader(workers=0)) as loader:
                 there = loader.fetch(0, 0, range(self._run.num_microbatches))
             if not there:

@@ -26,14 +26,14 @@ from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
 
-# --- How steps are computed and applied: together by all ranks here, or by each rank alone (asynchronous.py) ---
+# --- The computation and application of steps: by all ranks together here, by each rank alone in asynchronous.py ---
 
 
 class Engine:
     """Computes and applies the steps of a run in one group; the strategy selects which.
 
     Args:
-        run: what is trained.
+        run: the run.
         states: this rank's copy of the state.
         world: the ranks; all of them construct it together, before the strategy is built.
 
@@ -46,17 +46,17 @@ class Engine:
 
     @staticmethod
     def validate(run: RunContext, states: StateManager) -> None:
-        """Refuse, before the run is created, what the engine cannot train.
+        """Reject a run that the engine cannot train, before the run is created.
 
         Raises:
-            UserError: says why.
+            UserError: gives the reason.
         """
 
     def run_interval(self, group: GroupContext) -> ControlFlags:
         """Compute and apply steps until all ranks hold the same state again; all ranks call this together.
 
         Returns:
-            What any rank asks for, the same on all of them.
+            The requests of all ranks, merged; the same on all of them.
 
         Raises:
             NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
@@ -65,15 +65,15 @@ class Engine:
         raise NotImplementedError
 
     def end_interval(self, group: GroupContext) -> None:
-        """Follow up on the interval, once what was due after it (evaluation, save) is done."""
+        """Follow up on the interval, after the actions that were due (evaluation, save)."""
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add to rank 0's state what only other ranks hold; all ranks call this together."""
+        """Add the parts that only other ranks hold to rank 0's state; all ranks call this together."""
         return state
 
     @property
     def extra_results(self) -> dict[str, Any]:
-        """The engine's own entries of ``result.json``; all ranks ask together."""
+        """The engine's own entries of ``result.json``; all ranks read this together."""
         return {}
 
     def close(self) -> None:
@@ -84,10 +84,10 @@ class SyncEngine(Engine):
     """All ranks compute each step together, and every one applies it.
 
     Args:
-        run: what is trained.
+        run: the run.
         states: this rank's copy of the state.
         world: the ranks.
-        update: applies the gradients, where those of all ranks are finite; by default to the whole state.
+        update: applies the gradients if those of all ranks are finite; by default to the whole state.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SyncEngine(Engine):
         self._speeds: Sequence[Sequence[float]] = ()
 
     def run_interval(self, group: GroupContext) -> ControlFlags:
-        """One step, or with ``--local-sgd-steps`` those up to the next synchronization."""
+        """Run one step, or with ``--local-sgd-steps`` those up to the next synchronization."""
         began = time.monotonic()
         while True:
             sums = self._step(group)
@@ -120,7 +120,7 @@ class SyncEngine(Engine):
         return flags
 
     def end_interval(self, group: GroupContext) -> None:
-        """Count the step for the profiler, and move micro-batches where ranks differ in speed."""
+        """Count the step for the profiler, and rebalance micro-batches if ranks differ in speed."""
         step = self._states.state.progress.step
         if group.profiler is not None:
             group.profiler.on_step_end(step)
@@ -163,7 +163,7 @@ class SyncEngine(Engine):
             return group.commit(sums, row, logged)
 
     def _row(self, group: GroupContext) -> Sequence[float]:
-        """What travels with the step's sums: control flags, and this rank's status and speed where they are due."""
+        """Return the row that travels with the step's sums: control flags, and this rank's status and speed if due."""
         progress, strategy = self._states.state.progress, group.strategy
         loader, schedule, monitor = self._states.loader, self._run.schedule, group.monitor
         more = not (isinstance(loader, StreamLoader) and loader.exhausted(strategy.microbatches))
@@ -177,7 +177,7 @@ class SyncEngine(Engine):
         for hook in group.hooks:
             flags = hook.report(flags)
         step = progress.step + 1
-        # Where steps overlap, the rows that come with a step are those of the one before.
+        # If steps overlap, the rows that arrive with a step are those of the previous one.
         due = monitor.is_due(step) or (strategy.overlaps_steps and monitor.is_due(step + 1))
         return flags.row(monitor.status(step) if due else None, group.balancer.row(progress.step))
 
@@ -186,22 +186,22 @@ class SyncEngine(Engine):
 
 
 class Trainer:
-    """Trains a run from where its state stands to its end; every rank has one and calls it alike.
+    """Trains a run from the position of its state to its end; all ranks make the same calls.
 
-    What belongs to the run is here: the task's model and optimizers, the data, the state. What belongs to one group
-    of ranks is in a :class:`GroupContext`; as ranks come and go, one follows another: :meth:`join_group`,
-    :meth:`fit`, :meth:`leave_group`. Use the trainer as a context manager: what it opens is closed at exit.
+    The trainer owns the objects of the run: the task's model and optimizers, the data, the state. A
+    :class:`GroupContext` owns the objects of one group of ranks; as ranks join and leave, one group follows another:
+    :meth:`join_group`, :meth:`fit`, :meth:`leave_group`. The trainer is a context manager, which closes what it opened.
 
     Attributes:
-        run: what is trained.
+        run: the run.
         states: this rank's copy of the state.
-        checkpointer: writes checkpoints in the background, in whichever group this rank is rank 0.
-        carryover: what this process takes from one group into the next, besides the state.
+        checkpointer: writes checkpoints in the background while this rank is rank 0 of a group.
+        carryover: values that this process takes from one group into the next, in addition to the state.
 
     Args:
-        run: what is trained.
+        run: the run.
         engine: computes and applies the steps.
-        member: the agent's client, where ranks come and go; None where the group is to stay.
+        member: the agent's client, if ranks may join and leave; None for a fixed group.
 
     Raises:
         UserError: the task's model, optimizers or data cannot be built, or the engine cannot train them.
@@ -242,7 +242,7 @@ class Trainer:
 
     @cached_property
     def validation(self) -> Validation:
-        """The evaluations during training; what they need of the task may need its model."""
+        """The evaluations during training, built late because the task may need its model for them."""
         evaluator = self.run.build_evaluator("val")
         return self._resources.enter_context(closing(Validation(evaluator, self.run.config, self.run.deadline)))
 
@@ -265,7 +265,7 @@ class Trainer:
         return self._group
 
     def leave_group(self) -> None:
-        """Leave the group, if this rank is in one: the state is what it was after the last whole step.
+        """Leave the group, if this rank is in one: the state is that of the last complete step.
 
         A save in the background continues.
         """
@@ -277,16 +277,16 @@ class Trainer:
         """Train to the end, and save.
 
         Returns:
-            Whether the end is reached; else the ranks left together, after a step, for another group.
+            Whether the end is reached; if not, the ranks left together, after a step, for another group.
 
         Raises:
-            StopRequested: a signal or the end of --walltime asked for it; the state is saved.
+            StopRequested: a signal or the end of --walltime requested it; the state is saved.
             SilentDataCorruptionError, NondeterminismError: two ranks computed different gradients for a micro-batch.
             NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
             CheckpointError: the last checkpoint could not be written.
-            PeerLostError: a rank is gone; :meth:`leave_group` leaves the state of the last whole step.
+            PeerLostError: a rank is gone; :meth:`leave_group` leaves the state of the last complete step.
         """
-        # What a run owes after its last step, it owes also if that was in another group.
+        # The actions that are due after the last step are due also if that step was in another group.
         if self._apply_due_transitions(group) or (
             self.state.progress.step and group.checkpoint_manager.is_due(self.state.progress)
         ):
@@ -309,8 +309,7 @@ class Trainer:
     def _apply_due_transitions(self, group: GroupContext) -> bool:
         """Make the transitions that are due after a step; return whether the model became the best.
 
-        They depend on nothing but the state: a run that was stopped right after a step still owes
-        them, and makes them when it is resumed.
+        They depend on the state alone: a run that was stopped right after a step makes them when it is resumed.
         """
         progress = self.state.progress
         if self.run.schedule.epoch_ends(progress):
@@ -328,7 +327,7 @@ class Trainer:
         return self.validation.exists and self.run.schedule.evaluation_is_due(self.state.progress)
 
     def _conclude_epoch(self) -> None:
-        """Tell the task of an epoch's end, once: within the last transition that the end brings about."""
+        """Call the task's ``on_epoch_end``, once: within the last transition of the epoch's end."""
         callback, progress = self.state.callback, self.state.progress
         if progress.epochs_concluded < progress.epoch:
             callback.on_epoch_end(progress.epoch - 1)
@@ -342,7 +341,7 @@ class Trainer:
                 group.mesh, self.state, group.monitor, group.stop_reason, in_step=self.states.in_step
             )
         except EvaluationStopped as stopped:
-            # It changed nothing, and is made again when the run is resumed.
+            # It changed nothing, and the resumed run repeats it.
             self._save_and_stop(group, stopped.stop)
         with self.states.mutating():
             improved = self.validation.apply(metrics, self.state, group.monitor)
@@ -382,11 +381,11 @@ class Trainer:
 
         Args:
             group: the ranks.
-            stop: what asked for it, as in the control flags.
+            stop: the cause, as in the control flags.
 
         Raises:
-            StopRequested: always, but for
-            ConfigError: the time was up before a single step was done; it would be so again.
+            StopRequested: always, except for
+            ConfigError: the time was over before a single step was done, and would be so again.
         """
         run, world, step = self.run, group.world, self.state.progress.step
         if stop == control.WALLTIME and world.broadcast_object(not self.carryover.samples):

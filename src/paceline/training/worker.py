@@ -165,18 +165,18 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
     """Join the world, train, and return the content of ``result.json``.
 
     Args:
-        job: what to do.
-        environment: who this process is.
-        task: the task itself, where a script has built it.
+        job: the job.
+        environment: the rank and the other places of this process.
+        task: the task itself, if a script has built it.
 
     Raises:
-        PacelineError: as :func:`paceline.training.session.train` says.
+        PacelineError: as :func:`paceline.training.session.train`.
     """
     from paceline.training.control import StopSignals
     from paceline.training.reproducibility import preserve_numerics
     from paceline.training.session import FixedGroup, train
 
-    # A script may train several runs, and after a restart trains them again in the same order.
+    # A script may train several runs; after a restart it repeats them in the same order.
     key = f"paceline/run/{next(_runs)}"
     task = _load_task(job) if task is None else task
     with ExitStack() as stack:
@@ -190,11 +190,11 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
 
 
 def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: ExitStack) -> tuple[World, RunDirectory]:
-    """Join the launcher's group, and have all its ranks use the same run directory, which rank 0 locks.
+    """Join the launcher's group, and agree on the run directory, which rank 0 locks.
 
     Args:
-        job: what to do.
-        environment: who this process is.
+        job: the job.
+        environment: the rank and the other places of this process.
         key: names the run among those of the job.
         stack: closes the group.
     """
@@ -268,12 +268,12 @@ def _request(job: WorkerConfig, config: RunConfig, task: Task | None, environmen
 
 
 def _watch_over(job: WorkerConfig, world: World, directory: RunDirectory, stack: ExitStack) -> None:
-    """Have a hang noticed, and end the job, for as long as the stack is open."""
+    """Watch for hangs while the stack is open; a hang ends the job."""
     from paceline.elastic.hang import Watchdog
 
     limit_s = parse_hang_timeout(job.config.hang_timeout)
     world.progress_tracker.limit_steps_to(limit_s)
-    # A lone process holds nobody up; it may be in a debugger.
+    # A single process blocks no other; it may be in a debugger.
     if limit_s == math.inf or (limit_s is None and world.world_size == 1):
         return
 
@@ -316,7 +316,7 @@ def _messages_shown(quiet: bool) -> Iterator[None]:
 
 
 def _tell(error: Exception, environment: Environment, directory: RunDirectory | None) -> None:
-    """Print the error, unless this rank is a victim or rank 0 says the same."""
+    """Print the error, unless this rank only lost a peer or rank 0 prints the same error."""
     failure = failure_of(environment.rank, error)
     if isinstance(error, StopRequested):
         if environment.rank == 0:

@@ -54,7 +54,7 @@ def main(descriptor: int) -> int:
 
 
 def _prepare_trial(request: Mapping[str, Any], descriptors: Sequence[int]) -> Child:
-    """Make a forked process a trial; what it prints goes into its own file."""
+    """Make a forked process a trial, whose output goes into its own file."""
     die_with_parent(parent=request["parent"])
     restore_stop_signals()
     redirect_output(descriptors[0])
@@ -84,7 +84,7 @@ def run_trial(job: WorkerConfig) -> int:
         return error.exit_code
 
 
-# --- A trial at work: the process that trains, and what it asks after each evaluation ---
+# --- A running trial: the process that trains, and its request after each evaluation ---
 
 
 _LONGEST = 65536
@@ -95,18 +95,18 @@ OUTPUT = "output.log"
 
 
 class TrialDiedError(LaunchError):
-    """The trial's process was killed; its run goes on from its last checkpoint."""
+    """The trial's process was killed; its run continues from its last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialCommand:
-    """What a trial is to do.
+    """The order to a trial.
 
     Attributes:
         options: of its run.
-        iteration: evaluations that are known already.
-        step: of the last of them; earlier ones are not told again.
-        stop_file: while it is there, the trial saves and ends.
+        iteration: number of reported evaluations.
+        step: of the last of them; earlier ones are not reported again.
+        stop_file: while it exists, the trial saves and ends.
     """
 
     options: Mapping[str, Any]
@@ -117,14 +117,14 @@ class TrialCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialReport:
-    """What a trial has to say: an evaluation, its end, or both.
+    """A trial's message: an evaluation, its end, or both.
 
     Attributes:
         iteration: evaluations so far.
         step: steps at the last of them.
         metrics: of it.
-        state: "running", or how the trial ended; "waiting" where it was stopped from outside, and can go on.
-        message: why it failed.
+        state: "running", or how the trial ended; "waiting" if it was stopped from outside, and can continue.
+        message: the reason of a failure.
     """
 
     iteration: int
@@ -167,11 +167,11 @@ class TrialServer(ForkServer):
 
 
 class RunningTrial:
-    """Starts a trial, or goes on with it, and takes what it says.
+    """Starts or continues a trial, and receives its messages.
 
     Args:
         server: starts it.
-        order: what it is to do.
+        order: the order to it.
     """
 
     def __init__(self, server: TrialServer, order: TrialCommand) -> None:
@@ -213,7 +213,7 @@ class RunningTrial:
         self._pidfd = self._server.start(file, self._directory.logs / OUTPUT).pidfd
 
     def _await_lock(self) -> None:
-        """Wait for a process of before, which notices only now that nobody wants it any more."""
+        """Wait for the end of an earlier process, which detects only now that its search is gone."""
         deadline = time.monotonic() + _SAVE_S
         while self._directory.is_running():
             if time.monotonic() > deadline:
@@ -221,7 +221,7 @@ class RunningTrial:
             time.sleep(_POLL_S)
 
     def next(self) -> TrialReport:
-        """Let it go on, and wait for its next evaluation or its end.
+        """Let it continue, and wait for its next evaluation or its end.
 
         Raises:
             TrialDiedError: its process was killed.
@@ -237,7 +237,7 @@ class RunningTrial:
                 self._answer(go_on=True)
                 continue
             self._step, self._metrics = int(message["step"]), dict(message["metrics"])
-            # Counted by what the run has kept: a run that goes on after a kill tells some of them again.
+            # Counted from the run's records, because a run that continues after a kill reports some of them again.
             self._iteration = sum(step <= self._step for step in self._evaluations())
             if not message["finished"]:
                 return self._told("running")
@@ -245,7 +245,7 @@ class RunningTrial:
         return self._ended(self._exit_code)
 
     def end(self) -> None:
-        """Have it save and stop, where it is at work, and wait for that."""
+        """Let it save and stop, if it runs, and wait for that."""
         try:
             if self._asked:
                 with suppress(OSError):
@@ -348,7 +348,7 @@ class RunningTrial:
         raise TrialDiedError(f"trial {self._directory.path.name} was killed")
 
     def _take_last_evaluation(self) -> None:
-        """A run that had finished before asks nothing; its file says what it would have told."""
+        """Read the last evaluation from the file of a run that had finished before, which sends no request."""
         evaluations = self._evaluations()
         if evaluations and max(evaluations) > self._step:
             self._step, self._iteration = max(evaluations), len(evaluations)

@@ -39,7 +39,7 @@ MESSAGES: list[Message] = [
     NodeCommand(TERM, "send", (4, ExitRequest())),
     NodeCommand(TERM, "kill", (4, "was silent")),
     NodeCommand(TERM, "stop", (15,)),
-    NodeCommand(TERM, "kill_all", ("was told to end",)),
+    NodeCommand(TERM, "kill_all", ("was ordered to end",)),
     WorkerEvent(4, WorkerHeartbeat(step=3, version=4, phase="data")),
     ENDED,
     Ended(4, 1, None, 0, "", 0, -1, retired=True, failure=None),

@@ -77,7 +77,7 @@ def test_the_same_step_again_and_again(small: Any) -> None:
     done = small.finish(small.train(*RESTART, "--max-restarts", "2", fault=again))
     assert done.returncode == 1
     assert (
-        "torchrun started the workers 3 times; the last 3 times they went on after step 0, and none came to "
+        "torchrun started the workers 3 times; the last 3 times they continued after step 0, and none came to "
         "the next checkpoint."
     ) in done.stderr
     assert "rank 0: " in done.stderr

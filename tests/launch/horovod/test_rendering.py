@@ -103,7 +103,7 @@ horovodrun -np 2 --gloo --network-interface lo python -m paceline.launch.rank --
         ({"walltime_s": 5.0}, {}, "--walltime does not work with --on horovod"),
         ({"nodes": (2, 2)}, {}, "--nodes 2 needs --hosts"),
         ({"max_restarts": 1}, {}, "--max-restarts does not work with --on horovod"),
-        ({"env": {"HF_TOKEN": "x"}}, {}, "--env HF_TOKEN: whoever sees the job can read its variables"),
+        ({"env": {"HF_TOKEN": "x"}}, {}, "--env HF_TOKEN: every user who can see the job can read its variables"),
         ({}, {"controller": "mpi", "horovod_args": "-v"}, "--horovod-args are for horovodrun"),
     ],
 )

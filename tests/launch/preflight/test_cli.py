@@ -59,7 +59,7 @@ def test_another_interpreter_and_other_variables(run_processes: Any, tmp_path: P
 def test_an_interpreter_that_is_not_there_or_has_no_paceline(run_processes: Any, tmp_path: Path) -> None:
     done = run_processes.paceline("doctor", "--python", "/nonexistent/python", "--json")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "/nonexistent/python is no program that can be run" in done.stderr
+    assert "/nonexistent/python: command not found or not executable" in done.stderr
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\necho No module named paceline >&2\nexit 1\n")
     bare.chmod(0o755)

@@ -44,8 +44,8 @@ def test_a_file(tmp_path: Path) -> None:
     [
         (",", "names no machine"),
         ("a:2,a:2", "names a more than once. Say how many processes: a:2"),
-        ("a:x", "'a:x' is no host"),
-        ("-oProxyCommand=x", "is no host"),
+        ("a:x", "'a:x' is not a host"),
+        ("-oProxyCommand=x", "is not a host"),
         ("a b", "'b' is not known"),
         ("a:0", "a has no slots"),
         ("./none", "cannot be read: No such file or directory"),

@@ -49,7 +49,7 @@ export PACELINE_JOB_ID=train-484e2c5c
 export NOTE='it'"'"'s
 END
 '
-python -c 'import paceline.launch' </dev/null || {{ echo 'paceline: python is no Python that has \
+python -c 'import paceline.launch' </dev/null || {{ echo 'paceline: python is not a Python with \
 Paceline. Install it there, in the same version; paceline launch takes \
 another interpreter as --python.' >&2; exit 2; }}
 exec python -m paceline.launch.ssh_remote --silence 30 -- \

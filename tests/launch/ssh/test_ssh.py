@@ -199,7 +199,7 @@ def test_what_a_machine_lacks_is_said(lab: SshLab) -> None:
     options = ("--python", "/usr/bin/none-such")
     launcher = lab.launch(lab.nodes[0], "node0,node1", *options, "--", "true")
     assert launcher.wait() == 1
-    assert "/usr/bin/none-such is no Python that has Paceline" in launcher.text
+    assert "/usr/bin/none-such is not a Python with Paceline" in launcher.text
     train = ("train", "fashion-mnist", "--on", "ssh", "--hosts", "node0,node1", *lab.options)
     launcher = lab.paceline(lab.nodes[0], *train, "--run-dir", "/dev/shm/run")
     assert launcher.wait() == 1

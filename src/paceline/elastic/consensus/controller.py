@@ -301,7 +301,7 @@ class ConsensusDriver:
         """Remove a node, and send it the reason."""
         assert self.leader is not None
         self._peers.send(node, Rejected(why))
-        self.leader.node_lost(node, f"was sent home: {why}")
+        self.leader.node_lost(node, f"was rejected: {why}")
 
     def _settle(self) -> None:
         if self.leader is not None:
@@ -492,7 +492,7 @@ class AgentController:
                     self._stop_signal = number
                     self._peers.send(self._consensus.leading_node, SignalReceived(number))
                 case "end":
-                    self._node.kill_all("was told to end")
+                    self._node.kill_all("was ordered to end")
         else:
             self._leave("stopped, as requested, while waiting for other nodes.", 128 + number)
 
@@ -501,11 +501,11 @@ class AgentController:
         if self.leader is not None:
             self.leader.shutdown.cancel()
         else:
-            self._node.kill_all("was told to end")
+            self._node.kill_all("was ordered to end")
 
     def _leave(self, why: str, code: int) -> None:
         print_status(why)
-        self._node.kill_all("was told to end")
+        self._node.kill_all("was ordered to end")
         requeue, interrupted = STOPPED
         if code == 0 and self._stop_signal is not None and not self._directory.result.is_file():
             code = interrupted if self._stop_signal == signal.SIGINT else requeue

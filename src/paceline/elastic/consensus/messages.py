@@ -190,7 +190,7 @@ class WorkerEvent(AgentMessage, frozen=True, tag="said"):
 
 @dataclass(frozen=True)
 class WorkerList:
-    """Follower to leader: all its workers; a node outside of the node set thereby requests its admission.
+    """Follower to leader: all its workers; a node outside of the node set requests its admission in this way.
 
     Attributes:
         nproc: number of active workers.

@@ -71,7 +71,7 @@ class Fence:
 class Follow:
     """Report this node's workers to the leader, which may have reconnected, and whether they act in a group.
 
-    A node outside of the node set thereby requests its admission.
+    A node outside of the node set requests its admission in this way.
     """
 
     term: Term

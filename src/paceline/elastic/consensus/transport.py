@@ -262,7 +262,7 @@ class AuthenticatedConnection:
     def _greeted(self) -> bool:
         start = min(len(self._unread), len(_MAGIC))
         if self._unread[:start] != _MAGIC[:start]:
-            self._finish("it is no agent of this version of Paceline")
+            self._finish("it is not an agent of this version of Paceline")
             return False
         if self._lacking():
             return False
@@ -300,7 +300,7 @@ class AuthenticatedConnection:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            self._finish("what it sent is no JSON object")
+            self._finish("its message is not a JSON object")
         elif self.hello is not None:
             self._messages.append(message)
         else:

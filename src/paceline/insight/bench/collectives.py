@@ -270,7 +270,7 @@ class CollectiveTiming:
         algbw_gbps: size over time, in GB/s (10^9 bytes).
         busbw_gbps: that times the operation's factor.
         wrong: elements with another value than they must have, over all repetitions and ranks.
-        checked: elements that were looked at.
+        checked: number of checked elements.
     """
 
     op: Op
@@ -292,7 +292,7 @@ class CommunicationReport:
     Attributes:
         carrier: what carried the data, with its version.
         mode: how the ranks were driven.
-        ranks: over all machines.
+        ranks: over all nodes.
         machines: how many.
         link: what the bus bandwidths are compared with.
         results: in the order in which they were measured.

@@ -37,7 +37,7 @@ class ReportTable:
         subtitle: follows the title.
         left: columns that are aligned to the left; the others to the right.
         failed: rows that a terminal shows in red.
-        bars: of each row, the part of a bar beside it that a terminal fills.
+        bars: for each row, the filled part of its bar on a terminal.
     """
 
     headings: Sequence[str]
@@ -170,7 +170,7 @@ def line_chart(
         series: points by name, each with x above 0.
         title: above the chart.
         x_label: below it.
-        y_label: beside it.
+        y_label: of the vertical axis.
         x_text: how a number on the horizontal axis is written.
         y_text: how one on the vertical axis is.
     """

@@ -21,7 +21,7 @@ class SizeResult:
     """What became of one size.
 
     Attributes:
-        processes: over all machines.
+        processes: over all nodes.
         run: the run's directory.
         global_batch_size: samples a step; None where nothing came back.
         samples_per_s: after the warm-up; None where nothing came back.
@@ -94,7 +94,7 @@ def read_result(run: Path, processes: int, exit_code: int, *, warmup: int) -> Si
 
 @dataclass(frozen=True)
 class ScalingReport:
-    """All sizes beside each other; speed-ups are to the first.
+    """The results of all sizes; speed-ups are relative to the first.
 
     Attributes:
         task: what was trained.
@@ -155,7 +155,7 @@ class ScalingReport:
         return []
 
     def chart(self) -> str:
-        """Throughput over processes as SVG, beside what it would be were nothing lost."""
+        """Draw throughput over processes as SVG, with the ideal linear one."""
         points = [(float(r.processes), r.samples_per_s) for r in self.results if r.samples_per_s]
         if not points:
             raise ConfigError("--plot: no size has come to its end, so there is nothing to draw.")

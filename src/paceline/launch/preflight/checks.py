@@ -588,7 +588,7 @@ def _check_host_names(results: PreflightResults) -> Iterable[Check]:
                 found=found,
                 advice=f"Map {facts['host']} to {facts['address']} in its /etc/hosts; until then, use "
                 f"--interface {facts['interface']}, which keeps gloo from announcing the loopback address"
-                + (", as Paceline's agents do unless --recover is none" if agents else ""),
+                + (", as Paceline's agents do without --recover none" if agents else ""),
             )
     if passed:
         yield Check(id="host-name", where="all", status="pass", found="resolve to addresses on the network")

@@ -61,7 +61,7 @@ class PreflightChannel:
             self._received += self._link.receive()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; what the kernel does not take at once is sent while waiting for the answer."""
+        """Send a message; the rest that the kernel does not take immediately is sent while waiting for the answer."""
         self._link.send(message)
 
     def next(self, within_s: float) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class PreflightChannel:
         return self._received.popleft()
 
     def close(self) -> None:
-        """Close the connection; what the kernel has taken is still delivered."""
+        """Close the connection; the kernel still delivers the data that it has taken."""
         self._link.close()
 
     def _wait(self, seconds: float) -> None:

@@ -124,7 +124,7 @@ def _unsupported(value: Any) -> TaskError:
 # --- Messages between stages: tensors and numbers of shapes that the receiver does not know in advance ---
 #
 # A message is one frame: a description, followed by the tensors. Both ends know its length, which is that of the
-# longest earlier message on the same route; what does not fit follows in a second frame. No size exchange is needed,
+# longest earlier message on the same route; the rest follows in a second frame. No size exchange is needed,
 # and a receiver can post its buffer before the message is sent.
 
 

@@ -42,7 +42,7 @@ def choose_strategy(
 
     Args:
         config: resolved but for the strategy.
-        task: what is trained.
+        task: the task.
         world_size: processes.
         memory: bytes that the process with least of it may take.
         device: "cpu" or "cuda".
@@ -96,7 +96,7 @@ def choose_strategy(
 
 
 def require_replaceable(config: RunConfig, asked: RunConfig) -> None:
-    """Refuse a strategy that ``auto`` has come to mean where lost processes are to be replaced in place.
+    """Reject a strategy that ``auto`` selected if it excludes the in-place replacement of lost processes.
 
     Raises:
         ConfigError: names the option to give.

@@ -98,8 +98,8 @@ class HalvedModel:
 
 
 def splitting(task: Task, module: nn.Module) -> HalvedModel | None:
-    """How ``--strategy tp`` splits the task's model over two ranks; None where it does not."""
-    # Who can be shared by more can be shared by two.
+    """Split the task's model over two ranks as ``--strategy tp`` does; None if it cannot."""
+    # A module that can be split over more ranks can be split over two.
     for degree in reversed(_DEGREES):
         plan = _plan(task, module, degree)
         styles = {
@@ -167,7 +167,7 @@ class Measurement:
         modules: parameter bytes below each of the model's children.
         frozen: whether parameters are not trained.
         anatomy: of the model.
-        halved: of one of two ranks that share its tensors; None where nobody knows how to split them.
+        halved: of one of two ranks that share its tensors; None if no split of them is known.
         degrees: the numbers of ranks that may share them.
         built_for_real: why fake tensors did not do; None where they did.
     """
@@ -206,7 +206,7 @@ def measure(task: Task, microbatch: int, device: Device = "cuda") -> Measurement
     """Build the task's model and run a step of it, on fake tensors where that works.
 
     Args:
-        task: what is trained.
+        task: the task.
         microbatch: samples that a process computes at once.
         device: where it will be trained: optimizers step several parameters at once on a GPU.
 
@@ -455,7 +455,7 @@ def _require_room(task: Task, fake: FakeTensorMode, reason: str) -> None:
     try:
         with fake:
             needed = 4 * nbytes(task.build_model().parameters())
-    except Exception:  # then nobody knows its size before it is built
+    except Exception:  # then its size is unknown before it is built
         return
     there = psutil.virtual_memory().available // 2
     if needed > there:

@@ -1,4 +1,4 @@
-"""What a model is made of, and what of it lives at once."""
+"""The parts of a model, and the memory of its tensors over time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-# --- How many bytes of tensors live at once, on fake tensors as on real ones, and whose they are ---
+# --- The bytes of live tensors, of fake tensors as of real ones, by owner ---
 
 
 class MemoryTracker(TorchDispatchMode):
-    """While it is entered, counts the storages that operators make, until nobody holds them.
+    """While it is entered, counts the storages that operators make, until they are freed.
 
     A storage counts once, however many views it has.
 
     Attributes:
         now: bytes of the storages that live.
         peak: the most that ``now`` has been.
-        owner: whoever computes; what is made and counted is theirs.
+        owner: the current part of the model, to which new storages and operations are attributed.
         events: (owner, bytes more or less), in order.
         flops: by owner: of matrix products, convolutions and attention.
 
@@ -90,7 +90,7 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
     return int(flops)
 
 
-# What attention is on the CPU; torch counts only what it is on a GPU.
+# The attention operators of the CPU; torch counts only those of a GPU.
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -98,7 +98,7 @@ _FLOPS: dict[Any, Any] = {
 }
 
 
-# --- What a part of a model takes: the pieces that its forward runs one after the other, and stages of them
+# --- Measures of a part of a model: the pieces that its forward runs one after the other, and stages of them
 
 
 Precision = Literal["fp32", "bf16"]
@@ -106,12 +106,12 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What one micro-batch takes beside parameters, gradients and the optimizer's state, in bytes.
+    """The memory of one micro-batch in addition to parameters, gradients and the optimizer's state, in bytes.
 
     Attributes:
         saved: kept for backward when forward is done; weights that autocast has converted are among it.
         peak: the most at any time of forward and backward, new gradients included.
-        kept: what is saved where the inside of each piece is computed again in backward.
+        kept: saved bytes if backward recomputes the inside of each piece.
         again_peak: the peak then.
     """
 
@@ -123,7 +123,7 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank holds and computes of a micro-batch: the whole model, a stage, a split of either.
+    """The state and computation of one rank for a micro-batch: the whole model, a stage, a split of either.
 
     Sizes in bytes.
 
@@ -133,12 +133,12 @@ class Part:
         largest_gradient: of one parameter.
         buffer_bytes: of its buffers.
         optimizer_bytes: the optimizers' state after a step.
-        optimizer_temporary: what they need more, while they step.
+        optimizer_temporary: their additional memory during a step.
         flops: of forward and backward.
         received_bytes: of a micro-batch, from the stage before; as much goes back.
         sent_bytes: to the stage after; as much comes back.
         reduced_bytes: of tensors that all ranks of a tensor-parallel group add up.
-        root_bytes: what fsdp gathers with the whole model.
+        root_bytes: the parameters that fsdp gathers with the whole model.
         block_bytes: the other modules that it gathers, in the model's order.
         activations: by precision.
     """
@@ -199,7 +199,7 @@ class MemoryTrace:
 
 
 def find_segments(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that are no mere containers, and are in none that is not: candidates for pieces."""
+    """Return the outermost modules that are not only containers: candidates for pieces."""
     found: list[tuple[str, nn.Module]] = []
 
     def visit(prefix: str, parent: nn.Module) -> None:
@@ -292,7 +292,7 @@ class ModelPartition:
         whole: all of it.
         pieces: in the order of forward.
         traces: of a micro-batch, by precision.
-        cut_by: what stages are to have equal parts of, by piece; empty for the operations.
+        cut_by: the quantity to divide equally over stages, by piece; empty for the operations.
         steps_at_once: the optimizer steps all parameters at once, and needs more the more there are.
     """
 
@@ -383,7 +383,7 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def split_further(one: Part, half: Part, degree: int) -> Part:
-    """What a rank of ``degree`` holds, from one rank's and from one of two: what is not split stays."""
+    """Extrapolate a part of ``degree`` ranks from that of one rank and of one of two; unsplit sizes stay."""
 
     def of(a: Any, b: Any) -> Any:
         if isinstance(a, Mapping):

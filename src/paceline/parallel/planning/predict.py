@@ -31,9 +31,9 @@ class RankLayout:
         fsdp: ranks that a copy's parameters are sharded over.
         tp: ranks that its tensors are split over.
         zero1: copies share the optimizer's state.
-        zero_stage: what copies share under DeepSpeed, 1 to 3; 0: it is not used.
+        zero_stage: DeepSpeed's ZeRO stage, 1 to 3; 0: it is not used.
         schedule: of the pipeline.
-        checkpointing: a block's activations are computed again in backward.
+        checkpointing: backward recomputes a block's activations.
     """
 
     pp: int = 1
@@ -79,7 +79,7 @@ class RankLayout:
 
     @property
     def options(self) -> list[str]:
-        """Words of a command that ask for it; ``ddp`` and ``single`` are what nobody needs to ask for."""
+        """The options of a command for it; ``ddp`` and ``single`` need none."""
         return to_flags(self._asked)
 
     @property
@@ -147,7 +147,7 @@ DEEPSPEED_BUCKET_BYTES = 200 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What the rank that needs most holds, in bytes.
+    """The memory of the rank that needs most, in bytes.
 
     Attributes:
         parameters: and buffers.
@@ -155,7 +155,7 @@ class Memory:
         optimizer: its state.
         activations: of the micro-batches on their way, at the fullest moment of forward and backward. Under
             fsdp, those that are left when as many have gone as gradients have come.
-        temporary: what is there for a moment only: gathered blocks, messages, the optimizer's own.
+        temporary: short-lived memory: gathered blocks, messages, the optimizer's own.
     """
 
     parameters: int
@@ -188,7 +188,7 @@ def parts(m: Measurement, layout: RankLayout) -> tuple[Part, ...]:
     stages = m.anatomy.stages(layout.pp)
     if layout.tp == 1:
         return stages
-    assert m.halved is not None, "nobody knows how to split it"
+    assert m.halved is not None, "there is no split of the model"
     halves = m.halved.stages(layout.pp)
     return tuple(split_further(one, half, layout.tp) for one, half in zip(stages, halves, strict=True))
 
@@ -287,7 +287,7 @@ def _fsdp(
     reduction: Reduction,
     num_microbatches: int,
 ) -> Memory:
-    """Everything is cut into parts; what is gathered comes on top.
+    """Predict fsdp: a rank holds its shards, and in addition the gathered blocks.
 
     While a block's backward runs, there are: its gathered parameters and new gradients, the gathered
     parameters of the block before it, which are fetched in advance, and the gradients of the block after it,
@@ -318,11 +318,10 @@ def _fsdp(
 
 
 def _deepspeed(m: Measurement, part: Part, peak: int, layout: RankLayout) -> Memory:
-    """What DeepSpeed 0.19 keeps: beside the parameters, this rank's part of them to be stepped, flat.
+    """Predict DeepSpeed 0.19: in addition to the parameters, a flat copy of this rank's part for the optimizer.
 
-    Gradients pass through a bucket, in which they are added up over the ranks. From stage 2 on only this
-    rank's part of them is kept; in stage 3 so it is with the parameters, and whole ones are gathered for
-    the modules at work.
+    Gradients pass through a bucket, in which they are added up over the ranks. From stage 2 on a rank keeps only its
+    part of them; in stage 3 also of the parameters, and gathers whole ones for the active modules.
     """
     ranks, stage = layout.dp, layout.zero_stage
     piece = -(-part.parameter_bytes // ranks)
@@ -356,7 +355,7 @@ class Timing:
     """A step of the rank that has most to do.
 
     Attributes:
-        sent_bytes: what it sends.
+        sent_bytes: bytes that it sends.
         compute_s: arithmetic, at the given speed.
         bubble_s: waiting for the other stages of the pipeline.
         communication_s: sending, at the given speed.
@@ -438,7 +437,7 @@ def predict_timing(
     # What a tensor-parallel group adds up, its ranks wait for.
     waited_s = within[busiest] / bandwidth
     aside_s = (between[busiest] + over_data[busiest]) / bandwidth
-    # fsdp's exact sums are made while backward waits; the others are sent while it goes on.
+    # fsdp's exact sums are made while backward waits; the others are sent while it continues.
     apart = layout.fsdp > 1 and reduction == "exact"
     step_s = waited_s + bubble_s + (compute_s + aside_s if apart else max(compute_s, aside_s))
     takes = {"compute": compute_s, "bubble": bubble_s, "communication": waited_s + aside_s}

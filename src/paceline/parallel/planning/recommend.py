@@ -32,16 +32,16 @@ _HEADROOM = 0.92
 _REDUCTIONS: tuple[Reduction, ...] = ("exact", "allreduce")
 
 _AS_FAST = 1.1
-"""Steps that take up to so many times the shortest count as equally fast: predictions are no better."""
+"""Steps that take up to so many times the shortest count as equally fast: predictions are not more precise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """What is there to train on.
+    """The hardware for the training.
 
     Attributes:
-        gpus: processes, over all machines.
-        nodes: machines.
+        gpus: processes, over all nodes.
+        nodes: number of nodes.
         memory: bytes of each GPU.
         bandwidth: bytes a second that one process sends.
         flops_per_s: operations a second that one process really makes.
@@ -62,7 +62,7 @@ class ClusterSpec:
         if self.gpus % self.nodes:
             nearest = max(1, round(self.gpus / self.nodes)) * self.nodes
             raise ConfigError(
-                f"--gpus {self.gpus} is the number over all machines, and --nodes {self.nodes} does not "
+                f"--gpus {self.gpus} is the number over all nodes, and --nodes {self.nodes} does not "
                 f"divide it. The nearest that does: --gpus {nearest}."
             )
 
@@ -109,13 +109,13 @@ class Plan:
     Attributes:
         task: its name.
         measurement: of the model and a micro-batch.
-        machines: what it was planned for.
+        machines: the hardware of the plan.
         global_batch_size, microbatches: of the run.
         rows: the ways to train, one for each family of layouts, reduction and precision; within a family, the
             one that is preferred is in front.
-        chosen: the one that is recommended; None where nothing fits.
-        command: what to start; None where nothing fits.
-        reasons: why, a sentence each.
+        chosen: the recommended row; None if nothing fits.
+        command: the command to start; None if nothing fits.
+        reasons: the reasons, a sentence each.
     """
 
     task: str
@@ -154,10 +154,10 @@ def make_plan(
     """Measure the task, predict every strategy, and choose.
 
     Args:
-        task: what is to be trained.
-        name: how the command names it.
-        machines: where.
-        assignments: the task's fields, as the command is to give them.
+        task: the task.
+        name: its name on the command line.
+        machines: the hardware.
+        assignments: the task's fields, for the command line.
         global_batch_size: samples a step; default: the task's, or one a micro-batch where that is fewer.
         microbatches: S; default: the task's where it suffices, else one a process.
 
@@ -218,12 +218,12 @@ def _rows(m: Measurement, machines: ClusterSpec, num_microbatches: int) -> list[
 
 
 def _rank(row: PlanRow) -> tuple[bool, float, int]:
-    """Of two layouts of a family: what fits, then the faster one; of equally fast ones the smaller."""
+    """Sort key of the layouts of a family: those that fit, then faster ones; of equally fast ones the smaller."""
     return (not row.fits, float(f"{row.timing.step_s:.2g}") if row.fits else 0.0, row.memory.total)
 
 
 def _preference(row: PlanRow, m: Measurement) -> tuple[bool, bool, bool, int]:
-    """Of the ways of a family: what fits, nothing computed twice, sums in a fixed order, a precision."""
+    """Sort key of a family's rows: those that fit, no recomputation, sums in a fixed order, a precision."""
     # Many parameters make the arithmetic the step, and half precision is what GPUs are fast at.
     precisions = PRECISIONS if m.parameters < SHARDING_PAYS else tuple(reversed(PRECISIONS))
     fast = row.reduction == "allreduce"
@@ -260,7 +260,7 @@ def _variants(m: Measurement, machines: ClusterSpec, layout: RankLayout, num_mic
 
 def choose_plan(rows: Sequence[PlanRow]) -> PlanRow | None:
     """The row to recommend: ddp where it fits; else of the fastest the one with fewest axes, if any fits."""
-    # An optional engine is for who asks for it: fsdp shards as much.
+    # An optional engine is chosen only on request: fsdp shards as much.
     there = [row for row in rows if row.in_paceline and row.fits and not row.layout.zero_stage]
     plain = next((row for row in there if row.layout.family in ("single", "ddp")), None)
     if plain is not None and not plain.layout.checkpointing:
@@ -275,7 +275,7 @@ def choose_plan(rows: Sequence[PlanRow]) -> PlanRow | None:
 
 
 def _options(task: Task, machines: ClusterSpec, row: PlanRow, num_microbatches: int, batch: int) -> list[str]:
-    """The options that the command needs beside the defaults."""
+    """Return the options of the command that differ from the defaults."""
     words: list[str] = []
     if machines.nodes > 1:
         words += ["--nodes", str(machines.nodes), "--rdzv-endpoint", "HOST:29400"]
@@ -308,21 +308,21 @@ def _reasons(m: Measurement, machines: ClusterSpec, rows: tuple[PlanRow, ...], c
     elif family == "single":
         said.append("One process: there is nothing to share.")
     elif family == "ddp" and not chosen.layout.checkpointing:
-        said.append("The whole model fits each GPU: ddp sends least and its survivors go on without a lost one.")
+        said.append("The whole model fits each GPU: ddp sends least, and its survivors continue after a loss.")
         if m.parameters < SHARDING_PAYS:
             said.append(
                 f"fsdp is advised against: below {SHARDING_PAYS // 10**6} million parameters (there are "
                 f"{m.parameters / 1e6:.3g}), gathering blocks costs more than it saves."
             )
     else:
-        said.append("The whole model does not fit a GPU beside its gradients and optimizer.")
+        said.append("The whole model does not fit a GPU with its gradients and optimizer.")
         said += _why(m, rows, chosen)
     if chosen is not None and chosen.reduction == "allreduce":
-        said.append("exact sums would not fit beside it: fast keeps one gradient buffer, and gives up equal bits.")
+        said.append("exact sums would not fit as well: allreduce keeps one gradient buffer, and gives up equal bits.")
     if chosen is not None and chosen.precision == "bf16":
         said.append("bf16 before fp16: the same memory and speed, its range is fp32's, so no scaler is needed.")
     if machines.gpus > 1 and not m.degrees:
-        said.append("tp is left out: nobody says how the model's layers are split.")
+        said.append("tp is left out: there is no plan for splitting the model's layers.")
     if machines.gpus > 1 and m.anatomy.most_stages == 1:
         said.append("pp is left out: the model cannot be cut, or its pieces share parameters.")
     if m.built_for_real is not None:
@@ -335,7 +335,7 @@ _WHAT_IT_DOES = {
     "fsdp": "parameters, gradients and optimizer state are sharded",
     "tp": "matrices are split",
     "pp": "its blocks are stages of a pipeline",
-    "zero1": "the optimizer's state is shared out",
+    "zero1": "the optimizer's state is distributed",
     "ddp": "every rank has all of it",
 }
 
@@ -366,5 +366,5 @@ def _why(m: Measurement, rows: tuple[PlanRow, ...], chosen: PlanRow) -> list[str
     if chosen.precision == "fp32" and not all(row.fits for row in same):
         said.append("bf16 does not fit: autocast keeps a copy of every weight from forward to backward.")
     if layout.checkpointing:
-        said.append("Activations do not fit, so a block's are computed again in backward: a third more to do.")
+        said.append("Activations do not fit, so backward recomputes those of a block: a third more operations.")
     return said

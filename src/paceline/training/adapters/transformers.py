@@ -37,7 +37,7 @@ class TransformersTask(Task):
 
     Subclass it as a dataclass; :meth:`build_model` and :meth:`build_dataset` are required, samples being
     mappings. A step is the mean over all labels that count, whichever micro-batch they are in: by tokens for
-    language models, by samples for classification. It does not depend on how tokens are dealt out, as a mean
+    language models, by samples for classification. It does not depend on the distribution of tokens, as a mean
     of the ranks' means would.
 
     Attributes:
@@ -57,7 +57,7 @@ class TransformersTask(Task):
         return collator
 
     def loss_weight(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
-        """How many labels of a batch count: what the model's loss is the mean over.
+        """Count the labels of a batch over which the model's loss is the mean.
 
         Override it for a model whose loss is another mean.
         """

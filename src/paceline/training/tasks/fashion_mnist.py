@@ -35,10 +35,9 @@ from paceline.core.task import Defaults, Task
 # --- Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, https://arxiv.org/abs/1708.07747): find it, fetch it, read
 #     it
 #
-# It is looked for in ``$PACELINE_DATA/fashion-mnist`` (default ``~/.cache/paceline/fashion-mnist``), then in
-# the directory of Debian's ``dataset-fashion-mnist``, and else downloaded into the first. Whatever the
-# source, what the files hold is checked by SHA-256: the *content*, because Debian compresses it anew and
-# the ``.gz`` files of the two sources differ.
+# Paceline searches ``$PACELINE_DATA/fashion-mnist`` (default ``~/.cache/paceline/fashion-mnist``), then the directory
+# of Debian's ``dataset-fashion-mnist``, or else downloads the data into the first. It compares the SHA-256 digests of
+# the *uncompressed* files, because Debian recompresses them and the ``.gz`` files of the two sources differ.
 
 
 DEBIAN_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
@@ -210,7 +209,7 @@ def _download(mirrors: Sequence[str], problems: list[str]) -> Path:
         with (directory / ".lock").open("a+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             missing = [file for pair in FILES.values() for file in pair if not _is_whole(directory, file)]
-            # Only after waiting for the lock: whoever held it has usually fetched everything.
+            # Only after waiting for the lock, whose previous holder has usually fetched everything.
             for file in missing:
                 _fetch(file, directory, mirrors, problems)
     except OSError as error:
@@ -228,7 +227,7 @@ def _is_whole(directory: Path, file: IdxFile) -> bool:
 
 
 def _fetch(file: IdxFile, directory: Path, mirrors: Sequence[str], problems: list[str]) -> None:
-    """Download one file beside its place, check it, and only then give it its name."""
+    """Download one file under a temporary name, check it, and only then rename it."""
     temporary = directory / f".{file.name}.{os.getpid()}"
     try:
         for mirror in mirrors:

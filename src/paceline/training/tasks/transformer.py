@@ -36,9 +36,9 @@ _PARTS = 50
 
 
 def source_files(root: Path) -> list[Path]:
-    """The library's own modules below ``root``, without its tests and what was installed beside it.
+    """Return the library's own modules below ``root``, without its tests and installed packages.
 
-    Sorted by their relative path. What a build generates about its platform is left out.
+    They are sorted by their relative path. Files that a build generates about its platform are left out.
     """
     files = (path for path in root.rglob("*.py") if path.is_file())
     kept = [
@@ -251,7 +251,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(task.width, task.heads, task.dropout) for _ in range(task.layers))
         self.norm = nn.LayerNorm(task.width)
         self.head = nn.Linear(task.width, task.vocabulary, bias=False)
-        # GPT-2's initialisation: what adds to the residual stream starts smaller, the deeper the model.
+        # GPT-2's initialization: the weights of additions to the residual stream are smaller in deeper models.
         for name, parameter in self.named_parameters():
             if name.endswith(("out.weight", "down.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * task.layers))
@@ -302,8 +302,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """(B, T, width) -> (B, T, width); a position sees itself and those before it."""
-        # The number of heads follows from the width that is there: a part of the heads is enough.
+        """(B, T, width) -> (B, T, width); a position attends to itself and earlier ones."""
+        # The number of heads follows from the width of the layer, which may hold only a part of the heads.
         q_BHTK, k_BHTK, v_BHTK = (
             layer(x_BTD).unflatten(2, (-1, self.head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -314,7 +314,7 @@ class Attention(nn.Module):
 
 
 def _predict(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (B, T, V) and the bytes that were to be predicted, int64 (B, T)."""
+    """Return logits (B, T, V) and the target bytes, int64 (B, T)."""
     (windows,) = batch
     tokens = windows.long()
     return model(tokens[:, :-1]), tokens[:, 1:]

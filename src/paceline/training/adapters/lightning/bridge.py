@@ -140,7 +140,7 @@ def configure_optimizer(module: pl.LightningModule) -> tuple[Optimizer, list[Any
 
 
 class Schedulers:
-    """An optimizer's schedulers, each stepped at its interval: what the task's ``build_scheduler`` returns.
+    """An optimizer's schedulers, each stepped at its interval; the task's ``build_scheduler`` returns it.
 
     Args:
         configs: Lightning's.
@@ -194,11 +194,11 @@ class Schedulers:
 
 
 class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is not installed
-    """A real ``Trainer``, so that callbacks find what they look for; its numbers are those of the run.
+    """A real ``Trainer``, so that callbacks find its attributes; its numbers are those of the run.
 
     Args:
-        module: what is trained.
-        datamodule: where the data come from, or None.
+        module: the trained module.
+        datamodule: the source of the data, or None.
         given: the callbacks.
     """
 
@@ -228,7 +228,7 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         self._logged: dict[str, torch.Tensor] = {}
 
     def plan(self, horizon: RunSchedule) -> None:
-        """The run goes on so long, and is evaluated so often."""
+        """Take over the run's length and its interval of evaluations."""
         self.run_schedule = horizon
         steps, epochs = horizon.eval_every.steps, horizon.eval_every.epochs
         if steps is not None:
@@ -268,12 +268,12 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
             self.state.fn, self.state.stage = fn, stage
 
     def note(self, metrics: Mapping[str, float], *, to_loggers: Mapping[str, float], step: int) -> None:
-        """Have callbacks see numbers, and loggers write them.
+        """Show values to callbacks, and write them with the loggers.
 
         Args:
             metrics: for callbacks, by name.
             to_loggers: for loggers.
-            step: the number that loggers write beside.
+            step: the step number for the loggers.
         """
         self._metrics |= {name: torch.tensor(value) for name, value in metrics.items()}
         self._logged |= {name: torch.tensor(value) for name, value in to_loggers.items()}
@@ -335,12 +335,12 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """What was logged last, by name."""
+        """The last logged values, by name."""
         return self._metrics
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """What the loggers were told last, by name."""
+        """The last values for the loggers, by name."""
         return self._logged
 
     @property
@@ -372,13 +372,13 @@ class LightningBridge(Callback):
     """One state's module, from its building on.
 
     Args:
-        module: what is trained.
-        datamodule: where the data come from, or None.
+        module: the trained module.
+        datamodule: the source of the data, or None.
         given: the callbacks.
         build_loggers: makes the loggers, of the run's directory.
 
     Attributes:
-        module: what is trained.
+        module: the trained module.
         taps: its metrics.
         place: where the next batch stands.
 
@@ -417,7 +417,7 @@ class LightningBridge(Callback):
         self._closed = False
         self._rank_before = rank_zero_only.rank
         self._adopt(module)
-        # At setup they decide after what they look at the metric, of a trainer that has no plan yet.
+        # At setup they choose the hook in which they read the metric, but the trainer has no plan yet.
         self._undecided = [
             callback
             for callback in self.trainer.callbacks
@@ -441,7 +441,7 @@ class LightningBridge(Callback):
         return optimizer
 
     def plan(self, horizon: RunSchedule) -> None:
-        """The run goes on so long, and is evaluated so often."""
+        """Take over the run's length and its interval of evaluations."""
         self.trainer.plan(horizon)
         for callback in self._undecided:
             callback._check_on_train_epoch_end = self.trainer.validates_each_epoch
@@ -449,7 +449,7 @@ class LightningBridge(Callback):
     # --- batches
 
     def run_step(self, model: nn.Module, batch: Any) -> tuple[Any, dict[str, LoggedValue], dict[str, Any]]:
-        """Run the step that belongs to the batch's place: what it returns, logs, and gives to metrics.
+        """Run the step for the batch's place; return its output, its logged values, and its calls of metrics.
 
         Args:
             model: the module, also wrapped, or a copy of it.
@@ -474,7 +474,7 @@ class LightningBridge(Callback):
         return output, self._logged, calls
 
     def train_batch(self, model: nn.Module, batch: Any) -> Any:
-        """``training_step``'s output; what it logs is kept until the step is reduced."""
+        """Return ``training_step``'s output; its logged values wait until the step is reduced."""
         output, logged, _ = self.run_step(model, batch)
         if self.place.samples:
             for name, entry in logged.items():
@@ -494,7 +494,7 @@ class LightningBridge(Callback):
         batch_size: int | None = None,
         **others: Any,
     ) -> None:
-        """``LightningModule.log``; the others of its arguments say how ranks are to agree, which they do."""
+        """``LightningModule.log``; ``others`` configure how ranks reduce, which Paceline always does."""
         if self._where is None:
             raise TaskError(f"self.log({name!r}) was called outside the hooks of the training.")
         if reduce_fx not in ("mean", torch.mean):
@@ -508,7 +508,7 @@ class LightningBridge(Callback):
         if isinstance(value, Metric):
             path = self.taps.path_of(value)
             if path is None:
-                raise TaskError(f"self.log({name!r}): the metric is no attribute of the module.")
+                raise TaskError(f"self.log({name!r}): the metric is not an attribute of the module.")
             if self._where in ("validation_step", "test_step"):
                 self._aliases[name] = path
                 return
@@ -517,7 +517,7 @@ class LightningBridge(Callback):
         entry = LoggedValue(checked(name, value), weight, on_step, on_epoch, to_logger=logger is not False)
         self._logged[name] = entry
         if self._where not in _STEPS.values():
-            # In a hook: callbacks may look at it at once.
+            # In a hook: callbacks may read it immediately.
             self.trainer.note({name: float(entry.value)}, to_loggers={}, step=0)
 
     # --- points of the run
@@ -660,7 +660,7 @@ class LightningBridge(Callback):
         module.all_gather = partial(_no_gather, type(module).__name__)
 
     def _hook(self, name: str, *arguments: Any) -> dict[str, float]:
-        """Call a hook of the callbacks and of the module; return what loggers are to write.
+        """Call a hook of the callbacks and of the module; return the values for the loggers.
 
         At an epoch's end, callbacks that monitor a metric come last: the module's hook may log it.
         """
@@ -677,10 +677,10 @@ class LightningBridge(Callback):
         return {name: float(entry.value) for name, entry in self._logged.items() if entry.to_logger}
 
     def _agreed(self, logged: dict[str, float], hook: str) -> dict[str, float]:
-        """What a hook logged, if all ranks did alike; and whether a callback on any rank wants to stop.
+        """Return a hook's logged values, which must be equal on all ranks; note if any rank's callback stops.
 
         Raises:
-            TaskError: they did not: the hook used what each rank has seen by itself.
+            TaskError: they differ: the hook used data that only one rank has.
         """
         assert self._group is not None
         answers = self._group.gather([{n: repr(v) for n, v in logged.items()}, bool(self.trainer.should_stop)])

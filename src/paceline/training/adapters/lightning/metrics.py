@@ -1,4 +1,4 @@
-"""What a LightningModule logs: `self.log`, and torchmetrics over whole splits."""
+"""The logged values of a LightningModule: `self.log`, and torchmetrics over whole splits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepLog:
         self._to_logger: dict[str, bool] = {}
 
     def add(self, name: str, microbatch: int, entry: LoggedValue) -> None:
-        """Take in a value; a micro-batch that is computed again says the same again."""
+        """Add a value; a recomputed micro-batch replaces its value by the same one."""
         self._entries[name, microbatch] = entry
 
     def reduce(
@@ -174,8 +174,8 @@ _SUFFIX = " (torchmetrics)"
 class MetricRecorder:
     """Stands between a module's metrics and what calls them.
 
-    In a step, a metric knows that batch alone: what it computes is the batch's. In an evaluation what it is
-    given is kept too; Paceline sends it to all ranks, and then the metric itself takes in all of it.
+    In a step, a metric gets that batch alone and computes its value. In an evaluation, its arguments are kept too;
+    Paceline sends them to all ranks, and then updates the metric itself with all of them.
 
     Args:
         module: whose metrics they are.
@@ -185,7 +185,7 @@ class MetricRecorder:
         self._taps: dict[str, _RecordedMetric] = {}
         for path, child in module.named_modules():
             if isinstance(child, MetricCollection):
-                # Else one of them is told, and others read its state.
+                # Otherwise one of them gets the calls, and the others share its state.
                 child._enable_compute_groups = False
                 if child._groups_checked:
                     raise TaskError(f"the MetricCollection {path!r} needs compute_groups=False here.")
@@ -246,7 +246,7 @@ class Replayed:
         return self
 
     def modules(self) -> list[nn.Module]:
-        """None that would have to be told not to gather."""
+        """Return None: no metric here gathers."""
         return []
 
     def reset(self) -> None:
@@ -280,7 +280,7 @@ class _RecordedMetric:
     Attributes:
         metric: the module's.
         scratch: the copy.
-        calls: what it was given in this batch.
+        calls: its arguments in this batch.
         in_batch: whether a batch is under way.
     """
 

@@ -38,7 +38,7 @@ class LoadedData:
     """Takes the loaders apart: Paceline itself decides which rank reads which sample, and when.
 
     Args:
-        source: what has the loaders.
+        source: the module or datamodule with the loaders.
 
     Attributes:
         collate: a list of samples -> a batch; the same for all splits.
@@ -118,7 +118,7 @@ def _check(loader: DataLoader[Any], where: str) -> None:
         raise DataError(
             f"{where} has a RandomSampler that draws {drawn.num_samples} samples"
             f"{' with replacement' if drawn.replacement else ''}; an epoch has every sample of the dataset "
-            "once. Leave it out, or return a dataset of what an epoch is to have (torch's Subset)."
+            "once. Leave it out, or return a dataset with the samples of an epoch (torch's Subset)."
         )
 
 
@@ -126,7 +126,7 @@ def _check(loader: DataLoader[Any], where: str) -> None:
 def _one_at_a_time(kind: type) -> Iterator[None]:
     """One process of this machine after another, so that none downloads what another is downloading.
 
-    What is locked is the file of the class, which all of them have and none has to remove.
+    The lock is on the file of the class, which all of them have and none has to remove.
     """
     try:
         file = open(inspect.getfile(kind), "rb")  # noqa: SIM115  # closed below; it may not open at all
@@ -158,7 +158,7 @@ class LightningTask(Task):
         """Return what has the loaders, or None where the module itself has them.
 
         Datasets and ``collate_fn`` are taken from the loaders, and the global batch size from
-        ``batch_size``, if nothing else names one. Paceline decides who reads what.
+        ``batch_size``, if nothing else names one. Paceline decides which process reads which sample.
         """
         return None
 
@@ -183,7 +183,7 @@ class LightningTask(Task):
         return self._loaded().dataset(split)
 
     def build_model(self) -> nn.Module:
-        self._loaded()  # a module's setup() may look at the data
+        self._loaded()  # a module's setup() may read the data
         self._session = LightningBridge(
             _checked(self, self.build_module()), self._datamodule, self.build_callbacks(), self.build_loggers
         )
@@ -289,10 +289,10 @@ def task(
     Args:
         module: the LightningModule's class.
         datamodule: the class that has the loaders, if that is not the module itself.
-        name: what it is assigned to, and so what comes after ``file.py:``.
+        name: the name of its variable, and so the name after ``file.py:``.
         callbacks: returns the callbacks.
         loggers: returns the loggers, of the run's directory.
-        defaults: what it recommends for its runs.
+        defaults: its recommended options.
 
     Raises:
         TaskError: an argument without a default has no type that ``--set`` could give it.
