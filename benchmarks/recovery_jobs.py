@@ -1,4 +1,4 @@
-"""The training jobs of ``python -m benchmarks recovery``, which kills their workers: one small model for all candidates.
+"""The jobs of ``python -m benchmarks recovery``, which kills their workers: one small model for all candidates.
 
 :class:`RecoveryWorkload` is Paceline's task. ``torchrun --max-restarts=N -m benchmarks.recovery_jobs DIRECTORY
 EPOCHS`` trains the same under stock torchrun.

@@ -219,7 +219,7 @@ def bench_microbatches(
 def bench_shares(*, rounds: int, steps: int, warmup: int, progress: Progress) -> BenchResult:
     """Step rates with a rank at half speed: micro-batches shared by measured speed against equally.
 
-    Ratios are to equal sharing. In addition to the rate: the micro-batches that the slow rank had in the end.
+    Ratios are relative to equal sharing. In addition to the rate: the micro-batches that the slow rank had in the end.
 
     Raises:
         ConfigError: a number is out of range.

@@ -27,6 +27,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Keep the names of source files, whose links lead somewhere in the repository only."""
+    return re.sub(r"\[(`[^`]+`)\]\((?:\.\./)+src/[^)]*\)", r"\1", markdown)
+
+
 def _options() -> str:
     """All fields of ``RunConfig`` as a page, a table for each group."""
     groups: dict[str, list[str]] = {}

@@ -224,7 +224,7 @@ def test_runs_show_tells_of_the_drift(here: Path, capfd: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (("--init-from", "nowhere"), ("--init-from nowhere", "this is no run")),
+        (("--init-from", "nowhere"), ("--init-from nowhere", "this is neither a run")),
         (("--init-from", "parent@77"), ("no checkpoint of step 77", "2, 3, 4")),
         (("--init-from", "parent@first"), ("best, last or a number of steps such as 500, but is 'first'",)),
         (

@@ -288,7 +288,7 @@ def test_a_job_is_asked_about_where_it_is(api: ApiServer, tmp_path: Path) -> Non
         earlier = {**job.reference, "context": None}
         del earlier["server"]
         record = remembered(earlier)
-        assert record.status().detail == f"{other.url} has no Job t-1, but another may"
+        assert record.status().detail == f"{other.url} has no Job t-1, but another may have it"
         gone = JobStatus(state="cancelled", detail="the cluster has no Job t-1 any more")
         remembered(earlier, ended=asdict(gone))
         cancel("t-1")

@@ -102,7 +102,7 @@ def test_a_job_set() -> None:
         ({"secret": ("HF_TOKEN=abc",)}, {}, "--secret must be VARIABLE=SECRET/KEY"),
         ({"label": ("a b=c",)}, {}, "--label must be KEY=VALUE"),
         ({"node_selector": ("zone",)}, {}, "--node-selector must be KEY=VALUE"),
-        ({"grace": "0s"}, {}, "--grace must be at least 1s"),
+        ({"grace": "0s"}, {}, "--grace must be a duration such as 90s"),
         ({}, {"env": {"HF_TOKEN": "x"}}, "--secret VARIABLE=SECRET/KEY"),
         ({}, {"directory": Path("/state/1train")}, "Give another --name"),
         ({}, {"directory": Path("/state") / ("a" * 60)}, "have at most 54 characters"),

@@ -121,7 +121,7 @@ class Cluster:
         return children(self.pid, recursive=True)
 
     def actors(self) -> list[psutil.Process]:
-        return [process for process in self.processes() if "Machine" in _title(process)]
+        return [process for process in self.processes() if "NodeActor" in _title(process)]
 
 
 def _title(process: psutil.Process) -> str:
@@ -337,7 +337,7 @@ def test_ctrl_c_saves_and_leaves_nothing(run_processes: Any, tmp_path: Path, wai
     )
     wait_until((tmp_path / "plan" / "here").exists, "the task waits", 120)
     below = children(started.pid, recursive=True)
-    assert any("Machine" in _title(process) for process in below)
+    assert any("NodeActor" in _title(process) for process in below)
     started.send_signal(signal.SIGINT)
     (tmp_path / "plan" / "go").touch()
     done = run_processes.finish(started, timeout_s=90)

@@ -160,7 +160,7 @@ def test_a_lost_machine_is_replaced_by_another_of_the_cluster(
         for rank, node in enumerate(nodes)
     ]
     run.wait_for("checkpoint", lambda event: event["step"] == 10, *started)
-    at_work = [node for node in nodes if processes_of(node, "ray::Machine")]
+    at_work = [node for node in nodes if processes_of(node, "ray::NodeActor")]
     assert len(at_work) == 2
     victim = at_work[-1]
     remaining = [process for process, node in zip(started, nodes, strict=True) if node is not victim]

@@ -174,7 +174,7 @@ def test_each_of_sagemakers_distributions(distribution: str, said: dict[str, str
         ({"max_wait": "soon"}, {}, "max"),
         ({}, {"directory": Path("/state/a_b")}, "Give another --name"),
         ({}, {"nodes": (1, 2)}, "--nodes MIN:MAX"),
-        ({}, {"gpus_per_node": 4}, "--gpus-per-node does not work"),
+        ({}, {"gpus_per_node": 4}, "--gpus-per-node is not supported"),
         ({}, {"env": {"AWS_SECRET_ACCESS_KEY": "x"}}, "Secrets Manager"),
         ({}, {"run": Path("/data"), "is_task": True}, "--run-dir /data"),
         (

@@ -28,7 +28,7 @@ OPTIONS = {
 
 
 def test_a_source_that_cannot_be_packed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--source .*there is no such directory"):
+    with pytest.raises(ConfigError, match=r"--source .*this directory does not exist"):
         pack(tmp_path / "nowhere")
     with (tmp_path / "data.bin").open("wb") as file:
         file.truncate(501 * 2**20)

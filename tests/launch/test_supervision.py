@@ -257,7 +257,7 @@ def test_a_port_taken_after_rendering_is_no_failure(tmp_path: Path) -> None:
 def test_an_interpreter_that_is_not_there_is_reported(tmp_path: Path) -> None:
     spawn = get_launcher("spawn")
     spec = LaunchSpec(command=(str(tmp_path / "no-python"), "x.py"), nproc=(2,))
-    with pytest.raises(LaunchError, match="no-python is no program"):
+    with pytest.raises(LaunchError, match="no-python: command not found"):
         spawn.submit(spawn.render(spec))
 
 

@@ -74,7 +74,7 @@ def test_gpu_hours_are_warned_about_and_enforced(
         ["paceline: 80% of the budget is spent: 0.8 of 1 gpu-h."],
         ["paceline: 95% of the budget is spent: 0.9556 of 1 gpu-h."],
         [],
-        ["paceline: the budget is spent: 1.011 of 1 gpu-h. Running trials save, and end."],
+        ["paceline: the budget is spent: 1.011 of 1 gpu-h. Running trials save and stop."],
     ]
     assert (tmp_path / "search/stop").exists()
 

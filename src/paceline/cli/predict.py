@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.serving.batch_predict import Engine, Rows
+    from paceline.serving.batch_predict import PredictionEngine, Rows
     from paceline.serving.model import Array, ModelSpec
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -114,7 +114,7 @@ def _write_output(
     output: Path,
     rows: Rows,
     spec: ModelSpec,
-    engine: Engine,
+    engine: PredictionEngine,
     job: Mapping[str, Any],
     chunk: int,
     concurrency: int,
@@ -137,7 +137,7 @@ def _write_output(
         journal.finish(spec, rows.names)
 
 
-def _predict_all(rows: Rows, engine: Engine, chunk: int, on_rows: Callable[[int], None]) -> dict[str, Array]:
+def _predict_all(rows: Rows, engine: PredictionEngine, chunk: int, on_rows: Callable[[int], None]) -> dict[str, Array]:
     import asyncio
 
     from paceline.serving.batch_predict import predict_all

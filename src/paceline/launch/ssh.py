@@ -536,7 +536,7 @@ def _script(spec: LaunchSpec, hosts: tuple[Host, ...], node_rank: int, options: 
     if spec.run is not None and len(hosts) > 1:
         remote += ["--shared", str(spec.directory)]
     no_directory = shlex.quote(
-        f"paceline: there is no directory {spec.workdir}, the command's working directory. The machines of a job "
+        f"paceline: there is no directory {spec.workdir}, where the command should run. The machines of a job "
         "must share it: start from one that they all have."
     )
     no_paceline = shlex.quote(

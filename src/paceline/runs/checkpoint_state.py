@@ -49,7 +49,7 @@ _FILE_ALIGNMENT = 64  # bytes; each file's data starts on a cache line of the sh
 
 
 @dataclass(frozen=True)
-class _TensorPlace:
+class _TensorReference:
     """The place of one tensor in the buffer; the data is row-major."""
 
     start: int
@@ -99,7 +99,7 @@ class Snapshot:
         # Free the old buffer first: two would be a second copy of the model.
         self._layout, self._views, self._files = [], [], {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        places: list[_TensorPlace] = []
+        places: list[_TensorReference] = []
         offset = 0
         for file, tensors in files.items():
             file_places = _arrange(tensors, offset)
@@ -118,18 +118,18 @@ class Snapshot:
         self._views = [self._buffer[place.start : place.stop].view(place.dtype).view(place.shape) for place in places]
 
 
-def _arrange(tensors: Mapping[str, Tensor], start: int) -> dict[str, _TensorPlace]:
+def _arrange(tensors: Mapping[str, Tensor], start: int) -> dict[str, _TensorReference]:
     """Assign each tensor a place: widest dtypes first, so that each is aligned without gaps."""
     places = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         tensor = tensors[name]
         stop = start + tensor.numel() * tensor.element_size()
-        places[name] = _TensorPlace(start, stop, tensor.dtype, tensor.shape)
+        places[name] = _TensorReference(start, stop, tensor.dtype, tensor.shape)
         start = stop
     return places
 
 
-def _header(places: Mapping[str, _TensorPlace], base: int) -> bytes:
+def _header(places: Mapping[str, _TensorReference], base: int) -> bytes:
     entries = {
         name: {
             "dtype": SAFETENSORS_DTYPES[place.dtype],

@@ -354,7 +354,7 @@ _WRITERS: dict[str, Callable[[Path, Iterator[Arrays], ModelSpec, Sequence[str]],
 
 
 Predict = Callable[[Arrays], Awaitable[dict[str, Array]]]
-Engine = AbstractAsyncContextManager[Predict]
+PredictionEngine = AbstractAsyncContextManager[Predict]
 OnRows = Callable[[int], None]
 
 
@@ -401,7 +401,7 @@ async def server(url: str, model: str, token_file: Path | None, connections: int
 
 
 async def predict_into(
-    store: PredictionStore, arrays: Arrays, engine: Engine, concurrency: int, on_rows: OnRows
+    store: PredictionStore, arrays: Arrays, engine: PredictionEngine, concurrency: int, on_rows: OnRows
 ) -> None:
     """Compute the missing chunks of a job, several concurrently."""
     on_rows(sum(store.chunks[number][1] - store.chunks[number][0] for number in store.done))
@@ -421,7 +421,7 @@ async def _predict_chunks(
         on_rows(stop - start)
 
 
-async def predict_all(arrays: Arrays, engine: Engine, chunk_rows: int, on_rows: OnRows) -> dict[str, Array]:
+async def predict_all(arrays: Arrays, engine: PredictionEngine, chunk_rows: int, on_rows: OnRows) -> dict[str, Array]:
     """Predict all rows and return the outputs, without storing chunks."""
     total = len(next(iter(arrays.values())))
     answers = []

@@ -191,7 +191,7 @@ def test_an_unknown_protocol_is_refused_before_anything_is_parsed(network: Netwo
     listener = network.listen()
     network.raw(listener).sendall(b"GET / HTTP/1.1\r\n\r\n")
     [why] = network.refusals(listener)
-    assert "no agent of this version" in why
+    assert "not an agent of this version" in why
 
 
 def test_a_hello_without_bounds_is_refused(network: Network) -> None:

@@ -226,7 +226,7 @@ def test_hosts_say_how_many_machines_there_are(cluster: Cluster, capsys: pytest.
     [
         ("kubernetes", Own(image="i"), {}, "--on kubernetes: its results are not seen from here"),
         ("sagemaker", None, {}, "paceline train --on sagemaker"),
-        ("slurm", None, {"preflight": True}, "--preflight: a scaling benchmark examines no machines"),
+        ("slurm", None, {"preflight": True}, "--preflight: a scaling benchmark runs no preflight checks"),
         ("slurm", None, {"wait": True}, "--wait: a scaling benchmark waits for its jobs anyway"),
         ("ssh", Own(hosts="a,b"), {"detach": True}, "--detach: a scaling benchmark stays"),
         ("slurm", None, {"env_style": "none"}, "--env-style is for scripts"),

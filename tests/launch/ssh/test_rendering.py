@@ -39,7 +39,7 @@ def test_a_script() -> None:
 ssh -T -o Port=2222 -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 \
 -o ControlMaster=no -o ClearAllForwardings=yes -l me {name} 'exec sh' <<'END_'
 cd '/home/my code' 2>/dev/null || {{ echo 'paceline: there is no directory /home/my code, where the command \
-is to run. The machines of a job must share it: start from one that they all have.' >&2; exit 2; }}
+should run. The machines of a job must share it: start from one that they all have.' >&2; exit 2; }}
 {{ . /etc/profile.d/modules.sh
 }} </dev/null || exit
 export PACELINE_NODE_RANK={rank}

@@ -72,7 +72,9 @@ def run_plan(
         return _drive(_group(plan, store, place.rank, place, place.local_rank), plan, report)
 
 
-def _drive(engine: Engine, plan: CommunicationPlan, report: Callable[[CollectiveTiming], None]) -> tuple[str, int]:
+def _drive(
+    engine: CollectiveEngine, plan: CommunicationPlan, report: Callable[[CollectiveTiming], None]
+) -> tuple[str, int]:
     try:
         for measured in measure(engine, plan.ops, plan.sizes, iterations=plan.iterations, warmup=plan.warmup):
             if 0 in engine.local:
@@ -158,7 +160,7 @@ def require_gpus(plan: CommunicationPlan, local_world_size: int) -> None:
 
 
 def measure(
-    engine: Engine, ops: Sequence[Op], sizes: Sequence[int], *, iterations: int, warmup: int
+    engine: CollectiveEngine, ops: Sequence[Op], sizes: Sequence[int], *, iterations: int, warmup: int
 ) -> Iterator[CollectiveTiming]:
     """Measure all operations at all sizes; every driver calls it alike and gets the same.
 
@@ -178,7 +180,7 @@ def measure(
 
 
 def _measure_one(
-    engine: Engine, collective: Collective, elements: int, iterations: int, warmup: int
+    engine: CollectiveEngine, collective: Collective, elements: int, iterations: int, warmup: int
 ) -> CollectiveTiming:
     size = elements * ELEMENT_BYTES
     in_a_row = max(1, min(iterations, _ROUND_BYTES // (2 * size)))
@@ -219,7 +221,7 @@ def _measure_one(
 class _BufferSlot:
     """The buffers of one repetition, for the ranks of one driver."""
 
-    def __init__(self, engine: Engine, collective: Collective, elements: int) -> None:
+    def __init__(self, engine: CollectiveEngine, collective: Collective, elements: int) -> None:
         self._engine = engine
         self._collective = collective
         self._given = collective.source_elements(elements, engine.ranks)
@@ -260,7 +262,7 @@ _TIMEOUT = timedelta(minutes=5)
 """A rank that is gone is waited for no longer."""
 
 
-class Engine(ABC):
+class CollectiveEngine(ABC):
     """Runs collectives for the ranks that one thread drives: one, or the GPUs of the process.
 
     Attributes:
@@ -300,7 +302,7 @@ class Engine(ABC):
         return None
 
 
-class GroupEngine(Engine):
+class GroupEngine(CollectiveEngine):
     """A process group of torch: gloo or NCCL, one rank for each process or thread.
 
     The group is made without ``init_process_group``, which knows one group of ranks for each process.
@@ -381,7 +383,7 @@ class GroupEngine(Engine):
         self._group.shutdown()
 
 
-class MpiEngine(Engine):
+class MpiEngine(CollectiveEngine):
     """MPI by mpi4py, one rank for each process, data on the CPU."""
 
     def __init__(self, comm: MPI.Comm, title: str) -> None:
@@ -438,7 +440,7 @@ class MpiEngine(Engine):
         return [float(value) for value in summed]
 
 
-class OneThreadEngine(Engine):
+class OneThreadEngine(CollectiveEngine):
     """All GPUs of this process, driven by one thread: ``ncclCommInitAll`` and grouped calls."""
 
     def __init__(self, gpus: int) -> None:

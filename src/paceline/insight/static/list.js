@@ -5,7 +5,7 @@ import { age, pill, progress } from "./parts.js";
 
 const HEADINGS = [
   ["state", ""], ["run", ""], ["task", "wide"], ["progress", ""], ["processes", "number wide"],
-  ["steps/s", "number wide"], ["result", ""], ["age", "number"], ["at work", "number wide"],
+  ["steps/s", "number wide"], ["result", ""], ["age", "number"], ["active", "number wide"],
 ];
 const ORDER = ["running", "waiting", "failed", "crashed", "damaged", "preempted", "stopped", "finished"];
 

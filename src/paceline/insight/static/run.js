@@ -115,8 +115,8 @@ function head(run, goodput, throughput, loss) {
     [run.metric ?? "", run.value === null ? null : figure(run.value)],
     ["samples/s", throughput === undefined ? null : figure(throughput)],
     ["processes", run.world_size],
-    ["micro-batches", run.micro-batches],
-    ["at work", run.seconds === null ? null : duration(run.seconds)],
+    ["micro-batches", run.microbatches],
+    ["active", run.seconds === null ? null : duration(run.seconds)],
     ["to go", left === null ? null : duration(left)],
     ["goodput", typeof goodput === "number" ? `${(goodput * 100).toFixed(1)} %` : null],
   ].filter(([name, value]) => name && value !== null && value !== undefined);
