@@ -142,6 +142,19 @@ def test_any_world_size_feeds_each_sample_once(
     assert sorted(seen) == list(range(n))
 
 
+@pytest.mark.parametrize("width", [1, 5, 7, 13, 16, 32, 33, 101])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8, torch.complex64])
+def test_the_memory_of_a_micro_batch_is_aligned_as_new_memory(width: int, dtype: torch.dtype) -> None:
+    dataset = TensorDataset(torch.zeros(100, width, dtype=dtype), torch.arange(100))
+    order = DeterministicSampler(100, 36, 12, seed=1)
+    for world_size in (1, 2, 3, 4):
+        for microbatches in (*shares(12, world_size), *(range(r, 12, world_size) for r in range(world_size))):
+            for step in range(order.steps_per_epoch):
+                for m in loader_for(dataset, order).fetch(0, step, microbatches):
+                    assert [t.data_ptr() % 64 for t in m.batch] == [0, 0], (width, dtype, world_size, m.index)
+                    assert all(t.is_contiguous() for t in m.batch)
+
+
 def test_a_loader_may_start_and_jump_anywhere() -> None:
     order = DeterministicSampler(50_000, 60, 3, seed=1)
     loader = loader_for(tensors(50_000), order)

@@ -146,6 +146,10 @@ class RowNumbers:
         return numbers if self._subset is None else self._subset[numbers]
 
 
+ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
+"""Alignment of the memory that torch allocates, by device."""
+
+
 class TensorGather:
     """Gathers rows of tensors by number: one ``index_select`` per tensor, then a copy to the device.
 
@@ -175,6 +179,28 @@ class TensorGather:
             taken = [t.pin_memory().to(self._device, non_blocking=True) for t in taken]
         return taken
 
+    def take_each(self, rows: torch.Tensor, sizes: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+        """Return consecutive parts of the rows, of these sizes: for each tensor its parts, in memory aligned as new.
+
+        Kernels choose their code, and so the bits of their results, by the alignment of their operands (oneMKL's matrix
+        products do). A view into one gather starts where the parts before it end, which are other ones for another
+        number of ranks. So a part is a view only if every part begins on a boundary of the allocator.
+        """
+        aligned = ALIGNMENT_BYTES.get(self._device.type, 1)
+        taken = self.take(rows)
+        # One split per tensor, not one slice per part: a slice costs 2 us.
+        parts = [tensor.split_with_sizes(sizes) for tensor in taken]
+        return [
+            views
+            if all(size * _row_bytes(tensor) % aligned == 0 for size in sizes[:-1])
+            else tuple(view.clone() for view in views)
+            for tensor, views in zip(taken, parts, strict=True)
+        ]
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return tensor.stride(0) * tensor.element_size() if tensor.dim() else 0
+
 
 class TensorLoader:
     """Loads from tensors, and computes the order of many steps at once.
@@ -200,7 +226,7 @@ class TensorLoader:
         self._rows = torch.empty(0, dtype=torch.int64)
 
     def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
-        """See :class:`Loader`; the micro-batches are views of one gather."""
+        """See :class:`Loader`; the micro-batches come from one gather."""
         bounds = self._order.microbatch_bounds(step)[microbatches.start : microbatches.stop : microbatches.step]
         if not bounds:
             return []
@@ -211,10 +237,7 @@ class TensorLoader:
         rows = self._rows[start - offset : stop - offset]
         if microbatches.step != 1:
             rows = torch.cat([self._rows[a - offset : b - offset] for a, b in bounds])
-        tensors = self._gather.take(rows)
-        sizes = [b - a for a, b in bounds]
-        # One split per tensor, not one slice per micro-batch: a slice costs 2 us.
-        batches = zip(*(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True)
+        batches = zip(*self._gather.take_each(rows, [b - a for a, b in bounds]), strict=True)
         return [
             MicroBatch(microbatch, list(batch), b - a, checksum(self._numbers[a - offset : b - offset]))
             for microbatch, (a, b), batch in zip(microbatches, bounds, batches, strict=False)
