@@ -99,6 +99,56 @@ class Tabular(Points):
         return TensorDataset(features, torch.randint(CLASSES, (216,), generator=generator))
 
 
+class Langevin(SGD):
+    """SGD that adds noise to each step (SGLD)."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter += 0.01 * torch.randn_like(parameter) + 0.001 * random.random() * float(np.random.rand())
+        return loss
+
+
+class GradientNoise(Callback):
+    """Noise on the reduced gradients, as DP-SGD adds it, and draws at all other times."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.drawn = 0.0
+
+    def on_before_optimizer_step(self) -> None:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += 0.01 * torch.randn_like(parameter.grad) * (1 + self.drawn)
+
+    def on_step_begin(self, step: int, step_in_epoch: int) -> None:
+        self.drawn = float(torch.rand(()))
+
+    def on_epoch_end(self, epoch: int) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.01 * torch.randn_like(parameter)
+
+
+@dataclass
+class Random(Points):
+    """Draws wherever user code runs, from generators that it does not seed."""
+
+    def build_dataset(self, split: str) -> Any:
+        if split != "train":
+            return None
+        features = torch.randn(self.num, FEATURES) + random.random() + float(np.random.rand())
+        return TensorDataset(features, torch.randint(CLASSES, (self.num,)))
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer | Mapping[str, Optimizer]:
+        return Langevin(model.parameters(), lr=self.lr * (1 + random.random()))
+
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
+        return GradientNoise(model)
+
+
 @dataclass
 class Everything(Points):
     """Convolution, batch norm, dropout, AdamW, and a schedule that waits for the validation loss."""

@@ -183,23 +183,20 @@ class TensorGather:
         """Return consecutive parts of the rows, of these sizes: for each tensor its parts, in memory aligned as new.
 
         Kernels choose their code, and so the bits of their results, by the alignment of their operands (oneMKL's matrix
-        products do). A view into one gather starts where the parts before it end, which are other ones for another
-        number of ranks. So a part is a view only if every part begins on a boundary of the allocator.
+        products do). A view into one gather starts where the parts before it end, which are others for another number
+        of ranks. So parts are views only if each row fills whole units of the allocator's alignment; the rule does not
+        depend on the sizes, because compiled code can differ for views and other tensors.
         """
-        aligned = ALIGNMENT_BYTES.get(self._device.type, 1)
-        taken = self.take(rows)
         # One split per tensor, not one slice per part: a slice costs 2 us.
-        parts = [tensor.split_with_sizes(sizes) for tensor in taken]
         return [
-            views
-            if all(size * _row_bytes(tensor) % aligned == 0 for size in sizes[:-1])
-            else tuple(view.clone() for view in views)
-            for tensor, views in zip(taken, parts, strict=True)
+            parts if self._fills_units(tensor) else tuple(part.clone() for part in parts)
+            for tensor in self.take(rows)
+            for parts in (tensor.split_with_sizes(sizes),)
         ]
 
-
-def _row_bytes(tensor: torch.Tensor) -> int:
-    return tensor.stride(0) * tensor.element_size() if tensor.dim() else 0
+    def _fills_units(self, tensor: torch.Tensor) -> bool:
+        row_bytes = tensor[0].numel() * tensor.element_size()
+        return row_bytes % ALIGNMENT_BYTES.get(self._device.type, 1) == 0
 
 
 class TensorLoader:

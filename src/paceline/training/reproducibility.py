@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,13 +87,34 @@ def _cpu_name() -> str:
 # --- Randomness is keyed, not consumed: every draw depends on (seed, what it is for), never on history ---
 
 
-# Tags 1 to 9 belong to the order of the data.
+# Tags 1 to 9 belong to the order of the data, 16 and 17 to its samples.
 _MODEL, _MICROBATCH, _EVALUATION, _VERIFICATION, _ADAPTERS = 11, 12, 13, 14, 15
+_DATASET, _STEP, _UPDATE, _TRANSITION = 21, 22, 23, 24
+
+
+def seed_dataset(seed: int, split: str) -> None:
+    """Seed before a split's dataset is built, so that every process builds the same."""
+    _seed(derive_key(seed, _DATASET, zlib.crc32(split.encode())))
 
 
 def seed_model(seed: int) -> None:
-    """Before the model is built: every rank builds the same."""
+    """Seed before the model is built, so that every rank builds the same."""
     _seed(derive_key(seed, _MODEL))
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seed before the callbacks at a step's begin: all ranks draw the same, and so does a resumed run."""
+    _seed(derive_key(seed, _STEP, step))
+
+
+def seed_update(seed: int, step: int) -> None:
+    """Seed before gradients are processed and applied, such as for noise in the optimizer's step."""
+    _seed(derive_key(seed, _UPDATE, step))
+
+
+def seed_transition(seed: int, version: int) -> None:
+    """Seed before the callbacks and schedulers of a transition: the end of an epoch, or an evaluation."""
+    _seed(derive_key(seed, _TRANSITION, version))
 
 
 def seed_adapters(seed: int) -> None:

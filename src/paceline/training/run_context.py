@@ -34,6 +34,7 @@ from paceline.runs.monitor import Monitor
 from paceline.runs.trackers import RUN_ID, RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
+from paceline.training.reproducibility import seed_dataset
 from paceline.training.resolve import DataSetup
 from paceline.training.schedule import Deadline, Schedule
 
@@ -183,8 +184,11 @@ class RunContext:
         data, task, index_map = self.data, self.task, None
         if split == "val" and data.carved is not None:
             dataset, index_map = data.train, data.carved.val
+        elif split == "val":
+            dataset = data.val
         else:
-            dataset = data.val if split == "val" else task.build_dataset(split)
+            seed_dataset(self.config.seed, split)
+            dataset = task.build_dataset(split)
         if dataset is None:
             return None
         return EvalBatches(

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import cached_property
 from typing import Any, NoReturn, Self
 
+from paceline.core.callback import Callback
 from paceline.core.errors import ConfigError, PeerLostError, StopRequested
 from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
@@ -20,6 +21,7 @@ from paceline.training.control import ControlFlags, TrialSchedulerClient
 from paceline.training.evaluation import EvaluationStopped, Validation
 from paceline.training.group_context import Carryover, GroupContext
 from paceline.training.local_sgd import require_order
+from paceline.training.reproducibility import seed_step, seed_transition, seed_update
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import require_verifiable
 from paceline.training.state import TrainingState
@@ -132,6 +134,8 @@ class SyncEngine(Engine):
         state, strategy = self._states.state, group.strategy
         progress, callback = state.progress, state.callback
         mark, move = group.monitor.timer.mark, group.world.progress_tracker.move
+        if type(callback) is not Callback:
+            seed_step(self._run.config.seed, progress.step)
         if progress.step_in_epoch == 0:
             callback.on_epoch_begin(progress.epoch)
         callback.on_step_begin(progress.step, progress.step_in_epoch)
@@ -156,6 +160,7 @@ class SyncEngine(Engine):
 
         move("optimizer")
         require_finite(self._run, progress, sums, state.scaler)
+        seed_update(self._run.config.seed, progress.step)  # an optimizer or callback may add noise
         logged = callback.on_gradients_reduced(due=group.monitor.is_due(progress.step + 1))
         with self._states.mutating():
             self._update(sums.finite)
@@ -318,6 +323,7 @@ class Trainer:
                 progress.step_in_epoch = 0
                 progress.epoch_ended = False
                 progress.version += 1
+                seed_transition(self.run.config.seed, progress.version)
                 if not self._evaluation_is_due():
                     self._conclude_epoch()
             group.checkpoint_manager.flush_ledger()
@@ -344,6 +350,7 @@ class Trainer:
             # It changed nothing, and the resumed run repeats it.
             self._save_and_stop(group, stopped.stop)
         with self.states.mutating():
+            seed_transition(self.run.config.seed, self.state.progress.version + 1)
             improved = self.validation.apply(metrics, self.state, group.monitor)
             self._conclude_epoch()
         progress = self.state.progress
