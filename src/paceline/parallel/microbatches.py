@@ -178,7 +178,11 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def compile_model(module: nn.Module) -> nn.Module:
-    """Return the module, to be compiled on its first call."""
-    wrapped = torch.compile(module)
+    """Return the module, to be compiled on its first call.
+
+    One graph serves all sizes. By default torch compiles the first size that it sees for that size alone, and all later
+    ones with symbolic sizes, so that results depend on the micro-batches that a rank happened to get first.
+    """
+    wrapped = torch.compile(module, dynamic=True)
     assert isinstance(wrapped, nn.Module)
     return wrapped
