@@ -261,7 +261,7 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
     ray = get_launcher("ray")
     with pytest.raises(ConfigError, match=r"--nproc 2: under --rank-launcher ray .* --rank-launcher torchrun"):
         ray.render(spec(rank_launcher="ray", nproc=(2,)))
-    with pytest.raises(ConfigError, match=r"--nodes 2: a program that uses Ray is started once"):
+    with pytest.raises(ConfigError, match=r"--nodes 2: a program that uses Ray starts once"):
         ray.render(spec(rank_launcher="ray", nodes=(2, 2)))
     with pytest.raises(ConfigError, match=r"--nodes 1:2: .* paceline join"):
         ray.render(spec(nodes=(1, 2)))

@@ -348,11 +348,11 @@ def test_waiting_ends_as_the_job_does(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--partition", "gpus"), "nvalid partition name specified. Look at --partition gpus."),
-        (("--exclude", "gpu7"), "Invalid node name specified. Look at --exclude gpu7."),
-        (("--gpus-per-node", "3"), "Requested node configuration is not available. Look at"),
-        (("--mem", "9T"), "Look at --mem 9T."),
-        (("--slurm", "frobnicate=1"), "unrecognized option '--frobnicate=1'. Look at --slurm frobnicate=1."),
+        (("--partition", "gpus"), "nvalid partition name specified. Check --partition gpus."),
+        (("--exclude", "gpu7"), "Invalid node name specified. Check --exclude gpu7."),
+        (("--gpus-per-node", "3"), "Requested node configuration is not available. Check"),
+        (("--mem", "9T"), "Check --mem 9T."),
+        (("--slurm", "frobnicate=1"), "unrecognized option '--frobnicate=1'. Check --slurm frobnicate=1."),
         (("--output", "logs/%j.log"), "--output: the folder {path}/logs does not exist"),
     ],
 )

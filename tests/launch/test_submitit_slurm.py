@@ -39,7 +39,7 @@ def test_functions_and_what_slurm_refuses(slurm_cluster: SlurmCluster, tmp_path:
     refused = slurm_cluster.run(sys.executable, "wrong.py", env=env)
     assert refused.returncode == 1
     assert "sbatch refused the job: invalid partition specified: none" in refused.stderr
-    assert "Look at --partition none." in refused.stderr
+    assert "Check --partition none." in refused.stderr
     assert not list(tmp_path.glob("jobs/wrong*"))
 
 
