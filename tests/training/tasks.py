@@ -99,6 +99,32 @@ class Tabular(Points):
         return TensorDataset(features, torch.randint(CLASSES, (216,), generator=generator))
 
 
+class Spectral(nn.Module):
+    """Scales by a running mean of the batch's spectrum, a complex buffer, and counts in an integer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("spectrum", torch.zeros(FEATURES // 2 + 1, dtype=torch.complex64))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.spectrum = 0.9 * self.spectrum + 0.1 * torch.fft.rfft(x).mean(dim=0)
+                self.batches += 1
+        scale = 1 + torch.fft.irfft(self.spectrum, n=FEATURES)
+        return self.linear(x * scale)
+
+
+@dataclass
+class Spectrum(Points):
+    """A model with a running statistic in a complex buffer."""
+
+    def build_model(self) -> nn.Module:
+        return Spectral()
+
+
 class Langevin(SGD):
     """SGD that adds noise to each step (SGLD)."""
 

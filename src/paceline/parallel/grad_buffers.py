@@ -142,9 +142,9 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 class MicrobatchBuffers:
     """Starts every micro-batch from the step's base values, and averages the results.
 
-    A floating-point buffer becomes the mean over the micro-batches, weighted by their samples; one that no micro-batch
-    changed (a mask, a table) stays bitwise unchanged. An integer buffer changes by the mean of the micro-batches'
-    changes: a counter rises by one per step.
+    A floating-point or complex buffer becomes the mean over the micro-batches, weighted by their samples; one that no
+    micro-batch changed (a mask, a table) stays bitwise unchanged. An integer buffer changes by the mean of the
+    micro-batches' changes: a counter rises by one per step.
 
     ``counts`` is an int64 vector: the number of micro-batches, then for each floating-point buffer the number of
     micro-batches that changed it.
@@ -163,11 +163,10 @@ class MicrobatchBuffers:
             for name, buffer in owner._buffers.items():
                 if buffer is not None and holds(buffer):
                     places.setdefault(id(buffer), (owner._buffers, name, buffer))
-        self._floats = [place for place in places.values() if place[2].is_floating_point()]
-        self._integers = [
-            place for place in places.values() if not (place[2].is_floating_point() or place[2].is_complex())
-        ]
-        self.floats = [buffer for _, _, buffer in self._floats]
+        inexact = {key for key, (_, _, buffer) in places.items() if buffer.is_floating_point() or buffer.is_complex()}
+        self._floats = [place for key, place in places.items() if key in inexact]
+        self._integers = [place for key, place in places.items() if key not in inexact]
+        self.floats = [_as_real(buffer) for _, _, buffer in self._floats]
         self.integers = [buffer for _, _, buffer in self._integers]
         self.counts = torch.zeros(1 + len(self.floats) if self.floats or self.integers else 0, dtype=torch.int64)
         self._float_base: list[torch.Tensor] = []
@@ -175,7 +174,7 @@ class MicrobatchBuffers:
 
     def begin(self) -> None:
         """Record the base values of the step."""
-        self._float_base = [buffer.clone() for buffer in self.floats]
+        self._float_base = [_as_real(buffer).clone() for _, _, buffer in self._floats]
         self._integer_base = [buffer.to(torch.int64, copy=True) for buffer in self.integers]
 
     def rollback(self) -> None:
@@ -223,7 +222,7 @@ class MicrobatchBuffers:
             return
         changed = [1]
         if self.floats:
-            values = [_current(place) for place in self._floats]
+            values = [_as_real(_current(place)) for place in self._floats]
             # Compared by value, because batch norm does not raise its statistics' version counters.
             changed += [int(not torch.equal(v, base)) for v, base in zip(values, self._float_base, strict=True)]
             # Half-precision buffers are summed in float32, where sums neither overflow nor lose digits.
@@ -280,8 +279,14 @@ def _current(place: tuple[dict[str, torch.Tensor | None], str, torch.Tensor]) ->
     return value.detach()
 
 
+def _as_real(buffer: torch.Tensor) -> torch.Tensor:
+    """Return the real and imaginary parts of a complex buffer, (..., 2), or any other buffer itself."""
+    return torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer
+
+
 def _assign(place: tuple[dict[str, torch.Tensor | None], str, torch.Tensor], value: torch.Tensor) -> None:
-    place[2].copy_(value)
+    # A sum's offset in a flat buffer may be odd, so it cannot be viewed as complex.
+    place[2].copy_(torch.complex(value[..., 0], value[..., 1]) if place[2].is_complex() else value)
     _bind(place)
 
 
