@@ -116,6 +116,57 @@ def test_it_is_called_at_each_point_and_may_add_numbers(tmp_path: Path) -> None:
     assert train == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (2, 0, 2), (2, 1, 2), (3, 0, 2)]
 
 
+def test_a_batch_has_its_epoch_and_its_place_in_the_run(tmp_path: Path) -> None:
+    task = Watched()
+    fit(task, tmp_path / "run")
+    train = [(place.step, place.epoch, place.progress) for place in task.places if place.split == "train"]
+    assert train == [(0, 0, 0.0), (0, 0, 0.0), (1, 0, 0.25), (2, 1, 0.5), (2, 1, 0.5), (3, 1, 0.75)]
+    assert {(place.epoch, place.progress) for place in task.places if place.split == "val"} == {(None, None)}
+
+
+class Raises(Callback):
+    """Raises a number of its task after each step, and stops the process once."""
+
+    def __init__(self, task: Weighted) -> None:
+        self.task = task
+
+    def on_step_end(self, step: int, loss: float) -> None:
+        self.task.weight *= 1.5
+        if step == self.task.stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@dataclass
+class Weighted(Watched):
+    """Its loss has a weight that is the task's own state."""
+
+    stop_after: int = 0
+
+    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> Callback:
+        self.weight, self.places, self.loaded = 1.0, [], 0
+        return Raises(self)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return super().loss(model, batch) * self.weight
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.weight = state["weight"]
+        self.loaded += 1
+
+
+def test_a_resumed_run_has_the_state_of_its_task(tmp_path: Path) -> None:
+    with pytest.raises(paceline.StopRequested):
+        fit(Weighted(stop_after=2), tmp_path / "run")
+    task = Weighted(stop_after=2)
+    result = fit(task, tmp_path / "run")
+    assert (task.weight, task.loaded) == (1.5**4, 1)
+    assert result.model_sha256 == fit(Weighted(), tmp_path / "undisturbed").model_sha256
+    assert result.model_sha256 != fit(Watched(), tmp_path / "unweighted").model_sha256
+
+
 @pytest.mark.parametrize("stop_in", ["step 1", "step 2", "val evaluated", "epoch 0 ends"])
 def test_a_run_that_goes_on_owes_each_call_once(tmp_path: Path, stop_in: str) -> None:
     with pytest.raises(paceline.StopRequested):

@@ -40,12 +40,16 @@ class BatchInfo:
         step: training steps done before; 0 in evaluations.
         number: index of the micro-batch; in evaluations, of the evaluation batch.
         samples: number of samples in the batch; 0 if it has no weight.
+        epoch: epochs done before, in training; None if the data is a stream.
+        progress: ``step`` over the steps of the run, from 0 to below 1, in training; None if their number is unknown.
     """
 
     split: str
     step: int
     number: int
     samples: int
+    epoch: int | None = None
+    progress: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

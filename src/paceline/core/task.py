@@ -150,7 +150,22 @@ class Task:
         )
 
     def on_batch_begin(self, info: BatchInfo) -> None:
-        """Receive the position of the batch with which :meth:`loss` or :meth:`metrics` is called next."""
+        """Receive the position of the batch with which :meth:`loss` or :meth:`metrics` is called next.
+
+        A loss that depends on the time, such as annealing or a curriculum, must follow ``info.step`` or
+        ``info.progress``: a counter in the task counts the micro-batches of this rank only.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the task's own state, which is saved and transferred with the model; empty by default.
+
+        It must be equal on all ranks, so only callbacks may change it. Tensors, numbers, text, and lists and dicts of
+        them.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned; called only if it was not empty."""
 
     def sample_lengths(self, dataset: Any) -> Any:
         """Return the length of each training sample, or None if all are alike.

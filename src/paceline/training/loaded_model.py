@@ -17,6 +17,7 @@ from paceline.core.callback import Callback, RankInfo
 from paceline.core.config import Lora, RunConfig
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import CheckpointError, DataError
+from paceline.core.task import Task
 from paceline.parallel.world import ParallelDims, World, open_world
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences
 from paceline.runs.checkpoint_store import select_checkpoint
@@ -125,7 +126,7 @@ def load_trained_model(
     infos = []
 
     def fill(run: RunContext, module: nn.Module, callback: Callback) -> tuple[int, int]:
-        info = _restore(path, module, run.config.adapters, callback)
+        info = _restore(path, run.task, module, run.config.adapters, callback)
         infos.append(info)
         return info.step, info.epoch
 
@@ -201,12 +202,14 @@ def make_evaluator(trained: EvaluableModel, split: str) -> Evaluator:
     raise DataError(f"{trained.run.directory.path} has no {split} split. {hint}")
 
 
-def _restore(path: Path, module: nn.Module, lora: Lora | None, callback: Callback) -> CheckpointInfo:
+def _restore(path: Path, task: Task, module: nn.Module, lora: Lora | None, callback: Callback) -> CheckpointInfo:
     checkpoint = load(path)
     state = checkpoint.state
     try:
         module.load_state_dict(evaluated_weights(state, lora))
         callback.load_state_dict(state.get("callback", {}))
+        if "task" in state:
+            task.load_state_dict(state["task"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"checkpoint {path} does not fit the task as it is now: {error}\n"

@@ -86,6 +86,7 @@ class TrainingState:
         horizon: RunSchedule,
         ema_model: nn.Module | None = None,
     ) -> None:
+        self._task = task
         self.module = module
         self.callback = task.build_callback(module, horizon)
         self.optimizers = _named_optimizers(task, module)
@@ -166,6 +167,8 @@ class TrainingState:
             "progress": dataclasses.asdict(self.progress),
             "callback": self.callback.state_dict(),
         }
+        if task_state := self._task.state_dict():
+            state["task"] = task_state
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
         if self.ema is not None:
@@ -195,6 +198,8 @@ class TrainingState:
             self.pending_powersgd_state = state.get("powersgd")
             self.progress = TrainProgress(**state["progress"])
             self.callback.load_state_dict(state.get("callback", {}))
+            if "task" in state:
+                self._task.load_state_dict(state["task"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit the task as it is now: {error}\n"

@@ -111,8 +111,16 @@ def microbatch_loss(run: RunContext, model: nn.Module, step: int, microbatch: Mi
 
 
 def _loss(run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch) -> Loss:
+    steps_per_epoch, total_steps = run.data.steps_per_epoch, run.data.total_steps
     run.task.on_batch_begin(
-        BatchInfo(split="train", step=step, number=microbatch.index, samples=microbatch.num_samples)
+        BatchInfo(
+            split="train",
+            step=step,
+            number=microbatch.index,
+            samples=microbatch.num_samples,
+            epoch=None if steps_per_epoch is None else step // steps_per_epoch,
+            progress=None if total_steps is None else step / total_steps,
+        )
     )
     with run.autocast():
         loss = as_loss(run.task, run.task.loss(model, microbatch.batch), microbatch.num_samples)
