@@ -21,6 +21,7 @@ from paceline.runs.checkpointer import Checkpointer
 from paceline.runs.phases import PHASES
 from paceline.training import control
 from paceline.training.checkpoint_manager import CheckpointManager
+from paceline.training.control import ControlFlags
 from paceline.training.local_sgd import LocalSGD
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import SDCChecker
@@ -29,17 +30,16 @@ from paceline.training.step import DummyMicrobatch, MicrobatchRunner, SpeedMeasu
 
 if TYPE_CHECKING:
     from paceline.parallel.torch_ddp import PowerSGD
-    from paceline.training.trainer import Engine
 
 
 @dataclass
 class Carryover:
-    """What a process takes from one group into the next, besides the state.
+    """Values, other than the state, that a process takes from one group into the next.
 
     Attributes:
         samples: of the steps that this process took part in.
         phases: seconds by phase, over the groups that it has left.
-        speed: the last that was measured.
+        speed: the last measured one.
     """
 
     samples: int = 0
@@ -47,8 +47,59 @@ class Carryover:
     speed: Speed | None = None
 
 
+class Engine:
+    """Computes and applies the steps of a run in one group; the strategy selects which.
+
+    Args:
+        run: the run.
+        states: this rank's copy of the state.
+        world: the ranks; all of them construct it together, before the strategy is built.
+
+    Raises:
+        UserError: the engine cannot work with so many processes.
+    """
+
+    def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
+        self._run, self._states, self._world = run, states, world
+
+    @staticmethod
+    def validate(run: RunContext, states: StateManager) -> None:
+        """Reject a run that the engine cannot train, before the run is created.
+
+        Raises:
+            UserError: gives the reason.
+        """
+
+    def run_interval(self, group: GroupContext) -> ControlFlags:
+        """Compute and apply steps until all ranks hold the same state again; all ranks call this together.
+
+        Returns:
+            The requests of all ranks, merged; the same on all of them.
+
+        Raises:
+            NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
+            PeerLostError: a rank is gone.
+        """
+        raise NotImplementedError
+
+    def end_interval(self, group: GroupContext) -> None:
+        """Follow up on the interval, after the actions that were due (evaluation, save)."""
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Add the parts that only other ranks hold to rank 0's state; all ranks call this together."""
+        return state
+
+    @property
+    def extra_results(self) -> dict[str, Any]:
+        """The engine's own entries of ``result.json``; all ranks read this together."""
+        return {}
+
+    def close(self) -> None:
+        """Free what the engine holds of the group."""
+
+
 class GroupContext:
-    """A rank's part in one group. All ranks construct it together; it is whole then, and closed once.
+    """A rank's part in one group. All ranks construct it together; afterwards it is complete, and is closed once.
 
     Attributes:
         mesh, world: the ranks.

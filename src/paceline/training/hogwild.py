@@ -28,11 +28,10 @@ from paceline.parallel.transports import map_shared
 from paceline.parallel.world import World, translate_peer_errors
 from paceline.training.asynchronous import Staleness, SyncPoints, compute_step, gather_requests, require_asynchronous
 from paceline.training.control import ControlFlags
-from paceline.training.group_context import GroupContext
+from paceline.training.group_context import Engine, GroupContext
 from paceline.training.run_context import RunContext
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
-from paceline.training.trainer import Engine
 
 _ALIGNMENT = 64
 _TAKEN, _APPLIED = 0, 1

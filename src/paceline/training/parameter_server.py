@@ -36,12 +36,12 @@ from paceline.training.asynchronous import (
     require_no_callback,
 )
 from paceline.training.control import ControlFlags
-from paceline.training.group_context import GroupContext
+from paceline.training.group_context import Engine, GroupContext
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
-from paceline.training.trainer import Engine, SyncEngine
+from paceline.training.trainer import SyncEngine
 
 # --- What the servers hold: each its range of the parameters, and their optimizer state ---
 

@@ -28,9 +28,10 @@ from paceline.training.checkpoint_manager import ledger_has_gap, newest_checkpoi
 from paceline.training.control import StopSignals, exit_code
 from paceline.training.finalize import conclude
 from paceline.training.fine_tuning import read_pretrained
+from paceline.training.group_context import Engine
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
-from paceline.training.trainer import Engine, SyncEngine, Trainer
+from paceline.training.trainer import SyncEngine, Trainer
 
 _log = logging.getLogger(__name__)
 

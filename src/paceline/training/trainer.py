@@ -19,7 +19,7 @@ from paceline.training import control
 from paceline.training.checkpoint_manager import open_checkpointer
 from paceline.training.control import ControlFlags, TrialSchedulerClient
 from paceline.training.evaluation import EvaluationStopped, Validation
-from paceline.training.group_context import Carryover, GroupContext
+from paceline.training.group_context import Carryover, Engine, GroupContext
 from paceline.training.local_sgd import require_order
 from paceline.training.reproducibility import seed_step, seed_transition, seed_update
 from paceline.training.run_context import RunContext
@@ -28,58 +28,7 @@ from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
 
-# --- The computation and application of steps: by all ranks together here, by each rank alone in asynchronous.py ---
-
-
-class Engine:
-    """Computes and applies the steps of a run in one group; the strategy selects which.
-
-    Args:
-        run: the run.
-        states: this rank's copy of the state.
-        world: the ranks; all of them construct it together, before the strategy is built.
-
-    Raises:
-        UserError: the engine cannot work with so many processes.
-    """
-
-    def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
-        self._run, self._states, self._world = run, states, world
-
-    @staticmethod
-    def validate(run: RunContext, states: StateManager) -> None:
-        """Reject a run that the engine cannot train, before the run is created.
-
-        Raises:
-            UserError: gives the reason.
-        """
-
-    def run_interval(self, group: GroupContext) -> ControlFlags:
-        """Compute and apply steps until all ranks hold the same state again; all ranks call this together.
-
-        Returns:
-            The requests of all ranks, merged; the same on all of them.
-
-        Raises:
-            NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
-            PeerLostError: a rank is gone.
-        """
-        raise NotImplementedError
-
-    def end_interval(self, group: GroupContext) -> None:
-        """Follow up on the interval, after the actions that were due (evaluation, save)."""
-
-    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the parts that only other ranks hold to rank 0's state; all ranks call this together."""
-        return state
-
-    @property
-    def extra_results(self) -> dict[str, Any]:
-        """The engine's own entries of ``result.json``; all ranks read this together."""
-        return {}
-
-    def close(self) -> None:
-        """Free what the engine holds of the group."""
+# --- The step, by all ranks together; other engines, by each rank alone, are in asynchronous.py and its users ---
 
 
 class SyncEngine(Engine):
