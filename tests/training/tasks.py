@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -97,6 +97,29 @@ class Tabular(Points):
         generator = torch.Generator().manual_seed(7)
         features = torch.randn(216, self.width, generator=generator)
         return TensorDataset(features, torch.randint(CLASSES, (216,), generator=generator))
+
+
+@dataclass
+class SparseWords(Points):
+    """Bags of words, in which some occur twice, with sparse gradients."""
+
+    adam: bool = False
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(20, 8, mode="mean", sparse=True), nn.Linear(8, CLASSES))
+
+    def build_dataset(self, split: str) -> Any:
+        if split != "train":
+            return None
+        generator = torch.Generator().manual_seed(3)
+        words = torch.randint(20, (self.num, 6), generator=generator)
+        return TensorDataset(words, torch.randint(CLASSES, (self.num,), generator=generator))
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer | Mapping[str, Optimizer]:
+        if not self.adam:
+            return SGD(model.parameters(), lr=self.lr)
+        assert isinstance(model, nn.Sequential)
+        return {"words": SparseAdam(model[0].parameters()), "head": SGD(model[1].parameters(), lr=self.lr)}
 
 
 class Spectral(nn.Module):

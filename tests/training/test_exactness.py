@@ -51,6 +51,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "iterable": {"task": "Iterable", "options": {"log_every": 1}},
     "uneven-stream": {"task": "Uneven", "options": {"log_every": 1}},
     "blocks": {"task": "Points", "options": {"shuffle": "window:8"}},
+    "sparse": {"task": "SparseWords"},
+    "sparse-adam": {"task": "SparseWords", "fields": {"adam": True}},
     "complex-buffer": {"task": "Spectrum"},
     "random": {"task": "Random", "options": {"log_every": 1}},
     **{f"{width}-features": {"task": "Tabular", "fields": {"width": width}} for width in (5, 13, 32, 33)},

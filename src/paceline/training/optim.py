@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Optimizer, SparseAdam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline.core.config import parse_lr_scale
@@ -234,6 +234,30 @@ def scaled_lr(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
     finally:
         for group, lr in zip(groups, before, strict=True):
             group["lr"] = lr
+
+
+@contextmanager
+def sparse_gradients(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Within, parameters of ``SparseAdam`` have sparse gradients of their non-zero rows; afterwards dense ones again.
+
+    The ranks sum dense gradients, but that optimizer takes none.
+    """
+    parameters = [
+        parameter
+        for optimizer in optimizers
+        if isinstance(optimizer, SparseAdam)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None and not parameter.grad.is_sparse
+    ]
+    dense = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = parameter.grad.to_sparse(1)
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, dense, strict=True):
+            parameter.grad = gradient
 
 
 # --- The outer optimizer of DiLoCo, whose gradient is the average change by the ranks' separate steps ---

@@ -19,7 +19,15 @@ from paceline.core.errors import CheckpointError, TaskError
 from paceline.core.task import Task
 from paceline.parallel.sharded_state import load_module, load_optimizer
 from paceline.runs.checkpoint_state import scheduler_state
-from paceline.training.optim import EMA, OuterOptimizer, ShardedGradScaler, current_lr, scale_lr, scaled_lr
+from paceline.training.optim import (
+    EMA,
+    OuterOptimizer,
+    ShardedGradScaler,
+    current_lr,
+    scale_lr,
+    scaled_lr,
+    sparse_gradients,
+)
 
 
 @dataclass
@@ -136,7 +144,7 @@ class TrainingState:
         self.callback.on_before_optimizer_step()
         if clip is not None:
             clip()
-        with scaled_lr(self.optimizers):
+        with scaled_lr(self.optimizers), sparse_gradients(self.optimizers.values()):
             for optimizer in self.optimizers.values():
                 if self.scaler is None:
                     optimizer.step()
@@ -224,6 +232,11 @@ def build_task_model(task: Task) -> nn.Module:
             f"{type(task).__name__}.build_model returned a model without a trainable parameter: "
             "there is nothing to train."
         )
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            # Autograd adds a sparse gradient entry by entry to the sum so far, so the sum of a row that occurs twice in
+            # a micro-batch would depend on the micro-batches before it, and so on the number of ranks.
+            layer.sparse = False
     return module
 
 
