@@ -134,12 +134,12 @@ def fit(
 
 
 def is_rank(environment: Environment) -> bool:
-    """Whether some launcher has made this process one of several ranks."""
+    """Return whether a launcher has made this process one of several ranks."""
     return environment.source != "single"
 
 
 def task_spec(task: Task) -> str:
-    """The name by which other processes find the task's class.
+    """Return the name by which other processes find the task's class.
 
     Raises:
         TaskError: the class cannot be found again by name.
@@ -208,11 +208,11 @@ class TaskJob:
         return Result.of(record)
 
     def status(self) -> JobStatus:
-        """Where it stands."""
+        """Return the job's status."""
         return self._handle.status()
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """What it prints, line by line; with ``follow`` until it ends."""
+        """Yield the job's output, line by line; with ``follow`` until it ends."""
         return self._handle.logs(follow=follow)
 
     def cancel(self) -> None:

@@ -1,1 +1,1 @@
-"""The loop, and what it is made of. Read `worker`, `session`, `trainer`, `step`, in this order."""
+"""The training loop and its parts. Read `worker`, `session`, `trainer`, `step`, in this order."""

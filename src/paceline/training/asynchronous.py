@@ -47,16 +47,16 @@ class StalenessBound:
         self._bound = bound
 
     def can_start(self, worker: int) -> bool:
-        """Whether the worker may begin a step now. The slowest always may."""
+        """Return whether the worker may begin a step now. The slowest always may."""
         return self._bound is None or self._done[worker] <= min(self._done) + self._bound
 
     def finished(self, worker: int) -> None:
-        """The worker's gradient was applied."""
+        """Count an applied gradient of the worker."""
         self._done[worker] += 1
 
 
 def most_stale(workers: int, bound: int) -> int:
-    """The most versions that a gradient's parameters can be behind, with so many workers and this bound."""
+    """Return the maximum staleness of a gradient in versions, for this number of workers and this bound."""
     return (workers - 1) * (2 * bound + 1)
 
 
@@ -67,7 +67,7 @@ class Staleness:
         self._counts: Counter[int] = Counter()
 
     def observe(self, behind: int) -> None:
-        """An update was made from parameters that were ``behind`` versions old."""
+        """Count an update from parameters that were ``behind`` versions old."""
         self._counts[behind] += 1
 
     def report(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def compute_step(group: GroupContext, states: StateManager, step: int, step_in_e
 
 
 def gather_requests(group: GroupContext) -> ControlFlags:
-    """What asks for a stop, on any rank, and whether a save is due by the clock; all ranks call this together."""
+    """Return any rank's stop request, and whether a save is due by the clock; all ranks call this together."""
     mine = [group.stop_reason(), group.checkpoint_manager.is_due_by_clock()]
     told = group.world.all_gather_object(mine)
     return ControlFlags(stop=max(stop for stop, _ in told), save=any(save for _, save in told))

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def newest_checkpoint(run: RunContext, world: World, run_id: str) -> dict[str, Any] | None:
-    """The state of the newest checkpoint that verifies on every rank, or None where there is none.
+    """Return the state of the newest checkpoint that verifies on every rank, or None.
 
     Raises:
         CheckpointError: there are some, and none can be used: nothing is lost without being asked for.
@@ -86,7 +86,7 @@ def newest_checkpoint(run: RunContext, world: World, run_id: str) -> dict[str, A
 
 
 def _restored(run: RunContext) -> tuple[Path | None, list[str]]:
-    """A backup, copied back into the run; None where there is none that verifies. And why others do not."""
+    """Copy a backup back into the run; return it, or None if no backup verifies, and the reasons."""
     if not run.directory.exists() or run.backup is None:
         return None, []
     path, reasons = restore(run.backup, run.directory.checkpoints)
@@ -431,7 +431,7 @@ class CheckpointManager:
 
 @lru_cache(maxsize=1)
 def _ranks(shares: tuple[int, ...]) -> int | tuple[int, ...]:
-    """How the ledger writes the shares: the number of ranks, or each one's first micro-batch."""
+    """Return the ledger's form of the work split: the number of ranks, or each one's first micro-batch."""
     if shares == equal_work_split(sum(shares), len(shares)):
         return len(shares)
     return (0, *itertools.accumulate(shares[:-1]))

@@ -125,7 +125,7 @@ class ControlFlags:
     recomputed: int = 0
 
     def row(self, status: Sequence[float] | None = None, speed: Sequence[float] | None = None) -> list[float]:
-        """The rank's row, with its status where a record is due, and its speed where it has one to tell."""
+        """Return the rank's row, with its status if a record is due, and its speed if it has a measurement."""
         return [
             float(self.stop),
             float(self.save),
@@ -153,12 +153,12 @@ def merge(rows: Sequence[Sequence[float]]) -> ControlFlags:
 
 
 def statuses(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-    """Each rank's status."""
+    """Return each rank's status."""
     return [row[_CONTROL_WIDTH:-SPEED_WIDTH] for row in rows]
 
 
 def speeds(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-    """Each rank's speed."""
+    """Return each rank's speed."""
     return [row[-SPEED_WIDTH:] for row in rows]
 
 
@@ -222,7 +222,7 @@ class StopSignals:
 
 
 def _let_go() -> None:
-    """A forked child's signals are its own: they neither reach its parent's pipe nor only set a flag."""
+    """Reset the handlers in a forked child, whose signals must not reach its parent's pipe."""
     if _entered:
         signal.set_wakeup_fd(-1)
         for number in WORKER_STOP_SIGNALS:
@@ -233,10 +233,10 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def exit_code(stop: int) -> int:
-    """What a run that was stopped exits with: 130 after Ctrl-C, else 75, "run me again"."""
+    """Return the exit code of a stopped run: 130 after Ctrl-C, else 75, "run me again"."""
     return 130 if stop == signal.SIGINT else 75
 
 
 def cause(stop: int) -> str:
-    """What asked for a stop, in a word: "walltime", "the search", or the signal's name."""
+    """Return the cause of a stop request: "walltime", "the search", or the signal's name."""
     return _CAUSES.get(stop) or signal.Signals(stop).name

@@ -62,7 +62,7 @@ class MetricIntervals:
 
 
 def _kept(value: Any, samples: int) -> Any:
-    """A metric's values by sample, its (sum, weight), or None where it is neither."""
+    """Return a metric's values by sample, its (sum, weight), or None if it is neither."""
     if isinstance(value, torch.Tensor) and value.shape == (samples,):
         return value.detach().double().cpu().numpy()
     if isinstance(value, tuple) and len(value) == 2 and all(_is_number(part) for part in value):
@@ -139,7 +139,7 @@ class FullSplitMetrics:
                 self._metrics[name].update(*value)
 
     def compute(self) -> dict[str, float]:
-        """The metrics of all blocks, the same on every rank.
+        """Return the metrics of all batches, the same on every rank.
 
         Raises:
             TaskError: a metric is not one number.
@@ -156,7 +156,7 @@ class FullSplitMetrics:
         )
 
     def _encoded(self, value: Any) -> Any:
-        """The value as JSON types; lists stand for themselves, all else that is nested for a pair."""
+        """Convert a value to JSON types; lists stay lists, other nested values become pairs."""
         if isinstance(value, torch.Tensor):
             flat = value.detach().cpu().contiguous().reshape(-1)
             data = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
@@ -328,7 +328,7 @@ class Evaluator:
     def _batch(
         self, module: nn.Module, microbatch: MicroBatch, observe: Observe | None
     ) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
-        """One block's (sum, weight) by name, and what torchmetrics objects take in, by name."""
+        """Return one batch's (sum, weight) by name, and the arguments of torchmetrics objects, by name."""
         batch, samples = microbatch.batch, microbatch.num_samples
         values = self._task.metrics(module, batch)
         pairs = {n: self._pair(n, v, samples) for n, v in values.items() if n not in self._whole.names}
@@ -363,7 +363,7 @@ def _totals(world: World, sums: Mapping[str, list[tuple[float, float]]]) -> dict
 
 
 def as_loss(task: Task, value: Any, samples: int) -> Loss:
-    """A loss as sum and weight; a mean over ``samples`` samples is multiplied out.
+    """Convert a loss to sum and weight; a mean over ``samples`` samples is multiplied by their number.
 
     Raises:
         TaskError: it is neither a scalar tensor nor a :class:`Loss`.

@@ -77,7 +77,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
 
 
 def target_layers(module: nn.Module, lora: Lora) -> list[str]:
-    """The names of the layers that get an adapter.
+    """Return the names of the layers that get an adapter.
 
     Raises:
         ConfigError: a target names no linear layer.
@@ -104,7 +104,7 @@ def target_layers(module: nn.Module, lora: Lora) -> list[str]:
 
 
 def merge_adapters(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
-    """The state of the model without adapters that computes what the one with them does.
+    """Merge adapters: return the state of an equivalent model without them.
 
     Args:
         state: of a model that :func:`add_adapters` has changed.
@@ -180,7 +180,7 @@ def read_pretrained(run: RunContext, world: World) -> PretrainedWeights | None:
 
 
 def find_pretrained(source: str) -> PretrainedWeights:
-    """What ``--init-from`` names: a run, ``RUN@best``, ``RUN@last``, ``RUN@STEP``, a checkpoint, a package.
+    """Resolve ``--init-from``: a run, ``RUN@best``, ``RUN@last``, ``RUN@STEP``, a checkpoint, a package.
 
     Raises:
         ConfigError: there is no such thing.
@@ -211,7 +211,7 @@ def find_pretrained(source: str) -> PretrainedWeights:
 
 
 def _of_package(source: str) -> PretrainedWeights:
-    """The weights of a package, from its directory or the user's registry."""
+    """Read the weights of a package, from its directory or the user's registry."""
     try:
         package = open_package(source)
     except PackageError as error:
@@ -240,7 +240,7 @@ def _of_package(source: str) -> PretrainedWeights:
 
 
 def _parsed(source: str) -> tuple[Path, str | None]:
-    """The path, and which checkpoint in it."""
+    """Return the path, and the selected checkpoint in it."""
     before, at, which = source.rpartition("@")
     if not at or Path(source).exists():
         return Path(source).expanduser(), None
@@ -248,14 +248,14 @@ def _parsed(source: str) -> tuple[Path, str | None]:
 
 
 def _adapters_of(directory: RunDirectory) -> Lora | None:
-    """What ``--lora`` the parent was trained with; a checkpoint alone has none that could be known."""
+    """Return the parent's ``--lora``; that of a checkpoint alone is unknown."""
     if not directory.exists():
         return None
     return config_from_mapping(directory.read_complete_manifest()["config"], "run.toml").adapters
 
 
 def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, Any]:
-    """The weights of a checkpoint that were evaluated: the moving average, where there is one.
+    """Return the evaluated weights of a checkpoint: the moving average, if there is one.
 
     Args:
         state: the checkpoint's.
@@ -305,7 +305,7 @@ def save_pretrained_copy(directory: RunDirectory, parent: PretrainedWeights) -> 
 
 
 def load_pretrained_copy(directory: RunDirectory) -> PretrainedWeights:
-    """The copy that :func:`save_pretrained_copy` made.
+    """Read the copy that :func:`save_pretrained_copy` made.
 
     Raises:
         CheckpointError: it is damaged, or gone.
@@ -353,7 +353,7 @@ def initialise(module: nn.Module, config: RunConfig, weights: Mapping[str, torch
 
 
 def reinitialized_parameters(module: nn.Module, config: RunConfig) -> set[str]:
-    """The entries of the model's state that keep the values that the task gave them.
+    """Return the entries of the model's state that keep their values from the task.
 
     Raises:
         ConfigError: there is no such layer, or the last one shares its weights.
@@ -377,7 +377,7 @@ def reinitialized_parameters(module: nn.Module, config: RunConfig) -> set[str]:
 
 
 def last_layer(module: nn.Module) -> str:
-    """The name of the last module that has parameters of its own."""
+    """Return the name of the last module that has parameters of its own."""
     *_, last = (name.rpartition(".")[0] for name, _ in module.named_parameters(remove_duplicate=False))
     return last
 
@@ -418,7 +418,7 @@ def _misfit(
     unexpected: Sequence[str],
     reshaped: Sequence[str],
 ) -> str:
-    """What does not fit, by name, and what helps."""
+    """Describe the parameters that do not fit, by name, and the remedy."""
     shapes = (f"{n} is {tuple(weights[n].shape)} there and {tuple(state[n].shape)} here" for n in reshaped)
     lines = [f"--init-from {source}: the weights do not fit the task's model."]
     lines += [f"  other shapes: {join_names(shapes)}"] if reshaped else []
@@ -460,7 +460,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _keeps_statistics(name: str, layer: nn.Module, patterns: Sequence[str]) -> bool:
-    """Whether all parameters of a batch norm are frozen, or it has none and its statistics are named."""
+    """Return whether all parameters of a batch norm are frozen, or it has none and its statistics are named."""
     own = [entry for entry, _ in layer.named_parameters()] or list(layer.state_dict())
     return bool(own) and all(any(matches(p, f"{name}.{entry}") for p in patterns) for entry in own)
 
@@ -511,7 +511,7 @@ def drift(run: RunContext, parent: PretrainedWeights, weights: Mapping[str, torc
 def relative_l2(
     names: Sequence[str], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
 ) -> tuple[float | None, dict[str, float | None]]:
-    """The relative 2-norm of the change over all of these parameters, and over those of each module.
+    """Return the relative 2-norm of the change over all of these parameters, and over those of each module.
 
     None where the parent's weights are all zero.
     """
@@ -561,7 +561,7 @@ def _predictions(
     batches: EvalBatches,
     blocks: Sequence[int],
 ) -> torch.Tensor:
-    """The class of each sample, (N,), as a model with these weights says."""
+    """Return the class of each sample, (N,), by a model with these weights."""
     model.load_state_dict(dict(weights))
     inference = task.inference_signature(model.eval())
     assert inference is not None

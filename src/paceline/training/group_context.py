@@ -199,7 +199,7 @@ class GroupContext:
         return strategy
 
     def _build_hooks(self, stack: ExitStack) -> list[StepHook]:
-        """A hook for each option that is set, in the order in which a step calls them."""
+        """Return a hook for each option that is set, in the order in which a step calls them."""
         run, state, hooks = self._run, self._states.state, list[StepHook]()
         if self.strategy.overlaps_steps:
             overlap = StepOverlap(run.schedule, self._states.loader, state, self.checkpoint_manager.is_due)
@@ -239,7 +239,7 @@ class GroupContext:
         self._carryover.speed = self.balancer.speed
 
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, over this group and those before."""
+        """Return the seconds by phase, over this group and earlier ones."""
         now = self.monitor.timer.seconds
         return {phase: seconds + now[phase] for phase, seconds in self._carryover.phases.items()}
 
@@ -249,7 +249,7 @@ class GroupContext:
         return self._member is not None and self._member.should_reform(self.world.generation)
 
     def stop_reason(self, *, evaluates: bool = False) -> int:
-        """What asks for a stop, as in the control flags.
+        """Return the cause of a stop request, as in the control flags.
 
         Args:
             evaluates: an evaluation would come before the next such question.
@@ -316,14 +316,14 @@ class GroupContext:
         self.strategy = self._build_strategy()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state to save, on rank 0; all ranks call this together."""
+        """Gather the state to save, on rank 0; all ranks call this together."""
         state = self._states.full_state_dict(self.world)
         if (powersgd := self._powersgd(self.strategy)) is not None:
             state["powersgd"] = powersgd.gather_state()
         return self.engine.gather_state(state)
 
     def _powersgd(self, strategy: Strategy) -> PowerSGD | None:
-        """What compresses gradients with a memory that belongs to the state, with ``--comm-hook powersgd``."""
+        """Return PowerSGD, whose error belongs to the state, with ``--comm-hook powersgd``; else None."""
         if self._run.config.comm_hook != "powersgd":
             return None
         from paceline.parallel.torch_ddp import TorchDDP
@@ -333,5 +333,5 @@ class GroupContext:
 
 
 def _alone(world: World) -> World:
-    """This rank as a world of its own."""
+    """Make a world of this rank alone."""
     return replace(world, rank=0, world_size=1, local_rank=0, local_world_size=1, active=None, subgroup=None)

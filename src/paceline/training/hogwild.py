@@ -84,7 +84,7 @@ class SharedModel:
         world.barrier()
 
     def take(self, limit: int) -> int | None:
-        """The number of the next step; None where ``limit`` steps are taken."""
+        """Take the number of the next step; None if ``limit`` steps are taken."""
         with self._locked():
             taken = int(self._counters[_TAKEN])
             if taken == limit:
@@ -93,7 +93,7 @@ class SharedModel:
         return taken
 
     def applied(self) -> int:
-        """How many updates were made."""
+        """Return the number of updates."""
         return int(self._counters[_APPLIED])
 
     def apply(self) -> int:
@@ -189,7 +189,7 @@ class HogwildEngine(Engine):
 
     @torch.no_grad()
     def _merge_buffers(self, before: list[torch.Tensor], steps: int) -> None:
-        """Every process has buffers of its own between two sync points: take their mean, and add up counters."""
+        """Take the mean of the processes' buffers, which differ between two sync points, and add up counters."""
         world = self._world
         if world.group is None:
             return

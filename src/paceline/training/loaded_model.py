@@ -52,7 +52,7 @@ class EvaluableModel:
     _callback: Callback
 
     def evaluator(self, split: str) -> Evaluator | None:
-        """The evaluator of "val" or "test", or None where the run has no such split; close it.
+        """Build the evaluator of "val" or "test", or None if the run has no such split; the caller closes it.
 
         Raises:
             DataError: the dataset cannot be read.
@@ -67,7 +67,7 @@ class EvaluableModel:
         *,
         module: nn.Module | None = None,
     ) -> dict[str, float]:
-        """The metrics of a split, by name: those that the run itself would record.
+        """Compute the metrics of a split, by name, as the run itself would record them.
 
         Args:
             evaluator: of the split.
@@ -184,7 +184,7 @@ def load_evaluable_model(
 
 
 def make_evaluator(trained: EvaluableModel, split: str) -> Evaluator:
-    """The evaluator of a split that there must be.
+    """Build the evaluator of a required split.
 
     Raises:
         DataError: the run has no such split; the message says which it has.
@@ -219,7 +219,7 @@ def _restore(path: Path, task: Task, module: nn.Module, lora: Lora | None, callb
 
 
 def _alone(run: RunContext, scratch: Path) -> RankInfo:
-    """A group of this process alone; the task's loggers write nothing."""
+    """Make a group of this process alone; the task's loggers write nothing."""
     return RankInfo(
         rank=0,
         world_size=1,

@@ -64,7 +64,7 @@ class LocalSGD(StepHook):
             state.outer.begin()
 
     def after_reduce(self, sums: StepSums) -> StepSums:
-        """This rank's sums with the samples of all, and finite where all ranks can apply the step.
+        """Return this rank's sums with the samples of all ranks, finite if all ranks can apply the step.
 
         With a gradient scaler all of them skip it, or none; that takes a number from each in every step.
         """
@@ -115,7 +115,7 @@ class LocalSGD(StepHook):
 
 
 def tensors_to_average(state: TrainingState) -> list[torch.Tensor]:
-    """What becomes the mean over the ranks: parameters, buffers, and what optimizers keep in tensors.
+    """Return the averaged tensors: parameters, buffers, and the tensors of optimizers.
 
     Whatever their shapes: Adafactor keeps a matrix's rows and columns, NAdam a number.
     """

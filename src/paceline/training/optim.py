@@ -28,7 +28,7 @@ _MOST_NAMES = 6
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern names a parameter: by its own name, or by that of a layer around it."""
+    """Return whether a pattern names a parameter: by its own name, or by that of a layer around it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
@@ -58,7 +58,7 @@ def require_match(option: str, pattern: str, module: nn.Module, others: Iterable
 
 
 def join_names(found: Iterable[str], most: int = _MOST_NAMES) -> str:
-    """Names with commas; of many the first, and how many more there are."""
+    """Join names with commas; of many, name the first and the number of the others."""
     kept = list(found)
     more = len(kept) - most
     return ", ".join(kept[:most]) + (f" and {more} more" if more > 0 else "")
@@ -216,7 +216,7 @@ def _divide(optimizer: Optimizer, group: dict[str, Any], factors: Mapping[int, f
 
 
 def current_lr(group: Mapping[str, Any]) -> Any:
-    """The learning rate with which a group's parameters are updated."""
+    """Return the learning rate of a group's parameters."""
     return group["lr"] * group.get(_KEY, 1.0)
 
 
@@ -285,7 +285,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """A round begins at the model's weights."""
+        """Begin an interval at the model's weights."""
         torch._foreach_copy_(self._base, self._parameters)
 
     @torch.no_grad()
@@ -297,7 +297,7 @@ class OuterOptimizer:
         torch._foreach_copy_(self._parameters, self._base)
 
     def state_dict(self) -> dict[str, Any]:
-        """The momentum."""
+        """Return the momentum."""
         return dict(self._optimizer.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

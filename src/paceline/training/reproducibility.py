@@ -123,12 +123,12 @@ def seed_adapters(seed: int) -> None:
 
 
 def seed_microbatch(seed: int, step: int, microbatch: int) -> None:
-    """Before a micro-batch's forward: dropout is the same whichever rank computes it, and whenever."""
+    """Seed before a micro-batch's forward, so that dropout does not depend on the rank or the time."""
     _seed(derive_key(seed, _MICROBATCH, step, microbatch))
 
 
 def seed_evaluation(seed: int, block: int) -> None:
-    """Before an evaluation batch."""
+    """Seed before an evaluation batch."""
     _seed(derive_key(seed, _EVALUATION, block))
 
 

@@ -73,7 +73,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
 
 
 def resume_config(config: RunConfig, given: Collection[str], recorded: RunConfig) -> RunConfig:
-    """The options of a run that is continued: the recorded ones, and what may change.
+    """Return the options of a continued run: the recorded ones, and the changed ones that may change.
 
     Args:
         config: the options now.

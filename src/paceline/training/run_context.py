@@ -121,13 +121,13 @@ class RunContext:
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """A fresh context of the run's precision."""
+        """Return a new autocast context of the run's precision."""
         if self.config.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, AMP_DTYPES[self.config.precision])
 
     def build_loader(self, *, workers: int | None = None) -> Loader:
-        """The training data.
+        """Build the loader of the training data.
 
         Args:
             workers: processes that read it; by default as the options say.
@@ -160,7 +160,7 @@ class RunContext:
         )
 
     def build_evaluator(self, split: str) -> Evaluator | None:
-        """The evaluator of "val" or "test", or None where the task has no such split.
+        """Build the evaluator of "val" or "test", or None if the task has no such split.
 
         Raises:
             DataError: the dataset cannot be read.
@@ -176,7 +176,7 @@ class RunContext:
         return _EVAL_MICROBATCHES * -(-self.global_batch_size // self.num_microbatches)
 
     def build_eval_batches(self, split: str) -> EvalBatches | None:
-        """What "val" or "test" is evaluated in, or None where the task has no such split.
+        """Build the evaluation batches of "val" or "test", or None if the task has no such split.
 
         Raises:
             DataError: the dataset cannot be read.
@@ -203,7 +203,7 @@ class RunContext:
         )
 
     def build_mesh(self, world: World) -> ParallelDims:
-        """The ranks of ``world``, laid out as the options say; all of them build it together.
+        """Lay out the ranks of ``world`` by the options; all of them call this together.
 
         Raises:
             ConfigError: the options are for another number of ranks.
@@ -211,7 +211,7 @@ class RunContext:
         return ParallelDims(world, self.config.axes(world.world_size))
 
     def build_layout(self, mesh: ParallelDims, rehearsal: ExampleBatchProvider) -> ParameterLayout:
-        """How the model lies on the ranks.
+        """Build the layout of the model on the ranks.
 
         Args:
             mesh: the ranks.
@@ -223,7 +223,7 @@ class RunContext:
         return build_layout(self.config, mesh, self.task, rehearsal)
 
     def build_strategy(self, module: nn.Module, mesh: ParallelDims, shares: tuple[int, ...]) -> Strategy:
-        """The strategy, with the model in it; all ranks build it together.
+        """Build the strategy with the model; all ranks call this together.
 
         Raises:
             ConfigError: it cannot work with so many processes.
@@ -231,7 +231,7 @@ class RunContext:
         return build_strategy(module, mesh, self.config, self.strategy_options(shares))
 
     def strategy_options(self, shares: tuple[int, ...]) -> StrategyOptions:
-        """What every strategy is built with.
+        """Return the common arguments of all strategies.
 
         Args:
             shares: of each rank that has data of its own.
@@ -249,7 +249,7 @@ class RunContext:
         )
 
     def build_monitor(self, world: World, first_step: int) -> Monitor:
-        """What shows and records this rank's progress from a step on."""
+        """Build the monitor, which shows and records this rank's progress from a step on."""
         return Monitor(
             self.directory,
             rank=world.rank,
@@ -283,7 +283,7 @@ class RunContext:
         return [TrackerWriter(name, load_tracker(name)(), tracked, earlier) for name in names]
 
     def build_profiler(self, monitor: Monitor, first_step: int) -> StepProfiler | None:
-        """The profiler that ``--profile`` asks for."""
+        """Build the profiler of ``--profile``."""
         if not self.config.profile:
             return None
         from paceline.runs.profiler import profile_steps

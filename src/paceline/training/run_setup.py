@@ -77,7 +77,7 @@ def setup_run(
     processes: int,
     memory: int | None = None,
 ) -> tuple[RunContext, list[str]]:
-    """The run that was asked for, and what to say aloud when it is created.
+    """Set up the requested run; return it, and lines to print when it is created.
 
     Args:
         request: the requested options and files.
@@ -127,7 +127,7 @@ def setup_run(
 def validate(
     request: RunRequest, manifest: Mapping[str, Any] | None, world_size: int
 ) -> tuple[Task, str, RunConfig, list[str]]:
-    """The task, its name, the options with nothing left open, and what to say aloud about them.
+    """Return the task, its name, the resolved options, and lines to print about them.
 
     Raises:
         UserError: task or options cannot work, or are not those of the run in the directory.
@@ -148,14 +148,14 @@ def create(run: RunContext, run_id: str, parent: PretrainedWeights | None) -> No
 
 
 def load_manifest(directory: RunDirectory) -> dict[str, Any]:
-    """The run's manifest and result, where there are any."""
+    """Read the run's manifest and result, if they exist."""
     if not directory.exists():
         return {"manifest": None, "result": None}
     return {"manifest": directory.read_complete_manifest(), "result": directory.read_result()}
 
 
 def _load_task(request: RunRequest, manifest: Mapping[str, Any] | None) -> tuple[Task, str]:
-    """The task and its name, checked against the run's record."""
+    """Return the task and its name, checked against the run's record."""
     if request.task is not None:
         task, spec = request.task, request.config.task
     else:
@@ -204,7 +204,7 @@ def _configure(
 
 
 def _manifest(config: RunConfig, task: Task, data: DataSetup, device: torch.device) -> dict[str, Any]:
-    """The content of ``run.toml``."""
+    """Return the content of ``run.toml``."""
     order = data.order
     # TOML has no null; the word is turned back where the field may be None.
     fields = {name: "none" if value is None else value for name, value in task_fields(task).items()}

@@ -37,7 +37,7 @@ class SyncSchedule:
     total_steps: int | None
 
     def is_sync_step(self, progress: TrainProgress) -> bool:
-        """Whether the last step was its round's last.
+        """Return whether the last step was the last of its interval.
 
         Args:
             progress: after that step, before or after the epoch's end was counted.
@@ -46,7 +46,7 @@ class SyncSchedule:
         return done % self.every == 0 or done == self.steps_per_epoch or progress.step == self.total_steps
 
     def interval_start(self, progress: TrainProgress) -> int:
-        """After which step the round began that ends at ``progress``."""
+        """Return the step after which the interval began that ends at ``progress``."""
         done = progress.step_in_epoch or self.steps_per_epoch or 0
         return progress.step - (done % self.every or self.every)
 
@@ -93,7 +93,7 @@ class Deadline:
         self._evaluation_s = seconds
 
     def is_due(self, *, save_s: float, evaluates: bool) -> bool:
-        """Whether to stop, for want of time for another step and the save after it.
+        """Return whether the time is too short for another step and the save after it.
 
         Args:
             save_s: how long a save takes.
@@ -130,7 +130,7 @@ class ModelSelector:
             )
 
     def value(self, metrics: Mapping[str, float]) -> float:
-        """The metric that decides the best model.
+        """Return the value of the metric that decides the best model.
 
         Raises:
             ConfigError: the task has no such metric; names those it has.
@@ -193,14 +193,14 @@ class Schedule:
         self._steps_per_epoch = data.steps_per_epoch
 
     def finished(self, progress: TrainProgress) -> bool:
-        """Whether no step is left."""
+        """Return whether no step is left."""
         if progress.stopped_early:
             return True
         total = self._total_steps
         return progress.step >= total if total is not None else progress.epoch >= self._epochs
 
     def epoch_ends(self, progress: TrainProgress) -> bool:
-        """Whether the last step was its epoch's last."""
+        """Return whether the last step was its epoch's last."""
         if progress.step_in_epoch == 0:
             return False
         steps = self._steps_per_epoch
@@ -216,7 +216,7 @@ class Schedule:
         return is_due(every, progress, since) or (self.finished(progress) and every != Interval())
 
     def evaluation_follows(self, progress: TrainProgress, *, more: bool) -> bool:
-        """Whether an evaluation will be due after the step under way.
+        """Return whether an evaluation will be due after the current step.
 
         Args:
             progress: before that step.
@@ -234,7 +234,7 @@ class Schedule:
 
 
 def is_due(every: Interval, progress: TrainProgress, since: int) -> bool:
-    """Whether something that happens ``every`` so many steps or epochs became due after step ``since``."""
+    """Return whether an action with the interval ``every`` became due after step ``since``."""
     if every.steps is not None:
         return progress.step // every.steps > since // every.steps
     return every.epochs is not None and progress.step_in_epoch == 0 and progress.epoch % every.epochs == 0

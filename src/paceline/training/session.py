@@ -163,12 +163,12 @@ class FixedGroup:
         self.announces = world.rank == 0
 
     def load_manifest(self, directory: RunDirectory) -> dict[str, Any]:
-        """The run's manifest and result, as rank 0 sees them."""
+        """Return the run's manifest and result, as rank 0 reads them."""
         found = run_setup.load_manifest(directory) if self._world.rank == 0 else {}
         return dict(self._world.broadcast_object(found))
 
     def memory_per_process(self) -> int:
-        """Bytes that each process may take, the same for all of them."""
+        """Return the bytes that each process may use, the same for all of them."""
         told: list[int] = self._world.all_gather_object(memory_per_process(self.device, self.processes))
         return min(told)
 
@@ -209,11 +209,11 @@ class ElasticGroups:
         self.device, self.processes, self.world_size = torch.device("cpu"), processes, world_size
 
     def load_manifest(self, directory: RunDirectory) -> dict[str, Any]:
-        """The run's manifest and result; this process has met no other one yet."""
+        """Return the run's manifest and result; this process has no group yet."""
         return run_setup.load_manifest(directory)
 
     def memory_per_process(self) -> int:
-        """Bytes that each process of this machine may take."""
+        """Return the bytes that each process of this node may use."""
         return memory_per_process(self.device, self.processes)
 
     def train(self, trainer: Trainer, train_in_group: TrainInGroup) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class ElasticGroups:
     def _train_once(
         self, trainer: Trainer, train_in_group: TrainInGroup, place: Assignment
     ) -> tuple[dict[str, Any] | None, str]:
-        """The run's result, or None and why this process left the group."""
+        """Return the run's result, or None and the reason why this process left the group."""
         result, why = None, "left it as asked, after a step"
         try:
             with open_process_group(place, self._member, device=self.device) as world:

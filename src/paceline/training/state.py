@@ -124,11 +124,11 @@ class TrainingState:
         return self.module if self.ema is None else self.ema.module
 
     def learning_rates(self) -> list[float]:
-        """One a parameter group, over all optimizers."""
+        """Return the learning rate of each parameter group, over all optimizers."""
         return [current_lr(group) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as backward gets it."""
+        """Scale the loss for backward."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def update(self, clip: Callable[[], object] | None, *, finite: bool = True) -> None:

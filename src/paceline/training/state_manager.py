@@ -102,7 +102,7 @@ class StateManager:
 
     @contextmanager
     def mutating(self) -> Iterator[None]:
-        """The state changes in here: it is not valid until the end, nor after an error."""
+        """Mark the state as invalid within the context, and after an error."""
         self.valid = False
         yield
         self.valid = True
@@ -160,15 +160,15 @@ class StateManager:
         self.valid = True
 
     def full_state_dict(self, world: World) -> dict[str, Any]:
-        """The state as one process would have it, on rank 0; all ranks call this together."""
+        """Gather the state in the form of one process, on rank 0; all ranks call this together."""
         return dict(self._layout.full(self.state.state_dict(), keep=world.rank == 0))
 
     def full_model_state_dict(self, world: World) -> dict[str, Any]:
-        """The model's state as one process would have it, on rank 0; all ranks call this together."""
+        """Gather the model's state in the form of one process, on rank 0; all ranks call this together."""
         return dict(self._layout.full(self.state.module.state_dict(), keep=world.rank == 0))
 
     def full_evaluated_weights(self, world: World) -> dict[str, Tensor]:
-        """The evaluated weights by the names of the task's model, on rank 0; all ranks call this."""
+        """Gather the evaluated weights by the names of the task's model, on rank 0; all ranks call this together."""
         whole = self._layout.full(self.state.evaluated_module.state_dict(), keep=world.rank == 0)
         if world.rank != 0:
             return {}

@@ -150,7 +150,7 @@ def run_reported(
 
 
 def _explained(error: Exception, directory: RunDirectory | None) -> Exception:
-    """The same error, or one that says what to do about a disk that takes no more."""
+    """Return the same error, or one with a remedy for a full disk."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
     explained = RunDirectoryError(
@@ -247,7 +247,7 @@ def _open_log(stack: ExitStack, directory: RunDirectory, rank: int, ranks: int, 
 
 
 def _load_task(job: WorkerConfig) -> Task | None:
-    """The job's task, where the job holds its fields; else the run's set-up loads it."""
+    """Return the job's task, if the job holds its fields; otherwise the run's set-up loads it."""
     from paceline.core.task_loading import TaskReference
 
     return None if job.fields is None else TaskReference(job.config.task, job.fields).load()
@@ -331,7 +331,7 @@ def _tell(error: Exception, environment: Environment, directory: RunDirectory | 
 
 
 def _rank_0_says_so(error: Exception, directory: RunDirectory | None) -> bool:
-    """Whether rank 0 failed with the same message; a wrong option fails everywhere at about the same time."""
+    """Return whether rank 0 failed with the same message; a wrong option fails everywhere at about the same time."""
     deadline = time.monotonic() + _SETTLE_S
     while directory is not None and time.monotonic() < deadline:
         told = read_failure(directory.error_of(0))

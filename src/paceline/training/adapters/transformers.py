@@ -145,7 +145,7 @@ class _Perplexity(Callback):
 
 
 def _predicted(model: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
-    """The labels that the model predicts: one that reads from left to right, none for the first token.
+    """Return the labels that the model predicts; a model that reads from left to right predicts no first token.
 
     ``transformers`` itself takes a loss that is not known by the model's class name for a causal one.
     """
@@ -155,7 +155,7 @@ def _predicted(model: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _inside(task: Task, model: nn.Module) -> PreTrainedModel:
-    """The model in what wraps it (``DistributedDataParallel``, ``torch.compile``).
+    """Return the model inside its wrappers (``DistributedDataParallel``, ``torch.compile``).
 
     Raises:
         TaskError: there is none.

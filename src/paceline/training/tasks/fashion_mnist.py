@@ -96,7 +96,7 @@ FILES = {
 
 
 def cache_directory() -> Path:
-    """Where downloads go: ``fashion-mnist`` in ``$PACELINE_DATA``, else in the user's XDG cache."""
+    """Return the directory for downloads: ``fashion-mnist`` in ``$PACELINE_DATA``, else in the user's XDG cache."""
     data = os.environ.get("PACELINE_DATA")
     if data:
         return Path(data).expanduser() / "fashion-mnist"
@@ -188,7 +188,7 @@ def read_idx(path: Path, file: IdxFile) -> torch.Tensor:
 
 
 def _read_split(directory: Path, split: str, problems: list[str]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The split's tensors; None where a file is missing or damaged (then ``problems`` says so)."""
+    """Read the split's tensors; None if a file is missing or damaged, which is added to ``problems``."""
     try:
         images, labels = (read_idx(directory / file.name, file) for file in FILES[split])
     except FileNotFoundError:
@@ -267,7 +267,7 @@ def _save(url: str, path: Path, timeout_s: float = 30.0) -> None:
 
 @contextmanager
 def _progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr where that is a terminal."""
+    """Show a progress bar on stderr if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -318,7 +318,7 @@ class FashionMNIST(Task):
     defaults: ClassVar[Defaults] = Defaults(global_batch_size=128, microbatches=4, epochs=3, best_metric="accuracy:max")
 
     def build_model(self) -> nn.Module:
-        """A ConvNet: images (B, 1, 28, 28) -> logits (B, 10); 29,000 parameters."""
+        """Build a ConvNet: images (B, 1, 28, 28) -> logits (B, 10); 29,000 parameters."""
         return nn.Sequential(
             nn.Conv2d(1, 16, kernel_size=5, padding=2),
             nn.BatchNorm2d(16),
@@ -333,7 +333,7 @@ class FashionMNIST(Task):
         )
 
     def build_dataset(self, split: str) -> TensorDataset | None:
-        """The published splits, "train" (60,000) and "test" (10,000); ``--val-fraction`` carves a "val"."""
+        """Build the published splits, "train" (60,000) and "test" (10,000); ``--val-fraction`` carves a "val"."""
         return TensorDataset(*load_fashion_mnist(split)) if split in FILES else None
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
@@ -373,7 +373,7 @@ class FashionMNIST(Task):
         )
 
     def inference_batch(self, batch: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The images; their labels."""
+        """Return the images, and their labels."""
         images, labels = batch
         return [images], labels
 
@@ -396,7 +396,7 @@ class FashionMNISTMLP(FashionMNIST):
     """784-32-10, so small that the step is nearly all framework: for benchmarks of the framework."""
 
     def build_model(self) -> nn.Module:
-        """An MLP: images (B, 1, 28, 28) -> logits (B, 10); 25,450 parameters."""
+        """Build an MLP: images (B, 1, 28, 28) -> logits (B, 10); 25,450 parameters."""
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
 
 

@@ -51,13 +51,13 @@ def source_files(root: Path) -> list[Path]:
 
 
 def split_of(path: Path) -> str:
-    """The split of a file, by a hash of its relative path: 1/50 "test", 1/50 "val", the rest "train"."""
+    """Return the split of a file, by a hash of its relative path: 1/50 "test", 1/50 "val", the rest "train"."""
     digest = hashlib.sha256(path.as_posix().encode()).digest()
     return _HELD_OUT.get(int.from_bytes(digest[:8], "big") % _PARTS, "train")
 
 
 def load_stdlib_text(split: str, root: Path | None = None) -> torch.Tensor:
-    """The files of a split, one after the other, as bytes.
+    """Return the files of a split, one after the other, as bytes.
 
     Args:
         split: "train", "val" or "test".
@@ -172,7 +172,7 @@ class Transformer(Task):
         return LambdaLR(optimizer, factor)
 
     def sequence_parallel_plan(self, model: nn.Module) -> Mapping[str, ParallelStyle]:
-        """The residual stream and the norms along the sequence, attention and MLP by heads and features."""
+        """Split the residual stream and the norms along the sequence, attention and MLP by heads and features."""
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import (
             ColwiseParallel,
@@ -222,7 +222,7 @@ class Transformer(Task):
         )
 
     def inference_batch(self, batch: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """All bytes of a window but the last; that one."""
+        """Return all bytes of a window but the last, and the last one."""
         (windows,) = batch
         tokens = windows.long()
         return [tokens[:, :-1]], tokens[:, -1]

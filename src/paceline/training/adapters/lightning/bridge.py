@@ -74,7 +74,7 @@ _CALLBACKS = (
 
 
 def refuse_hooks(module: LightningModule) -> None:
-    """Refuse a module that overrides what cannot be kept.
+    """Reject a module that overrides hooks without support.
 
     Raises:
         TaskError: names the hook, and what to use instead.
@@ -109,7 +109,7 @@ def refuse_callbacks(given: list[Any]) -> None:
 
 
 def configure_optimizer(module: pl.LightningModule) -> tuple[Optimizer, list[Any]]:
-    """The module's optimizer, and the ``LRSchedulerConfig`` of each of its schedulers.
+    """Return the module's optimizer, and the ``LRSchedulerConfig`` of each of its schedulers.
 
     Raises:
         TaskError: there is no optimizer, or there are several, or something is misconfigured.
@@ -155,13 +155,13 @@ class Schedulers:
         self.batch_idx = 0
 
     def step(self) -> None:
-        """An optimizer step is done."""
+        """Count an optimizer step."""
         for config in self._configs:
             if config.interval == "step" and (self.batch_idx + 1) % config.frequency == 0:
                 config.scheduler.step()
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """An epoch is over.
+        """Count an epoch.
 
         Raises:
             TaskError: a scheduler waits for a metric that was not logged.
@@ -181,7 +181,7 @@ class Schedulers:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all."""
+        """Return the states of all schedulers."""
         return {"_schedulers": [config.scheduler.state_dict() for config in self._configs]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -242,14 +242,14 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         return bool(self.val_check_interval == 1.0 and self.check_val_every_n_epoch == 1)
 
     def take_place(self, group: RankInfo) -> None:
-        """Be a rank of a group; loggers write on rank 0 only."""
+        """Take over the rank in a group; loggers write on rank 0 only."""
         self._group = group
         self.strategy._root_device = group.device
         self.log_every_n_steps = group.log_every
         rank_zero_only.rank = group.rank
 
     def stand_at(self, *, step: int, epoch: int, batches: int = 0) -> None:
-        """So many steps and epochs are done, and so many of this epoch's batches begun."""
+        """Set the numbers of finished steps and epochs, and of started batches of this epoch."""
         self.steps_done, self.epochs_done = step, epoch
         loop = self.fit_loop.epoch_loop
         loop._batches_that_stepped = step
@@ -257,7 +257,7 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
 
     @contextmanager
     def stage(self, split: str) -> Iterator[None]:
-        """Be evaluating in here."""
+        """Set the trainer's state to evaluation within the context."""
         fn, stage = self.state.fn, self.state.stage
         if split == "test":
             self.state.fn = TrainerFn.TESTING
@@ -369,7 +369,7 @@ _PREFIXES = {"val": "on_validation", "test": "on_test"}
 
 
 class LightningBridge(Callback):
-    """One state's module, from its building on.
+    """Connects the module of one training state with Lightning's trainer.
 
     Args:
         module: the trained module.
@@ -433,7 +433,7 @@ class LightningBridge(Callback):
     # --- the parts
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """What ``configure_optimizers`` returns, its schedulers apart."""
+        """Return the optimizer of ``configure_optimizers``, and its schedulers."""
         optimizer, configs = configure_optimizer(self.module)
         self.schedulers = Schedulers(configs)
         strategy = self.trainer.strategy
@@ -645,7 +645,7 @@ class LightningBridge(Callback):
         self.module.on_load_checkpoint(checkpoint)
 
     def _checkpoint(self) -> dict[str, Any]:
-        """What hooks expect to find; changing it changes nothing, for Paceline saves the model."""
+        """Return a checkpoint for hooks; changes to it have no effect, because Paceline saves the model."""
         return {
             "state_dict": self.module.state_dict(),
             "epoch": self.trainer.epochs_done,
@@ -709,7 +709,7 @@ def _overrides(hook: str, owner: Any) -> bool:
 
 
 def _inside(model: nn.Module) -> pl.LightningModule:
-    """The LightningModule in what wraps it (``DistributedDataParallel``, ``torch.compile``)."""
+    """Return the LightningModule inside its wrappers (``DistributedDataParallel``, ``torch.compile``)."""
     return next(part for part in model.modules() if isinstance(part, pl.LightningModule))
 
 

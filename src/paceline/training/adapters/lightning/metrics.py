@@ -60,7 +60,7 @@ class StepLog:
     def reduce(
         self, gather: Callable[[Any], list[Any]], *, due: bool, first: bool
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """The step's means by name, and those of them that loggers write; all ranks call it together.
+        """Return the step's means by name, and those of them for the loggers; all ranks call this together.
 
         Nothing but the epoch's sums is kept of the step.
 
@@ -107,13 +107,13 @@ class StepLog:
         return means, {name: mean for name, mean in means.items() if self._to_logger[name]}
 
     def end_epoch(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The epoch's means by name, and those of them that loggers write; the next epoch begins."""
+        """Return the epoch's means by name, and those of them for the loggers; begin the next epoch."""
         means = {name: _mean(totals) for name, totals in self._epoch.items() if totals[1]}
         self._epoch = {name: [[], []] for name in self._epoch}
         return means, {name: mean for name, mean in means.items() if self._to_logger.get(name, True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch's sums so far."""
+        """Return the epoch's sums so far."""
         return {"epoch": {name: [list(part) for part in totals] for name, totals in self._epoch.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ def _mean(totals: list[list[float]]) -> float:
 
 
 def checked(name: str, value: Any) -> Any:
-    """A value that ``self.log`` may be given: a number, or a tensor of one.
+    """Check a value of ``self.log``: a number, or a tensor of one.
 
     Raises:
         TaskError: it is something else.
@@ -172,7 +172,7 @@ _SUFFIX = " (torchmetrics)"
 
 
 class MetricRecorder:
-    """Stands between a module's metrics and what calls them.
+    """Stands between a module's metrics and their callers.
 
     In a step, a metric gets that batch alone and computes its value. In an evaluation, its arguments are kept too;
     Paceline sends them to all ranks, and then updates the metric itself with all of them.
@@ -209,7 +209,7 @@ class MetricRecorder:
             tap.begin()
 
     def end_batch(self) -> dict[str, Any]:
-        """What the metrics were given in the batch, as the task's ``metrics`` returns it."""
+        """Return the arguments of the metrics in the batch, in the form of the task's ``metrics``."""
         calls = {}
         for path, tap in self._taps.items():
             tap.in_batch = False
@@ -218,15 +218,15 @@ class MetricRecorder:
         return calls
 
     def path_of(self, metric: Metric) -> str | None:
-        """Where a metric is, or None if it is not the module's."""
+        """Return a metric's path, or None if it is not the module's."""
         return next((path for path, tap in self._taps.items() if tap.metric is metric), None)
 
     def batch_value(self, path: str) -> Any:
-        """What a metric computes of the batch alone."""
+        """Return a metric's value for the batch alone."""
         return self._taps[path].scratch.compute()
 
     def replay(self, path: str) -> _RecordedMetric:
-        """What takes in a whole split."""
+        """Return the object that collects a whole split."""
         return self._taps[path]
 
 
@@ -242,7 +242,7 @@ class Replayed:
         self._taps, self._path = taps, path
 
     def to(self, device: Any) -> Replayed:
-        """It is moved with its module."""
+        """Do nothing: the metric moves with its module."""
         return self
 
     def modules(self) -> list[nn.Module]:
@@ -258,18 +258,18 @@ class Replayed:
         self._taps().replay(self._path).update(calls)
 
     def compute(self) -> torch.Tensor:
-        """The metric, if it is one number; else, and where it was given nothing, NaN."""
+        """Return the metric, if it is one number; otherwise, and without any update, NaN."""
         number: torch.Tensor = self._taps().replay(self._path).number()
         return number
 
 
 def replay_metrics(taps: Any) -> dict[str, Replayed]:
-    """What the task's ``build_metrics`` returns."""
+    """Return the metrics for the task's ``build_metrics``."""
     return {path + _SUFFIX: Replayed(taps, path) for path in taps().paths}
 
 
 def named(metrics: Mapping[str, float], aliases: Mapping[str, str]) -> dict[str, float]:
-    """The metrics under the names that they were logged by; those that were not logged are left out."""
+    """Return the logged metrics under the names of their logging calls."""
     logged = {name: metrics[path + _SUFFIX] for name, path in aliases.items() if path + _SUFFIX in metrics}
     return {name: value for name, value in metrics.items() if not name.endswith(_SUFFIX)} | logged
 

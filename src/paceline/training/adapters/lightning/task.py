@@ -65,7 +65,7 @@ class LoadedData:
         self._datasets: dict[str, Any] = {"train": train.dataset}
 
     def dataset(self, split: str) -> Any:
-        """The dataset of a split, or None where there is none."""
+        """Return the dataset of a split, or None if it has none."""
         if split not in self._datasets:
             loader = self._loader(split)
             if loader is not None and loader.collate_fn != self.collate:
@@ -124,7 +124,7 @@ def _check(loader: DataLoader[Any], where: str) -> None:
 
 @contextmanager
 def _one_at_a_time(kind: type) -> Iterator[None]:
-    """One process of this machine after another, so that none downloads what another is downloading.
+    """Let the processes of this node enter one after another, so that only one downloads the data.
 
     The lock is on the file of the class, which all of them have and none has to remove.
     """
@@ -334,7 +334,7 @@ def task(
 
 
 def _arguments(kind: type[Any]) -> dict[str, tuple[Any, Any]]:
-    """Those arguments of ``__init__`` that a field can hold: name -> type and default."""
+    """Return the arguments of ``__init__`` that a field can hold: name -> type and default."""
     found = {}
     for parameter in inspect.signature(kind, eval_str=True).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
