@@ -136,7 +136,7 @@ def _sizes(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _run_here(configs: Mapping[int, RunConfig]) -> dict[int, int]:
-    """One after another: they would share the machine."""
+    """Run the sizes one after another, because they would share the machine."""
     from paceline.core.job import WorkerConfig
     from paceline.launch.local_run import launch
 
@@ -183,7 +183,7 @@ def _rendered(
 
 
 def _run_as_jobs(launcher: Launcher, rendered: Mapping[int, RenderedJob]) -> dict[int, int]:
-    """All are in the queue at once; where a job ends with its command, one after another."""
+    """Submit all sizes at once; if a job ends with its command, one after another."""
     from paceline.launch.submit import submit
 
     jobs: dict[int, tuple[JobRecord, JobHandle]] = {}

@@ -20,7 +20,7 @@ _SHORTEST_BEARER_TOKEN = 16
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this node's own; a name other than localhost is not."""
+    """Return whether an address is this node's own; a name other than localhost is not."""
     if host == "localhost":
         return True
     try:
@@ -108,7 +108,7 @@ def _check_private(path: Path, status: os.stat_result) -> None:
 
 
 def read_bearer_token(path: Path) -> str:
-    """The token of an HTTP client, of any letters, in a file that only its owner may read.
+    """Read the token of an HTTP client, of any letters, from a file that only its owner may read.
 
     Raises:
         ConfigError: others may read it, or it holds no token.

@@ -98,7 +98,7 @@ class ForkServer:
         return self._popen.pid
 
     def fileno(self) -> int:
-        """The descriptor that reports come through, for a selector."""
+        """Return the descriptor of the reports, for a selector."""
         return self._socket.fileno()
 
     def fork(self, number: int, descriptors: Sequence[int], **arguments: Any) -> None:
@@ -275,7 +275,7 @@ def redirect_output(descriptor: int) -> None:
 def run_fork_server(
     descriptor: int, preload: Callable[[], None], prepare: PrepareChild, *, kill_groups: bool = True
 ) -> int:
-    """Be a fork server, or in a forked child run what was asked for; return the exit code.
+    """Run a fork server, or in a forked child the requested function; return the exit code.
 
     Args:
         descriptor: this end of the socket pair.

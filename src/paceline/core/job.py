@@ -42,7 +42,7 @@ class WorkerConfig:
     trial_scheduler: str | None = None
 
     def to_toml(self) -> str:
-        """The job as text."""
+        """Return the job as text."""
         document: dict[str, Any] = {"quiet": self.quiet, "supervised": self.supervised}
         if self.world_size is not None:
             document["world_size"] = self.world_size

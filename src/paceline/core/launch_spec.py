@@ -135,7 +135,7 @@ class LaunchSpec:
         check_node_rank(self.node_rank, most)
 
     def processes_on(self, node_rank: int) -> int:
-        """How many processes a machine starts."""
+        """Return the number of processes that a node starts."""
         return self.nproc[node_rank] if len(self.nproc) > 1 else self.nproc[0]
 
     @property
@@ -189,7 +189,7 @@ def check_node_rank(node_rank: int | None, nodes: int) -> None:
 
 
 def split_python(command: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The interpreter, and the script or ``-m`` module with its arguments; ("", command) for anything else.
+    """Split off the interpreter of a script or ``-m`` module with its arguments; ("", command) for anything else.
 
     Also for an interpreter with options of its own, such as ``-u`` or ``-c``: torchrun knows none but ``-m``.
     """
@@ -238,5 +238,5 @@ class Command:
         return f"{text} <<'{end}'\n{self.stdin}{end}\n"
 
     def to_json(self) -> Mapping[str, object]:
-        """What ``--dry-run --json`` prints of it."""
+        """Return the document of ``--dry-run --json``."""
         return {"title": self.title, "argv": self.argv, "env": self.env, "stdin": self.stdin}

@@ -338,7 +338,7 @@ class ServerOptions(MemoryOptions):
             )
 
     def servers_of(self, world_size: int) -> int:
-        """How many of so many ranks are servers.
+        """Return the number of servers among this number of ranks.
 
         Raises:
             ConfigError: no rank is left to be a worker.

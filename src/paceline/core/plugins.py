@@ -105,7 +105,7 @@ class Plugin:
 
 @functools.cache
 def find_plugins() -> tuple[Plugin, ...]:
-    """All that other distributions register, in the order of their names; imports none of it."""
+    """Return the plug-ins of other distributions, in the order of their names, without importing them."""
     # Not at the top: the import takes 50 ms and the search 20, which no command with names of ours alone waits for.
     from importlib.metadata import entry_points
 
@@ -120,7 +120,7 @@ def find_plugins() -> tuple[Plugin, ...]:
 
 
 def plugin_names(group: Group) -> tuple[str, ...]:
-    """The names that other distributions add to ours."""
+    """Return the names that other distributions add to ours."""
     return tuple(dict.fromkeys(each.name for each in find_plugins() if each.group == group and not each.is_hidden))
 
 
@@ -130,7 +130,7 @@ def all_names(group: Group) -> tuple[str, ...]:
 
 
 def find_plugin(group: Group, name: str) -> Plugin | None:
-    """The plug-in of this name; None where no distribution registers it, or it is one of ours.
+    """Return the plug-in of this name; None if no distribution registers it, or it is one of ours.
 
     Raises:
         ConfigError: it is registered twice.
@@ -145,7 +145,7 @@ def find_plugin(group: Group, name: str) -> Plugin | None:
 
 
 def load(group: Group, name: str, requirement: str, is_met: Callable[[Any], bool]) -> Any:
-    """The class that a name stands for.
+    """Return the class of a name.
 
     Args:
         group: the group to search.
@@ -173,6 +173,6 @@ def load(group: Group, name: str, requirement: str, is_met: Callable[[Any], bool
 
 
 def import_object(place: str) -> Any:
-    """What ``module:name`` names."""
+    """Import the object of ``module:name``."""
     module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -119,7 +119,7 @@ def _total(values: Floats) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """By nearest rank, so that it is a value that occurred; None of none."""
+    """Return a percentile by nearest rank, which is one of the values; None without values."""
     return float(np.percentile(values, percent, method="inverted_cdf")) if len(values) else None
 
 

@@ -710,7 +710,7 @@ class SingleNodeController:
         self.leader.settle()
 
     def close(self) -> None:
-        """There are no links."""
+        """Do nothing: there are no links."""
 
     # Requests of the agent.
 
@@ -743,11 +743,11 @@ class SingleNodeController:
     # Reports of the node.
 
     def said(self, worker: int, message: Said) -> None:
-        """A worker sent something."""
+        """Handle a message of a worker."""
         self.leader.said(worker, message)
 
     def ended(self, end: Ended) -> None:
-        """A worker's process has ended."""
+        """Handle the end of a worker's process."""
         self.leader.ended(end)
 
     # Queries of the leader before it forms a group of workers.

@@ -71,10 +71,10 @@ class NodeEvents(Protocol):
     """Receives the events of workers."""
 
     def said(self, worker: int, message: Said) -> None:
-        """A worker sent a message."""
+        """Handle a message of a worker."""
 
     def ended(self, end: Ended) -> None:
-        """A worker's process has ended."""
+        """Handle the end of a worker's process."""
 
 
 class NodeCommands(Protocol):

@@ -34,7 +34,7 @@ class StoreHost:
             fork_server.fork(STORE_HOST, [theirs.fileno()])
 
     def fileno(self) -> int:
-        """The descriptor that reads an end of file when the host has ended, for a selector."""
+        """Return the descriptor that reads an end of file when the host has ended, for a selector."""
         return self._socket.fileno()
 
     def open(self, generation: int, address: str) -> int:
@@ -50,7 +50,7 @@ class StoreHost:
         return self._patience_ends if self._owed and self._pidfd is not None else math.inf
 
     def runs(self, pidfd: int) -> None:
-        """It was forked; ``pidfd`` is its own now."""
+        """Record that it was forked; takes over ``pidfd``."""
         self._pidfd = pidfd
         self._patience_ends = time.monotonic() + _SERVED_S
 

@@ -70,7 +70,7 @@ class HorovodLauncher(ForegroundLauncher):
     def resolve_sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: HorovodOptions | None
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-        """All hosts, with as many processes as their slots."""
+        """Set the job's nodes to all hosts, with as many processes as their slots."""
         return resolve_sizes(options.hosts if options is not None else None, nodes, nproc)
 
     def render(self, spec: LaunchSpec, options: HorovodOptions | None = None) -> RenderedJob:
@@ -131,7 +131,7 @@ class HorovodJob(ForegroundJob):
 
 
 def _rendered_mpi(spec: LaunchSpec, options: HorovodOptions) -> RenderedMpi:
-    """The mpirun command that horovodrun would become, without a shell in between that is deaf to signals."""
+    """Return the mpirun command that horovodrun would run, without its shell, which ignores signals."""
     if options.horovod_args is not None:
         raise ConfigError(
             "--horovod-args are for horovodrun, but --controller mpi starts mpirun. Use --on mpi --mpi-args."
@@ -204,7 +204,7 @@ class HorovodBuild:
 
 
 def check_build(python: str = sys.executable) -> HorovodBuild:
-    """What ``horovodrun --check-build`` says.
+    """Parse the output of ``horovodrun --check-build``.
 
     Args:
         python: the interpreter of the environment that is asked.

@@ -44,7 +44,7 @@ class Host:
 
 
 def read_hosts(text: str, option: str = "--hosts") -> tuple[Host, ...]:
-    """The machines of ``a:2,b:2``, or of the file of that name.
+    """Read the machines of ``a:2,b:2``, or of the file of that name.
 
     A file has one machine per line: ``node0``, ``node0:2`` or ``node0 slots=2``, as Open MPI writes it, also with
     ``address=10.0.0.5`` if other machines cannot resolve ssh's name for it; ``#`` begins a comment.
@@ -207,7 +207,7 @@ class JobHandle(ABC):
 
     @abstractmethod
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """What its processes print, line by line without line ends; with ``follow`` until the job ends."""
+        """Yield the output of its processes, line by line without line ends; with ``follow`` until the job ends."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -273,7 +273,7 @@ class Launcher(ABC):
     def resolve_sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: Any
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-        """The machines, and the processes on each, where the launcher's own options say so too.
+        """Return the numbers of nodes, and of processes on each, also from the launcher's own options.
 
         Raises:
             ConfigError: they say something else than ``--nodes`` and ``--nproc``.
@@ -281,7 +281,7 @@ class Launcher(ABC):
         return nodes, nproc
 
     def remote_path(self, path: str, options: Any) -> str:
-        """Where the machines find a script, a program or a task's file, from where the job runs.
+        """Return the path of a script, a program or a task's file on the nodes, from the job's working directory.
 
         Args:
             path: as the user gives it: from this directory, or from the one that the machines get a copy of.
@@ -295,7 +295,7 @@ class Launcher(ABC):
         return path
 
     def common_directory(self, spec: LaunchSpec, options: Any) -> Path | None:
-        """Where a job's machines leave each other what is said before it; None: the only one needs none.
+        """Return the directory for messages of a job's nodes before its start; None for a single node.
 
         Raises:
             ConfigError: several nodes have no directory that all of them can write.
@@ -323,7 +323,7 @@ class Launcher(ABC):
 
 
 def get_launcher(name: str) -> Launcher:
-    """The launcher of that name; its module is imported now, the system's own library is not.
+    """Return the launcher of that name; imports its module, but not the system's own library.
 
     Raises:
         ConfigError: there is none, and the message lists those there are; or it is a plug-in that cannot be used.
@@ -332,7 +332,7 @@ def get_launcher(name: str) -> Launcher:
 
 
 def make_launcher(name: str, places: Mapping[str, str]) -> object:
-    """A launcher of the class that ``places`` says, as ``module:Class``, for its name.
+    """Return a launcher of the class that ``places`` has, as ``module:Class``, for its name.
 
     Raises:
         ConfigError: it says none; the message lists those there are.

@@ -82,7 +82,7 @@ class LocalLauncher(ForegroundLauncher):
         """
 
     def _place(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
-        """The job with this node's place in it."""
+        """Return the job with this node's place in it."""
         least, most = spec.nodes
         place: RendezvousOptions | LaunchSpec = options or spec
         if most > least and self.name != "torchrun" and spec.recover == "none":
@@ -106,7 +106,7 @@ class LocalLauncher(ForegroundLauncher):
 
 
 def _command(spec: LaunchSpec) -> tuple[str, ...]:
-    """The command of each process; a task has no placeholders."""
+    """Return the command of each process; a task has no placeholders."""
     if spec.is_task or not has_placeholders(spec.command):
         return spec.command
     endpoint = spec.rdzv_endpoint
@@ -117,12 +117,12 @@ def _command(spec: LaunchSpec) -> tuple[str, ...]:
 
 
 def _variables(spec: LaunchSpec) -> dict[str, str]:
-    """What the job sets in each process; a task's worker reads ``--interface`` from its own configuration."""
+    """Return the variables of each process; a task's worker reads ``--interface`` from its own configuration."""
     return {**({} if spec.is_task else interface_variables(spec.interface)), **spec.env}
 
 
 def bound_loopback_socket(port: int = 0) -> socket.socket:
-    """A TCP socket bound to ``port`` on loopback (0: a free one), not listening yet."""
+    """Return a TCP socket bound to ``port`` on loopback (0: a free one), not listening yet."""
     bound = socket.socket()
     # With this, a script's own TCPStore can still listen on the port that the socket reserves for it.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -204,7 +204,7 @@ class InProcessJob:
 
     @contextmanager
     def _started_with(self, arguments: tuple[str, ...], imports_from: str) -> Iterator[None]:
-        """What Python gives to what it is started with: arguments, and where it imports from first."""
+        """Set the arguments and the first import path as Python does for a program."""
         before = sys.argv
         sys.argv = list(arguments)
         sys.path.insert(0, imports_from)
@@ -235,7 +235,7 @@ class Torchrun(LocalLauncher):
     env_styles = ("torch",)
 
     def _place(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
-        """The same; a script's ``--max-restarts`` are torchrun's."""
+        """Return the job with this node's place; a script's ``--max-restarts`` are torchrun's."""
         spec = super()._place(spec, options)
         if isinstance(options, TorchrunOptions):
             if options.rdzv_backend not in ("c10d", "static"):
@@ -278,7 +278,7 @@ class Torchrun(LocalLauncher):
 
 
 def _meeting(spec: LaunchSpec, backend: str) -> list[str]:
-    """How the agents of the machines find each other."""
+    """Return torchrun's options for the rendezvous of the agents."""
     least, most = spec.nodes
     if most == 1:
         if spec.master_port is None:
@@ -308,7 +308,7 @@ def _meeting(spec: LaunchSpec, backend: str) -> list[str]:
 
 
 def _verdict(directory: RunDirectory, began: float) -> str:
-    """Where the workers stood when the last of torchrun's restarts failed; "" where there was none."""
+    """Describe the workers' progress when the last of torchrun's restarts failed; "" without a restart."""
     events = directory.read_events()
     starts = [event["step"] for event in events if event["event"] == "started" and event["time"] >= began]
     if len(starts) < 2:
@@ -340,12 +340,12 @@ _LOST_S = 60.0
 
 
 def role_serves(rank: int, roles: Sequence[str]) -> bool:
-    """Whether a rank only serves others, and never ends by itself."""
+    """Return whether a rank only serves others, and never ends by itself."""
     return bool(roles) and (roles[rank] == "ps" or (roles[rank] == "worker" and {"ps", "chief"} <= set(roles)))
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row.
+    """Return the first of ``count`` consecutive free ports.
 
     Raises:
         LaunchError: there are none.
@@ -512,7 +512,7 @@ def _forkserver(spec: LaunchSpec) -> Command:
 
 
 def free_master_port(env_style: EnvStyle, nproc: int) -> int:
-    """A free port here, or the first of ``nproc`` in a row: TensorFlow's processes each listen on one."""
+    """Return a free port, or the first of ``nproc`` consecutive ones: TensorFlow's processes each listen on one."""
     if env_style == "tensorflow":
         return free_ports(nproc)
     with bound_loopback_socket() as bound:

@@ -36,7 +36,7 @@ _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 def prepare_local_run(
     job: WorkerConfig, *, joins: bool = False
 ) -> tuple[Launcher, RenderedJob, WorkerConfig, RunDirectory]:
-    """The launcher, what would run, the job with nothing left open, and the run's directory.
+    """Return the launcher, the rendered commands, the resolved job, and the run's directory.
 
     Nothing is touched.
 
@@ -165,7 +165,7 @@ def require_recovery(config: RunConfig, environment: Environment) -> None:
 
 
 def _recovery(job: WorkerConfig, name: str, directory: RunDirectory) -> Recovery:
-    """What happens when a worker dies.
+    """Return the response to the death of a worker.
 
     Raises:
         ConfigError: something was asked for that cannot be.
@@ -203,7 +203,7 @@ def _recovery(job: WorkerConfig, name: str, directory: RunDirectory) -> Recovery
 
 
 def _job_file(config: RunConfig, directory: RunDirectory, *, unnumbered: bool) -> Path:
-    """The job's file; each machine has its own."""
+    """Return the path of the job's file; each node has its own."""
     if config.node_rank is None and unnumbered:
         return directory.path / f"job-{socket.gethostname()}-{os.getpid()}.toml"
     return directory.path / (f"job-{config.node_rank}.toml" if config.node_rank else "job.toml")
@@ -222,7 +222,7 @@ def _processes_here(config: RunConfig, counts: tuple[int, ...]) -> int:
 
 
 def _task_code(job: WorkerConfig) -> str:
-    """A digest of what the task computes: machines that differ in it must not meet."""
+    """Return a digest of the task's code and options: nodes that differ in it must not join."""
     spec = job.config.task
     file = Path(spec.rpartition(":")[0])
     code = file.read_bytes() if file.suffix == ".py" and file.is_file() else spec.encode()
@@ -231,7 +231,7 @@ def _task_code(job: WorkerConfig) -> str:
 
 
 def available_processes(config: RunConfig) -> int:
-    """What ``--nproc auto`` means here: one process a GPU, else one a core; one alone for dp."""
+    """Resolve ``--nproc auto``: one process per GPU, else one per core; one alone for dp."""
     if "dp" in config.strategies:
         return 1
     gpus = _visible_gpus() if config.device != "cpu" else 0
@@ -239,7 +239,7 @@ def available_processes(config: RunConfig) -> int:
 
 
 def _visible_gpus() -> int:
-    """The number of NVIDIA GPUs, without importing torch."""
+    """Count the NVIDIA GPUs, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])

@@ -36,7 +36,7 @@ from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankSt
 def resolve_sizes(
     hosts: str | None, nodes: tuple[int, int], nproc: tuple[int, ...] | None
 ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-    """The machines and their processes, as ``--hosts`` says, where it is given.
+    """Return the numbers of nodes and processes, from ``--hosts`` if it is given.
 
     Raises:
         ConfigError: it contradicts ``--nodes`` or ``--nproc``, or names no machine.
@@ -63,7 +63,7 @@ def place_on_hosts(spec: LaunchSpec, hosts: tuple[Host, ...]) -> LaunchSpec:
 
 
 def command_of_a_rank(spec: LaunchSpec, hosts: tuple[Host, ...] = ()) -> tuple[str, ...]:
-    """What is started for each rank: the command itself where the library tells it all that it asks.
+    """Return the command of each rank: the job's own if the library gives it all variables.
 
     Args:
         spec: the job, with its machines.
@@ -79,7 +79,7 @@ def command_of_a_rank(spec: LaunchSpec, hosts: tuple[Host, ...] = ()) -> tuple[s
 
 
 def variables(spec: LaunchSpec) -> dict[str, str]:
-    """What is added to the environment of every rank."""
+    """Return the additional variables of every rank."""
     threads = {} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}
     return {**threads, **interface_variables(spec.interface), **spec.env}
 
@@ -138,7 +138,7 @@ class MpiLauncher(ForegroundLauncher):
     def resolve_sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: MpiOptions | None
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-        """All hosts, with as many processes as their slots."""
+        """Set the job's nodes to all hosts, with as many processes as their slots."""
         return resolve_sizes(options.hosts if options is not None else None, nodes, nproc)
 
     def render(self, spec: LaunchSpec, options: MpiOptions | None = None) -> RenderedMpi:
@@ -171,7 +171,7 @@ class MpiLauncher(ForegroundLauncher):
 
 
 def mpirun_in_allocation(spec: LaunchSpec, nodes: int, each: int) -> tuple[str, ...]:
-    """The mpirun command in the script of a cluster's job, where it finds the machines by itself.
+    """Return the mpirun command for the script of a cluster's job, where it finds the nodes by itself.
 
     Args:
         spec: the job.
@@ -242,7 +242,7 @@ def find_mpirun(wanted: str = "auto") -> tuple[Mpi, str]:
 
 
 def _whose(program: Path) -> Mpi:
-    """Whose mpirun a file is, by what it is a link to, or else by its neighbours."""
+    """Return the MPI implementation of an mpirun, by the target of its link, or else by its neighbours."""
     name = program.resolve().name
     if "hydra" in name or "mpich" in name:
         return "mpich"

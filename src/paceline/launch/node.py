@@ -37,7 +37,7 @@ _NAME_TIMEOUT_S = 300.0
 
 
 def node_command(spec: LaunchSpec) -> tuple[str, ...]:
-    """The command that a launcher starts on each machine of a job."""
+    """Return the command that a launcher starts on each node of a job."""
     if spec.rank_launcher == "ray":
         return ray_node_command(spec)
     least, most = spec.nodes
@@ -144,7 +144,7 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
 
 
 def _run_of(command: Sequence[str]) -> str:
-    """The run's directory, in the command of a task."""
+    """Return the run's directory from the command of a task."""
     return command[command.index("--run-dir") + 1]
 
 

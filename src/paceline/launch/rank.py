@@ -44,7 +44,7 @@ def env_style_variables(
     counts: Sequence[int] = (),
     roles: Sequence[str] = (),
 ) -> dict[str, str]:
-    """The variables of one process.
+    """Return the variables of one process.
 
     Args:
         env_style: which framework reads them.
@@ -110,7 +110,7 @@ def _tf_config(place: Environment, hosts: Sequence[str], counts: Sequence[int], 
 
 
 def parse_roles(text: str, world_size: int) -> tuple[str, ...]:
-    """What each rank is, of ``chief=1,worker=2,ps=1``: in that order.
+    """Parse ``chief=1,worker=2,ps=1`` into the role of each rank, in that order.
 
     Raises:
         ConfigError: a role is unknown, or their numbers do not add up.
@@ -135,14 +135,14 @@ _PLACEHOLDERS = ("{master_addr}", "{master_port}", "{node_rank}", "{nnodes}")
 
 
 def has_placeholders(command: Sequence[str]) -> bool:
-    """Whether :func:`expand_placeholders` would change the command."""
+    """Return whether :func:`expand_placeholders` would change the command."""
     return any(placeholder in word for word in command for placeholder in _PLACEHOLDERS)
 
 
 def expand_placeholders(
     command: Sequence[str], *, master_addr: str, master_port: int, node_rank: int, nodes: int
 ) -> tuple[str, ...]:
-    """The command with ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` replaced.
+    """Return the command with ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` replaced.
 
     Other braces stay as they are, so that JSON can be an argument.
     """
@@ -156,7 +156,7 @@ def expand_placeholders(
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:
-    """What tells gloo, NCCL and UCX which network interface to use."""
+    """Return the variables that select the network interface of gloo, NCCL and UCX."""
     if interface is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "UCX_NET_DEVICES": interface}
@@ -173,7 +173,7 @@ MASTER_ADDR is set by the script of a Slurm job, in which mpirun finds its machi
 
 
 def rank_command(spec: LaunchSpec, master_addr: str | None = None) -> tuple[str, ...]:
-    """The command that a launcher starts for each rank of a job.
+    """Return the command that a launcher starts for each rank of a job.
 
     Args:
         spec: the job.

@@ -110,7 +110,7 @@ class NodeActor:
         self._code: int | None = None
 
     def address(self) -> tuple[str, str]:
-        """The name of this machine, and its address in the cluster."""
+        """Return the name of this node, and its address in the cluster."""
         import ray
 
         return os.uname().nodename, ray.util.get_node_ip_address()
@@ -136,7 +136,7 @@ class NodeActor:
         started.result()
 
     def read(self, timeout_s: float) -> tuple[list[tuple[int, bytes]], int | None]:
-        """What was printed since the last call: (1 or 2, line) for stdout or stderr.
+        """Return the output since the last call: (1 or 2, line) for stdout or stderr.
 
         Args:
             timeout_s: how long to wait for a line.
@@ -214,7 +214,7 @@ class NodeActor:
 
 
 def own_variables() -> dict[str, str]:
-    """This process's variables, without the number of threads that Ray gives each actor: it decides bits."""
+    """Return this process's variables, without Ray's number of threads for each actor, which decides bits."""
     variables = dict(os.environ)
     try:
         parents = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
@@ -316,7 +316,7 @@ class RayJobController:
             ) from error
 
     def _reserve(self) -> Any:
-        """A placement group with a bundle for each machine; waits until the cluster has room."""
+        """Make a placement group with a bundle for each node; waits until the cluster has room."""
         ray, job = self._ray, self._job
         resources = ray.cluster_resources()
         gpus = job.gpus
@@ -433,7 +433,7 @@ class RayJobController:
             self._send(signal.SIGTERM)
 
     def _lose(self, place: _RankPlace, why: str) -> None:
-        """A machine is gone: let another one take its place, where the job can take one in."""
+        """Replace a lost node, if the job can accept another one."""
         where = f"machine {place.rank} ({place.host or 'not placed yet'}) was lost: {why}."
         if self._job.recovers and any(other.code == 0 for other in self._ended):
             place.replaced, place.code, place.pending = True, 0, None  # the run had ended before
@@ -485,7 +485,7 @@ class RayJobController:
                 ray.util.remove_placement_group(self._group)
 
     def _conclude(self) -> int:
-        """The first failure's exit code; of a job that outlives machines, that of the last one to end."""
+        """Return the first failure's exit code; for a job that outlives nodes, that of the last one to end."""
         codes = [place.code or 0 for place in self._ended]
         own = [place.code or 0 for place in self._ended if not place.replaced]
         if self._asked is not None and any(codes):
@@ -549,7 +549,7 @@ class Ray(ForegroundLauncher):
         return ForegroundJob(SupervisedJob(rendered.commands, starter=starter), rendered.spec.directory)
 
     def _program(self, spec: LaunchSpec, options: RayOptions, address: str | None) -> RenderedJob:
-        """A program that is started once, here, and gives the cluster its work by itself."""
+        """Render a program that starts once, here, and gives the cluster its work by itself."""
         if spec.nodes != (1, 1):
             raise ConfigError(
                 f"--nodes {spec.nodes[0]}: a program that uses Ray starts once. Use --rank-launcher torchrun to "
@@ -573,7 +573,7 @@ class Ray(ForegroundLauncher):
         return RenderedJob(spec=spec, options=options, commands=(command,))
 
     def _machines(self, spec: LaunchSpec, options: RayOptions, address: str | None) -> RenderedJob:
-        """A job whose machines are actors."""
+        """Render a job whose nodes are actors."""
         least, most = spec.nodes
         if least != most:
             raise ConfigError(

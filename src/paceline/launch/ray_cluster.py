@@ -25,7 +25,7 @@ _LONGEST_TEMPORARY = 17
 
 
 def import_ray(extra: str = "ray") -> ModuleType:
-    """The library.
+    """Import the library.
 
     Args:
         extra: Paceline's extra that installs the needed part of it.
@@ -89,7 +89,7 @@ def require_answer(address: str, option: str) -> None:
 
 @contextmanager
 def own_cluster(extra: str) -> Iterator[ModuleType]:
-    """A cluster of this process's own, on loopback, behind a token; nothing is left of it afterwards.
+    """Run a cluster of this process's own, on loopback, with a token; nothing is left of it afterwards.
 
     Its processes end with this one, also if this one is killed. Yields the library, which must not have been
     imported before: it reads the token's variables then, and once.

@@ -50,7 +50,7 @@ _GRACE_S = 5.0  # shorter than that of this process's supervisor
 
 
 def ray_node_command(spec: LaunchSpec) -> tuple[str, ...]:
-    """The command that a launcher starts on each machine for ``--rank-launcher ray``.
+    """Return the command that a launcher starts on each node for ``--rank-launcher ray``.
 
     Raises:
         ConfigError: the job asks for processes, which a program that uses Ray starts by itself.
@@ -92,7 +92,7 @@ def cluster_command(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be the cluster's head, or one of its machines; return the exit code."""
+    """Run the cluster's head, or one of its nodes; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.ray_node", description=__doc__)
     parser.add_argument("--directory", type=Path, required=True, help="the job's; its machines share it")
     parser.add_argument("--cpus", type=int, help="that Ray may give away here; default: the job's")
@@ -203,7 +203,7 @@ def _head(here: _RayNode, command: Sequence[str]) -> int:
 
 
 def _address(here: _RayNode, towards: str, port: int = 1) -> str:
-    """This machine's address on the way to another one; its own name may mean loopback."""
+    """Return this node's address on the route to another one; its own name may mean loopback."""
     return interface_address(here.interface) if here.interface else address_towards(towards, port)
 
 
@@ -279,7 +279,7 @@ def _member(here: _RayNode) -> int:
 
 
 def _enter(here: _RayNode) -> tuple[str, socket.socket]:
-    """The cluster's address, and a connection to its head; waits for the head to say where it is."""
+    """Return the cluster's address, and a connection to its head; waits for the head's file."""
     deadline = time.monotonic() + _MEETING_S
     while True:
         # What an earlier head has left there leads nowhere.

@@ -43,7 +43,7 @@ _OPTIONS = {
 
 
 def load_launcher(name: str) -> type[Launcher]:
-    """The class of a launcher, ours or a plug-in's; its module is imported now.
+    """Import the class of a launcher, ours or a plug-in's.
 
     Raises:
         ConfigError: there is none of this name, or it is a plug-in that cannot be used; the message says why.
@@ -71,7 +71,7 @@ def _are_options(found: object) -> bool:
 
 
 def options_type(name: str) -> type | None:
-    """A launcher's own options, a frozen dataclass made of :func:`option`; None where it has none.
+    """Return the class of a launcher's own options, a frozen dataclass made of :func:`option`; None if it has none.
 
     Raises:
         ConfigError: it is neither one of our launchers nor a plug-in, or the plug-in cannot be used.
@@ -83,7 +83,7 @@ def options_type(name: str) -> type | None:
 
 
 def option(help: str, default: Any = None) -> Any:
-    """A field of a launcher's options; its type may be str, int, float, bool or tuple[str, ...]."""
+    """Make a field of a launcher's options; its type may be str, int, float, bool or tuple[str, ...]."""
     return field(default=default, metadata={"help": help})
 
 
@@ -91,7 +91,7 @@ def option(help: str, default: Any = None) -> Any:
 
 
 def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
-    """The launcher's options, of those that were given.
+    """Build the launcher's options from the given ones.
 
     Raises:
         ConfigError: one is not this launcher's; the message names those that are.
@@ -108,24 +108,24 @@ def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
 
 
 def owners_of(text: str) -> str:
-    """A sentence that says which launchers have a flag, with a space after it; empty where none has."""
+    """Return a sentence that names the launchers with a flag, with a space after it; empty if none has it."""
     owners = [name for name in LAUNCHER_NAMES if text in map(flag, option_names(name))]
     return f"{text} is an option of --on {' and '.join(owners)}. " if owners else ""
 
 
 def option_names(name: str) -> tuple[str, ...]:
-    """The names of a launcher's own options."""
+    """Return the names of a launcher's own options."""
     options = options_type(name)
     return tuple(f.name for f in dataclasses.fields(options)) if options else ()
 
 
 def own_flags(name: str) -> str:
-    """A launcher's own options as they are written, with commas."""
+    """Return the flags of a launcher's own options, joined with commas."""
     return ", ".join(map(flag, option_names(name))) or "no options of its own"
 
 
 def option_types(options_type: type) -> dict[str, Any]:
-    """The type of each option, without None."""
+    """Return the type of each option, without None."""
     hints = typing.get_type_hints(options_type)
     plain = {}
     for name, hint in hints.items():

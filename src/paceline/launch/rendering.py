@@ -38,7 +38,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def to_yaml(value: Mapping[str, Any]) -> str:
-    """A document of mappings, lists, texts, numbers and truth values, in the order that they have."""
+    """Write a YAML document of mappings, lists, strings, numbers and booleans, in their order."""
     text: str = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=math.inf
     )

@@ -110,7 +110,7 @@ def submit_script(spec: LaunchSpec, options: Any, command: Command) -> str:
 
 
 def refusal(stderr: str, spec: LaunchSpec, options: Any) -> LaunchError:
-    """What sbatch said, with our options that may be the reason.
+    """Return sbatch's message, with our options that may be the reason.
 
     Args:
         stderr: its words.
@@ -124,7 +124,7 @@ def refusal(stderr: str, spec: LaunchSpec, options: Any) -> LaunchError:
 
 
 def _words(stderr: str) -> str:
-    """What a command said, as one sentence."""
+    """Return a command's message, as one sentence."""
     lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in stderr.splitlines()]
     text = "; ".join(line.rstrip(".") for line in lines if line and not line.startswith("Try "))
     return f"{text or 'it said nothing'}."
@@ -198,7 +198,7 @@ class SlurmJob(JobHandle):
         return _together([known.get(number, lost) for number in numbers])
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Its log files, which Slurm writes."""
+        """Return its log files, which Slurm writes."""
         yield from follow_files(self._log_files(), ended=self._watch().ended if follow else None)
 
     def cancel(self) -> None:
@@ -216,7 +216,7 @@ class SlurmJob(JobHandle):
         return StatusPoller(self.status, logs=", ".join(self._reference["logs"]))
 
     def _of_controller(self) -> dict[int | None, JobStatus]:
-        """By number in the array; it forgets each job of an array some minutes after that has ended."""
+        """Return the controller's status by number in the array; it forgets an ended job after some minutes."""
         done = run_slurm("scontrol", "--oneliner", "show", "job", self._id, env=_WHOLE_LISTS)
         lines = done.stdout.splitlines() if done.returncode == 0 else []
         return self._by_number(
@@ -224,14 +224,14 @@ class SlurmJob(JobHandle):
         )
 
     def _of_accounting(self) -> dict[int | None, JobStatus]:
-        """The same of a database that not every cluster has."""
+        """Return the status from the accounting database, which not every cluster has."""
         options = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,ExitCode")
         done = run_slurm("sacct", *options, f"--jobs={self._id}", env=_WHOLE_LISTS)
         lines = done.stdout.splitlines() if done.returncode == 0 else []
         return self._by_number((line.partition("|")[0], _from_sacct(line)) for line in lines if "|" in line)
 
     def _of_files(self, numbers: Iterable[int | None]) -> dict[int | None, JobStatus]:
-        """What those have left that have ended by themselves."""
+        """Return the status from the files of jobs that have ended by themselves."""
         found: dict[int | None, JobStatus] = {}
         for number in numbers:
             name = EXIT_CODE if number is None else f"{EXIT_CODE}-{self._id}_{number}"
@@ -243,7 +243,7 @@ class SlurmJob(JobHandle):
         return found
 
     def _by_number(self, found: Iterable[tuple[str, JobStatus]]) -> dict[int | None, JobStatus]:
-        """Of words such as ``ArrayTaskId=1`` or ``4711_[2-5%2]``, by each number in the array."""
+        """Parse words such as ``ArrayTaskId=1`` or ``4711_[2-5%2]`` into the numbers in the array."""
         array = self._reference.get("array")
         known: dict[int | None, JobStatus] = {}
         for words, status in found:
@@ -317,7 +317,7 @@ def _array_indices(array: str | None) -> list[int | None]:
 
 
 def _expanded(pattern: str, job: str, name: str, index: int | None) -> list[Path]:
-    """The file that Slurm writes for a pattern; those there are, where only Slurm knows a part of it."""
+    """Return the file that Slurm writes for a pattern; the existing ones if only Slurm knows a part of it."""
     known = {"%": "%", "x": name, "A": job, "u": getpass.getuser()}
     known |= {"j": job} if index is None else {"a": str(index)}
 
@@ -369,7 +369,7 @@ class Slurm(Launcher):
         return RenderedJob(spec=spec, options=options, files=files, commands=(command,))
 
     def common_directory(self, spec: LaunchSpec, options: SlurmOptions | None) -> Path:
-        """The job's; of an array, one for each of its jobs, which may begin at once."""
+        """Return the job's path; for an array, one for each of its jobs, which may begin at once."""
         array = options is not None and options.array is not None
         return spec.directory / ARRAY_INDEX if array else spec.directory
 
@@ -437,7 +437,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _with_its_python(spec: LaunchSpec) -> LaunchSpec:
-    """The environment that is activated has a python, unless --python has named another."""
+    """Return the interpreter: that of the activated environment, unless --python names another."""
     if spec.python != sys.executable:
         return spec
 

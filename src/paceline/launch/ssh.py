@@ -336,7 +336,7 @@ class SshJob:
             self._tell(f"signal {int(signal.SIGTERM)}")
 
     def _hurry(self) -> None:
-        """What was asked to stop and did not is killed, there first, then here."""
+        """Kill processes that did not stop on request, remote ones first, then local ones."""
         self._deadline = time.monotonic() + _KILL_S
         if self._killing:
             for machine in self._running:
@@ -400,7 +400,7 @@ class SshJob:
 
 
 def _why(machine: SshMachine, within_s: float) -> str:
-    """Why a machine is not ready, in its own words."""
+    """Return a machine's message about why it is not ready."""
     said = [line for line in machine.said if line.strip()][-3:]
     if machine.code is None:
         return ": ".join([f"Paceline has not come up there within {within_s:.0f} s", *said[-1:]])
@@ -464,7 +464,7 @@ class Ssh(ForegroundLauncher):
     def resolve_sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: SshOptions | None
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-        """All hosts, with as many processes as their slots."""
+        """Set the job's nodes to all hosts, with as many processes as their slots."""
         return nodes_of((options or SshOptions()).machines, nodes, nproc)
 
     def render(self, spec: LaunchSpec, options: SshOptions | None = None) -> RenderedSsh:
@@ -523,7 +523,7 @@ def _ssh(host: Host, options: SshOptions) -> tuple[str, ...]:
 
 
 def _script(spec: LaunchSpec, hosts: tuple[Host, ...], node_rank: int, options: SshOptions) -> str:
-    """What a machine's shell is sent."""
+    """Return the input of a machine's shell."""
     variables = {
         NODE_RANK: str(node_rank),
         NODES: str(len(hosts)),

@@ -72,11 +72,11 @@ class JobRecord:
     ended: Mapping[str, Any] | None = None
 
     def handle(self) -> JobHandle:
-        """The job itself."""
+        """Return the handle of the job."""
         return get_launcher(self.launcher).reopen(self.reference)
 
     def status(self) -> JobStatus:
-        """Where it stands; asks the system only while it may change."""
+        """Return the job's status; queries the system only while it may change."""
         if self.ended is not None:
             return JobStatus(**self.ended)
         status = self.handle().status()
@@ -86,7 +86,7 @@ class JobRecord:
         return status
 
     def status_asked_anew(self) -> JobStatus:
-        """The same, but an end without an exit code is doubted: maybe the job was not seen from there.
+        """Return the job's status, but treat an end without an exit code as unknown: the system may not see the job.
 
         Raises:
             LaunchError: the system cannot be asked.
@@ -121,7 +121,7 @@ def jobs_directory() -> Path:
 
 
 def make_jobs_directory() -> Path:
-    """The same, made for its owner alone: commands and variables of jobs may tell secrets."""
+    """Return the directory of records, private to its owner, because commands and variables may hold secrets."""
     directory = jobs_directory()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
@@ -185,7 +185,7 @@ def _forget_old(directory: Path) -> None:
 
 
 def read_records() -> list[JobRecord]:
-    """All jobs, the oldest first; a damaged file is passed over."""
+    """Return all jobs, the oldest first; damaged files are skipped."""
     records = []
     for path in jobs_directory().glob("*.json"):
         try:
@@ -197,7 +197,7 @@ def read_records() -> list[JobRecord]:
 
 
 def find_record(text: str) -> JobRecord:
-    """The job of that id, the system's own number, name or run directory; of several the newest.
+    """Find the job of that id, the system's own number, name or run directory; of several the newest.
 
     Raises:
         ConfigError: there is none.
@@ -224,7 +224,7 @@ OF_THE_LAUNCHER = select(lambda its: its.from_launcher)
 
 
 def normal_command(words: Sequence[str], python: str, place_of: Callable[[str], str]) -> tuple[str, ...]:
-    """A script or ``-m module`` with its interpreter before it; anything else as it is.
+    """Return a script or ``-m module`` with its interpreter in front; any other command unchanged.
 
     Args:
         words: the command.
@@ -250,7 +250,7 @@ def normal_command(words: Sequence[str], python: str, place_of: Callable[[str], 
 
 
 def remote_task(spec: str, place_of: Callable[[str], str]) -> str:
-    """A task as the machines find it.
+    """Return a task's spec on the nodes.
 
     Args:
         spec: the task's file or module and its class, or a built-in task.
@@ -265,7 +265,7 @@ def remote_task(spec: str, place_of: Callable[[str], str]) -> str:
 
 
 def nodes_python(launcher: Launcher, asked: str | None) -> str:
-    """The interpreter on the machines: this one where they share its files, else their image's."""
+    """Return the interpreter on the nodes: this one if they share its files, else their image's."""
     return asked or (sys.executable if launcher.files == "shared" else "python")
 
 
@@ -282,7 +282,7 @@ def task_command(config: RunConfig, run: Path, python: str) -> tuple[str, ...]:
 def choose_rank_launcher(
     launcher: Launcher, rank_launcher: RankLauncher | None, env_style: EnvStyle, is_task: bool
 ) -> RankLauncher:
-    """What starts the ranks: as asked for, else Paceline's agent for tasks, else what keeps the env style.
+    """Choose the rank launcher: the requested one, else Paceline's agent for tasks, else the one for the env style.
 
     Raises:
         ConfigError: the launcher cannot have it, or it cannot keep the env style.
@@ -323,7 +323,7 @@ def choose_rank_launcher(
 
 
 def choose_env_style(launcher: Launcher, env_style: EnvStyle | None, rank_launcher: RankLauncher | None) -> EnvStyle:
-    """Which variables processes are given: as asked for, else as the rank launcher is used to.
+    """Choose the env style of the processes: the requested one, else the rank launcher's.
 
     Raises:
         ConfigError: the launcher cannot keep it.
@@ -341,7 +341,7 @@ def choose_env_style(launcher: Launcher, env_style: EnvStyle | None, rank_launch
 
 
 def job_directory(name: str, *, attached: bool) -> Path:
-    """A new place for a script's job: ``jobs/NAME-TIME-ID`` here, which clusters share.
+    """Return a new directory for a script's job: ``jobs/NAME-TIME-ID`` here, which clusters share.
 
     The ID is random: jobs that begin in the same second, on whatever machines, have a place each. An
     attached job leaves nothing here; its files are kept with its record.
@@ -378,7 +378,7 @@ def make_directory(directory: Path) -> Iterator[None]:
 
 
 def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, python: str) -> LaunchSpec:
-    """The job of a task.
+    """Describe the job of a task.
 
     Args:
         config: the run's options.
@@ -417,7 +417,7 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
 
 
 def _task_place(config: RunConfig, launcher: Launcher) -> tuple[Path, str, Path | None]:
-    """A task's run directory, the job's name, and its directory where that is in the run's.
+    """Return a task's run directory, the job's name, and its directory if that is in the run's.
 
     Raises:
         ConfigError: the nodes do not share this one's files, and the run's directory there is not given.

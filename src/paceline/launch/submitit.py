@@ -155,7 +155,7 @@ class SubmititJob(JobHandle):
 
     @classmethod
     def submitted(cls, number: str, executor: str, folder: Path, *, tasks: int, is_command: bool) -> SubmititJob:
-        """The job that has just got this number.
+        """Return the job that has just got this number.
 
         Args:
             number: Slurm's, or the controller's process id.
@@ -187,7 +187,7 @@ class SubmititJob(JobHandle):
         return self._reference
 
     def status(self) -> JobStatus:
-        """What its tasks have left, else what Slurm or the process table says."""
+        """Return the status from the files of its tasks, else from Slurm or the process table."""
         # In this order: a job that ends in between has left its codes.
         system = self._system_status()
         codes = self._exit_codes()
@@ -202,7 +202,7 @@ class SubmititJob(JobHandle):
         return system
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """What its tasks printed."""
+        """Return the output files of its tasks."""
         paths = [self._folder / f"{self.id}_{task}_log.{kind}" for task in range(self._tasks) for kind in self._kinds]
         # A controller on another machine is unknown here, and its tasks leave their codes all the same.
         ended = self._watch().ended if self._reference["executor"] == "slurm" else self._has_ended
@@ -256,7 +256,7 @@ class SubmititJob(JobHandle):
         return self._folder / f"{self.id}_cancelled"
 
     def _exit_codes(self) -> list[int]:
-        """Of the tasks that have ended."""
+        """Return the exit codes of the ended tasks."""
         codes = []
         for task in range(self._tasks):
             with suppress(OSError, ValueError):
@@ -388,7 +388,7 @@ def _run(command: Command, rendered: RenderedJob, folder: Path) -> str:
 
 
 def submission_error(text: str, spec: LaunchSpec, options: SubmititOptions) -> LaunchError:
-    """What sbatch said of the job, where it has; else the last line of what submitit said."""
+    """Return sbatch's message about the job, if there is one; else the last line of submitit's output."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     own = dict.fromkeys(line for line in lines if line.startswith("sbatch:"))
     if own:

@@ -70,11 +70,11 @@ class FunctionJob(SubmititJob):
         return code
 
     def stdout(self) -> str:
-        """What the function has printed."""
+        """Return the function's output."""
         return str(self._job.stdout() or "")
 
     def stderr(self) -> str:
-        """What it has printed as errors."""
+        """Return the function's error output."""
         return str(self._job.stderr() or "")
 
     def __repr__(self) -> str:

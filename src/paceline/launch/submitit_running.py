@@ -79,7 +79,7 @@ _UNTIL_SLURM_KILLS_S = 600.0
 
 
 def exit_code_file(folder: Path, job_id: str, rank: int) -> Path:
-    """Where a task leaves its exit code."""
+    """Return the path of a task's exit code."""
     return folder / f"{job_id}_{rank}_exit-code"
 
 
@@ -198,7 +198,7 @@ class CallCheckpointable(CallFunction):
 
 
 def callable_for(function: Callable[..., Any], script: Path | None = None) -> CallFunction:
-    """What submitit is given for a function: submitit looks for ``checkpoint`` by name.
+    """Wrap a function for submitit, which finds ``checkpoint`` by name.
 
     Raises:
         ConfigError: a worker process of a job has imported the program, which submits again.
@@ -217,7 +217,7 @@ def callable_for(function: Callable[..., Any], script: Path | None = None) -> Ca
 
 
 def _home(function: Callable[..., Any]) -> Any:
-    """The function, or the class of an object that can be called."""
+    """Return the function, or the class of a callable object."""
     return function if hasattr(function, "__globals__") else type(function)
 
 

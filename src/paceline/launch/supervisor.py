@@ -446,7 +446,7 @@ class BackgroundJob(JobHandle):
         return status
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """What it printed, where it was detached."""
+        """Return the output of a detached job."""
         ended = (lambda: self.status().ended) if follow else None
         yield from follow_files([self._directory / OUTPUT], ended=ended)
 
@@ -478,7 +478,7 @@ class BackgroundJob(JobHandle):
 
 
 def process_reference(pid: int) -> dict[str, Any]:
-    """What a process of this machine is found by, also where its number means another or none.
+    """Return the identification of a process of this machine, also for times when its number means another or none.
 
     Raises:
         psutil.NoSuchProcess: it has ended.
@@ -488,7 +488,7 @@ def process_reference(pid: int) -> dict[str, Any]:
 
 
 def _process_table() -> dict[str, str]:
-    """Where a process's number means the same process: under one kernel, in one container."""
+    """Return the scope of a process's number: one kernel, and one container."""
     return {
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "pid_namespace": os.readlink("/proc/self/ns/pid"),
@@ -496,7 +496,7 @@ def _process_table() -> dict[str, str]:
 
 
 def process_status(reference: Mapping[str, Any]) -> JobStatus:
-    """What the process table says of a process; unknown, where it would have to be another machine's."""
+    """Return the status of a process from the process table; unknown if that is another machine's."""
     if recorded_process(reference) is not None:
         return JobStatus(state="running", detail=f"process {reference['pid']}")
     here, host = _process_table(), reference.get("host")
@@ -513,7 +513,7 @@ def process_status(reference: Mapping[str, Any]) -> JobStatus:
 
 
 def recorded_process(reference: Mapping[str, Any]) -> psutil.Process | None:
-    """The process that a reference names, unless its number is another's: it has ended, or is elsewhere."""
+    """Return the process of a reference, unless its number is another's: it has ended, or is elsewhere."""
     if any(reference.get(name, value) != value for name, value in _process_table().items()):
         return None
     try:
@@ -536,7 +536,7 @@ def process_to_end(reference: Mapping[str, Any], status: JobStatus) -> psutil.Pr
 
 
 def ended_status(code: int, restarts: int = 0) -> JobStatus:
-    """The status of a job that has ended with an exit code: stopped ones were cancelled."""
+    """Return the status of a job that has ended with an exit code: stopped ones were cancelled."""
     if code == 0:
         return JobStatus(state="succeeded", exit_code=0, restarts=restarts)
     stopped = code in (*STOPPED, 128 + signal.SIGTERM)

@@ -41,7 +41,7 @@ class MicrobatchStrategy:
 
     @classmethod
     def build_layout(cls, mesh: ParallelDims, config: RunConfig) -> ParameterLayout:
-        """How the model lies on the ranks: whole on each of them, unless the strategy says otherwise.
+        """Return the layout of the model: complete on each rank, unless the strategy overrides it.
 
         Raises:
             ConfigError: it cannot lie so on so many.

@@ -88,7 +88,7 @@ def build_strategy(module: nn.Module, mesh: ParallelDims, config: RunConfig, opt
 
 
 def _load_class(config: RunConfig, world_size: int) -> Any:
-    """The class of the strategy that runs the step."""
+    """Return the class of the strategy that runs the step."""
     name = next((each for each in _AXES_FIRST if each in config.strategies), config.strategies[0])
     if strategy_name(config, world_size) == "single":
         name = "single"

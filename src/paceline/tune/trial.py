@@ -289,7 +289,7 @@ class RunningTrial:
             self._connection.sendall((json.dumps({"go_on": go_on}) + "\n").encode())
 
     def _receive(self) -> dict[str, Any] | None:
-        """What it asks, where it does within a moment; its end is noted."""
+        """Return its next request, if one arrives soon; record its end."""
         watched: list[ForkServer | socket.socket] = [self._server, self._listener]
         if self._connection is not None:
             watched.append(self._connection)
@@ -324,7 +324,7 @@ class RunningTrial:
         )
 
     def _ended(self, code: int) -> TrialReport:
-        """How it ended.
+        """Return how it ended.
 
         Raises:
             TrialDiedError: it was killed.
@@ -355,7 +355,7 @@ class RunningTrial:
             self._metrics = evaluations[self._step]
 
     def _evaluations(self) -> dict[int, Mapping[str, float | None]]:
-        """The metrics of the run's evaluations, by step."""
+        """Return the metrics of the run's evaluations, by step."""
         records = read_json_lines(self._directory.metrics)
         of_val = (r for r in records if r.get("kind") == "eval" and r.get("split") == "val")
         return {int(record["step"]): record["metrics"] for record in of_val}

@@ -498,16 +498,16 @@ class Events(Protocol):
     """Receives the events of peers."""
 
     def linked(self, peer: str, hello: Mapping[str, Any]) -> None:
-        """A connection with this peer is open."""
+        """Handle a new connection with this peer."""
 
     def lost(self, peer: str, why: str) -> None:
-        """The connection has ended, or the peer was silent for too long."""
+        """Handle the end of a connection, or a peer that was silent for too long."""
 
     def heard(self, peer: str, message: Mapping[str, Any]) -> None:
-        """A message has arrived."""
+        """Handle a message."""
 
     def refused(self, why: str) -> None:
-        """A connection without the run's token, or of another program, was rejected."""
+        """Handle a rejected connection: without the run's token, or of another program."""
 
 
 @dataclass

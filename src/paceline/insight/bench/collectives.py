@@ -69,15 +69,15 @@ class Collective:
         return 1.0
 
     def source_elements(self, elements: int, ranks: int) -> int:
-        """What a rank gives."""
+        """Return the elements that a rank gives."""
         return elements // ranks if self.op == "all_gather" else elements
 
     def target_elements(self, elements: int, ranks: int) -> int:
-        """What a rank receives."""
+        """Return the elements that a rank receives."""
         return elements // ranks if self.op == "reduce_scatter" else elements
 
     def given(self, base: torch.Tensor, rank: int) -> torch.Tensor:
-        """What a rank gives: a pattern that is shifted by its number.
+        """Return a rank's values: a pattern that is shifted by its number.
 
         Args:
             base: the pattern of this repetition, of :meth:`source_elements`.
@@ -86,7 +86,7 @@ class Collective:
         return base + rank
 
     def expected(self, base: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        """What a rank must receive, of :meth:`target_elements`."""
+        """Return the values that a rank must receive, of :meth:`target_elements`."""
         all_numbers = ranks * (ranks - 1) / 2
         match self.op:
             case "all_reduce":
@@ -128,7 +128,7 @@ def pattern(elements: int, repetition: int, device: torch.device) -> torch.Tenso
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes of ``8B:256MiB``, doubling from the first to the last; of ``1MiB`` that alone.
+    """Parse ``8B:256MiB`` into bytes, doubling from the first to the last; ``1MiB`` into that alone.
 
     Raises:
         ConfigError: the text has another form.
@@ -210,12 +210,12 @@ class LinkSpeed:
     title: str
 
     def share(self, busbw_gbps: float) -> float | None:
-        """What part of the limit was reached."""
+        """Return the reached part of the limit."""
         return None if self.gbytes_per_s is None else busbw_gbps / self.gbytes_per_s
 
 
 def find_link(link_gbps: float | None, *, one_machine: bool, interface: str | None) -> LinkSpeed:
-    """What the user says, else what the kernel says of the network interface between machines.
+    """Return the user's limit, else the kernel's speed of the network interface between machines.
 
     Args:
         link_gbps: ``--link-gbps``, in 10^9 bits a second.
@@ -239,7 +239,7 @@ def find_link(link_gbps: float | None, *, one_machine: bool, interface: str | No
 
 
 def default_interface(routes: Path = Path("/proc/net/route")) -> str | None:
-    """The interface of the default route."""
+    """Return the interface of the default route."""
     try:
         rows = [line.split() for line in routes.read_text().splitlines()[1:]]
     except OSError:
@@ -326,7 +326,7 @@ class CommunicationReport:
         }
 
     def tables(self) -> list[ReportTable]:
-        """One for each operation."""
+        """Return one table for each operation."""
         top = max((result.busbw_gbps for result in self.results), default=0.0)
         return [
             ReportTable(
@@ -341,7 +341,7 @@ class CommunicationReport:
         ]
 
     def notes(self) -> list[str]:
-        """What the numbers mean, and whether the results were right."""
+        """Return lines about the numbers' meaning, and about the correctness of the results."""
         checked = sum(result.checked for result in self.results)
         verdict = (
             f"{self.wrong} of {checked:,} elements are WRONG." if self.wrong else f"All {checked:,} elements are right."

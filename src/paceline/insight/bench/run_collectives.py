@@ -87,7 +87,7 @@ def _drive(
 def _drive_threads(
     plan: CommunicationPlan, place: Environment, store: Store, report: Callable[[CollectiveTiming], None]
 ) -> tuple[str, int]:
-    """A thread for each of this process's ranks; Ctrl-C ends the process."""
+    """Run a thread for each of this process's ranks; Ctrl-C ends the process."""
     titles: list[tuple[str, int]] = []
     errors: list[BaseException] = []
     whole = replace(place, world_size=place.world_size * plan.nproc)
@@ -123,7 +123,7 @@ def _group(plan: CommunicationPlan, store: Store, rank: int, place: Environment,
 
 @contextmanager
 def _store(place: Environment, interface: str | None) -> Iterator[Store]:
-    """Where the ranks' groups find each other."""
+    """Return the store of the ranks' groups."""
     if place.world_size == 1:
         store = HashStore()
         store.set_timeout(_STORE_TIMEOUT)
@@ -246,7 +246,7 @@ class _BufferSlot:
         self._engine.run(self._collective.op, self._sources, self._targets)
 
     def wrong(self) -> int:
-        """How many elements are not what they must be."""
+        """Count the wrong elements."""
         return sum(
             int((target != self._collective.expected(self._base(target.device), rank, self._engine.ranks)).sum())
             for rank, target in zip(self._engine.local, self._targets, strict=True)
@@ -318,7 +318,7 @@ class GroupEngine(CollectiveEngine):
 
     @classmethod
     def gloo(cls, store: Store, rank: int, ranks: int, *, one_machine: bool, interface: str | None) -> GroupEngine:
-        """A gloo group, on loopback where all ranks are on one machine."""
+        """Make a gloo group, on loopback if all ranks are on one machine."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _TIMEOUT
         if one_machine:
@@ -331,7 +331,7 @@ class GroupEngine(CollectiveEngine):
 
     @classmethod
     def nccl(cls, store: Store, rank: int, ranks: int, device: torch.device) -> GroupEngine:
-        """An NCCL group, whose rank works on ``device``."""
+        """Make an NCCL group, whose rank works on ``device``."""
         from torch.distributed import ProcessGroupNCCL
 
         torch.cuda.set_device(device)
@@ -373,7 +373,7 @@ class GroupEngine(CollectiveEngine):
             work.wait()
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """One all-reduce of doubles."""
+        """Run one all-reduce of doubles."""
         summed = torch.tensor(values, dtype=torch.float64, device=self.devices[0])
         self._group.allreduce([summed], AllreduceOptions()).wait()
         return [float(value) for value in summed]
@@ -395,7 +395,7 @@ class MpiEngine(CollectiveEngine):
 
     @classmethod
     def world(cls) -> MpiEngine:
-        """All processes of this ``mpirun``.
+        """Make a group of all processes of this ``mpirun``.
 
         Raises:
             ConfigError: mpi4py is missing, or finds no MPI.
@@ -430,7 +430,7 @@ class MpiEngine(CollectiveEngine):
                 comm.Sendrecv(source, (rank + 1) % self.ranks, recvbuf=target, source=(rank - 1) % self.ranks)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """One all-reduce of doubles."""
+        """Run one all-reduce of doubles."""
         import numpy as np
         from mpi4py import MPI
 
@@ -468,7 +468,7 @@ class OneThreadEngine(CollectiveEngine):
                 )
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """There is no other driver."""
+        """Do nothing: there is no other driver."""
         return list(values)
 
 

@@ -38,7 +38,7 @@ class SizeResult:
 def sized_config(
     config: RunConfig, nproc: int, smallest: int, *, scaling: Scaling, steps: int, warmup: int, run: Path
 ) -> RunConfig:
-    """The configuration of one size: the same training, measured in windows of ``warmup`` steps.
+    """Return the configuration of one size: the same training, measured in windows of ``warmup`` steps.
 
     Args:
         config: what was asked for.
@@ -71,7 +71,7 @@ def sized_config(
 
 
 def read_result(run: Path, processes: int, exit_code: int, *, warmup: int) -> SizeResult:
-    """What a run has measured, without its first ``warmup`` steps; nothing where it left no result."""
+    """Read the measurements of a run, without its first ``warmup`` steps; none if it has no result."""
     result: Mapping[str, Any] = {}
     speeds: list[float] = []
     if exit_code == 0 and (run / "result.json").exists():
@@ -119,7 +119,7 @@ class ScalingReport:
         return result.samples_per_s / first
 
     def efficiency(self, result: SizeResult) -> float | None:
-        """The speed-up over that of as many more processes, were nothing lost."""
+        """Return the speed-up over the ideal linear one."""
         speedup = self.speedup(result)
         return None if speedup is None else speedup * self.results[0].processes / result.processes
 
@@ -140,7 +140,7 @@ class ScalingReport:
         }
 
     def tables(self) -> list[ReportTable]:
-        """The sizes, a row for each."""
+        """Return the table of sizes, a row for each."""
         return [
             ReportTable(
                 headings=_COLUMNS,

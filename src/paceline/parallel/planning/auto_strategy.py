@@ -22,7 +22,7 @@ _BANDWIDTH = {"cpu": 1e9, "cuda": 25e9}
 
 
 def memory_per_process(device: torch.device, processes: int) -> int:
-    """Bytes that a process may take: a GPU's, or its part of the machine's.
+    """Return the bytes that a process may use: a GPU's, or its part of the machine's.
 
     Args:
         device: the process's.
@@ -110,7 +110,7 @@ def require_replaceable(config: RunConfig, asked: RunConfig) -> None:
 
 
 def _with(config: RunConfig, row: object) -> RunConfig | None:
-    """The options with the row's layout; None where they do not work with it."""
+    """Return the options with the row's layout; None if they do not work with it."""
     from paceline.parallel.planning.recommend import PlanRow
 
     assert isinstance(row, PlanRow)
@@ -123,7 +123,7 @@ def _with(config: RunConfig, row: object) -> RunConfig | None:
 
 
 def _parameter_bytes(task: Task) -> int | None:
-    """Of the task's model, which gets neither memory nor random numbers; None where it cannot be built so."""
+    """Count the bytes of the task's model without memory or random numbers; None if it cannot be built so."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             module = task.build_model()

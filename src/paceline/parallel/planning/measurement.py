@@ -143,7 +143,7 @@ def _is_whole(style: ParallelStyle, which: str) -> bool:
 
 
 def _dimensions(layer: nn.Module, columns: bool) -> dict[str, int]:
-    """The dimension that each of the layer's own parameters is cut along."""
+    """Return the dimension along which each of the layer's own parameters is cut."""
     if isinstance(layer, nn.Embedding):
         return {"weight": 1 if columns else 0}
     return {"weight": 0, "bias": 0} if columns else {"weight": 1}
@@ -188,7 +188,7 @@ class Measurement:
         return self.anatomy.whole
 
     def as_json(self) -> dict[str, Any]:
-        """What people may want to know of it."""
+        """Return the measurements for reports."""
         return {
             "microbatch": self.microbatch,
             "parameters": self.parameters,
@@ -327,7 +327,7 @@ def _halved(
     split: HalvedModel,
     inner: list[nn.Module],
 ) -> ModelPartition:
-    """One rank's part of the model, whose layers have been cut in two.
+    """Measure one rank's part of the model whose layers are split over two.
 
     It is run in fp32 only: a large model's step takes seconds even without data. The optimizer's state goes
     with the gradients, and so do half-precision copies with the weights.
@@ -373,7 +373,7 @@ def _run(
     precision: Precision,
     candidates: Sequence[tuple[str, nn.Module]],
 ) -> tuple[MemoryTrace, list[int]]:
-    """One forward and backward, and the order in which the candidates were called first."""
+    """Trace one forward and backward, and the order in which the candidates were called first."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     live = MemoryTracker([*module.parameters(), *module.buffers(), *gradients, *_tensors(batch)])
     watched = Watched([child for _, child in candidates], live)
@@ -426,7 +426,7 @@ def _pieces(module: nn.Module, called: Sequence[tuple[str, nn.Module]]) -> tuple
 
 
 def _batch(task: Task, microbatch: int) -> Any:
-    """The first samples of the training data; a smaller dataset gives some of them again."""
+    """Return the first samples of the training data; a smaller dataset repeats some of them."""
     data = task.build_dataset("train")
     if data is None:
         raise DataError(f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to plan.')
@@ -467,7 +467,7 @@ def _require_room(task: Task, fake: FakeTensorMode, reason: str) -> None:
 
 
 def _gathered(module: nn.Module, inner: list[nn.Module]) -> tuple[int, tuple[int, ...]]:
-    """Bytes that fsdp gathers with the root, and with each block, in the model's order."""
+    """Return the bytes that fsdp gathers with the root, and with each block, in the model's order."""
     taken: set[int] = set()
     sizes: dict[int, int] = {}
     for block in inner:  # inner ones first

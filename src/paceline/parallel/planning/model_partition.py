@@ -158,7 +158,7 @@ class Part:
     activations: Mapping[Precision, Activations]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the sum of all pieces."""
         return dataclasses.asdict(self)
 
 
@@ -257,7 +257,7 @@ class Watched:
 
 
 def activations(trace: MemoryTrace, first: int, last: int) -> Activations:
-    """Of the pieces from ``first`` up to ``last``, which is not among them."""
+    """Return the part of the pieces from ``first`` up to, without, ``last``."""
     now = saved = peak = again = 0
     within = [0] * (last - first)
     at_end = [0] * (last - first)
@@ -277,7 +277,7 @@ def activations(trace: MemoryTrace, first: int, last: int) -> Activations:
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all of them."""
+    """Return the part of all pieces."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -315,7 +315,7 @@ class ModelPartition:
         return max(1, sum(cost > 0 for cost in self.costs))
 
     def stages(self, number: int) -> tuple[Part, ...]:
-        """The model cut into so many, balanced by operations."""
+        """Cut the model into this number of stages, balanced by operations."""
         return _stages(self, number)
 
 
@@ -350,12 +350,12 @@ def _stage(anatomy: ModelPartition, first: int, last: int) -> Part:
 
 
 def _handed_on(trace: MemoryTrace, border: int) -> int:
-    """Bytes of activations that go over the border before a piece."""
+    """Return the bytes of activations that cross the border before a piece."""
     return trace.output_bytes[border - 1] if 0 < border < len(trace.output_bytes) else 0
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Where to cut the pieces so that the slowest stage is as fast as can be: by dynamic programming.
+    """Find the cuts for which the slowest stage is fastest, by dynamic programming.
 
     Args:
         costs: of each piece; at least as many as stages.

@@ -104,7 +104,7 @@ class RankLayout:
 
 
 def layouts(world_size: int, *, most_stages: int, splits: Collection[int]) -> Iterator[RankLayout]:
-    """The grids that so many ranks may form, without activation checkpointing.
+    """Return the grids of this number of ranks, without activation checkpointing.
 
     Args:
         world_size: ranks.
@@ -171,7 +171,7 @@ class Memory:
 
 
 def classic_mixed_precision(parameters: int) -> int:
-    """Bytes of a model's states under Adam in half precision, as the ZeRO paper counts them.
+    """Return the bytes of a model's states under Adam in half precision, as in the ZeRO paper.
 
     Weights and gradients take 2 bytes each; fp32 weights, momentum and variance 4 each: 16 a parameter
     (Rajbhandari et al., 2020, section 3.1). Paceline's mixed precision is autocast: fp32 weights and
@@ -181,7 +181,7 @@ def classic_mixed_precision(parameters: int) -> int:
 
 
 def parts(m: Measurement, layout: RankLayout) -> tuple[Part, ...]:
-    """What the ranks of one copy of the model hold of it: a part for each stage.
+    """Return the parts of one copy of the model on its ranks: one for each stage.
 
     The copy is still whole along ``fsdp``.
     """
@@ -202,7 +202,7 @@ def predict_memory(
     num_microbatches: int,
     shared_memory: bool,
 ) -> Memory:
-    """The memory of the rank that needs most.
+    """Return the memory of the rank that needs most.
 
     Args:
         m: the task's.
@@ -372,7 +372,7 @@ class Timing:
 
 
 def data_bytes(part: Part, layout: RankLayout, reduction: Reduction, num_microbatches: int) -> int:
-    """What the rank that sends most sends in a step to ranks with other data.
+    """Return the bytes per step that the busiest rank sends to ranks with other data.
 
     ``ddp``, as a ring does: all but its own 1/W of the gradients, and again of the sums; with ``exact``, of
     each subtree that the rank sums by itself. ``zero1`` sends parameters in place of the sums. ``fsdp``, for
@@ -412,7 +412,7 @@ def predict_timing(
     flops_per_s: float,
     bandwidth: float,
 ) -> Timing:
-    """The time of a step.
+    """Return the time of a step.
 
     Args:
         m: the task's.

@@ -88,7 +88,7 @@ class PlanRow:
     in_paceline: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Bytes and seconds."""
+        """Return the row in bytes and seconds."""
         return {
             "strategy": self.layout.family,
             "mesh": self.layout.axes,
@@ -200,7 +200,7 @@ def make_plan(
 
 
 def _rows(m: Measurement, machines: ClusterSpec, num_microbatches: int) -> list[PlanRow]:
-    """The best layout of each family, for each reduction and precision, with and without checkpointing."""
+    """Return the best layout of each family, for each reduction and precision, with and without checkpointing."""
     world = machines.gpus
     most_stages = min(m.anatomy.most_stages, num_microbatches)
     found = [RankLayout()] if world > 1 else []
@@ -259,7 +259,7 @@ def _variants(m: Measurement, machines: ClusterSpec, layout: RankLayout, num_mic
 
 
 def choose_plan(rows: Sequence[PlanRow]) -> PlanRow | None:
-    """The row to recommend: ddp where it fits; else of the fastest the one with fewest axes, if any fits."""
+    """Choose the row to recommend: ddp if it fits; else of the fastest the one with fewest axes, if any fits."""
     # An optional engine is chosen only on request: fsdp shards as much.
     there = [row for row in rows if row.in_paceline and row.fits and not row.layout.zero_stage]
     plain = next((row for row in there if row.layout.family in ("single", "ddp")), None)
@@ -341,7 +341,7 @@ _WHAT_IT_DOES = {
 
 
 def _why(m: Measurement, rows: tuple[PlanRow, ...], chosen: PlanRow) -> list[str]:
-    """Why this one, where the whole model does not fit."""
+    """Give the reasons for the choice if the whole model does not fit."""
     layout = chosen.layout
     names = list(layout.axes) if len(layout.axes) > 1 else [layout.family]
     does = "; ".join(f"{name}: {_WHAT_IT_DOES[name]}" for name in names)
