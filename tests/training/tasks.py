@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -120,6 +121,50 @@ class SparseWords(Points):
             return SGD(model.parameters(), lr=self.lr)
         assert isinstance(model, nn.Sequential)
         return {"words": SparseAdam(model[0].parameters()), "head": SGD(model[1].parameters(), lr=self.lr)}
+
+
+class MomentumPair(nn.Module):
+    """An encoder, and a slow copy of it whose output it predicts (BYOL)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.predictor = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.predictor(self.online(x)), self.target(x + 0.1 * torch.randn_like(x))
+
+
+class MomentumUpdate(Callback):
+    """Moves the target towards the encoder once a step, after the optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        assert isinstance(model, MomentumPair)
+        self.model = model
+
+    def on_step_end(self, step: int, loss: float) -> None:
+        with torch.no_grad():
+            for slow, fast in zip(self.model.target.parameters(), self.model.online.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+
+
+@dataclass
+class MomentumEncoder(Points):
+    """A model of which one part follows another by a moving average."""
+
+    def build_model(self) -> nn.Module:
+        return MomentumPair()
+
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
+        return MomentumUpdate(model)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
+        predicted, target = model(batch[0])
+        return (predicted - target).square().mean()
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
+        return {}
 
 
 class Spectral(nn.Module):

@@ -53,6 +53,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "blocks": {"task": "Points", "options": {"shuffle": "window:8"}},
     "sparse": {"task": "SparseWords"},
     "sparse-adam": {"task": "SparseWords", "fields": {"adam": True}},
+    "momentum-encoder": {"task": "MomentumEncoder"},
     "complex-buffer": {"task": "Spectrum"},
     "random": {"task": "Random", "options": {"log_every": 1}},
     **{f"{width}-features": {"task": "Tabular", "fields": {"width": width}} for width in (5, 13, 32, 33)},
