@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, S
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
-from paceline.core.callback import Callback, RankInfo, RunSchedule
+from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
 from paceline.training.tasks.transformer import Transformer, load_stdlib_text
 
 CLASSES, FEATURES = 3, 12
@@ -165,6 +165,21 @@ class MomentumEncoder(Points):
 
     def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
         return {}
+
+
+@dataclass
+class Annealed(Points):
+    """A loss whose weight follows the progress of the run."""
+
+    def on_batch_begin(self, info: BatchInfo) -> None:
+        self.info = info
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
+        mean = functional.cross_entropy(model(batch[0]), batch[1])
+        return (
+            mean * (1 - 0.9 * (self.info.progress or 0.0))
+            + 0.01 * (self.info.epoch or 0) * model(batch[0]).square().mean()
+        )
 
 
 class Spectral(nn.Module):

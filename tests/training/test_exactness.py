@@ -53,6 +53,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "blocks": {"task": "Points", "options": {"shuffle": "window:8"}},
     "sparse": {"task": "SparseWords"},
     "sparse-adam": {"task": "SparseWords", "fields": {"adam": True}},
+    "annealed": {"task": "Annealed"},
     "momentum-encoder": {"task": "MomentumEncoder"},
     "complex-buffer": {"task": "Spectrum"},
     "random": {"task": "Random", "options": {"log_every": 1}},
