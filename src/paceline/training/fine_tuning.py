@@ -31,7 +31,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
 from paceline.runs.rank_log import silence_loggers
 from paceline.training.optim import join_names, matches, require_match
-from paceline.training.reproducibility import seed_adapters
+from paceline.training.reproducibility import build_split, seed_adapters
 from paceline.training.run_context import RunContext
 
 # --- Low-rank adapters by peft: put around a model's layers, and merged into their weights again ---
@@ -533,7 +533,7 @@ def _agreement(
     run: RunContext, model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
 ) -> tuple[float | None, int]:
     task = run.task
-    dataset = task.build_dataset("test")
+    dataset = build_split(task, run.config.seed, "test")
     inference = task.inference_signature(model.eval())
     if dataset is None or inference is None or inference.label is None:
         return None, 0

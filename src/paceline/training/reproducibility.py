@@ -9,12 +9,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from paceline.core.config import RunConfig
 from paceline.core.option_sets import select
+from paceline.core.task import Task
 from paceline.data.order import derive_key
 
 # --- What the bits of a run depend on besides task, configuration and seed ---
@@ -92,9 +94,10 @@ _MODEL, _MICROBATCH, _EVALUATION, _VERIFICATION, _ADAPTERS = 11, 12, 13, 14, 15
 _DATASET, _STEP, _UPDATE, _TRANSITION = 21, 22, 23, 24
 
 
-def seed_dataset(seed: int, split: str) -> None:
-    """Seed before a split's dataset is built, so that every process builds the same."""
+def build_split(task: Task, seed: int, split: str) -> Any:
+    """Build a split's dataset after seeding, so that every process builds the same; None if the task has none."""
     _seed(derive_key(seed, _DATASET, zlib.crc32(split.encode())))
+    return task.build_dataset(split)
 
 
 def seed_model(seed: int) -> None:

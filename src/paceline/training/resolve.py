@@ -22,7 +22,7 @@ from paceline.data.order import (
     split_train_val,
 )
 from paceline.data.stream import ShardedStream, as_stream
-from paceline.training.reproducibility import seed_dataset
+from paceline.training.reproducibility import build_split
 
 
 def resolve_config(config: RunConfig, task: Task, world_size: int) -> tuple[RunConfig, list[str]]:
@@ -127,12 +127,10 @@ def set_up_data(config: RunConfig, task: Task) -> DataSetup:
     """
     assert isinstance(config.microbatches, int)
     assert config.global_batch_size is not None
-    seed_dataset(config.seed, "train")
-    train = task.build_dataset("train")
+    train = build_split(task, config.seed, "train")
     if train is None:
         raise DataError(f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to train on.')
-    seed_dataset(config.seed, "val")
-    val = task.build_dataset("val")
+    val = build_split(task, config.seed, "val")
     if config.early_stop is not None and val is None and config.val_fraction is None:
         raise ConfigError(
             f"--early-stop needs a validation split, and {type(task).__name__} has none. "

@@ -34,7 +34,7 @@ from paceline.runs.monitor import Monitor
 from paceline.runs.trackers import RUN_ID, RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
-from paceline.training.reproducibility import seed_dataset
+from paceline.training.reproducibility import build_split
 from paceline.training.resolve import DataSetup
 from paceline.training.schedule import Deadline, Schedule
 
@@ -184,11 +184,8 @@ class RunContext:
         data, task, index_map = self.data, self.task, None
         if split == "val" and data.carved is not None:
             dataset, index_map = data.train, data.carved.val
-        elif split == "val":
-            dataset = data.val
         else:
-            seed_dataset(self.config.seed, split)
-            dataset = task.build_dataset(split)
+            dataset = data.val if split == "val" else build_split(task, self.config.seed, split)
         if dataset is None:
             return None
         return EvalBatches(

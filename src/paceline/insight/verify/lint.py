@@ -37,7 +37,7 @@ from paceline.data.order import derive_key
 from paceline.data.samples import seed_everything
 from paceline.insight.verify.verify import Finding
 from paceline.training.evaluation import as_loss
-from paceline.training.reproducibility import seed_microbatch, seed_model
+from paceline.training.reproducibility import build_split, seed_microbatch, seed_model
 from paceline.training.state import build_task_model
 
 # --- Source locations in the user's code ---
@@ -167,7 +167,7 @@ class LintContext:
     def split(self, name: str) -> Any:
         """Return the dataset of a split, which is built once."""
         if name not in self._splits:
-            self._splits[name] = self.task.build_dataset(name)
+            self._splits[name] = build_split(self.task, self.config.seed, name)
         return self._splits[name]
 
     def sample(self, dataset: Any, number: int) -> Any:
