@@ -33,6 +33,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A process without buffers writes a line in pieces, between which those of other processes fall.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
+# A process that trains, and was started without a seed for its hashes, starts once more from nothing.
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
 # TensorBoard reads files with TensorFlow where there is one, whose import takes long and sets variables.
 sys.modules["tensorboard.compat.notf"] = ModuleType("tensorboard.compat.notf")
 

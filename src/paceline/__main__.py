@@ -1,10 +1,24 @@
-"""``python -m paceline`` is the ``paceline`` command."""
+"""The ``paceline`` command, also as ``python -m paceline``."""
 
 from __future__ import annotations
 
 import sys
 
-from paceline.cli import main
+from paceline.core.hash_seed import restart_with_hash_seed
+
+_TRAIN = ("train", "resume", "join", "tune", "verify", "chaos")
+"""The commands that train, in this process or in those that it starts."""
+
+
+def main() -> int:
+    """Run the command line; return the exit code."""
+    if sys.argv[1:2] and sys.argv[1] in _TRAIN:
+        restart_with_hash_seed()
+    # Imported here, so that little is imported twice.
+    from paceline.cli import main as run_command_line
+
+    return run_command_line()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,6 +18,7 @@ import msgspec
 
 from paceline.core.errors import LaunchError
 from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
+from paceline.core.hash_seed import with_hash_seed
 from paceline.core.launch_spec import Command
 from paceline.core.stack_dump import describe_unresponsive
 from paceline.elastic.coordinator import Status, WorkerSlot
@@ -367,7 +368,7 @@ class NodeWorkers:
     # The fork server.
 
     def _start_forkserver(self) -> None:
-        env = {**os.environ, **self._rendered.env}
+        env = with_hash_seed({**os.environ, **self._rendered.env})
         self._forkserver = ForkServer(self._rendered.argv, env, self._inherited)
         self._watch(self._forkserver, partial(self._on_report, self._forkserver))
 

@@ -26,6 +26,7 @@ from paceline.core.errors import (
     UserError,
 )
 from paceline.core.files import DISK_ERRORS
+from paceline.core.hash_seed import restart_with_hash_seed
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.options import parse_duration_s, parse_hang_timeout
 from paceline.core.signals import WORKER_STOP_SIGNALS, die_with_parent, dump_stacks_on_signal, handle_signals
@@ -342,4 +343,7 @@ def _rank_0_says_so(error: Exception, directory: RunDirectory | None) -> bool:
 
 
 if __name__ == "__main__":
+    # With --on inprocess this is not a process of its own: the command line, or a script that calls fit().
+    if sys.orig_argv[1:3] == ["-m", "paceline.training.worker"]:
+        restart_with_hash_seed()
     sys.exit(main(sys.argv[1:]))

@@ -33,6 +33,7 @@ from paceline.core.fork_server import (
     restore_stop_signals,
     run_fork_server,
 )
+from paceline.core.hash_seed import with_hash_seed
 from paceline.core.job import WorkerConfig
 from paceline.core.parent_death import die_with_parent, kill_with_parent_command
 from paceline.launch.ray import own_variables
@@ -141,7 +142,7 @@ class TrialServer(ForkServer):
         super().__init__(
             kill_with_parent_command([sys.executable, "-m", "paceline.tune.trial"]),
             # A task of srun's that starts Ray is a rank of its step; a trial is a job of its own.
-            variables_of_another_job(own_variables()),
+            with_hash_seed(variables_of_another_job(own_variables())),
         )
 
     def start(self, job: Path, output: Path) -> Forked:
