@@ -123,6 +123,29 @@ class SparseWords(Points):
         return {"words": SparseAdam(model[0].parameters()), "head": SGD(model[1].parameters(), lr=self.lr)}
 
 
+class Hashed(nn.Module):
+    """A table that a plain function looks up, with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(20, 8))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(nn.functional.embedding(words, self.table, sparse=True).mean(dim=1))
+
+
+@dataclass
+class HashedWords(SparseWords):
+    """The same words, in a model without a layer that has sparse gradients."""
+
+    def build_model(self) -> nn.Module:
+        return Hashed()
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=self.lr)
+
+
 class MomentumPair(nn.Module):
     """An encoder, and a slow copy of it whose output it predicts (BYOL)."""
 
@@ -160,6 +183,7 @@ class MomentumEncoder(Points):
         return MomentumUpdate(model)
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
+        interruption.count()
         predicted, target = model(batch[0])
         return (predicted - target).square().mean()
 
@@ -175,6 +199,7 @@ class Annealed(Points):
         self.info = info
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
+        interruption.count()
         mean = functional.cross_entropy(model(batch[0]), batch[1])
         return (
             mean * (1 - 0.9 * (self.info.progress or 0.0))
@@ -183,26 +208,32 @@ class Annealed(Points):
 
 
 class Spectral(nn.Module):
-    """Scales by a running mean of the batch's spectrum, a complex buffer, and counts in an integer one."""
+    """A complex filter of the features, and running statistics in buffers: complex, counting, and not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3))
+        self.filter = nn.Parameter(torch.ones(FEATURES // 2 + 1, dtype=torch.complex64))
         self.linear = nn.Linear(FEATURES, CLASSES)
         self.register_buffer("spectrum", torch.zeros(FEATURES // 2 + 1, dtype=torch.complex64))
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(FEATURES), persistent=False)
+        self.register_buffer("mask", torch.ones(FEATURES), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             with torch.no_grad():
                 self.spectrum = 0.9 * self.spectrum + 0.1 * torch.fft.rfft(x).mean(dim=0)
+                self.mean.lerp_(x.mean(dim=0), 0.1)
                 self.batches += 1
         scale = 1 + torch.fft.irfft(self.spectrum, n=FEATURES)
-        return self.linear(x * scale)
+        filtered = torch.fft.irfft(torch.fft.rfft(x - self.mean) * self.filter, n=FEATURES)
+        return self.linear(filtered * scale * self.mask) + self.shift
 
 
 @dataclass
 class Spectrum(Points):
-    """A model with a running statistic in a complex buffer."""
+    """Complex parameters and buffers, and buffers that are not persistent."""
 
     def build_model(self) -> nn.Module:
         return Spectral()

@@ -52,12 +52,19 @@ EXACT: dict[str, dict[str, Any]] = {
     "uneven-stream": {"task": "Uneven", "options": {"log_every": 1}},
     "blocks": {"task": "Points", "options": {"shuffle": "window:8"}},
     "sparse": {"task": "SparseWords"},
+    "sparse-lookup": {"task": "HashedWords"},
     "sparse-adam": {"task": "SparseWords", "fields": {"adam": True}},
     "annealed": {"task": "Annealed"},
     "momentum-encoder": {"task": "MomentumEncoder"},
-    "complex-buffer": {"task": "Spectrum"},
+    "complex": {"task": "Spectrum", "options": {"ema": 0.9, "clip_norm": 0.5}},
     "random": {"task": "Random", "options": {"log_every": 1}},
     **{f"{width}-features": {"task": "Tabular", "fields": {"width": width}} for width in (5, 13, 32, 33)},
+}
+RESUMED = ("everything", "sparse-adam", "annealed", "momentum-encoder", "complex", "random")
+STOPPED = {f"{name}-stopped": {**EXACT[name], "stop_at": 6} for name in RESUMED}
+CONTINUED = {
+    f"{name}-continued": {**EXACT[name], "options": {**EXACT[name].get("options", {}), "run_dir": f"{name}-stopped"}}
+    for name in RESUMED
 }
 WORKERS: dict[str, dict[str, Any]] = {
     f"{workers}-workers": {"task": "FromRecords", "options": {"num_workers": workers, "epochs": 1}}
@@ -89,7 +96,8 @@ OTHER: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def by_world(start_trainings: Any) -> dict[int, Any]:
     """Who trained what, by number of ranks; all have ended."""
-    started = {ranks: start_trainings(EXACT | (OTHER if ranks == 4 else WORKERS), ranks=ranks) for ranks in WORLDS}
+    more = {1: WORKERS | STOPPED | CONTINUED, 2: WORKERS, 4: OTHER}
+    started = {ranks: start_trainings(EXACT | more[ranks], ranks=ranks) for ranks in WORLDS}
     for trainings in started.values():
         trainings.results()
     return started
@@ -101,6 +109,12 @@ def test_every_number_of_processes_gives_the_same_bits(by_world: dict[int, Any],
     assert [r["world_size"] for r in results] == list(WORLDS)
     for key in ("model_sha256", "steps", "epochs", "samples", "state_version", "best_step", "metrics"):
         assert len({json.dumps(r[key]) for r in results}) == 1, f"{key}: {[r[key] for r in results]}"
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_that_was_stopped_and_resumed_has_the_same_bits(by_world: dict[int, Any], name: str) -> None:
+    assert by_world[1][f"{name}-stopped"]["error"] == "StopRequested"
+    assert by_world[1][f"{name}-continued"]["model_sha256"] == by_world[1][name]["model_sha256"]
 
 
 @pytest.mark.parametrize("name", ["everything", "two-optimizers", "fp16", "iterable", "uneven-stream"])

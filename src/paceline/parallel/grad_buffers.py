@@ -21,25 +21,31 @@ _BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """A tensor's place in its dtype's flat buffer, in elements."""
+    """A tensor's place in a flat buffer, in the buffer's elements.
 
-    dtype: torch.dtype
+    A complex tensor lies in the flat buffer of its real type, so that transports see real numbers only.
+    """
+
+    dtype: torch.dtype  # of the tensor
+    flat_dtype: torch.dtype
     start: int
+    stop: int
     shape: torch.Size
     stride: tuple[int, ...]
 
     def view(self, grad_buffer: GradBuffer) -> torch.Tensor:
-        if self.dtype not in grad_buffer:  # an empty tensor has no flat buffer
+        if self.start == self.stop:
             return torch.empty(self.shape, dtype=self.dtype)
-        return grad_buffer[self.dtype][self.start : self.start + self.shape.numel()].as_strided(self.shape, self.stride)
+        return grad_buffer[self.flat_dtype][self.start : self.stop].view(self.dtype).as_strided(self.shape, self.stride)
 
 
 class FlatLayout:
     """The places of the gradients of ``parameters`` and of the contributions to module buffers.
 
-    Gradients are in reverse order of the parameters, about the order in which backward produces them. Floating-point
-    buffers follow in their own dtype's flat buffer, half-precision ones in float32's; integer buffers (counters) share
-    one int64 flat buffer with the counts of micro-batches and changed buffers.
+    Gradients are in reverse order of the parameters, about the order in which backward produces them; complex ones are
+    pairs of real numbers. Floating-point buffers follow in their own dtype's flat buffer, half-precision ones in
+    float32's; integer buffers (counters) share one int64 flat buffer with the counts of micro-batches and changed
+    buffers.
 
     Attributes:
         flat_buffers: elements of each dtype's flat buffer.
@@ -66,18 +72,15 @@ class FlatLayout:
                 raise TaskError(
                     f"parameter {name!r} has no shape yet; run one batch through the model in build_model()."
                 )
-            if parameter.is_complex():
-                raise TaskError(f"parameter {name!r} is complex; use view_as_real, complex gradients cannot be summed.")
             place = self._append(parameter.dtype, parameter, _dense_stride(parameter))
             self._gradient_places.insert(0, place)
-            number = open_bucket.get(place.dtype)
+            number = open_bucket.get(place.flat_dtype)
             limit = _FIRST_BUCKET_BYTES if number == 0 or number is None else _BUCKET_BYTES
-            stop = place.start + parameter.numel()
-            if number is None or (stop - self.buckets[number].start) * place.dtype.itemsize > limit:
-                number = open_bucket[place.dtype] = len(self.buckets)
-                self.buckets.append(Bucket(place.dtype, place.start, stop))
+            if number is None or (place.stop - self.buckets[number].start) * place.flat_dtype.itemsize > limit:
+                number = open_bucket[place.flat_dtype] = len(self.buckets)
+                self.buckets.append(Bucket(place.flat_dtype, place.start, place.stop))
             else:
-                self.buckets[number] = Bucket(place.dtype, self.buckets[number].start, stop)
+                self.buckets[number] = Bucket(place.flat_dtype, self.buckets[number].start, place.stop)
             self.bucket_of.insert(0, number)
         self.gradients = dict(self.flat_buffers)
         self._float_places = [
@@ -97,11 +100,11 @@ class FlatLayout:
         slices: dict[torch.dtype, slice] = {}
         for number in parameters:
             place = self._gradient_places[number]
-            if place.dtype not in self.flat_buffers:
+            if place.flat_dtype not in self.flat_buffers:
                 continue
-            previous = slices.get(place.dtype, slice(place.start, place.start))
-            start, stop = min(previous.start, place.start), max(previous.stop, place.start + place.shape.numel())
-            slices[place.dtype] = slice(start, stop)
+            previous = slices.get(place.flat_dtype, slice(place.start, place.start))
+            start, stop = min(previous.start, place.start), max(previous.stop, place.stop)
+            slices[place.flat_dtype] = slice(start, stop)
         return slices
 
     def gradient_views(self, grad_buffer: GradBuffer) -> list[torch.Tensor]:
@@ -121,10 +124,14 @@ class FlatLayout:
         return self._counts_place.view(grad_buffer)
 
     def _append(self, dtype: torch.dtype, tensor: torch.Tensor, stride: tuple[int, ...]) -> _TensorPlace:
-        start = self.flat_buffers.get(dtype, 0)
+        flat_dtype = dtype.to_real() if dtype.is_complex else dtype
+        parts = 2 if dtype.is_complex else 1
+        # Only an even element can be the first of a complex tensor.
+        start = -(-self.flat_buffers.get(flat_dtype, 0) // parts) * parts
+        stop = start + parts * tensor.numel()
         if tensor.numel():
-            self.flat_buffers[dtype] = start + tensor.numel()
-        return _TensorPlace(dtype, start, tensor.shape, stride)
+            self.flat_buffers[flat_dtype] = stop
+        return _TensorPlace(dtype, flat_dtype, start, stop, tensor.shape, stride)
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

@@ -298,6 +298,10 @@ class GradientReducer:
             for index, parameter in enumerate(self._parameters)
             if self._transport.overlaps
         ]
+        self._hooks += [
+            parameter.register_hook(_coalesce)  # type: ignore[no-untyped-call]
+            for parameter in _embeddings(module, self._parameters)
+        ]
         self._guards = [
             parameter.register_post_accumulate_grad_hook(self._make_guard(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
@@ -547,6 +551,19 @@ class GradientReducer:
             buffers[into][bucket.dtype][part].add_(buffers[other][bucket.dtype][part])
         self._transport.launch(self._next_bucket)
         self._next_bucket += 1
+
+
+def _embeddings(module: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that may get sparse gradients: matrices, except those of linear layers."""
+    owners = [owner for owner in module.modules() if not isinstance(owner, nn.Linear)]
+    matrices = {id(p) for owner in owners for p in owner._parameters.values() if p is not None and p.dim() == 2}
+    return [parameter for parameter in parameters if id(parameter) in matrices]
+
+
+def _coalesce(gradient: torch.Tensor) -> torch.Tensor:
+    # Autograd adds a sparse gradient entry by entry to the sum so far: without this, a row that occurs twice in a
+    # micro-batch would depend on the micro-batches before it, and so on the number of ranks.
+    return gradient.coalesce() if gradient.is_sparse else gradient
 
 
 def _zero(grad_buffer: GradBuffer) -> None:

@@ -29,7 +29,7 @@ from paceline.training.fine_tuning import evaluated_weights
 from paceline.training.reproducibility import numerics_fingerprint, preserve_numerics, seed_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
-from paceline.training.state import build_task_model
+from paceline.training.state import build_task_model, load_changed_buffers
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -207,6 +207,7 @@ def _restore(path: Path, task: Task, module: nn.Module, lora: Lora | None, callb
     state = checkpoint.state
     try:
         module.load_state_dict(evaluated_weights(state, lora))
+        load_changed_buffers(module, state.get("ema_buffers" if "ema" in state else "buffers", {}))
         callback.load_state_dict(state.get("callback", {}))
         if "task" in state:
             task.load_state_dict(state["task"])

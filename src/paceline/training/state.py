@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import CheckpointError, TaskError
 from paceline.core.task import Task
 from paceline.parallel.sharded_state import load_module, load_optimizer
-from paceline.runs.checkpoint_state import scheduler_state
+from paceline.runs.checkpoint_state import bytes_of, scheduler_state
 from paceline.training.optim import (
     EMA,
     OuterOptimizer,
@@ -48,6 +49,7 @@ class TrainProgress:
         best_metrics: all validation metrics there.
         early_best, bad_evaluations: the early-stop metric's best, and evaluations since.
         stopped_early: early stopping has ended the run.
+        data_fingerprint: of some samples of the training data, as the run's first step read them; 0 if unknown.
     """
 
     version: int = 0
@@ -65,6 +67,56 @@ class TrainProgress:
     early_best: float | None = None
     bad_evaluations: int = 0
     stopped_early: bool = False
+    data_fingerprint: int = 0
+
+
+class ChangedBuffers:
+    """The non-persistent buffers that training changes: a part of the state, though not of ``state_dict``.
+
+    Constant ones, such as masks, are built again instead.
+
+    Args:
+        module: the model as built, before training.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._built = {name: _digest(buffer) for name, buffer in _non_persistent_buffers(module)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return those that no longer have the values with which they were built, by name."""
+        return {
+            name: buffer
+            for name, buffer in _non_persistent_buffers(self._module)
+            if _digest(buffer) != self._built.get(name)
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        load_changed_buffers(self._module, state)
+
+
+def load_changed_buffers(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Give a model's non-persistent buffers their saved values.
+
+    Raises:
+        KeyError, RuntimeError: the model has no such buffers.
+    """
+    buffers = dict(_non_persistent_buffers(module))
+    for name, value in state.items():
+        if not buffers[name].is_meta:  # another rank holds it
+            buffers[name].copy_(value)
+
+
+def _non_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, owner in module.named_modules():
+        for name in sorted(owner._non_persistent_buffers_set):
+            if (buffer := owner._buffers.get(name)) is not None:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _digest(buffer: torch.Tensor) -> bytes | None:
+    return None if buffer.is_meta else hashlib.sha256(bytes_of(buffer)).digest()
 
 
 class TrainingState:
@@ -79,6 +131,7 @@ class TrainingState:
         ema_model: a second model equal to ``module``, for the moving average; by default a copy.
 
     Attributes:
+        changed_buffers: the model's, and those of its moving average.
         pending_powersgd_state: PowerSGD's error from a checkpoint, until a strategy takes it over.
 
     Raises:
@@ -96,6 +149,7 @@ class TrainingState:
     ) -> None:
         self._task = task
         self.module = module
+        self.changed_buffers = {"buffers": ChangedBuffers(module)}
         self.callback = task.build_callback(module, horizon)
         self.optimizers = _named_optimizers(task, module)
         if config.lr_scale:
@@ -112,6 +166,7 @@ class TrainingState:
         self.ema: EMA | None = None
         if config.ema is not None:
             self.ema = EMA(deepcopy(module) if ema_model is None else ema_model, config.ema)
+            self.changed_buffers["ema_buffers"] = ChangedBuffers(self.ema.module)
         self.outer: OuterOptimizer | None = None
         if config.outer_optimizer == "nesterov":
             self.outer = OuterOptimizer(module, lr=config.outer_lr, momentum=config.outer_momentum)
@@ -183,7 +238,7 @@ class TrainingState:
             state["ema"] = self.ema.state_dict()
         if self.outer is not None:
             state["outer"] = self.outer.state_dict()
-        return state
+        return state | {name: buffers.state_dict() for name, buffers in self.changed_buffers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` gave.
@@ -203,6 +258,8 @@ class TrainingState:
                 load_module(self.ema, state["ema"])
             if self.outer is not None and "outer" in state:
                 self.outer.load_state_dict(state["outer"])
+            for name, buffers in self.changed_buffers.items():
+                buffers.load_state_dict(state.get(name, {}))
             self.pending_powersgd_state = state.get("powersgd")
             self.progress = TrainProgress(**state["progress"])
             self.callback.load_state_dict(state.get("callback", {}))
