@@ -65,9 +65,9 @@ def fsync_directory(path: Path) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file, without torn lines; none if the file is missing."""
+    """Return the records of a JSONL file, without torn and damaged lines; none if the file is missing."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     records = []

@@ -114,7 +114,10 @@ def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory
         RunDirectoryError: the run's directory cannot be written, or another process uses it.
         LaunchError: a process could not be started.
     """
-    launcher, rendered, job, directory = prepare_local_run(job, joins=joins)
+    asked = job
+    launcher, rendered, job, directory = prepare_local_run(asked, joins=joins)
+    while asked.config.run_dir is None and not directory.reserve():
+        launcher, rendered, job, directory = prepare_local_run(asked, joins=joins)
     config, spec = job.config, rendered.spec
     # Another node of the job may use the shared directory already.
     unnumbered = config.node_rank is None and spec.nodes[1] > 1 and spec.recover != "none"
@@ -176,6 +179,8 @@ def _recovery(job: WorkerConfig, name: str, directory: RunDirectory) -> Recovery
     if directory.exists() and config.resume != "never":
         recorded = config_from_mapping(directory.read_manifest().get("config", {}), str(directory.manifest))
         config = RunConfig(**merge_resumed_config(vars(config), job.explicit_options, recorded))
+    if config.device == "cuda" and name == "spawn" and not _visible_gpus():
+        raise ConfigError("--device cuda: there is no GPU on this node. Use --device cpu or auto.")
     survivors = [
         obstacle
         for obstacle, there in (

@@ -146,6 +146,7 @@ class RunDirectory:
         Raises:
             RunDirectoryError: it cannot be created or written.
         """
+        self._require_regular_files()
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{secrets.token_hex(4)}"
@@ -153,6 +154,29 @@ class RunDirectory:
             probe.unlink()
         except OSError as error:
             raise self.unwritable(error) from error
+
+    def reserve(self) -> bool:
+        """Make the directory; return whether it is this call that made it, and no other command at the same time.
+
+        Raises:
+            RunDirectoryError: it cannot be created.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir()
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise self.unwritable(error) from error
+        return True
+
+    def _require_regular_files(self) -> None:
+        """Refuse a directory in which another kind of file has a name of the run's: opening a pipe would hang."""
+        names = (self.manifest, self.events, self.metrics, self.result, self.lock, self.agent, self.agents)
+        ledger = self.ledger.iterdir() if self.ledger.is_dir() else ()
+        for path in (*names, self.sample_lengths, self.initial, *ledger):
+            if path.exists() and not path.is_file():
+                raise RunDirectoryError(f"{path} is not a regular file. Remove it, or choose another --run-dir DIR.")
 
     def unwritable(self, error: OSError) -> RunDirectoryError:
         """Return the error for a directory that cannot be written."""
@@ -236,8 +260,12 @@ class RunDirectory:
                 del _unwritten[self.events.absolute()]
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return the records of ``events.jsonl``, without a last line cut short by a crash."""
-        return read_json_lines(self.events)
+        """Return the records of ``events.jsonl``, without lines that are torn or damaged."""
+        return [
+            event
+            for event in read_json_lines(self.events)
+            if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
+        ]
 
     def is_running(self) -> bool:
         """Return whether a process on this node holds the run's lock."""

@@ -109,7 +109,7 @@ def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
 
     A killed run leaves records of steps that the resumed run repeats. The file is replaced atomically.
     """
-    kept = [r for r in read_json_lines(path) if r["step"] <= step]
+    kept = [r for r in read_json_lines(path) if _is_record(r) and r["step"] <= step]
     content = "".join(json.dumps(r) + "\n" for r in kept).encode()
     try:
         if path.exists() and path.read_bytes() != content:
@@ -121,6 +121,17 @@ def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
             ) from error
         _log.warning("%s keeps records of steps that will be repeated: %s.", path, error.strerror)
     return kept
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    """Return whether a line of ``metrics.jsonl`` is what was written there: a damaged one must not stop a run."""
+    try:
+        figures = [record["step"], *(value for _, value in scalars(record))]
+        if record["kind"] == "train":
+            figures.append(record["seconds"])
+    except (KeyError, TypeError, AttributeError):
+        return False
+    return all(isinstance(figure, int | float) for figure in figures) and record["kind"] in ("train", "eval")
 
 
 def finite(value: Any) -> Any:

@@ -16,7 +16,8 @@ def train_record(step: int, loss: float, **more: Any) -> dict[str, Any]:
     ranks = [
         {"rank": r, "step_ms": 10.0 + r, "busy": 1.0, "memory_mib": 100.0, "utilisation": math.nan} for r in (0, 1)
     ]
-    return {"kind": "train", "step": step, "epoch": 0, "loss": loss, "lr": 0.1, "ranks": ranks, **more}
+    record = {"kind": "train", "step": step, "epoch": 0, "loss": loss, "lr": 0.1, "seconds": 1.0, "ranks": ranks}
+    return record | more
 
 
 def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -65,7 +66,7 @@ def test_a_full_disk_is_told_once_and_stops_nothing(caplog: pytest.LogCaptureFix
 
 def test_keep_until_drops_later_records_and_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"kind": "train", "step": s}) + "\n" for s in (10, 20, 30)) + '{"kind": "tr')
+    path.write_text("".join(json.dumps(train_record(s, 0.5)) + "\n" for s in (10, 20, 30)) + '{"kind": "tr')
     kept = keep_until(path, 20)
     assert [r["step"] for r in kept] == [10, 20]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20]
