@@ -83,6 +83,7 @@ def train_command(
         "--eval-every": "never",
         "--checkpoint-every": "never",
         "--run-dir": directory / "run",
+        "--purity": "warn",  # the probe counts the calls of the loss
     }
     command = [sys.executable, "-m", "paceline", "train", task, "--quiet"]
     command += [str(word) for option in {**alike, **options}.items() for word in option]

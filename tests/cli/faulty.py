@@ -65,6 +65,9 @@ class Good(paceline.Task):
     def build_optimizer(self, model):
         return None if self.fault == "no optimizer" else torch.optim.AdamW(model.parameters(), lr=self.lr)
 
+    def on_batch_begin(self, info):
+        self.info = info
+
     def loss(self, model, batch):
         inputs, labels = batch
         losses = nn.functional.cross_entropy(model(inputs), labels, reduction="none")
@@ -77,8 +80,7 @@ class Good(paceline.Task):
         if self.fault == "bug":
             return nn.functional.cross_entropy(model(inputs[:, :4]), labels)
         if self.fault == "nan" and not Path("mended").exists():
-            self.calls = getattr(self, "calls", 0) + 1
-            return losses.mean() * (float("nan") if self.calls > 4 * 11 + 1 else 1)
+            return losses.mean() * (float("nan") if (self.info.step, self.info.number) >= (11, 1) else 1)
         return losses.mean()
 
 

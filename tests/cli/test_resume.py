@@ -49,9 +49,11 @@ class Small(paceline.Task):
     def build_optimizer(self, model):
         return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
 
+    def on_batch_begin(self, info):
+        self.info = info
+
     def loss(self, model, batch):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 4 * 6 + 2 and Path("stop").exists():
+        if (self.info.step, self.info.number) == (6, 1) and Path("stop").exists():
             Path("stop").unlink()
             os.kill(os.getpid(), signal.SIGTERM)
         return nn.functional.cross_entropy(model(batch[0]), batch[1])

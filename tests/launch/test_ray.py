@@ -307,7 +307,7 @@ def test_a_task_with_a_worker_killed_ends_with_the_same_bits(run_processes: Any,
     done = run_processes.paceline(
         *("train", "harmed.py:Harmed", "--set", f"plan={tmp_path}/plan", "--on", "ray", "--nproc", "2"),
         # The end of a worker is seen without it, and a machine that stalls is no fault.
-        *(*RUN, "--max-steps", "60", "--run-dir", "run", "--heartbeat", "60"),
+        *(*RUN, "--max-steps", "60", "--run-dir", "run", "--heartbeat", "60", "--purity", "off"),
     )
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -332,7 +332,7 @@ def test_ctrl_c_saves_and_leaves_nothing(run_processes: Any, tmp_path: Path, wai
                 "--set",
                 f"plan={tmp_path}/plan",
             ),
-            *("--on", "ray", *RUN, "--max-steps", "100000", "--run-dir", "run"),
+            *("--on", "ray", *RUN, "--max-steps", "100000", "--run-dir", "run", "--purity", "off"),
         ]
     )
     wait_until((tmp_path / "plan" / "here").exists, "the task waits", 120)

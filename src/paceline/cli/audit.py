@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.data.audit import AuditReport, Ranges
+    from paceline.runs.purity import PuritySummary
 
 
 def audit(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
@@ -32,16 +33,18 @@ def audit(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) -
     """
     # Imported here so that --help does not wait for numpy.
     from paceline.data.audit import audit as audit_run
+    from paceline.runs.purity import read_purity
 
     report = audit_run(RunDirectory(run))
+    purity = read_purity(RunDirectory(run))
     if json:
-        print(json_module.dumps(report.to_json()))
+        print(json_module.dumps({**report.to_json(), "purity": purity.to_json()}))
     else:
-        _print_report(report)
+        _print_report(report, purity)
     return 0 if report.clean else 1
 
 
-def _print_report(report: AuditReport) -> None:
+def _print_report(report: AuditReport, purity: PuritySummary) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -55,6 +58,7 @@ def _print_report(report: AuditReport) -> None:
         )
     style = "green" if report.clean else "bold red"
     console.print(report.verdict, style=style, markup=False, soft_wrap=True)
+    console.print(str(purity), style="bold red" if purity.found else None, markup=False, soft_wrap=True)
 
 
 def _table(report: AuditReport) -> Table:

@@ -7,6 +7,7 @@
     │   ├── ConfigError           an invalid option or combination of options
     │   ├── TaskError             the task's name, file, fields or methods
     │   ├── DataError             a dataset, a sample or a download
+    │   ├── PurityError           a task whose model would depend on the number of processes (--purity error)
     │   ├── ExportError           a model that cannot be exported, or whose export computes other outputs
     │   ├── PackageError          a package that fails verification or does not exist
     │   │   └── UntrustedError    ... whose program may run code and is not trusted yet
@@ -50,6 +51,10 @@ class TaskError(UserError):
 
 class DataError(UserError):
     """A dataset is missing or damaged, or yields an invalid sample."""
+
+
+class PurityError(UserError):
+    """A task computes something else for another number of processes, or after a restart."""
 
 
 class ExportError(UserError):

@@ -248,6 +248,16 @@ class RecoveryOptions(ProcessOptions):
         needs="corruption",
         minimum=0,
     )
+    purity: Literal["error", "warn", "off"] = option(
+        "error",
+        "Check that the task computes the same on any number of processes and after a restart. error: stop before "
+        "the first checkpoint if it does not, later warn.",
+        group="Recovery",
+        resume="adjustable",
+        bits="never",
+        scope="recovery",
+        summary=True,
+    )
     heartbeat: float = option(
         2.0,
         "Replace a process after this many seconds without a heartbeat.",

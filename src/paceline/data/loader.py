@@ -58,6 +58,7 @@ def build_loader(
     collate: Collate,
     index_map: Split | None = None,
     split: str = "train",
+    check: bool = False,
 ) -> Loader:
     """Build the loader for a map-style dataset.
 
@@ -70,6 +71,7 @@ def build_loader(
         collate: turns a list of samples into a batch; ``task.collate``.
         index_map: the split's sample numbers in the dataset, if it was split off.
         split: its name, for messages.
+        check: read some samples twice from time to time, and compare them.
 
     Raises:
         DataError: the dataset is not map-style, or its length is not the order's.
@@ -91,6 +93,7 @@ def build_loader(
         collate=collate,
         index_map=index_map,
         split=split,
+        check=check,
     )
 
 

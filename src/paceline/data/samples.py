@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -11,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -33,6 +35,7 @@ from paceline.core.stack_dump import install_dump_handler
 from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class
 from paceline.data.order import DeterministicSampler, Split, derive_key
+from paceline.data.sample_check import MOST_SAMPLES, SampleCheck, check_samples, reference_of
 
 # --- Types shared by all loaders ---
 
@@ -59,7 +62,13 @@ class MicroBatch:
 
 
 class Loader(Protocol):
-    """Loads a rank's micro-batches. Any (epoch, step) may come first; sequential access is fastest."""
+    """Loads a rank's micro-batches. Any (epoch, step) may come first; sequential access is fastest.
+
+    Attributes:
+        checked: the last check of the dataset; None before the first one.
+    """
+
+    checked: SampleCheck | None
 
     def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
         """Return those of ``microbatches`` that are present in this step, in order.
@@ -217,6 +226,9 @@ class TensorLoader:
     ) -> None:
         self._order = order
         self._gather = TensorGather(dataset, device=device, index_map=index_map)
+        # Indexing tensors cannot go wrong, but the tensors may be others than another process has.
+        reference = self._gather.locate(_reference_numbers(order))
+        self.checked: SampleCheck | None = SampleCheck(reference_of([self._gather.take(reference)]), len(reference))
         self._epoch = -1
         self._start = self._stop = 0
         self._numbers: Indices = np.empty(0, np.int64)
@@ -277,6 +289,17 @@ class ReadRequest:
     rows: Indices
 
 
+@dataclass(frozen=True, slots=True)
+class CheckRequest(ReadRequest):
+    """A request to read samples twice, and to compare them.
+
+    Attributes:
+        reference: the rows of samples that every process reads.
+    """
+
+    reference: Indices
+
+
 class ReadError(Exception):
     """The traceback of an error in a dataset, as text, because it may come from another process."""
 
@@ -307,7 +330,9 @@ class SampleReader:
         self._batched = callable(getattr(type(dataset), "__getitems__", None))
 
     def __getitem__(self, request: ReadRequest) -> Any:
-        """Return the collated batch, or a :class:`ReadFailure`."""
+        """Return the collated batch, or a :class:`ReadFailure`; for a :class:`CheckRequest` a :class:`SampleCheck`."""
+        if isinstance(request, CheckRequest):
+            return self._check(request)
         rows = request.rows.tolist()
         samples: list[Any] = []
         try:
@@ -331,6 +356,16 @@ class SampleReader:
             if ragged is not None:
                 return self._failure(f"{ragged} Make them equal, or define collate() in the task", error)
             return self._failure(f"{_span(rows)} cannot be collated", error)
+
+    def _check(self, request: CheckRequest) -> SampleCheck:
+        def read(epoch: int, row: int) -> Any:
+            seed_everything(derive_key(self._seed, _SAMPLE, epoch, row))
+            return self._dataset.__getitems__([row]) if self._batched else self._dataset[row]
+
+        try:
+            return check_samples(read, request.epoch, request.rows.tolist(), request.reference.tolist())
+        except Exception:
+            return SampleCheck(0)  # the error, if it is one of the dataset, comes again with the batch
 
     def _failure(self, what: str, error: Exception) -> ReadFailure:
         message = f"{self._split} dataset, {what}: {type(error).__name__}: {error}"
@@ -489,6 +524,10 @@ class SampleSource:
             ) from error
 
 
+_CHECK_EVERY_S = 60.0
+_CHECK_SHARE = 400  # a check of the samples is followed by this many times its own time without one
+
+
 class SampleLoader:
     """Loads any map-style dataset, a micro-batch at a time."""
 
@@ -503,10 +542,14 @@ class SampleLoader:
         collate: Collate,
         index_map: Split | None,
         split: str,
+        check: bool = False,
     ) -> None:
         inner, subset = without_subsets(dataset)
         self._order = order
         self._rows = RowNumbers(index_map, subset)
+        self.checked: SampleCheck | None = None
+        self._next_check = 0.0 if check else math.inf
+        self._checking = False
         self._source = SampleSource(inner, seed=seed, device=device, workers=workers, collate=collate, split=split)
         self._due: tuple[int, int, range] | None = None
 
@@ -515,6 +558,7 @@ class SampleLoader:
         if not microbatches:
             return []  # a spare has no micro-batches
         if (epoch, step, microbatches) != self._due:
+            self._checking = False
             self._source.start(self._requests_from(epoch, step, microbatches), ahead=2 * len(microbatches))
         # Unknown until all of it has been read.
         self._due = None
@@ -523,6 +567,9 @@ class SampleLoader:
             : len(self._order.microbatch_bounds(step)[microbatches.start : microbatches.stop : microbatches.step])
         ]:
             request, batch = self._source.next()
+            while isinstance(batch, SampleCheck):
+                self._take_check(batch)
+                request, batch = self._source.next()
             micro_batches.append(MicroBatch(microbatch, batch, len(request.numbers), checksum(request.numbers)))
         last = step + 1 == self._order.steps_per_epoch
         self._due = (epoch + 1, 0, microbatches) if last else (epoch, step + 1, microbatches)
@@ -540,7 +587,20 @@ class SampleLoader:
                     microbatches.start : microbatches.stop : microbatches.step
                 ]:
                     numbers = self._order.indices(e, start, stop)
-                    yield ReadRequest(e, numbers, self._rows(numbers))
+                    rows = self._rows(numbers)
+                    if not self._checking and time.monotonic() >= self._next_check:
+                        self._checking = True
+                        reference = self._rows(_reference_numbers(self._order))
+                        yield CheckRequest(e, numbers[:MOST_SAMPLES], rows[:MOST_SAMPLES], reference)
+                    yield ReadRequest(e, numbers, rows)
+
+    def _take_check(self, check: SampleCheck) -> None:
+        self.checked, self._checking = check, False
+        self._next_check = time.monotonic() + max(_CHECK_EVERY_S, _CHECK_SHARE * check.seconds)
+
+
+def _reference_numbers(order: DeterministicSampler) -> Indices:
+    return np.array(sorted({0, order.num_samples // 2}), dtype=np.int64)
 
 
 _open: tuple[weakref.ref[_Workers], ...] = ()

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.data.order import derive_key
+from paceline.data.sample_check import SampleCheck
 from paceline.data.samples import (
     Collate,
     MicroBatch,
@@ -182,6 +183,7 @@ class StreamLoader:
         self._device = device
         self._collate = collate
         self._split = split
+        self.checked: SampleCheck | None = None  # a stream's samples cannot be read once more
         self._shards: dict[int, _StreamShard] = {}
         self._known: dict[int, Mapping[str, Any]] = {}  # positions before steps that were committed
 

@@ -17,6 +17,8 @@ from paceline.core.stats import LEVEL, RESAMPLES, Difference, Estimate, holm, mc
 from paceline.insight.analysis import Analysis
 from paceline.insight.classification import ClassificationResult
 from paceline.insight.evaluation_recorder import Predictions
+from paceline.runs.directory import RunDirectory
+from paceline.runs.purity import read_purity
 
 # --- Comparison of runs: is one better, and how do their settings differ? ---
 
@@ -184,6 +186,13 @@ def _marks(analysis: Analysis) -> list[tuple[str, str]]:
         marks.append(("plain", f"{count}, {recoveries} recovered in place" if recoveries else count))
     else:
         marks.append(("plain", "no faults"))
+    purity = read_purity(RunDirectory(record.path))
+    if purity.found:
+        marks.append(("bad", f"the purity guard found {len(purity.found)}; see the timeline"))
+    elif purity.mode in ("error", "warn"):
+        marks.append(("good", "the purity guard found nothing"))
+    else:
+        marks.append(("plain", "not checked by the purity guard"))
     return marks
 
 
@@ -290,6 +299,7 @@ def _run(analysis: Analysis) -> dict[str, Any]:
         "step": analysis.step,
         "best": analysis.is_best,
         "model_sha256": result.get("model_sha256"),
+        "purity": read_purity(RunDirectory(record.path)).to_json(),
         "main_metric": analysis.main_metric,
         "metrics": {name: estimate.as_json() for name, estimate in analysis.metrics.items()},
         "recorded": dict(analysis.recorded),

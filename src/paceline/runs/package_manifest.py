@@ -36,6 +36,9 @@ class JsonReader:
         self._remaining: dict[str, Any] = dict(document)
         self._where = where
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._remaining
+
     def take(self, name: str) -> Any:
         """Return the value of a required field."""
         if name not in self._remaining:
@@ -163,6 +166,7 @@ class Provenance:
         data: a description of the data, JSON types.
         versions: of paceline, torch and Python at the export.
         code_sha256: of the file that defines the task, or None.
+        purity: whether the run was checked by the purity guard, and what it found; None if unknown.
     """
 
     run: str
@@ -174,6 +178,7 @@ class Provenance:
     data: Mapping[str, Any]
     versions: Mapping[str, str]
     code_sha256: str | None = None
+    purity: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +340,7 @@ def _provenance(fields: JsonReader) -> Provenance:
         data=fields.mapping("data"),
         versions=fields.named_texts("versions"),
         code_sha256=fields.optional_text("code_sha256"),
+        purity=fields.optional_text("purity") if "purity" in fields else None,
     )
     fields.end()
     return provenance

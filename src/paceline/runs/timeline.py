@@ -250,6 +250,8 @@ def describe(event: Event) -> str:
             return "checkpoint backed up"
         case {"event": "backup failed", "error": error}:
             return f"a checkpoint could not be backed up: {error}"
+        case {"event": "impure", "message": message}:
+            return f"the purity guard found: {message}"
         case {"event": "fallback", "reason": reason}:
             return f"skipped a checkpoint: {reason}"
         case {"event": "fault", "slot": slot, "how": how}:

@@ -128,6 +128,7 @@ def model_card(manifest: PackageManifest, task: Task) -> str:
                 *((name, version) for name, version in sorted(origin.versions.items())),
             ],
         ),
+        *([origin.purity] if origin.purity else []),
         "Hyperparameters: "
         + (", ".join(f"{name} = {value}" for name, value in sorted(origin.fields.items())) or "none")
         + ".",
@@ -458,6 +459,7 @@ def _provenance(source: TrainedSource, data: Mapping[str, Any]) -> Provenance:
             "python": platform.python_version(),
         },
         code_sha256=source_sha256(source.task),
+        purity=source.purity,
     )
 
 

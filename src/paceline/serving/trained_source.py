@@ -24,6 +24,7 @@ from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import Provenance
+from paceline.runs.purity import read_purity
 from paceline.training.evaluation import MetricIntervals
 from paceline.training.loaded_model import (
     EvaluableModel,
@@ -62,6 +63,7 @@ class TrainedSource:
         split: to compare and evaluate on: "test", or "val" if there is no test split.
         step: number of optimizer steps of the training.
         state_version: of the checkpoint.
+        purity: whether the run was checked by the purity guard, and what it found; None if unknown.
     """
 
     trained: EvaluableModel
@@ -70,6 +72,7 @@ class TrainedSource:
     split: str
     step: int
     state_version: int
+    purity: str | None = None
 
     @property
     def task(self) -> Task:
@@ -152,6 +155,7 @@ def open_source(run: Path, checkpoint: str | None) -> Iterator[TrainedSource]:
             split=_compared_split(trained),
             step=trained.info.step,
             state_version=trained.info.state_version,
+            purity=str(read_purity(directory)),
         )
 
 

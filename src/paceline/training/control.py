@@ -88,7 +88,7 @@ class TrialSchedulerClient:
 # the same rows, and obey alike.
 
 
-_CONTROL_WIDTH = 6
+_CONTROL_WIDTH = 8
 ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH + SPEED_WIDTH
 """Numbers in a rank's row: the control flags, then its status and its speed."""
 
@@ -115,6 +115,9 @@ class ControlFlags:
         reform: the ranks shall leave their group after this step, for another one.
         computed, recomputed: fingerprints of the micro-batch that is verified in this step: of the rank that has
             it, and of another one; 0 elsewhere.
+        impure: the purity guard found something that the ranks have to settle.
+        samples: a fingerprint of some samples, as this rank reads them; 0 if it does not know. Merged: negative if two
+            ranks have different ones.
     """
 
     stop: int = 0
@@ -123,6 +126,8 @@ class ControlFlags:
     reform: bool = False
     computed: int = 0
     recomputed: int = 0
+    impure: bool = False
+    samples: int = 0
 
     def row(self, status: Sequence[float] | None = None, speed: Sequence[float] | None = None) -> list[float]:
         """Return the rank's row, with its status if a record is due, and its speed if it has a measurement."""
@@ -133,6 +138,8 @@ class ControlFlags:
             float(self.reform),
             float(self.computed),
             float(self.recomputed),
+            float(self.impure),
+            float(self.samples),
             *(_NO_STATUS if status is None else status),
             *(_NO_SPEED if speed is None else speed),
         ]
@@ -149,7 +156,13 @@ def merge(rows: Sequence[Sequence[float]]) -> ControlFlags:
         reform=any(row[3] for row in rows),
         computed=int(max(row[4] for row in rows)),
         recomputed=int(max(row[5] for row in rows)),
+        impure=any(row[6] for row in rows),
+        samples=_merge_samples({int(row[7]) for row in rows if row[7]}),
     )
+
+
+def _merge_samples(fingerprints: set[int]) -> int:
+    return -1 if len(fingerprints) > 1 else max(fingerprints, default=0)
 
 
 def statuses(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:

@@ -86,6 +86,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
         "best_step": progress.best_step,
         "metrics": finite(metrics),  # JSON has no NaN
         **({} if found is None else {"drift": found}),
+        "purity": group.purity_result(),
         **group.engine.extra_results,
         "model_sha256": sha256,
         **world.broadcast_object(starts(run.directory.read_events()) if world.rank == 0 else None),
@@ -102,9 +103,9 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
 
 def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Count the restarts of a run, and the groups that formed after a fault."""
-    views = {event["generation"]: bool(event.get("recovery")) for event in events if event["event"] == "view"}
+    views = {event.get("generation"): bool(event.get("recovery")) for event in events if event["event"] == "view"}
     # Without survivors, a group starts from a checkpoint: that is a recovery, not a restart.
-    started = [e for e in events if e["event"] == "started" and e["generation"] not in views]
+    started = [e for e in events if e["event"] == "started" and e.get("generation") not in views]
     return {"restarts": max(0, len(started) - 1), "recoveries": sum(views.values())}
 
 

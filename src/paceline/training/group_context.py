@@ -13,7 +13,7 @@ from paceline.core.callback import RankInfo
 from paceline.data.samples import data_workers
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.load_balancing import LoadBalancer, Speed
-from paceline.parallel.microbatches import ExternalReduceStrategy
+from paceline.parallel.microbatches import ExternalReduceStrategy, ReducerStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import ParallelDims, World
@@ -23,6 +23,7 @@ from paceline.training import control
 from paceline.training.checkpoint_manager import CheckpointManager
 from paceline.training.control import ControlFlags
 from paceline.training.local_sgd import LocalSGD
+from paceline.training.purity import PurityCheck, compare_replicas
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import SDCChecker
 from paceline.training.state_manager import StateManager
@@ -205,6 +206,8 @@ class GroupContext:
             overlap = StepOverlap(run.schedule, self._states.loader, state, self.checkpoint_manager.is_due)
             self.fetch = overlap.fetch
             hooks.append(overlap)
+        if run.config.purity != "off" and not self.strategy.overlaps_steps:
+            hooks.append(PurityCheck(run, self.world, state, self._states.loader))
         if run.config.sdc_check_every:
             checker = SDCChecker(run, self.world, state, self.monitor.timer)
             hooks.append(stack.enter_context(closing(checker)))
@@ -308,6 +311,22 @@ class GroupContext:
         self.world.progress_tracker.step = progress.step
         if self._member is not None:
             self._member.pulse.step, self._member.pulse.version = progress.step, progress.version
+
+    def compare_replicas(self) -> None:
+        """Compare the bits of all ranks' replicas, if it is time; all ranks call this together.
+
+        Raises:
+            PurityError: they differ, before the first checkpoint, with ``--purity error``.
+        """
+        config = self._run.config
+        replicated = isinstance(self.strategy, ReducerStrategy) and not self._states.in_step
+        if config.purity != "off" and replicated and "ps" not in config.strategies and not config.asynchronous:
+            compare_replicas(self._run, self.world, self._states.state)
+
+    def purity_result(self) -> dict[str, Any]:
+        """Return rank 0's record of the purity guard for ``result.json``; all ranks call this together."""
+        record = self._run.purity
+        return dict(self.world.broadcast_object(record.result() if self.world.rank == 0 else None))
 
     def rebalance(self) -> None:
         """Share the micro-batches as the balancer says, between two steps; all ranks do so together."""

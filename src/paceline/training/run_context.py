@@ -34,6 +34,7 @@ from paceline.runs.monitor import Monitor
 from paceline.runs.trackers import RUN_ID, RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
+from paceline.training.purity_record import PurityRecord
 from paceline.training.reproducibility import build_split
 from paceline.training.resolve import DataSetup
 from paceline.training.schedule import Deadline, Schedule
@@ -78,6 +79,11 @@ class RunContext:
     def run_id(self) -> str:
         """What no other run is called, from ``run.toml``: there once the run is created."""
         return str(self.directory.read_complete_manifest()["id"])
+
+    @cached_property
+    def purity(self) -> PurityRecord:
+        """What this process has checked of the task, and found."""
+        return PurityRecord(self.config.purity)
 
     @property
     def backup(self) -> Path | None:
@@ -157,6 +163,7 @@ class RunContext:
             else workers,
             collate=task.collate,
             index_map=None if data.carved is None else data.carved.train,
+            check=workers is None and self.config.purity != "off",
         )
 
     def build_evaluator(self, split: str) -> Evaluator | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError, NondeterminismError, PeerLostError, SilentDataCorruptionError
-from paceline.data.samples import Loader
+from paceline.data.samples import Loader, MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import World
@@ -76,7 +76,7 @@ class SDCChecker(StepHook):
         computed = 0 if self._strategy is None else self._strategy.reducer.watched
         return replace(flags, computed=computed, recomputed=self._recomputed)
 
-    def before_microbatches(self, strategy: Strategy) -> None:
+    def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Choose this step's micro-batch, if it is the step's turn, and compute it if that is this rank's part."""
         self._begin_step(strategy)
         self._timer.mark("other")

@@ -173,7 +173,7 @@ class MicrobatchRunner:
 class StepHook:
     """An option's addition to a synchronous step; each method does nothing unless it is overridden."""
 
-    def before_microbatches(self, strategy: Strategy) -> None:
+    def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Run after the strategy's step has begun, before forward and backward."""
 
     def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
@@ -221,7 +221,7 @@ class StepOverlap(StepHook):
             return read[1]
         return self._loader.fetch(epoch, step, microbatches)
 
-    def before_microbatches(self, strategy: Strategy) -> None:
+    def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Let the step overlap with the next one, unless an action is due between them."""
         progress, schedule = self._state.progress, self._schedule
         after = dataclasses.replace(
@@ -257,7 +257,7 @@ class SpeedMeasurement(StepHook):
     def __init__(self, balancer: LoadBalancer) -> None:
         self._balancer = balancer
 
-    def before_microbatches(self, strategy: Strategy) -> None:
+    def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Begin to measure."""
         self._balancer.begin()
 

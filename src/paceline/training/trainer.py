@@ -95,7 +95,7 @@ class SyncEngine(Engine):
 
         strategy.begin_step([microbatch.index for microbatch in microbatches])
         for hook in group.hooks:
-            hook.before_microbatches(strategy)
+            hook.before_microbatches(strategy, microbatches)
         strategy.run_microbatches(microbatches, group.runner)
         for hook in group.hooks:
             hook.after_microbatches(strategy, microbatches)
@@ -291,6 +291,7 @@ class Trainer:
 
     def _evaluate(self, group: GroupContext) -> bool:
         group.world.progress_tracker.begin("evaluation")
+        group.compare_replicas()
         try:
             metrics = self.validation.measure(
                 group.mesh, self.state, group.monitor, group.stop_reason, in_step=self.states.in_step
@@ -317,6 +318,7 @@ class Trainer:
 
     def _save(self, group: GroupContext, *, last: bool = False) -> None:
         group.world.progress_tracker.begin("checkpoint")
+        group.compare_replicas()
         state = group.full_state_dict()
         # A rank that dies later takes its positions along: others then read its micro-batches on from these.
         streams = self.states.gather_positions(group.world, group.strategy.microbatches)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.core.callback import BatchInfo
 
 FEATURES, CLASSES = 8, 3
 
@@ -47,14 +48,13 @@ class Filling(Small):
     full: int = 5
     free: int = 12
 
-    def __post_init__(self) -> None:
-        self._calls = 0
+    def on_batch_begin(self, info: BatchInfo) -> None:
+        self.info = info
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         if model.training and os.environ.get("RANK", "0") == "0" and self.ballast:
-            self._calls += 1
-            print(f"a line that the log has no room for, {self._calls}" + "." * 200)
-            step = self._calls // (self.defaults.microbatches // int(os.environ.get("WORLD_SIZE", "1")))
+            step = self.info.step
+            print(f"a line that the log has no room for, {step} {self.info.number}" + "." * 200)
             if self.full <= step < self.free:
                 # Again and again: what is deleted meanwhile must not make room.
                 with Path(self.ballast).open("ab", buffering=0) as file, suppress(OSError):

@@ -479,7 +479,8 @@ def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
 
 def _config(plan: GroupPlan, training: Training, task: Task) -> RunConfig:
     """Return the run's options; the micro-batches do not depend on the number of processes, since they affect bits."""
-    options = dict(training.options)
+    # The task is instrumented, and counts what it computes.
+    options = {"purity": "off", **training.options}
     if options.get("microbatches") in (None, "auto"):
         options["microbatches"] = max(task.defaults.microbatches or 1, plan.least_microbatches)
     options["global_batch_size"] = (

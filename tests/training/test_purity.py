@@ -1,0 +1,128 @@
+"""The purity guard: a task whose model depends on the number of processes, or on a restart, is stopped or told of."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from paceline.runs.directory import RunDirectory
+from paceline.runs.purity import read_purity
+
+pytestmark = pytest.mark.matrix
+
+_SHORT = {"max_steps": 4, "microbatches": 4, "global_batch_size": 24}
+_OTHER_VALUES = "sample [0-9]+ had other values when it was read again"
+FOUND = {
+    "annealing": ({"task": "Annealing"}, "gave two losses, .*, while task.calls changed"),
+    "curriculum": ({"task": "Curriculum"}, "task.progress.number counted a micro-batch twice"),
+    "entropy": ({"task": "Entropy"}, r"micro-batch [0-9] of step 1, computed twice, gave two losses, [^,]*\."),
+    "running-mean": ({"task": "RunningMean"}, "while model.center changed"),
+    "initialised": ({"task": "DataDependentInit"}, "forward or backward changed the parameters scale"),
+    "momentum": ({"task": "MomentumInForward"}, "changed the parameters slow.weight, slow.bias"),
+    "own-generator": ({"task": "Read", "fields": {"kind": "OwnGenerator"}}, _OTHER_VALUES),
+    "mixed": ({"task": "Read", "fields": {"kind": "MixedWithPrevious"}}, _OTHER_VALUES),
+    "cached": ({"task": "Read", "fields": {"kind": "CachedAugmentation"}}, "drew other random numbers"),
+}
+BETWEEN_RANKS = {
+    "unseeded": ({"task": "Unseeded"}, "two ranks read other values in the same samples"),
+    "drifting": ({"task": "Drifting"}, "after step 4 the ranks have different bits in 0.weight"),
+}
+WARNED = {
+    "logging": ({"task": "Logging"}, "task.losses changed whenever a micro-batch was computed"),
+    "annealing-warned": ({"task": "Annealing", "options": {"purity": "warn"}}, FOUND["annealing"][1]),
+}
+SILENT = {
+    "lookalike": {"task": "Lookalike"},
+    "rows": {"task": "Read"},
+    "off": {"task": "Annealing", "options": {"purity": "off"}},
+}
+RESTARTED = {
+    "stopped": {"task": "Unseeded", "stop_at": 9, "options": {"purity": "error"}},
+    "continued": {"task": "Unseeded", "options": {"run_dir": "stopped"}},
+}
+
+
+def _jobs(*tables: Any) -> dict[str, Any]:
+    jobs = {}
+    for table in tables:
+        for name, entry in table.items():
+            job = entry[0] if isinstance(entry, tuple) else entry
+            jobs[name] = {**job, "options": {**_SHORT, **job.get("options", {})}}
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def on_one(start_trainings: Any) -> Any:
+    return start_trainings(_jobs(FOUND, WARNED, SILENT, RESTARTED))
+
+
+@pytest.fixture(scope="module")
+def on_two(start_trainings: Any, on_one: Any) -> Any:
+    return start_trainings(_jobs(FOUND, BETWEEN_RANKS, WARNED, SILENT), ranks=2)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_task_that_would_depend_on_the_processes_is_stopped(on_one: Any, on_two: Any, name: str) -> None:
+    for trainings in (on_one, on_two):
+        assert trainings[name]["error"] == "PurityError"
+        assert re.search(FOUND[name][1], trainings[name]["message"])
+        assert "Nothing was saved" in trainings[name]["message"]
+        assert "--purity warn" in trainings[name]["message"]
+        directory = RunDirectory(trainings.run(name))
+        assert not directory.checkpoints.exists() or not list(directory.checkpoints.iterdir())
+        assert len(read_purity(directory).found) == 1
+
+
+@pytest.mark.parametrize("name", BETWEEN_RANKS)
+def test_ranks_that_differ_are_stopped(on_two: Any, name: str) -> None:
+    assert on_two[name]["error"] == "PurityError"
+    assert re.search(BETWEEN_RANKS[name][1], on_two[name]["message"])
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_may_be_harmless_is_told_once(on_one: Any, on_two: Any, name: str) -> None:
+    for trainings in (on_one, on_two):
+        found = trainings[name]["purity"]["found"]
+        assert found
+        assert all(re.search(WARNED[name][1], message) for message in found)
+        summary = read_purity(RunDirectory(trainings.run(name)))
+        assert list(summary.found) == found
+        assert str(summary).startswith(f"The purity guard found {len(found)}: ")
+    assert len(on_two["logging"]["purity"]["found"]) == 1
+
+
+@pytest.mark.parametrize("name", ["lookalike", "rows"])
+def test_a_pure_task_is_not_suspected(on_one: Any, on_two: Any, name: str) -> None:
+    assert len({trainings[name]["model_sha256"] for trainings in (on_one, on_two)}) == 1
+    for trainings in (on_one, on_two):
+        purity = trainings[name]["purity"]
+        assert purity["found"] == []
+        assert purity["checks"]["microbatches"] == purity["checks"]["forward"] == 2
+        assert purity["checks"]["samples"] == 6
+    assert on_two[name]["purity"]["checks"]["replicas"] == 1
+
+
+def test_a_check_leaves_no_trace_in_the_run(on_one: Any, on_two: Any) -> None:
+    """The calls that a check made do not count: with it, the model is that of a run without it."""
+    assert on_one["off"]["purity"] == {"mode": "off", "checks": {}, "found": []}
+    assert on_one["annealing-warned"]["model_sha256"] == on_one["off"]["model_sha256"]
+    assert "did not check" in str(read_purity(RunDirectory(on_one.run("off"))))
+
+
+def test_data_that_are_others_after_a_restart_are_told(on_one: Any) -> None:
+    assert on_one["stopped"]["error"] == "StopRequested"
+    (found,) = on_one["continued"]["purity"]["found"]
+    assert "this process reads other values in the same samples than those with which the run began" in found
+
+
+def test_the_audit_tells_what_was_found(on_one: Any, run_processes: Any) -> None:
+    on_one.results()
+    for name, words in {"logging": "The purity guard found 1: task.losses", "rows": "guard found nothing"}.items():
+        done = run_processes.paceline("audit", on_one.run(name))
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+        found = json.loads(run_processes.paceline("audit", on_one.run(name), "--json").stdout)["purity"]["found"]
+        assert len(found) == words.count("1:")
