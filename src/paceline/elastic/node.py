@@ -220,7 +220,8 @@ class WorkerProcess:
 
 _REPORT_S = 1.0  # how long the fork server may take to report an end that its pidfd shows already
 _LEAVE_S = 60.0  # how long a member may take to leave a broken group: at most a step's computation
-_FORKSERVERS = 1  # consecutive fork servers that may end without having forked anything
+_FORKSERVERS = 1  # consecutive fork servers that may end while a worker waits to be forked
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before another fork server is started that no worker waits for
 
 
 class NodeWorkers:
@@ -260,8 +261,11 @@ class NodeWorkers:
         self._workers: dict[int, WorkerProcess] = {}
         self._stop = 0  # the signal sent to all workers, including later ones
         self._stores = RendezvousStores(selector)
-        self._failed_forkservers = 0  # fork servers that ended without having forked anything
-        self._start_forkserver()
+        self._failed_forkservers = 0  # fork servers that ended while a worker waited, since the last fork
+        self._ended_forkservers = 0  # fork servers that ended, since the last fork
+        self._forkserver_due = math.inf  # by the monotonic clock
+        self._forkserver: ForkServer | None = None
+        self._running_forkserver()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -319,7 +323,7 @@ class NodeWorkers:
 
     def open_store(self, generation: int, address: str) -> int:
         """Serve a store for a generation at this node's address; return its port."""
-        return self._stores.open(generation, address, self._forkserver)
+        return self._stores.open(generation, address, self._running_forkserver())
 
     def close_store(self, generation: int) -> None:
         """Close a generation's store, which frees members that wait in it."""
@@ -330,7 +334,8 @@ class NodeWorkers:
     @property
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
-        return min([self._stores.deadline, *(worker.deadline for worker in self._workers.values())])
+        workers = (worker.deadline for worker in self._workers.values())
+        return min([self._stores.deadline, self._forkserver_due, *workers])
 
     def expire(self, now: float) -> None:
         """Kill overdue workers, and replace an overdue store host."""
@@ -342,13 +347,16 @@ class NodeWorkers:
                 why = describe_unresponsive(worker.pid) if silent else ""
                 self._kill(worker, f"{worker.failing}: it {why}" if why else worker.failing)
         self._stores.expire(now)
+        if self._forkserver_due <= now:
+            self._running_forkserver()
 
     def end(self) -> None:
         """Release everything, after any error."""
         for worker in list(self._workers.values()):
             worker.signal(signal.SIGKILL)
         self._stores.end()
-        self._forkserver.end()
+        if self._forkserver is not None:
+            self._forkserver.end()
         for worker in list(self._workers.values()):
             worker.wait_gone(_REPORT_S * 5)
             worker.close()
@@ -367,20 +375,25 @@ class NodeWorkers:
 
     # The fork server.
 
-    def _start_forkserver(self) -> None:
+    def _running_forkserver(self) -> ForkServer:
+        """Return the fork server; start it if there is none."""
+        if self._forkserver is not None:
+            return self._forkserver
+        self._forkserver_due = math.inf
         env = with_hash_seed({**os.environ, **self._rendered.env})
         self._forkserver = ForkServer(self._rendered.argv, env, self._inherited)
         self._watch(self._forkserver, partial(self._on_report, self._forkserver))
+        return self._forkserver
 
     def _fork(self, worker: WorkerProcess) -> None:
-        self._forkserver.fork(worker.number, worker.descriptors, slot=worker.local_index, job=self._job)
+        self._running_forkserver().fork(worker.number, worker.descriptors, slot=worker.local_index, job=self._job)
 
     def _on_report(self, fork_server: ForkServer) -> None:
         match fork_server.report():
             case None:
                 self._forkserver_ended(fork_server)
             case Forked(number, pid, pidfd):
-                self._failed_forkservers = 0
+                self._failed_forkservers = self._ended_forkservers = 0
                 if number != STORE_HOST:
                     self._forked(number, pid, pidfd)
                 else:
@@ -396,13 +409,18 @@ class NodeWorkers:
     def _forkserver_ended(self, fork_server: ForkServer) -> None:
         self._selector.unregister(fork_server)
         code = fork_server.end()
-        self._failed_forkservers += 1
-        if self._failed_forkservers > _FORKSERVERS:
-            raise LaunchError(
-                f"the process that forks workers ended with status {code}, twice; see its output above. "
-                "Use --recover none to start workers without it."
-            )
-        self._start_forkserver()
+        self._forkserver = None
+        if any(worker.pid is None for worker in self._workers.values()):
+            self._failed_forkservers += 1
+            if self._failed_forkservers > _FORKSERVERS:
+                raise LaunchError(
+                    f"the process that forks workers ended with status {code}, twice; see its output above. "
+                    "Use --recover none to start workers without it."
+                )
+        # The workers do without it until one of them must be replaced; it may be killed again and again.
+        pause = min(_PAUSE_S * (2**self._ended_forkservers - 1), _LONGEST_PAUSE_S)
+        self._ended_forkservers += 1
+        self._forkserver_due = time.monotonic() + pause
         for worker in list(self._workers.values()):
             if worker.pid is None:
                 self._fork(worker)

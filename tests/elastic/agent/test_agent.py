@@ -274,6 +274,23 @@ def test_a_store_host_that_hangs_is_replaced(job: Job) -> None:
     assert job.finish(popen).returncode == 75
 
 
+def test_workers_outlive_one_fork_server_after_the_other(job: Job) -> None:
+    popen = job.start(2, {}, steps=10**6)
+    job.wait_for_step(popen, 20)
+    known: set[int] = set()  # by the agent, too: it adopts what a fork server has forked
+    for _ in range(3):
+        job.wait_until(lambda: {child.pid for child in children(popen.pid)} - known, "a fork server")
+        (fork_server,) = [child for child in children(popen.pid) if child.pid not in known]
+        known |= {fork_server.pid, *(child.pid for child in children(fork_server.pid))}
+        fork_server.kill()
+        job.wait_gone([fork_server.pid])
+    os.kill(job.pids(1)[0], signal.SIGKILL)  # needs a fork server at once
+    job.wait_until(lambda: len(job.pids(1)) == 2 and job.last_view() == [0, 1], "both again")
+    popen.send_signal(signal.SIGTERM)
+    assert job.finish(popen).returncode == 75
+    assert len(job.pids(0)) == 1
+
+
 def test_the_fork_server_and_the_store_host_are_replaced_too(job: Job) -> None:
     popen = job.start(2, {}, steps=10**6)
     job.wait_for_step(popen, 20)
