@@ -64,10 +64,18 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file, without torn and damaged lines; none if the file is missing."""
+def read_json_lines(path: Path, *, errors: Literal["strict", "replace"] = "strict") -> list[dict[str, Any]]:
+    """Return the records of a JSONL file, without torn lines; none if the file is missing.
+
+    Args:
+        path: the file.
+        errors: what becomes of bytes that are not UTF-8.
+
+    Raises:
+        UnicodeDecodeError: there are such bytes, with ``strict``.
+    """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors=errors).splitlines()
     except FileNotFoundError:
         return []
     records = []

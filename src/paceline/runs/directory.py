@@ -260,10 +260,18 @@ class RunDirectory:
                 del _unwritten[self.events.absolute()]
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return the records of ``events.jsonl``, without lines that are torn or damaged."""
+        """Return the records of ``events.jsonl``, without a last line cut short by a crash.
+
+        Raises:
+            UnicodeDecodeError: the file is damaged.
+        """
+        return read_json_lines(self.events)
+
+    def read_intact_events(self) -> list[dict[str, Any]]:
+        """Return the records of ``events.jsonl`` that are not damaged: a run must not stop for the others."""
         return [
             event
-            for event in read_json_lines(self.events)
+            for event in read_json_lines(self.events, errors="replace")
             if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
         ]
 

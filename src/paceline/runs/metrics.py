@@ -109,7 +109,7 @@ def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
 
     A killed run leaves records of steps that the resumed run repeats. The file is replaced atomically.
     """
-    kept = [r for r in read_json_lines(path) if _is_record(r) and r["step"] <= step]
+    kept = [r for r in read_json_lines(path, errors="replace") if _is_record(r) and r["step"] <= step]
     content = "".join(json.dumps(r) + "\n" for r in kept).encode()
     try:
         if path.exists() and path.read_bytes() != content:

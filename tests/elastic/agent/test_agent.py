@@ -281,7 +281,7 @@ def test_workers_outlive_one_fork_server_after_the_other(job: Job) -> None:
     for _ in range(3):
         job.wait_until(lambda: {child.pid for child in children(popen.pid)} - known, "a fork server")
         (fork_server,) = [child for child in children(popen.pid) if child.pid not in known]
-        known |= {fork_server.pid, *(child.pid for child in children(fork_server.pid))}
+        known.update([fork_server.pid, *(child.pid for child in children(fork_server.pid))])
         fork_server.kill()
         job.wait_gone([fork_server.pid])
     os.kill(job.pids(1)[0], signal.SIGKILL)  # needs a fork server at once
