@@ -1,0 +1,73 @@
+"""Tasks of many kinds, as users write them: one model on one, two and three processes, and after a kill.
+
+The runs of a task are started together; the one that was killed is resumed on another number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import Processes
+
+DRIVER = Path(__file__).with_name("driver.py")
+QUICK = (
+    *("sequences:Sound", "sequences:Language", "sequences:Lines"),
+    *("generative:Diffusion", "generative:Gan"),
+    *("structured:Graphs", "structured:Table", "structured:Recommender"),
+)
+OTHERS = (
+    *("sequences:Sentiment", "sequences:Speech", "sequences:BigAndTiny"),
+    *("generative:WassersteinGan", "generative:Annealed"),
+    *("structured:Segmentation", "structured:Boxes"),
+)
+
+
+class Ranks:
+    """A number of processes that train jobs, one after the other."""
+
+    def __init__(self, processes: Processes, number: int, jobs: Path) -> None:
+        self._processes = processes
+        environments: list[dict[str, str]] = [{}]
+        if number > 1:
+            port = processes.free_port()
+            shared = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environments = [{**shared, "RANK": str(rank)} for rank in range(number)]
+        self._started = [processes.start([sys.executable, DRIVER, jobs], env=env) for env in environments]
+
+    def results(self, code: int = 0) -> list[dict[str, Any]]:
+        """What each job ended with."""
+        finished = [self._processes.finish(popen, timeout_s=120) for popen in self._started]
+        errors = "\n".join(f"--- rank {rank}\n{each.stderr}" for rank, each in enumerate(finished))
+        assert [each.returncode for each in finished] == [code] * len(finished), errors
+        return [json.loads(line) for line in finished[0].stdout.splitlines()]
+
+
+def start(processes: Processes, path: Path, number: int, *jobs: Mapping[str, Any]) -> Ranks:
+    listed = path / f"jobs-{number}-{jobs[0]['run_dir']}.json"
+    listed.write_text(json.dumps(jobs))
+    return Ranks(processes, number, listed)
+
+
+@pytest.mark.parametrize("task", [*QUICK, *(pytest.param(task, marks=pytest.mark.matrix) for task in OTHERS)])
+def test_a_task_has_the_same_bits_on_any_number_of_processes_and_after_a_kill(
+    run_processes: Processes, tmp_path: Path, task: str
+) -> None:
+    def job(run_dir: str, **more: Any) -> dict[str, Any]:
+        return {"task": task, "run_dir": run_dir, **more}
+
+    one = start(run_processes, tmp_path, 1, job("on-1"))
+    two = start(run_processes, tmp_path, 2, job("on-2"), job("killed", kill_at=2))
+    three = start(run_processes, tmp_path, 3, job("on-3"))
+    whole = two.results(code=-9)
+    resumed = start(run_processes, tmp_path, 3, job("killed"))
+    results = [*one.results(), *whole, *three.results(), *resumed.results()]
+    assert [result["world_size"] for result in results] == [1, 2, 3, 3]
+    assert results[0]["steps"] >= 4
+    assert results[3]["restarts"] == 1
+    for key in ("steps", "samples", "model_sha256"):
+        assert len({result[key] for result in results}) == 1, f"{key}: {[result[key] for result in results]}"
