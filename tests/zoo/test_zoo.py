@@ -19,11 +19,15 @@ QUICK = (
     *("sequences:Sound", "sequences:Language", "sequences:Lines"),
     *("generative:Diffusion", "generative:Gan"),
     *("structured:Graphs", "structured:Table", "structured:Recommender"),
+    *("methods:Contrast", "methods:Reinforcement", "methods:LearningToLearn"),
+    *("layers:Mixture", "layers:Quantized"),
 )
 OTHERS = (
     *("sequences:Sentiment", "sequences:Speech", "sequences:BigAndTiny"),
     *("generative:WassersteinGan", "generative:Annealed"),
     *("structured:Segmentation", "structured:Boxes"),
+    *("methods:Distillation", "methods:Mixup", "methods:Curriculum", "methods:SeveralTasks"),
+    *("layers:Physics", "layers:Ordinary", "layers:Parametrized", "layers:Implicit"),
 )
 
 
