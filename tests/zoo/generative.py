@@ -56,7 +56,7 @@ class Diffusion(paceline.Task):
         return Denoiser(self.steps)
 
     def build_dataset(self, split: str) -> Any:
-        return TensorDataset(*rings(200)) if split == "train" else None
+        return TensorDataset(*rings(200 if split == "train" else 35))
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=self.lr)
