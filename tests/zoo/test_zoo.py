@@ -73,5 +73,6 @@ def test_a_task_has_the_same_bits_on_any_number_of_processes_and_after_a_kill(
     assert [result["world_size"] for result in results] == [1, 2, 3, 3]
     assert results[0]["steps"] >= 4
     assert results[3]["restarts"] == 1
+    assert [result["purity"]["found"] for result in results] == [[]] * 4
     for key in ("steps", "samples", "metrics", "model_sha256"):
         assert len({json.dumps(result[key]) for result in results}) == 1, f"{key}: {[r[key] for r in results]}"
