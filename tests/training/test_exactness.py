@@ -70,6 +70,16 @@ WORKERS: dict[str, dict[str, Any]] = {
     f"{workers}-workers": {"task": "FromRecords", "options": {"num_workers": workers, "epochs": 1}}
     for workers in (0, 1)
 } | {"verified-records": {"task": "FromRecords", "options": {"num_workers": 1, "epochs": 1, "sdc_check_every": 1}}}
+# Parameters, gradients and messages lie elsewhere in memory there, and kernels may choose their code by that.
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    f"{width}-features-{strategy}": {
+        "task": "Tabular",
+        "fields": {"width": width},
+        "options": {"strategy": strategy},
+    }
+    for width in (5, 13, 33)
+    for strategy in ("fsdp", "zero1", "pp")
+}
 OTHER: dict[str, dict[str, Any]] = {
     f"{reduction}-{task.lower()}": {"task": task, "options": {"reduction": reduction}, "fields": fields}
     for reduction in ("exact", "allreduce", "ddp")
@@ -96,7 +106,7 @@ OTHER: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def by_world(start_trainings: Any) -> dict[int, Any]:
     """Who trained what, by number of ranks; all have ended."""
-    more = {1: WORKERS | STOPPED | CONTINUED, 2: WORKERS, 4: OTHER}
+    more = {1: WORKERS | STOPPED | CONTINUED, 2: WORKERS | ELSEWHERE, 4: OTHER}
     started = {ranks: start_trainings(EXACT | more[ranks], ranks=ranks) for ranks in WORLDS}
     for trainings in started.values():
         trainings.results()
@@ -109,6 +119,12 @@ def test_every_number_of_processes_gives_the_same_bits(by_world: dict[int, Any],
     assert [r["world_size"] for r in results] == list(WORLDS)
     for key in ("model_sha256", "steps", "epochs", "samples", "state_version", "best_step", "metrics"):
         assert len({json.dumps(r[key]) for r in results}) == 1, f"{key}: {[r[key] for r in results]}"
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_every_strategy_gives_the_same_bits_for_features_of_any_width(by_world: dict[int, Any], name: str) -> None:
+    alone = name.rpartition("-")[0]
+    assert by_world[2][name]["model_sha256"] == by_world[1][alone]["model_sha256"]
 
 
 @pytest.mark.parametrize("name", RESUMED)

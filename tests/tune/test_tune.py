@@ -134,6 +134,7 @@ def test_a_search_that_is_there_is_not_overwritten(searched: Searched, run_proce
     assert "already contains a search. Continue it with: paceline tune --resume" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: Processes) -> None:
     """The search has taken longer than this already, so that two more trials have no room."""
     results = read_trials(searched.path / "journal.jsonl").results

@@ -368,6 +368,22 @@ class GradientReducer:
         self._grad_buffer = -1
         return self._scratch.fingerprint(loss_sum, weight, checksum)
 
+    def rehearse(self, forward_backward: Callable[[], None]) -> None:
+        """Compute a micro-batch before the first one of a step, without effect on its sums and the module's buffers.
+
+        The gradients lie in memory that the step overwrites.
+
+        Args:
+            forward_backward: leaves the micro-batch's gradient in the parameters, and looks at it.
+        """
+        _zero(self._transport.grad_buffers[0])
+        self._point_gradients_at(0)
+        forward_backward()
+        for index in range(len(self._parameters)):
+            self._collect_replaced_gradient(index, self._grad_buffer)
+        self.buffers.reset()
+        self._grad_buffer = -1
+
     def begin_microbatch(self) -> None:
         """Prepare the next micro-batch's forward and backward."""
         step = self._steps[-1]

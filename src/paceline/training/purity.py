@@ -327,7 +327,7 @@ class PurityCheck(StepHook):
         module = self._state.module
         observed: list[_Observation] = []
 
-        def forward_backward() -> tuple[torch.Tensor, torch.Tensor | float]:
+        def forward_backward() -> None:
             loss = microbatch_loss(self._run, strategy.model, self._state.progress.step, copied)
             strategy.backward(self._state.scale_loss(loss.sum))
             gradients = ((n, p.grad) for n, p in module.named_parameters() if p.grad is not None)
@@ -338,9 +338,8 @@ class PurityCheck(StepHook):
                     bits_by_name(module.named_buffers()),
                 )
             )
-            return loss.sum, loss.weight
 
-        strategy.reducer.recompute(forward_backward, microbatch.checksum)
+        strategy.reducer.rehearse(forward_backward)
         return observed[0]
 
 

@@ -123,9 +123,10 @@ def test_a_task_that_fails_says_how(run_processes: Any, tmp_path: Path) -> None:
     ("task", "options"),
     [
         ("fashion-mnist", ()),
-        (
+        pytest.param(
             "transformer",
             ("--set", "layers=2", "--set", "width=32", "--set", "heads=4", "--set", "context=32"),
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -273,6 +273,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_mpirun_needs_no_address(run_processes: Any, tmp_path: Path) -> None:
     mpirun = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
