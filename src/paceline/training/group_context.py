@@ -319,8 +319,9 @@ class GroupContext:
             PurityError: they differ, before the first checkpoint, with ``--purity error``.
         """
         config = self._run.config
-        replicated = isinstance(self.strategy, ReducerStrategy) and not self._states.in_step
-        if config.purity != "off" and replicated and "ps" not in config.strategies and not config.asynchronous:
+        # Elsewhere each rank holds a part of the parameters, or of the optimizers' state.
+        replicated = isinstance(self.strategy, ReducerStrategy) and set(config.strategies) <= {"single", "ddp"}
+        if config.purity != "off" and replicated:
             compare_replicas(self._run, self.world, self._states.state)
 
     def purity_result(self) -> dict[str, Any]:
