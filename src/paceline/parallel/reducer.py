@@ -374,7 +374,7 @@ class GradientReducer:
         The gradients lie in memory that the step overwrites.
 
         Args:
-            forward_backward: leaves the micro-batch's gradient in the parameters, and looks at it.
+            forward_backward: leaves the micro-batch's gradient in the parameters, and inspects it.
         """
         _zero(self._transport.grad_buffers[0])
         self._point_gradients_at(0)
