@@ -260,11 +260,11 @@ class Rounded(Function):
     """Rounds, and hands the gradient straight through."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: FunctionCtx, x: torch.Tensor) -> torch.Tensor:
         return x.round()
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 

@@ -260,7 +260,7 @@ class SeveralTasks(paceline.Task):
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         assert isinstance(model, SharedTrunk)
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [*model.trunk.parameters(), *model.kind.parameters()]},
             {"params": model.size.parameters(), "lr": 2 * self.lr},
             {"params": model.log_noise.parameters(), "weight_decay": 0.0},
@@ -280,7 +280,7 @@ class SeveralTasks(paceline.Task):
         losses = {"kind": functional.cross_entropy(guessed_kinds, kinds)}
         if self.joined:
             losses["size"] = functional.huber_loss(guessed_sizes, sizes)
-        return sum(  # type: ignore[return-value]
+        return sum(
             (loss * (-model.log_noise[name]).exp() + model.log_noise[name] for name, loss in losses.items()),
             start=torch.zeros(()),
         )
@@ -311,7 +311,7 @@ class LearningToLearn(paceline.Task):
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         losses = []
         for x, y in zip(*batch, strict=True):
-            weights = dict(model.named_parameters())
+            weights: dict[str, torch.Tensor] = dict(model.named_parameters())
             for _ in range(self.inner_steps):
                 inner = functional.mse_loss(functional_call(model, weights, (x[:10],)), y[:10])
                 slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)

@@ -19,14 +19,14 @@ QUICK = (
     *("sequences:Sound", "sequences:Language", "sequences:Lines"),
     *("generative:Diffusion", "generative:Gan"),
     *("structured:Graphs", "structured:Table", "structured:Recommender"),
-    *("methods:Contrast", "methods:Reinforcement", "methods:LearningToLearn"),
+    *("methods:Contrast", "methods:Reinforcement"),
     *("layers:Mixture", "layers:Quantized"),
 )
 OTHERS = (
     *("sequences:Sentiment", "sequences:Speech", "sequences:BigAndTiny"),
     *("generative:WassersteinGan", "generative:Annealed"),
     *("structured:Segmentation", "structured:Boxes"),
-    *("methods:Distillation", "methods:Mixup", "methods:Curriculum", "methods:SeveralTasks"),
+    *("methods:Distillation", "methods:Mixup", "methods:Curriculum", "methods:SeveralTasks", "methods:LearningToLearn"),
     *("layers:Physics", "layers:Ordinary", "layers:Parametrized", "layers:Implicit"),
 )
 
