@@ -30,6 +30,7 @@ EXPORTED = [
     "PacelineError",
     "PackageError",
     "PeerLostError",
+    "PurityError",
     "Result",
     "RunDirectoryError",
     "RunDirectoryWriteError",

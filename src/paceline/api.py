@@ -124,13 +124,31 @@ def fit(
         and config.recover in ("auto", "none")
     ):
         return Result.of(run(job, environment, task))
-    code, directory = launch(dataclasses.replace(job, fields=task_fields(task)))
+    fields = task_fields(task)
+    require_rebuildable(type(task), fields)
+    code, directory = launch(dataclasses.replace(job, fields=fields))
     if code in (75, 130):
         raise StopRequested(f"stopped, as asked; everything is saved in {directory.path}", exit_code=code)
     record = directory.read_result()
     if code != 0 or record is None:
         raise LaunchError(f"the run in {directory.path} failed; the message above says why.", exit_code=code or 1)
     return Result.of(record)
+
+
+def require_rebuildable(kind: type[Task], fields: Mapping[str, Any]) -> None:
+    """Reject a task that other processes cannot build again from the values of its fields.
+
+    Raises:
+        TaskError: one of its fields then has another value.
+    """
+    again = task_fields(kind(**fields))
+    changed = [name for name, value in fields.items() if again[name] != value]
+    if changed:
+        raise TaskError(
+            f"{kind.__name__}.{changed[0]} is {fields[changed[0]]!r}, but a task that is built with this value has "
+            f"{again[changed[0]]!r}: __post_init__ changes it, and each process builds the task again. Keep the "
+            "computed value in an attribute that is not a field."
+        )
 
 
 def is_rank(environment: Environment) -> bool:

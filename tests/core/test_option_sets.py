@@ -69,6 +69,7 @@ SAMPLES: dict[str, dict[str, object]] = {
     "max_restarts": {"max_restarts": 3},
     "walltime": {"walltime": "2h"},
     "sdc_check_every": {"sdc_check_every": 7},
+    "purity": {"purity": "warn"},
     "heartbeat": {"heartbeat": 3.0},
     "hang_timeout": {"hang_timeout": "9min"},
     "local_sgd_steps": {"local_sgd_steps": 5},

@@ -13,10 +13,11 @@ import torch
 from tasks import CLASSES, FEATURES, Points, interruption, points  # beside this file
 from torch import nn
 from torch.nn import functional
+from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
-from paceline.core.callback import Callback, RankInfo, RunSchedule
+from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
 
 # --- What forward changes ---
 
@@ -85,7 +86,56 @@ class RunningMean(Points):
         return Centred()
 
 
-# --- What the task counts ---
+@dataclass
+class LeftInEvaluation(Points):
+    """Predicts its own targets in evaluation mode, and stays there."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, CLASSES))
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
+        predicted = model(batch[0])
+        model.eval()
+        with torch.no_grad():
+            targets = model(batch[0]).softmax(dim=1)
+        return functional.cross_entropy(predicted, targets)
+
+
+@dataclass
+class MonteCarlo(Points):
+    """Turns dropout and batch norm on in its metrics, and leaves them on."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, CLASSES))
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
+        model.train()
+        return {"mean": torch.stack([model(batch[0]).softmax(dim=1) for _ in range(3)]).mean(dim=(0, 2))}
+
+
+# --- What the task counts, sets and removes ---
+
+
+@dataclass
+class RateByBatch(Points):
+    """Sets the learning rate as a micro-batch begins, which a rank without one does not."""
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        self.optimizer = SGD(model.parameters(), lr=self.lr)
+        return self.optimizer
+
+    def on_batch_begin(self, info: BatchInfo) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * 0.8**info.step
+
+
+@dataclass
+class ZeroGrad(Points):
+    """Removes the gradients, as loops of one's own do."""
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
+        model.zero_grad()
+        return functional.cross_entropy(model(batch[0]), batch[1])
 
 
 @dataclass

@@ -22,6 +22,12 @@ FOUND = {
     "running-mean": ({"task": "RunningMean"}, "while model.center changed"),
     "initialised": ({"task": "DataDependentInit"}, "forward or backward changed the parameters scale"),
     "momentum": ({"task": "MomentumInForward"}, "changed the parameters slow.weight, slow.bias"),
+    "left-in-evaluation": ({"task": "LeftInEvaluation"}, "while model.training, .* changed"),
+    "rate": ({"task": "RateByBatch"}, "a micro-batch changed lr of group 0 in optimizer main"),
+    "metrics": (
+        {"task": "MonteCarlo", "fields": {"num_val": 20}, "options": {"eval_every": "2steps", "max_steps": 4}},
+        "an evaluation changed the buffers 1.running_mean",
+    ),
     "own-generator": ({"task": "Read", "fields": {"kind": "OwnGenerator"}}, _OTHER_VALUES),
     "mixed": ({"task": "Read", "fields": {"kind": "MixedWithPrevious"}}, _OTHER_VALUES),
     "cached": ({"task": "Read", "fields": {"kind": "CachedAugmentation"}}, "drew other random numbers"),
@@ -34,6 +40,7 @@ WARNED = {
     "logging": ({"task": "Logging"}, "task.losses changed whenever a micro-batch was computed"),
     "annealing-warned": ({"task": "Annealing", "options": {"purity": "warn"}}, FOUND["annealing"][1]),
 }
+REFUSED = {"zero-grad": {"task": "ZeroGrad", "options": {"purity": "off"}}}
 SILENT = {
     "lookalike": {"task": "Lookalike"},
     "rows": {"task": "Read"},
@@ -56,12 +63,12 @@ def _jobs(*tables: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_one(start_trainings: Any) -> Any:
-    return start_trainings(_jobs(FOUND, WARNED, SILENT, RESTARTED))
+    return start_trainings(_jobs(FOUND, WARNED, REFUSED, SILENT, RESTARTED))
 
 
 @pytest.fixture(scope="module")
 def on_two(start_trainings: Any, on_one: Any) -> Any:
-    return start_trainings(_jobs(FOUND, BETWEEN_RANKS, WARNED, SILENT), ranks=2)
+    return start_trainings(_jobs(FOUND, BETWEEN_RANKS, WARNED, REFUSED, SILENT), ranks=2)
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -74,6 +81,12 @@ def test_a_task_that_would_depend_on_the_processes_is_stopped(on_one: Any, on_tw
         directory = RunDirectory(trainings.run(name))
         assert not directory.checkpoints.exists() or not list(directory.checkpoints.iterdir())
         assert len(read_purity(directory).found) == 1
+
+
+def test_gradients_that_a_loss_removes_are_refused(on_one: Any, on_two: Any) -> None:
+    for trainings in (on_one, on_two):
+        assert trainings["zero-grad"]["error"] == "TaskError"
+        assert "the loss removed the gradients" in trainings["zero-grad"]["message"]
 
 
 @pytest.mark.parametrize("name", BETWEEN_RANKS)

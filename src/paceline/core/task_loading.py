@@ -292,6 +292,14 @@ def _convert_to(value: Any, kind: Any) -> Any:
         arguments = [a for a in typing.get_args(kind) if a is not Ellipsis]
         kinds = arguments if len(arguments) == len(items) else arguments[:1] * len(items)
         return origin(_convert_to(i, k) for i, k in zip(items, kinds, strict=True)) if kinds else origin(items)
+    if origin is dict:
+        entries = ast.literal_eval(value) if isinstance(value, str) else value
+        if not isinstance(entries, Mapping):
+            raise ValueError
+        if not typing.get_args(kind):
+            return dict(entries)
+        key, item = typing.get_args(kind)
+        return {_convert_to(k, key): _convert_to(v, item) for k, v in entries.items()}
     if kind is Any:
         return ast.literal_eval(value) if isinstance(value, str) else value
     raise ValueError

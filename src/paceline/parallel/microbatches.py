@@ -87,6 +87,7 @@ class MicrobatchStrategy:
         for microbatch in microbatches:
             self._begin_microbatch()
             loss = work.forward(self.model, microbatch)
+            self.reducer.require_gradients()
             self.backward(work.scale_loss(loss.sum))
             self.reducer.end_microbatch(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
             work.backward_done()

@@ -398,6 +398,19 @@ class GradientReducer:
                 self._missing = self._bucket_sizes.copy()
         self._accumulated = set()
 
+    def require_gradients(self) -> None:
+        """Reject a loss that has removed the gradients which earlier micro-batches left; call this before backward.
+
+        Raises:
+            TaskError: it has.
+        """
+        # One parameter tells: zero_grad() of a model or an optimizer removes all of its gradients.
+        if self._parameters and self._parameters[-1].grad is not self._gradients[self._grad_buffer][-1]:
+            raise TaskError(
+                "the loss removed the gradients of the step's earlier micro-batches. Do not call zero_grad() there: "
+                "Paceline does it between steps."
+            )
+
     def end_microbatch(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
         """Collect the micro-batch's gradients, buffers and sums."""
         step = self._steps[-1]

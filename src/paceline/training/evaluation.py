@@ -307,6 +307,7 @@ class Evaluator:
             world.progress_tracker.move("evaluation")
             batch = next(blocks, None)
             if batch is not None:
+                module.eval()  # the task's metrics may have left it in training mode
                 seed_evaluation(self._seed, batch.index)
                 self._task.on_batch_begin(
                     BatchInfo(split=self._split, step=0, number=batch.index, samples=batch.num_samples)

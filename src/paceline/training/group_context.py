@@ -312,17 +312,20 @@ class GroupContext:
         if self._member is not None:
             self._member.pulse.step, self._member.pulse.version = progress.step, progress.version
 
-    def compare_replicas(self) -> None:
-        """Compare the bits of all ranks' replicas, if it is time; all ranks call this together.
+    def check_purity(self) -> None:
+        """Compare the ranks' replicas, if it is time, and settle what was found; all ranks call this together.
 
         Raises:
-            PurityError: they differ, before the first checkpoint, with ``--purity error``.
+            PurityError: something was found before the first checkpoint, with ``--purity error``.
         """
-        config = self._run.config
+        run = self._run
+        if run.config.purity == "off" or run.config.asynchronous:
+            return
         # Elsewhere each rank holds a part of the parameters, or of the optimizers' state.
-        replicated = isinstance(self.strategy, ReducerStrategy) and set(config.strategies) <= {"single", "ddp"}
-        if config.purity != "off" and replicated:
-            compare_replicas(self._run, self.world, self._states.state)
+        if isinstance(self.strategy, ReducerStrategy) and set(run.config.strategies) <= {"single", "ddp"}:
+            compare_replicas(run, self.world, self._states.state)
+        if any(self.world.all_gather_object(run.purity.has_news)):
+            run.purity.settle(self.world, run.directory)
 
     def purity_result(self) -> dict[str, Any]:
         """Return rank 0's record of the purity guard for ``result.json``; all ranks call this together."""

@@ -76,7 +76,7 @@ def _list(names: Sequence[str]) -> str:
 # --- Plain attributes of the task and of the model's modules ---
 
 
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _NO_OWNERS = (nn.Module, Optimizer, Dataset, DataLoader, type, types.ModuleType, types.FunctionType, torch.Tensor)
 _FOREIGN = ("torch", "numpy", "builtins", "collections", "paceline", "lightning", "pytorch_lightning", "torchmetrics")
 _MOST_ITEMS = 64
@@ -265,6 +265,7 @@ class PurityCheck(StepHook):
         run, module = self._run, self._state.module
         before = Attributes(run.task, module)
         parameters = bits_by_name(module.named_parameters())
+        options = self._optimizer_options()
         self._world.progress_tracker.move("forward")
         try:
             first = self._compute(strategy, microbatch)
@@ -281,9 +282,22 @@ class PurityCheck(StepHook):
         where = f"micro-batch {microbatch.index} of step {self._state.progress.step + 1}, computed twice,"
         if self._compare_parameters(parameters):
             return
+        if names := _changed(options, self._optimizer_options()):
+            run.purity.add(
+                Impurity(
+                    "optimizer",
+                    f"a micro-batch changed {_list(names)}: in a short step a rank may have no micro-batch. Use "
+                    "build_scheduler, or a callback's on_step_begin.",
+                    about=" ".join(names),
+                )
+            )
         if difference is not None:
-            suspects = f", while {_list(changed)} changed" if changed else ""
-            run.purity.add(Impurity("microbatch", f"{where} {difference}{suspects}.", certain=run.device.type == "cpu"))
+            suspects = changed or after.changed_since(before)
+            meanwhile = f", while {_list(suspects)} changed" if suspects else ""
+            certain = run.device.type == "cpu"  # on a GPU an operation may have no deterministic version
+            run.purity.add(
+                Impurity("microbatch", f"{where} {difference}{meanwhile}.", certain, about=" ".join(suspects))
+            )
         elif counters:
             run.purity.add(
                 Impurity(
@@ -303,6 +317,15 @@ class PurityCheck(StepHook):
                     about=" ".join(changed),
                 )
             )
+
+    def _optimizer_options(self) -> dict[str, float]:
+        return {
+            f"{option} of group {number} in optimizer {name}": value
+            for name, optimizer in self._state.optimizers.items()
+            for number, group in enumerate(optimizer.param_groups)
+            for option, value in group.items()
+            if isinstance(value, int | float)
+        }
 
     def _compare_parameters(self, before: Mapping[str, int]) -> bool:
         """Look for parameters that forward or backward changed; return whether there are any."""
@@ -351,11 +374,7 @@ class _NotCopyable(Exception):
 
 
 def compare_replicas(run: RunContext, world: World, state: TrainingState) -> None:
-    """Compare the bits of model, buffers and optimizers on all ranks, if it is time; all ranks call this together.
-
-    Raises:
-        PurityError: they differ, before the first checkpoint, with ``--purity error``.
-    """
+    """Compare the bits of model, buffers and optimizers on all ranks, if it is time; all ranks call this together."""
     clock = run.purity.replicas
     if world.world_size == 1 or not world.broadcast_object(clock.is_due() if world.rank == 0 else None):
         return
@@ -371,10 +390,27 @@ def compare_replicas(run: RunContext, world: World, state: TrainingState) -> Non
         Impurity(
             "replicas",
             f"after step {state.progress.step} the ranks have different bits in {_list(names)}. A callback, an "
-            f"optimizer or a scheduler does something else on each rank.",
+            "optimizer or a scheduler does something else on each rank.",
         )
     )
-    run.purity.settle(world, run.directory)
+
+
+def require_equal_buffers(run: RunContext, module: nn.Module, before: Mapping[str, int]) -> None:
+    """Look for buffers that an evaluation changed, each rank's by its own part of the data.
+
+    Args:
+        run: the run.
+        module: the evaluated model.
+        before: the bits of its buffers before the evaluation.
+    """
+    if names := _changed(before, bits_by_name(module.named_buffers())):
+        run.purity.add(
+            Impurity(
+                "evaluation",
+                f"an evaluation changed the buffers {_list(names)}, on each rank by its own part of the data. Leave "
+                "the model in evaluation mode there.",
+            )
+        )
 
 
 def _tensors(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,6 +21,7 @@ from paceline.training.control import ControlFlags, TrialSchedulerClient
 from paceline.training.evaluation import EvaluationStopped, Validation
 from paceline.training.group_context import Carryover, Engine, GroupContext
 from paceline.training.local_sgd import require_order
+from paceline.training.purity import bits_by_name, require_equal_buffers
 from paceline.training.reproducibility import seed_step, seed_transition, seed_update
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import require_verifiable
@@ -291,7 +292,9 @@ class Trainer:
 
     def _evaluate(self, group: GroupContext) -> bool:
         group.world.progress_tracker.begin("evaluation")
-        group.compare_replicas()
+        group.check_purity()
+        module = self.state.evaluated_module
+        buffers = {} if self.run.config.purity == "off" else bits_by_name(module.named_buffers())
         try:
             metrics = self.validation.measure(
                 group.mesh, self.state, group.monitor, group.stop_reason, in_step=self.states.in_step
@@ -299,6 +302,8 @@ class Trainer:
         except EvaluationStopped as stopped:
             # It changed nothing, and the resumed run repeats it.
             self._save_and_stop(group, stopped.stop)
+        if buffers:
+            require_equal_buffers(self.run, module, buffers)
         with self.states.mutating():
             seed_transition(self.run.config.seed, self.state.progress.version + 1)
             improved = self.validation.apply(metrics, self.state, group.monitor)
@@ -318,7 +323,7 @@ class Trainer:
 
     def _save(self, group: GroupContext, *, last: bool = False) -> None:
         group.world.progress_tracker.begin("checkpoint")
-        group.compare_replicas()
+        group.check_purity()
         state = group.full_state_dict()
         # A rank that dies later takes its positions along: others then read its micro-batches on from these.
         streams = self.states.gather_positions(group.world, group.strategy.microbatches)

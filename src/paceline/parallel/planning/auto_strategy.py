@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
+from paceline.data.samples import preserve_rng_state
 
 _FITS_FACTOR = 16
 """Bytes for each byte of a parameter that are enough for training under ddp: its gradient's sums, what an
@@ -123,10 +125,16 @@ def _with(config: RunConfig, row: object) -> RunConfig | None:
 
 
 def _parameter_bytes(task: Task) -> int | None:
-    """Count the bytes of the task's model without memory or random numbers; None if it cannot be built so."""
+    """Count the bytes of the task's model without memory or random numbers; None if it cannot be built so.
+
+    The task itself is left alone: it may keep what it builds.
+    """
+    dtype = torch.get_default_dtype()
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            module = task.build_model()
+        with preserve_rng_state(), torch.device("meta"):
+            module = copy.deepcopy(task).build_model()
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     except Exception:  # it will be said when the model is built for real
         return None
+    finally:
+        torch.set_default_dtype(dtype)
