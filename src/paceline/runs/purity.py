@@ -51,6 +51,6 @@ def read_purity(directory: RunDirectory) -> PuritySummary:
         RunDirectoryError: this is not a run.
     """
     recorded = (directory.read_result() or {}).get("purity", {})
-    mode = recorded.get("mode", directory.read_manifest()["config"].get("purity"))
+    mode = recorded.get("mode", directory.read_manifest().get("config", {}).get("purity"))
     found = [str(event["message"]) for event in directory.read_intact_events() if event["event"] == "impure"]
     return PuritySummary(mode, recorded.get("checks", {}), tuple(dict.fromkeys(found)))
