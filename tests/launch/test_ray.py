@@ -318,6 +318,7 @@ def test_a_task_with_a_worker_killed_ends_with_the_same_bits(run_processes: Any,
     assert {path.name for path in (tmp_path / "run" / "job").iterdir()} == {"ray-job.json", "exit-code"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_leaves_nothing(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:
     before = leftovers()
     (tmp_path / "plan" / "wait-100").touch()

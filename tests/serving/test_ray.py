@@ -32,6 +32,7 @@ def replicas_of(server: Server) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_loopback_another_version_and_the_end(

@@ -77,6 +77,7 @@ def trial_runs(head: psutil.Process) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_trials_of_two_processes_in_a_cluster_that_is_there(
     cluster: tuple[dict[str, str], psutil.Process],
     run_processes: Processes,
