@@ -13,7 +13,8 @@ from paceline.runs.purity import read_purity
 
 pytestmark = pytest.mark.matrix
 
-_SHORT = {"max_steps": 4, "microbatches": 4, "global_batch_size": 24}
+# Data workers would import torch anew; one job has them.
+_SHORT = {"max_steps": 4, "microbatches": 4, "global_batch_size": 24, "num_workers": 0}
 _OTHER_VALUES = "sample [0-9]+ had other values when it was read again"
 FOUND = {
     "annealing": ({"task": "Annealing"}, "gave two losses, .*, while task.calls changed"),
@@ -31,6 +32,10 @@ FOUND = {
     "own-generator": ({"task": "Read", "fields": {"kind": "OwnGenerator"}}, _OTHER_VALUES),
     "mixed": ({"task": "Read", "fields": {"kind": "MixedWithPrevious"}}, _OTHER_VALUES),
     "cached": ({"task": "Read", "fields": {"kind": "CachedAugmentation"}}, "drew other random numbers"),
+    "by-a-worker": (
+        {"task": "Read", "fields": {"kind": "CachedAugmentation"}, "options": {"num_workers": 1}},
+        "drew other random numbers",
+    ),
 }
 BETWEEN_RANKS = {
     "unseeded": ({"task": "Unseeded"}, "two ranks read other values in the same samples"),
