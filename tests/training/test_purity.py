@@ -13,7 +13,7 @@ from paceline.runs.purity import read_purity
 
 pytestmark = pytest.mark.matrix
 
-# Data workers would import torch anew; one job has them.
+# A data worker imports torch first, which takes seconds: only one job has one.
 _SHORT = {"max_steps": 4, "microbatches": 4, "global_batch_size": 24, "num_workers": 0}
 _OTHER_VALUES = "sample [0-9]+ had other values when it was read again"
 FOUND = {

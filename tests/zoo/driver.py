@@ -40,7 +40,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     kind: type[paceline.Task] = getattr(importlib.import_module(file), name)
     if job.get("kill_at"):
         kill_in_step(kind, job["kill_at"], Path(job["run_dir"], "checkpoints"))
-    # Workers would import torch anew; tests of the data are about them.
+    # A data worker imports torch first, which takes seconds; other tests use them.
     result = paceline.fit(
         kind(), quiet=True, threads=1, num_workers=0, checkpoint_every="2steps", run_dir=job["run_dir"]
     )

@@ -199,7 +199,7 @@ class Mixup(paceline.Task):
 
 @dataclass
 class Curriculum(paceline.Task):
-    """Only easy samples at first, and harder ones as the run goes on; some micro-batches have none."""
+    """Trains on easy samples first and adds harder ones later; a micro-batch may hold none that counts."""
 
     lr: float = 0.02
 

@@ -19,7 +19,7 @@ import paceline
 
 
 class Waveforms(Dataset[tuple[torch.Tensor, int]]):
-    """Tones of some pitches, of different lengths, with noise that each epoch draws anew."""
+    """Tones of several pitches and lengths; each epoch adds other noise."""
 
     def __init__(self, num: int) -> None:
         self.lengths = torch.randint(160, 400, (num,)).tolist()

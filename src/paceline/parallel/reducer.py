@@ -362,10 +362,7 @@ class GradientReducer:
         """
         self._point_gradients_at_scratch()
         loss_sum, weight = forward_backward()
-        for index in range(len(self._parameters)):
-            self._collect_replaced_gradient(index, self._grad_buffer)
-        self.buffers.reset()
-        self._grad_buffer = -1
+        self._leave_no_trace()
         return self._scratch.fingerprint(loss_sum, weight, checksum)
 
     def rehearse(self, forward_backward: Callable[[], None]) -> None:
@@ -379,6 +376,10 @@ class GradientReducer:
         _zero(self._transport.grad_buffers[0])
         self._point_gradients_at(0)
         forward_backward()
+        self._leave_no_trace()
+
+    def _leave_no_trace(self) -> None:
+        """End the computation of a micro-batch that does not count."""
         for index in range(len(self._parameters)):
             self._collect_replaced_gradient(index, self._grad_buffer)
         self.buffers.reset()

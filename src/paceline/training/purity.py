@@ -92,12 +92,9 @@ class Attributes:
         self._values: dict[tuple[str, str], Any] = {}
         self._tokens: dict[str, tuple[str, Any]] = {}
         for path, owner in self._owners.items():
-            skipped = _MODULE_ATTRIBUTES if isinstance(owner, nn.Module) else frozenset()
-            for name, value in vars(owner).items():
-                token = _token(value) if name not in skipped else ("", None)
-                if token[0]:
-                    self._values[path, name] = value
-                    self._tokens[f"{path}.{name}"] = token
+            for name, value, token in _plain(owner):
+                self._values[path, name] = value
+                self._tokens[f"{path}.{name}"] = token
         self._lengths = {key: len(value) for key, value in self._values.items() if isinstance(value, list)}
 
     def changed_since(self, before: Attributes) -> list[str]:
@@ -112,10 +109,8 @@ class Attributes:
     def restore(self) -> None:
         """Bind the values of that moment again, and remove what was added since; a check must not count."""
         for path, owner in self._owners.items():
-            skipped = _MODULE_ATTRIBUTES if isinstance(owner, nn.Module) else frozenset()
-            for name, value in list(vars(owner).items()):
-                if (path, name) not in self._values and name not in skipped and _token(value)[0]:
-                    del vars(owner)[name]
+            for name in [name for name, _, _ in _plain(owner) if (path, name) not in self._values]:
+                del vars(owner)[name]
         for (path, name), value in self._values.items():
             own = vars(self._owners[path])
             if isinstance(value, list):
@@ -141,6 +136,16 @@ def _is_own(value: Any) -> bool:
         and not isinstance(value, _NO_OWNERS)
         and type(value).__module__.partition(".")[0] not in _FOREIGN
     )
+
+
+def _plain(owner: Any) -> Iterator[tuple[str, Any, tuple[str, Any]]]:
+    """Yield the owner's plain attributes: name, value and token."""
+    for name, value in vars(owner).items():
+        if isinstance(owner, nn.Module) and name in _MODULE_ATTRIBUTES:
+            continue
+        token = _token(value)
+        if token[0]:
+            yield name, value, token
 
 
 def _token(value: Any) -> tuple[str, Any]:
@@ -196,7 +201,7 @@ class PurityCheck(StepHook):
         self._run, self._world, self._state, self._loader = run, world, state, loader
         self._parameters: dict[str, int] | None = None
         self._last_sample_check: SampleCheck | None = None
-        self._reported: SampleCheck | None = None
+        self._samples = 0  # to report in this step
 
     def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Check, if it is time, before this rank's part of the step."""
@@ -204,26 +209,24 @@ class PurityCheck(StepHook):
         if not self._run.purity.steps.is_due():
             return
         with self._run.purity.steps.check():
-            if isinstance(strategy, ReducerStrategy) and microbatches and self._is_deterministic:
-                self._compute_twice(strategy, microbatches[0])
             if "deepspeed" not in self._run.config.strategies:  # it moves parameters in and out within a step
                 self._parameters = bits_by_name(self._state.module.named_parameters())
+            if isinstance(strategy, ReducerStrategy) and microbatches and self._is_deterministic:
+                self._compute_twice(strategy, microbatches[0])
 
     def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Compare the parameters with those before."""
-        before, self._parameters = self._parameters, None
-        if before is None:
+        if self._parameters is None:
             return
         self._run.purity.checks["forward"] += 1
-        self._compare_parameters(before)
+        self._compare_parameters()
+        self._parameters = None
 
     def report(self, flags: ControlFlags) -> ControlFlags:
         """Report, once, which samples this rank reads, and whether there is something to settle."""
-        checked = self._loader.checked
-        samples = 0 if checked is None or checked is self._reported else checked.reference
+        samples, self._samples = self._samples, 0
         if not samples and not self._run.purity.has_news:
             return flags  # a step of a small model takes 400 us, and a new object 3 us
-        self._reported = checked
         return replace(flags, impure=self._run.purity.has_news, samples=samples)
 
     def filter_request(self, flags: ControlFlags) -> ControlFlags:
@@ -253,7 +256,7 @@ class PurityCheck(StepHook):
         checked = self._loader.checked
         if checked is None or checked is self._last_sample_check:
             return
-        self._last_sample_check = checked
+        self._last_sample_check, self._samples = checked, checked.reference
         self._run.purity.checks["samples"] += checked.num_samples
         if checked.problem is not None:
             name = type(self._run.data.train).__name__
@@ -271,16 +274,17 @@ class PurityCheck(StepHook):
 
     def _compute_twice(self, strategy: ReducerStrategy, microbatch: MicroBatch) -> None:
         run, module = self._run, self._state.module
+        try:
+            # The task may change its batch.
+            copies = [replace(microbatch, batch=copy.deepcopy(microbatch.batch)) for _ in range(2)]
+        except Exception:
+            return
         before = Attributes(run.task, module)
-        parameters = bits_by_name(module.named_parameters())
         options = self._optimizer_options()
         self._world.progress_tracker.move("forward")
-        try:
-            first = self._compute(strategy, microbatch)
-            between = Attributes(run.task, module)
-            second = self._compute(strategy, microbatch)
-        except _NotCopyable:
-            return
+        first = self._compute(strategy, copies[0])
+        between = Attributes(run.task, module)
+        second = self._compute(strategy, copies[1])
         after = Attributes(run.task, module)
         before.restore()
         run.purity.checks["microbatches"] += 1
@@ -288,7 +292,7 @@ class PurityCheck(StepHook):
         counters = [path for path in changed if after.is_counter(path)]
         difference = first.differs(second)
         where = f"micro-batch {microbatch.index} of step {self._state.progress.step + 1}, computed twice,"
-        if self._compare_parameters(parameters):
+        if self._compare_parameters():
             return
         if names := _changed(options, self._optimizer_options()):
             run.purity.add(
@@ -335,10 +339,13 @@ class PurityCheck(StepHook):
             if isinstance(value, int | float)
         }
 
-    def _compare_parameters(self, before: Mapping[str, int]) -> bool:
+    def _compare_parameters(self) -> bool:
         """Look for parameters that forward or backward changed; return whether there are any."""
-        names = _changed(before, bits_by_name(self._state.module.named_parameters()))
+        assert self._parameters is not None
+        now = bits_by_name(self._state.module.named_parameters())
+        names = _changed(self._parameters, now)
         if names:
+            self._parameters = now
             self._run.purity.add(
                 Impurity(
                     "forward",
@@ -350,16 +357,11 @@ class PurityCheck(StepHook):
         return bool(names)
 
     def _compute(self, strategy: ReducerStrategy, microbatch: MicroBatch) -> _Observation:
-        try:
-            # The task may change its batch.
-            copied = replace(microbatch, batch=copy.deepcopy(microbatch.batch))
-        except Exception as error:
-            raise _NotCopyable from error
         module = self._state.module
         observed: list[_Observation] = []
 
         def forward_backward() -> None:
-            loss = microbatch_loss(self._run, strategy.model, self._state.progress.step, copied)
+            loss = microbatch_loss(self._run, strategy.model, self._state.progress.step, microbatch)
             strategy.backward(self._state.scale_loss(loss.sum))
             gradients = ((n, p.grad) for n, p in module.named_parameters() if p.grad is not None)
             observed.append(
@@ -372,10 +374,6 @@ class PurityCheck(StepHook):
 
         strategy.reducer.rehearse(forward_backward)
         return observed[0]
-
-
-class _NotCopyable(Exception):
-    """A batch cannot be copied, and so not be computed twice."""
 
 
 # --- The replicas of all ranks, before a save or an evaluation ---
@@ -403,7 +401,7 @@ def compare_replicas(run: RunContext, world: World, state: TrainingState) -> Non
     )
 
 
-def require_equal_buffers(run: RunContext, module: nn.Module, before: Mapping[str, int]) -> None:
+def check_buffers(run: RunContext, module: nn.Module, before: Mapping[str, int]) -> None:
     """Look for buffers that an evaluation changed, each rank's by its own part of the data.
 
     Args:

@@ -21,7 +21,7 @@ from paceline.training.control import ControlFlags, TrialSchedulerClient
 from paceline.training.evaluation import EvaluationStopped, Validation
 from paceline.training.group_context import Carryover, Engine, GroupContext
 from paceline.training.local_sgd import require_order
-from paceline.training.purity import bits_by_name, require_equal_buffers
+from paceline.training.purity import bits_by_name, check_buffers
 from paceline.training.reproducibility import seed_step, seed_transition, seed_update
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import require_verifiable
@@ -303,7 +303,7 @@ class Trainer:
             # It changed nothing, and the resumed run repeats it.
             self._save_and_stop(group, stopped.stop)
         if buffers:
-            require_equal_buffers(self.run, module, buffers)
+            check_buffers(self.run, module, buffers)
         with self.states.mutating():
             seed_transition(self.run.config.seed, self.state.progress.version + 1)
             improved = self.validation.apply(metrics, self.state, group.monitor)
