@@ -42,6 +42,7 @@ EXPORTED = [
     "TaskError",
     "TaskJob",
     "TensorSpec",
+    "TrainStep",
     "UntrustedError",
     "UserError",
     "__version__",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from paceline.core.inference import InferenceSignature, TensorSpec
     from paceline.core.task import Defaults, Loss, Task
+    from paceline.core.train_step import TrainStep
     from paceline.launch.submitit_functions import FunctionJob
 
 __version__ = "0.1.0"
@@ -71,6 +72,7 @@ __all__ = [
     "TaskError",
     "TaskJob",
     "TensorSpec",
+    "TrainStep",
     "UntrustedError",
     "UserError",
     "__version__",
@@ -85,6 +87,7 @@ _HOME = {
     "paceline.core.inference": ("InferenceSignature", "TensorSpec"),
     "paceline.launch.submitit_functions": ("FunctionJob",),
     "paceline.core.task": ("Defaults", "Loss", "Task"),
+    "paceline.core.train_step": ("TrainStep",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -21,6 +21,7 @@ QUICK = (
     *("structured:Graphs", "structured:Table", "structured:Recommender"),
     *("methods:Contrast", "methods:Reinforcement"),
     *("layers:Mixture", "layers:Quantized"),
+    *("steps:AlternatingGan", "steps:WholeBatch"),
 )
 OTHERS = (
     *("sequences:Sentiment", "sequences:Speech", "sequences:BigAndTiny"),
@@ -28,6 +29,7 @@ OTHERS = (
     *("structured:Segmentation", "structured:Boxes"),
     *("methods:Distillation", "methods:Mixup", "methods:Curriculum", "methods:SeveralTasks", "methods:LearningToLearn"),
     *("layers:Physics", "layers:Ordinary", "layers:Parametrized", "layers:Implicit"),
+    *("steps:Sharpness", "steps:Surgery", "steps:SecondOrder", "steps:Lookahead"),
 )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from paceline.core.callback import BatchInfo, Callback, RunSchedule
     from paceline.core.inference import InferenceSignature
+    from paceline.core.train_step import TrainStep
 
 
 class Loss(NamedTuple):
@@ -83,6 +84,20 @@ class Task:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | Loss:
         """Return the mean loss over the batch's samples, or a :class:`Loss`."""
         raise TaskError(f"{type(self).__name__} must define loss(self, model, batch).")
+
+    def train_step(self, step: TrainStep) -> float | None:
+        """Compute one training step; override it where a step is more than one loss and one update.
+
+        Alternate updates (GANs), several backward passes (SAM, gradient surgery), inner loops and losses over the whole
+        batch are written with the methods of ``step``, under the strategies single, ddp, zero1 and fsdp. :meth:`loss`
+        remains what evaluations and ``paceline plan`` compute.
+
+        Returns:
+            The step's loss in logs and metrics, the same on all ranks; None: the loss of the last pass.
+        """
+        loss = step.backward(self.loss)
+        step.update()
+        return loss
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return an evaluation batch's contributions to the metrics, by name.

@@ -207,7 +207,7 @@ class GroupContext:
             self.fetch = overlap.fetch
             hooks.append(overlap)
         if run.config.purity != "off" and not self.strategy.overlaps_steps:
-            hooks.append(PurityCheck(run, self.world, state, self._states.loader))
+            hooks.append(PurityCheck(run, self.world, state, self._states.loader, self.runner))
         if run.config.sdc_check_every:
             checker = SDCChecker(run, self.world, state, self.monitor.timer)
             hooks.append(stack.enter_context(closing(checker)))
@@ -245,6 +245,11 @@ class GroupContext:
         """Return the seconds by phase, over this group and earlier ones."""
         now = self.monitor.timer.seconds
         return {phase: seconds + now[phase] for phase, seconds in self._carryover.phases.items()}
+
+    @property
+    def can_lose_ranks(self) -> bool:
+        """Whether the others continue from memory if a rank is lost."""
+        return self._member is not None and self.world.world_size > 1 and not self._run.config.shards_state
 
     @property
     def should_reform(self) -> bool:

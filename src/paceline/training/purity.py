@@ -40,7 +40,7 @@ from paceline.training.control import ControlFlags
 from paceline.training.purity_record import Impurity
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
-from paceline.training.step import StepHook, microbatch_loss
+from paceline.training.step import MicrobatchRunner, StepHook
 
 _NAMED = 3  # differences that a message names
 
@@ -195,10 +195,13 @@ class PurityCheck(StepHook):
         world: the ranks.
         state: this rank's.
         loader: of the training data.
+        runner: computes a micro-batch.
     """
 
-    def __init__(self, run: RunContext, world: World, state: TrainingState, loader: Loader) -> None:
-        self._run, self._world, self._state, self._loader = run, world, state, loader
+    def __init__(
+        self, run: RunContext, world: World, state: TrainingState, loader: Loader, runner: MicrobatchRunner
+    ) -> None:
+        self._run, self._world, self._state, self._loader, self._runner = run, world, state, loader, runner
         self._parameters: dict[str, int] | None = None
         self._last_sample_check: SampleCheck | None = None
         self._samples = 0  # to report in this step
@@ -361,7 +364,7 @@ class PurityCheck(StepHook):
         observed: list[_Observation] = []
 
         def forward_backward() -> None:
-            loss = microbatch_loss(self._run, strategy.model, self._state.progress.step, microbatch)
+            loss = self._runner.loss(strategy.model, microbatch)
             strategy.backward(self._state.scale_loss(loss.sum))
             gradients = ((n, p.grad) for n, p in module.named_parameters() if p.grad is not None)
             observed.append(

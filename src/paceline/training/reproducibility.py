@@ -91,7 +91,7 @@ def _cpu_name() -> str:
 
 # Tags 1 to 9 belong to the order of the data, 16 and 17 to its samples.
 _MODEL, _MICROBATCH, _EVALUATION, _VERIFICATION, _ADAPTERS = 11, 12, 13, 14, 15
-_DATASET, _STEP, _UPDATE, _TRANSITION = 21, 22, 23, 24
+_DATASET, _STEP, _UPDATE, _TRANSITION, _BETWEEN = 21, 22, 23, 24, 25
 
 
 def build_split(task: Task, seed: int, split: str) -> Any:
@@ -110,9 +110,14 @@ def seed_step(seed: int, step: int) -> None:
     _seed(derive_key(seed, _STEP, step))
 
 
-def seed_update(seed: int, step: int) -> None:
-    """Seed before gradients are processed and applied, such as for noise in the optimizer's step."""
-    _seed(derive_key(seed, _UPDATE, step))
+def seed_update(seed: int, step: int, number: int = 0) -> None:
+    """Seed before gradients are processed and applied for the ``number``-th time in a step, such as for noise."""
+    _seed(derive_key(seed, _UPDATE, step, *_further(number)))
+
+
+def seed_between_passes(seed: int, step: int, number: int) -> None:
+    """Seed after a pass over a step's micro-batches, since each rank has drawn for its own: all draw the same now."""
+    _seed(derive_key(seed, _BETWEEN, step, number))
 
 
 def seed_transition(seed: int, version: int) -> None:
@@ -125,9 +130,20 @@ def seed_adapters(seed: int) -> None:
     _seed(derive_key(seed, _ADAPTERS))
 
 
-def seed_microbatch(seed: int, step: int, microbatch: int) -> None:
-    """Seed before a micro-batch's forward, so that dropout does not depend on the rank or the time."""
-    _seed(derive_key(seed, _MICROBATCH, step, microbatch))
+def seed_microbatch(seed: int, step: int, microbatch: int, number: int = 0) -> None:
+    """Seed before a micro-batch's forward, so that dropout does not depend on the rank or the time.
+
+    Args:
+        seed: of the run.
+        step: steps done.
+        microbatch: the index.
+        number: of the pass over the micro-batches, within the step.
+    """
+    _seed(derive_key(seed, _MICROBATCH, step, microbatch, *_further(number)))
+
+
+def _further(number: int) -> tuple[int, ...]:
+    return (number,) if number else ()
 
 
 def seed_evaluation(seed: int, block: int) -> None:

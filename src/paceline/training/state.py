@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +131,7 @@ class TrainingState:
         ema_model: a second model equal to ``module``, for the moving average; by default a copy.
 
     Attributes:
+        parameters_of: the parameters of the model that each optimizer updates, by the optimizer's name.
         changed_buffers: the model's, and those of its moving average.
         pending_powersgd_state: PowerSGD's error from a checkpoint, until a strategy takes it over.
 
@@ -152,6 +153,10 @@ class TrainingState:
         self.changed_buffers = {"buffers": ChangedBuffers(module)}
         self.callback = task.build_callback(module, horizon)
         self.optimizers = _named_optimizers(task, module)
+        self.parameters_of = {
+            name: [p for group in optimizer.param_groups for p in group["params"]]
+            for name, optimizer in self.optimizers.items()
+        }
         if config.lr_scale:
             scale_lr(self.optimizers, module, config.lr_scale)
         self.schedulers = {
@@ -196,19 +201,37 @@ class TrainingState:
         applied = True
         if self.scaler is not None:
             applied = self.scaler.unscale_all(self.optimizers.values(), finite=finite)
+        self.apply_gradients(tuple(self.optimizers), clip)
+        if self.scaler is not None:
+            self.scaler.update()
+        if applied:
+            self.advance()
+
+    def apply_gradients(
+        self, names: Sequence[str], clip: Callable[[], object] | None, closure: Callable[[], float] | None = None
+    ) -> None:
+        """Clip the gradients, and step optimizers.
+
+        Args:
+            names: of the optimizers.
+            clip: clips the gradients; None where nothing does.
+            closure: computes the loss and the gradients again, for optimizers that need it.
+        """
         self.callback.on_before_optimizer_step()
         if clip is not None:
             clip()
-        with scaled_lr(self.optimizers), sparse_gradients(self.optimizers.values()):
-            for optimizer in self.optimizers.values():
-                if self.scaler is None:
-                    optimizer.step()
-                else:
+        optimizers = [self.optimizers[name] for name in names]
+        with scaled_lr(self.optimizers), sparse_gradients(optimizers):
+            for optimizer in optimizers:
+                if self.scaler is not None:
                     self.scaler.step(optimizer)
-        if self.scaler is not None:
-            self.scaler.update()
-        if not applied:
-            return
+                elif closure is not None:
+                    optimizer.step(closure)
+                else:
+                    optimizer.step()
+
+    def advance(self) -> None:
+        """Move schedules and average along, at the end of a step."""
         for scheduler in self.schedulers.values():
             if not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()
@@ -312,9 +335,10 @@ def _named_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]:
                 f"{type(task).__name__}.build_optimizer returned a {type(optimizer).__name__} for {name!r}; "
                 "it must return a torch.optim.Optimizer, or a dict of them."
             )
-        if isinstance(optimizer, LBFGS):
+        if isinstance(optimizer, LBFGS) and type(task).train_step is Task.train_step:
             raise TaskError(
-                "LBFGS evaluates the loss again within a step, which a sharded step cannot. Use another optimizer."
+                "LBFGS computes the loss several times within a step. Define train_step, with "
+                "step.update(closure=lambda: step.backward(self.loss)), or use another optimizer."
             )
     if not named or not any(_trainable(optimizer) for optimizer in named.values()):
         raise TaskError(f"{type(task).__name__}.build_optimizer returned no optimizer with a trainable parameter.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ class StateManager:
         # this rank. A new run with pretrained weights has to wait for these.
         waits = run.config.init_from is not None and not run.directory.exists()
         self._state: TrainingState | None = None
+        self._copy: Mapping[str, Any] | None = None
         if not run.config.shards_state and not waits:
             self._state = self._new_state()
         self.valid, self._pristine = False, True
@@ -105,7 +107,7 @@ class StateManager:
         """Mark the state as invalid within the context, and after an error."""
         self.valid = False
         yield
-        self.valid = True
+        self.valid, self._copy = True, None
 
     def restore(
         self,
@@ -189,6 +191,38 @@ class StateManager:
         clip_norm = self._run.config.clip_norm
         clip = None if clip_norm is None else partial(self.clip_gradients, clip_norm)
         self.state.update(clip, finite=finite)
+
+    def apply_gradients(self, names: Sequence[str], closure: Callable[[], float] | None = None) -> None:
+        """Clip the gradients of some optimizers' parameters, and step these; all ranks call this together.
+
+        Args:
+            names: of the optimizers.
+            closure: computes the loss and the gradients again, for optimizers that need it.
+        """
+        clip_norm = self._run.config.clip_norm
+        clip = None if clip_norm is None else partial(self._clip_only, names, clip_norm)
+        self.state.apply_gradients(names, clip, closure)
+
+    def _clip_only(self, names: Sequence[str], max_norm: float) -> None:
+        own = {id(parameter) for name in names for parameter in self.state.parameters_of[name]}
+        others = [p for p in self.state.module.parameters() if id(p) not in own and p.grad is not None]
+        gradients = [parameter.grad for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        self.clip_gradients(max_norm)
+        for parameter, gradient in zip(others, gradients, strict=True):
+            parameter.grad = gradient
+
+    def keep_copy(self) -> None:
+        """Copy the state before a step that updates it more than once; :meth:`undo_step` returns to it."""
+        self._copy = deepcopy(self.state.state_dict())
+
+    def undo_step(self) -> None:
+        """Return to the state before an unfinished step, if there is a copy of it."""
+        copy, self._copy = self._copy, None
+        if copy is not None and not self.valid:
+            self.state.load_state_dict(copy)
+            self.valid = True
 
     @property
     def in_step(self) -> bool:

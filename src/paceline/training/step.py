@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,17 +101,36 @@ def _describe_non_finite(
 # --- The computation of one micro-batch ---
 
 
-def microbatch_loss(run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch) -> Loss:
-    """Run a micro-batch's forward, with the random keys of this step and micro-batch.
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the micro-batches of a step.
+
+    Attributes:
+        loss: computes a micro-batch's loss; None: the task's ``loss`` does.
+        number: of the pass, within the step.
+    """
+
+    loss: Callable[[nn.Module, MicroBatch], torch.Tensor | Loss] | None = None
+    number: int = 0
+
+
+_ONLY_PASS = Pass()
+
+
+def microbatch_loss(
+    run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch, current_pass: Pass = _ONLY_PASS
+) -> Loss:
+    """Run a micro-batch's forward, with the random keys of this step, pass and micro-batch.
 
     Raises:
         TaskError: the task returned no loss, or one that does not depend on the parameters.
     """
-    seed_microbatch(run.config.seed, step, microbatch.index)
-    return _loss(run, model, step, microbatch)
+    seed_microbatch(run.config.seed, step, microbatch.index, current_pass.number)
+    return _loss(run, model, step, microbatch, current_pass)
 
 
-def _loss(run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch) -> Loss:
+def announce_microbatch(run: RunContext, step: int, microbatch: MicroBatch) -> None:
+    """Tell the task the position of the micro-batch that it computes next."""
     steps_per_epoch, total_steps = run.data.steps_per_epoch, run.data.total_steps
     run.task.on_batch_begin(
         BatchInfo(
@@ -122,8 +142,16 @@ def _loss(run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch) 
             progress=None if total_steps is None else step / total_steps,
         )
     )
+
+
+def _loss(
+    run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch, current_pass: Pass = _ONLY_PASS
+) -> Loss:
+    announce_microbatch(run, step, microbatch)
+    own = current_pass.loss
     with run.autocast():
-        loss = as_loss(run.task, run.task.loss(model, microbatch.batch), microbatch.num_samples)
+        value = run.task.loss(model, microbatch.batch) if own is None else own(model, microbatch)
+        loss = as_loss(run.task, value, microbatch.num_samples)
     if not loss.sum.requires_grad:
         raise TaskError(
             f"{type(run.task).__name__}.loss does not depend on the model's parameters, so it has no "
@@ -140,19 +168,27 @@ class MicrobatchRunner:
         state: has the model and the gradient scaler.
         activity: records the progress.
         timer: of the phases.
+
+    Attributes:
+        current_pass: the one in which the micro-batches are computed.
     """
 
     def __init__(self, run: RunContext, state: TrainingState, activity: ProgressTracker, timer: PhaseTimer) -> None:
+        self.current_pass = _ONLY_PASS
         self._run, self._state, self._activity, self._timer = run, state, activity, timer
 
     def forward(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 0) -> Loss:
         """Compute the micro-batch's loss; backward comes next."""
         self._activity.move("forward")
         try:
-            return microbatch_loss(self._run, model, self._state.progress.step + ahead, microbatch)
+            return self.loss(model, microbatch, ahead=ahead)
         finally:  # a stage of a pipeline leaves the loss in its middle
             self._timer.mark("forward")
             self._activity.move("backward")
+
+    def loss(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 0) -> Loss:
+        """Compute the micro-batch's loss in the current pass."""
+        return microbatch_loss(self._run, model, self._state.progress.step + ahead, microbatch, self.current_pass)
 
     def forward_unseeded(self, model: nn.Module, microbatch: MicroBatch) -> Loss:
         """Compute the micro-batch's loss without seeding; several threads may call this at once."""

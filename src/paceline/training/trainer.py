@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any, NoReturn, Self
 
 from paceline.core.callback import Callback
 from paceline.core.errors import ConfigError, PeerLostError, StopRequested
+from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.reducer import StepSums
@@ -28,6 +30,7 @@ from paceline.training.sdc import require_verifiable
 from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
+from paceline.training.train_step import ComposedStep, overrides_train_step, require_train_step_support
 
 # --- The step, by all ranks together; other engines, by each rank alone, are in asynchronous.py and its users ---
 
@@ -51,6 +54,8 @@ class SyncEngine(Engine):
     ) -> None:
         super().__init__(run, states, world)
         self._update = states.update if update is None else update
+        self._composed = overrides_train_step(run.task)
+        self._keeps_copies = True
         self._speeds: Sequence[Sequence[float]] = ()
 
     def run_interval(self, group: GroupContext) -> ControlFlags:
@@ -94,6 +99,25 @@ class SyncEngine(Engine):
         microbatches = group.fetch(progress.epoch, progress.step_in_epoch, strategy.microbatches)
         mark("data")
 
+        if self._composed:
+            return self._run_composed_step(group, microbatches)
+        row, sums = self._reduce(group, microbatches)
+        move("optimizer")
+        seed_update(self._run.config.seed, progress.step)  # an optimizer or callback may add noise
+        logged = callback.on_gradients_reduced(due=group.monitor.is_due(progress.step + 1))
+        with self._states.mutating():
+            self._update(sums.finite)
+            mark("optimizer")
+            return group.commit(sums, row, logged)
+
+    def _reduce(
+        self, group: GroupContext, microbatches: Sequence[MicroBatch], *, is_first: bool = True
+    ) -> tuple[Sequence[float], StepSums]:
+        """Run forward and backward, and reduce; return this rank's row and the sums.
+
+        The row travels with the first pass of a step.
+        """
+        state, strategy = self._states.state, group.strategy
         strategy.begin_step([microbatch.index for microbatch in microbatches])
         for hook in group.hooks:
             hook.before_microbatches(strategy, microbatches)
@@ -101,21 +125,29 @@ class SyncEngine(Engine):
         for hook in group.hooks:
             hook.after_microbatches(strategy, microbatches)
 
-        move("reduction")
-        row = self._row(group)
+        group.world.progress_tracker.move("reduction")
+        row = self._row(group) if is_first else ControlFlags().row()
         sums = strategy.reduce(row)
         for hook in group.hooks:
             sums = hook.after_reduce(sums)
-        mark("reduction")
+        group.monitor.timer.mark("reduction")
+        require_finite(self._run, state.progress, sums, state.scaler)
+        return row, sums
 
-        move("optimizer")
-        require_finite(self._run, progress, sums, state.scaler)
-        seed_update(self._run.config.seed, progress.step)  # an optimizer or callback may add noise
-        logged = callback.on_gradients_reduced(due=group.monitor.is_due(progress.step + 1))
-        with self._states.mutating():
-            self._update(sums.finite)
-            mark("optimizer")
-            return group.commit(sums, row, logged)
+    def _run_composed_step(self, group: GroupContext, microbatches: Sequence[MicroBatch]) -> StepSums:
+        """Let the task run its passes and updates."""
+        states = self._states
+        if self._keeps_copies and group.can_lose_ranks:
+            states.keep_copy()
+        with states.mutating():
+            step = ComposedStep(self._run, states, group, microbatches, self._reduce)
+            sums = step.run()
+            # A copy is of use only if the step can fail after an update; steps of a task are alike.
+            self._keeps_copies = step.updated_before_pass
+            with warnings.catch_warnings():  # about a schedule whose optimizer the task has not stepped yet
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+                states.state.advance()
+            return group.commit(sums, (), step.logged)
 
     def _row(self, group: GroupContext) -> Sequence[float]:
         """Return the row that travels with the step's sums: control flags, and this rank's status and speed if due."""
@@ -164,6 +196,7 @@ class Trainer:
 
     def __init__(self, run: RunContext, engine: type[Engine], member: AgentClient | None = None) -> None:
         require_verifiable(run)
+        require_train_step_support(run)
         if run.config.local_sgd_steps:
             require_order(run)
         self.run = run
@@ -227,6 +260,7 @@ class Trainer:
         group, self._group = self._group, None
         if group is not None:
             group.close()
+            self.states.undo_step()
 
     def fit(self, group: GroupContext) -> bool:
         """Train to the end, and save.

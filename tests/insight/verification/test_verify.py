@@ -119,15 +119,12 @@ def test_a_task_that_fails_says_how(run_processes: Any, tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "options"),
     [
         ("fashion-mnist", ()),
-        pytest.param(
-            "transformer",
-            ("--set", "layers=2", "--set", "width=32", "--set", "heads=4", "--set", "context=32"),
-            marks=pytest.mark.slow,
-        ),
+        ("transformer", ("--set", "layers=2", "--set", "width=32", "--set", "heads=4", "--set", "context=32")),
     ],
 )
 def test_recipes(run_processes: Any, task: str, options: tuple[str, ...]) -> None:

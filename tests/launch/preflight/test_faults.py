@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
 from tests.lab.machines import Machines, Node
 from tests.launch.preflight.examined import PORT, examine, found, need, not_passed, sh
 
@@ -49,6 +50,7 @@ def test_a_healthy_pair(machines: Machines) -> None:
     assert not [path.name for path in directory.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_machine_that_differs(machines: Machines) -> None:
     """Library, clock, name, limit, run directory, interface and GPUs: none of these hides another."""
     need("faketime")

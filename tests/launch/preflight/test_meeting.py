@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+import pytest
 from tests.lab.machines import Machines
 from tests.launch.preflight.examined import PORT, begin, end, examine, found, need, not_passed, sh
 from tests.launch.preflight.test_faults import FIREWALL
@@ -19,6 +20,7 @@ def absent(report: PreflightReport) -> str:
     return found(report, "machines").found
 
 
+@pytest.mark.slow
 def test_no_way_at_all_and_a_machine_that_was_not_started(machines: Machines) -> None:
     need("nft")
     nodes = machines(3)
