@@ -196,3 +196,44 @@ class Annealed(paceline.Task):
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         likelihood, divergence = model(batch[0])
         return (min(1.0, 2 * (self.info.progress or 0.0)) * divergence - likelihood).mean()
+
+
+class Codebook(nn.Module):
+    """The nearest of some vectors in place of each one; gradients pass straight through."""
+
+    def __init__(self, codes: int, width: int) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(codes, width))
+        self.register_buffer("used", torch.zeros(codes))
+        self.used: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nearest = torch.cdist(x.detach(), self.codes.detach()).argmin(dim=1)
+        if self.training:
+            self.used.lerp_(functional.one_hot(nearest, len(self.codes)).float().mean(dim=0), 0.1)
+        chosen = self.codes[nearest]
+        apart = (chosen - x.detach()).square().mean() + 0.25 * (chosen.detach() - x).square().mean()
+        return x + (chosen - x).detach(), apart
+
+
+@dataclass
+class VectorQuantized(paceline.Task):
+    """An autoencoder through a codebook, with a running count of the codes in a buffer."""
+
+    lr: float = 0.01
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=32, microbatches=8, epochs=2)
+
+    def build_model(self) -> nn.Module:
+        return nn.ModuleDict({"encoder": nn.Linear(8, 3), "codes": Codebook(12, 3), "decoder": nn.Linear(3, 8)})
+
+    def build_dataset(self, split: str) -> Any:
+        return TensorDataset(torch.randn(110, 3) @ torch.randn(3, 8)) if split == "train" else None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=self.lr, amsgrad=True)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        assert isinstance(model, nn.ModuleDict)
+        quantized, apart = model["codes"](model["encoder"](batch[0]))
+        return (model["decoder"](quantized) - batch[0]).square().mean() + apart

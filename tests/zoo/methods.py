@@ -318,3 +318,41 @@ class LearningToLearn(paceline.Task):
                 weights = {name: w - self.inner_lr * s for (name, w), s in zip(weights.items(), slopes, strict=True)}
             losses.append(functional.mse_loss(functional_call(model, weights, (x[10:],)), y[10:]))
         return torch.stack(losses).mean()
+
+
+class Triplets(Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
+    """A sample, another one of its class and one of another class, both drawn when the sample is read."""
+
+    def __init__(self, num: int) -> None:
+        self.kind = torch.arange(num) % 5
+        self.points = torch.randn(5, 6)[self.kind] + 0.5 * torch.randn(num, 6)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        same = (self.kind == self.kind[index]).nonzero().squeeze(1)
+        other = (self.kind != self.kind[index]).nonzero().squeeze(1)
+        positive, negative = (int(choice[torch.randint(len(choice), ())]) for choice in (same, other))
+        return self.points[index], self.points[positive], self.points[negative]
+
+
+@dataclass
+class MetricLearning(paceline.Task):
+    """Triplets at a margin."""
+
+    lr: float = 0.02
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=24, microbatches=6, epochs=1)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.PReLU(), nn.Linear(16, 4))
+
+    def build_dataset(self, split: str) -> Any:
+        return Triplets(100) if split == "train" else None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=self.lr, momentum=0.8, nesterov=True)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return functional.triplet_margin_loss(*(functional.normalize(model(part), dim=1) for part in batch), margin=0.5)

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, SequentialLR
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
 
@@ -331,3 +332,92 @@ class BigAndTiny(paceline.Task):
         words = batch.squeeze(0)
         total = functional.cross_entropy(model(words[:-1]), words[1:], reduction="sum") / math.log(2)
         return paceline.Loss(total, len(words) - 1)
+
+
+class Masked(nn.Module):
+    """An encoder whose output layer shares the embedding's weight."""
+
+    def __init__(self, letters: int, width: int) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(letters + 1, width)
+        self.places = nn.Parameter(0.02 * torch.randn(16, width))
+        self.blocks = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.1, batch_first=True, norm_first=True),
+            num_layers=1,
+            enable_nested_tensor=False,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.blocks(self.letters(x) + self.places)
+        return hidden @ self.letters.weight[:-1].T
+
+
+@dataclass
+class MaskedLetters(paceline.Task):
+    """One letter in five is hidden, at random, and the number of them is the loss's weight."""
+
+    lr: float = 0.01
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=24, microbatches=6, epochs=1)
+
+    def build_model(self) -> nn.Module:
+        return Masked(11, 12)
+
+    def build_dataset(self, split: str) -> Any:
+        starts = torch.randint(11, (100 if split == "train" else 20, 1))
+        return TensorDataset((starts + torch.arange(16).square()) % 11) if split != "test" else None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+        return AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=self.lr)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> paceline.Loss:
+        (letters,) = batch
+        hidden = torch.rand(letters.shape) < 0.2
+        scores = model(letters.masked_fill(hidden, 11))
+        return paceline.Loss(functional.cross_entropy(scores[hidden], letters[hidden], reduction="sum"), hidden.sum())
+
+
+class Convolved(nn.Module):
+    """Causal convolutions with normed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            weight_norm(nn.Conv1d(1 if dilation == 1 else 8, 8, 2, dilation=dilation)) for dilation in (1, 2, 4)
+        )
+        self.quantiles = nn.Conv1d(8, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.unsqueeze(1)
+        for number, layer in enumerate(self.layers):
+            hidden = functional.gelu(layer(functional.pad(hidden, (2**number, 0))))
+        forecast: torch.Tensor = self.quantiles(hidden)
+        return forecast
+
+
+@dataclass
+class Forecast(paceline.Task):
+    """Quantiles of the next value of a noisy wave."""
+
+    lr: float = 0.01
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=28, microbatches=7, epochs=1)
+
+    def build_model(self) -> nn.Module:
+        return Convolved()
+
+    def build_dataset(self, split: str) -> Any:
+        phases = 6 * torch.rand(130 if split == "train" else 30, 1)
+        waves = (phases + 0.4 * torch.arange(21)).sin() + 0.1 * torch.randn(len(phases), 21)
+        return TensorDataset(waves) if split != "test" else None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return NAdam(model.parameters(), lr=self.lr)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        (waves,) = batch
+        errors = waves[:, 1:].unsqueeze(1) - model(waves[:, :-1])
+        levels = torch.tensor([0.1, 0.5, 0.9]).view(3, 1)
+        return torch.maximum(levels * errors, (levels - 1) * errors).mean()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim import SGD, Adafactor, Adam, Adamax, Optimizer, SparseAdam
+from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, StepLR
 from torch.utils.data import Dataset, TensorDataset
 
@@ -321,3 +321,75 @@ class Recommender(paceline.Task):
         taste = model(batch)
         wanted, other = model.items(batch["next"]), model.items(torch.randint(self.items, batch["next"].shape))
         return -functional.logsigmoid((taste * (wanted - other)).sum(dim=1)).mean()
+
+
+class PointNet(nn.Module):
+    """A set of points: the largest feature over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Sequential(nn.Conv1d(3, 16, 1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv1d(16, 16, 1))
+        self.all = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+    def forward(self, clouds: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.all(self.each(clouds.transpose(1, 2)).amax(dim=2))
+        return scores
+
+
+@dataclass
+class PointClouds(paceline.Task):
+    """Rotated, jittered and thinned in ``collate``."""
+
+    lr: float = 0.01
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=24, microbatches=6, epochs=1)
+
+    def build_model(self) -> nn.Module:
+        return PointNet()
+
+    def build_dataset(self, split: str) -> Any:
+        kind = torch.randint(3, (100 if split == "train" else 23,))
+        clouds = torch.randn(len(kind), 40, 3) * torch.eye(3).add(0.2)[kind].unsqueeze(1)
+        return list(zip(clouds, kind, strict=True)) if split != "test" else None
+
+    def collate(self, samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        clouds = torch.stack([cloud[:32] for cloud, _ in samples])
+        return clouds, torch.stack([kind for _, kind in samples])
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Adamax(model.parameters(), lr=self.lr)
+
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        clouds, kind = batch
+        jittered = clouds + 0.02 * torch.randn_like(clouds)
+        return functional.cross_entropy(model(jittered[:, torch.randperm(32)]), kind, label_smoothing=0.1)
+
+
+@dataclass
+class Ranking(paceline.Task):
+    """Queries with up to eight documents each: the better of every pair shall have the higher score."""
+
+    lr: float = 0.02
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=20, microbatches=5, epochs=2)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 12), nn.SELU(), nn.AlphaDropout(0.1), nn.Linear(12, 1))
+
+    def build_dataset(self, split: str) -> Any:
+        if split == "test":
+            return None
+        documents = torch.randn(90 if split == "train" else 21, 8, 6)
+        grades = documents[..., :2].sum(dim=2).round().clamp(0, 3)
+        return TensorDataset(documents, grades, torch.arange(8) < torch.randint(2, 9, (len(documents), 1)))
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Adagrad(model.parameters(), lr=self.lr)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> paceline.Loss:
+        documents, grades, present = batch
+        scores = model(documents).squeeze(2)
+        better = grades.unsqueeze(2) > grades.unsqueeze(1)
+        pairs = better & present.unsqueeze(2) & present.unsqueeze(1)
+        margins = functional.softplus(scores.unsqueeze(1) - scores.unsqueeze(2))
+        return paceline.Loss((margins * pairs).sum(), pairs.sum() + 1e-6 * len(grades))

@@ -29,6 +29,8 @@ OTHERS = (
     *("structured:Segmentation", "structured:Boxes"),
     *("methods:Distillation", "methods:Mixup", "methods:Curriculum", "methods:SeveralTasks", "methods:LearningToLearn"),
     *("layers:Physics", "layers:Ordinary", "layers:Parametrized", "layers:Implicit"),
+    *("sequences:MaskedLetters", "sequences:Forecast", "structured:PointClouds", "structured:Ranking"),
+    *("generative:VectorQuantized", "methods:MetricLearning"),
     *("steps:Sharpness", "steps:Surgery", "steps:SecondOrder", "steps:Lookahead"),
 )
 
