@@ -91,6 +91,14 @@ def overhead(*, rounds: Rounds = 5, steps: Steps = None, json: Json = False, mar
 
 
 @app.command
+def guard(*, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False) -> int:
+    """What the purity guard costs, on the ConvNet and the MLP."""
+    from benchmarks.train import bench_guard
+
+    return show(bench_guard(rounds=rounds, steps=steps, progress=_progress), json=json, markdown=markdown)
+
+
+@app.command
 def memory(*, rounds: Rounds = 3, json: Json = False, markdown: Markdown = False) -> int:
     """Peak memory of a rank beyond the imports', on a 20-million-parameter MLP."""
     from benchmarks.train import bench_memory

@@ -26,6 +26,7 @@ from benchmarks.workloads import (
     BATCH_SIZE,
     CONVNET,
     RANKS,
+    MLP,
     WIDE_MLP,
     Workload,
     paceline_commands,
@@ -166,6 +167,25 @@ def bench_overhead(*, rounds: int, steps: int | None, progress: Progress) -> Ben
     ]
     comparison = measure(workload.title, [MS_PER_STEP], contenders, rounds, progress)
     return _result("overhead", {"rounds": rounds, **_steps_of([workload])}, [comparison])
+
+
+def bench_guard(*, rounds: int, steps: int | None, progress: Progress) -> BenchResult:
+    """What the purity guard costs, its first two checks in the warm-up. Ratios are to ``--purity off``.
+
+    Raises:
+        ConfigError: a number is out of range.
+        LaunchError: a process failed.
+    """
+    _check(rounds=rounds, steps=steps)
+    workloads = _resized([CONVNET, MLP], steps, None)
+    comparisons = []
+    for workload in workloads:
+        contenders = [
+            _option_contender(workload, purity, title, purity=purity)
+            for purity, title in (("off", "no guard"), ("warn", "the purity guard"))
+        ]
+        comparisons.append(measure(workload.title, [MS_PER_STEP], contenders, rounds, progress))
+    return _result("guard", {"rounds": rounds, **_steps_of(workloads)}, comparisons)
 
 
 def bench_memory(*, rounds: int, progress: Progress) -> BenchResult:

@@ -220,6 +220,13 @@ def test_what_recovery_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
+def test_what_the_purity_guard_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.guard(rounds=1, steps=4, json=True) == 0
+    comparisons = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [[row["name"] for row in comparison["rows"]] for comparison in comparisons] == [["off", "warn"]] * 2
+
+
+@pytest.mark.slow
 def test_a_rank_at_half_speed_shares_with_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.shares(rounds=1, steps=4, warmup=2, json=True) == 0
     result = json.loads(capsys.readouterr().out)
