@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPResponse
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import httpx
@@ -146,6 +147,91 @@ def test_who_does_not_go_on_is_sent_away(small: Server, sent: bytes, status: int
         connection.sendall(sent)
         assert answer(connection)[0] == status
         assert connection.recv(1) == b""
+
+
+def read_answer(stream: BinaryIO) -> tuple[int, dict[str, str], bytes]:
+    """One of several answers; HTTPResponse would read on into the next."""
+    status = int(stream.readline().split()[1])
+    headers = {}
+    while line := stream.readline().strip():
+        name, _, value = line.decode().partition(": ")
+        headers[name.lower()] = value
+    return status, headers, stream.read(int(headers["content-length"]))
+
+
+ENDLESS = b"x" * 2**16
+HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = head("Transfer-Encoding: chunked").replace(b"Content-Length", b"X-Length")
+
+
+@pytest.mark.parametrize(
+    ("begin", "answered"),
+    [
+        pytest.param(HEALTH + b"a: ", [], id="value"),
+        pytest.param(HEALTH, [], id="name"),
+        pytest.param(b"GET /", [], id="url"),
+        pytest.param(HEALTH + b"\r\n" + HEALTH + b"a: ", [200], id="second request"),
+        pytest.param(head() + BODY + HEALTH + b"a: ", [200], id="while the first is computed"),
+        pytest.param(CHUNKED + b"0\r\na: ", [], id="trailer"),
+        pytest.param(CHUNKED + b"1;a=", [], id="chunk"),
+        pytest.param(HEALTH + b"Connection: upgrade\r\nUpgrade: h2c\r\n\r\n" + HEALTH + b"a: ", [200], id="upgrade"),
+    ],
+)
+def test_a_head_without_an_end_is_not_read(server: Server, begin: bytes, answered: list[int]) -> None:
+    process = psutil.Process(server.popen.pid)
+    with connected(server) as connection, connection.makefile("rb") as stream:
+        connection.sendall(begin)
+        connection.setblocking(False)
+        sent = 0
+        # The server stops reading, so that what it and the kernel take is bounded.
+        while sent < 2**26:
+            try:
+                sent += connection.send(ENDLESS)
+            except BlockingIOError:
+                if process.status() == psutil.STATUS_SLEEPING:
+                    break
+            except (BrokenPipeError, ConnectionResetError):
+                break
+        assert sent < 2**26
+        connection.settimeout(60)
+        assert [read_answer(stream)[0] for _ in answered] == answered
+        status, headers, body = read_answer(stream)
+        assert (status, headers["connection"], headers["content-type"]) == (431, "close", "application/json")
+        assert "65,536 bytes" in json.loads(body)["error"]
+        assert stream.read(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        pytest.param(HEALTH + b"a: b\r\n" * 99 + b"\r\n", [200], id="100 fields"),
+        pytest.param(HEALTH + b"a: b\r\n" * 100 + b"\r\n", [431], id="101 fields"),
+        pytest.param(CHUNKED + b"1\r\n{\r\n0\r\n" + b"a: b\r\n" * 101, [431], id="trailer fields"),
+        pytest.param(HEALTH + b"a: " + b"b" * 65_000 + b"\r\n\r\n", [200], id="64 KiB"),
+        pytest.param(HEALTH + b"a: " + b"b" * 65_536 + b"\r\n\r\n", [431], id="more than 64 KiB"),
+        pytest.param(b"nonsense", [400], id="no HTTP"),
+        pytest.param(HEALTH + b"\r\nnonsense", [200, 400], id="no second request"),
+        pytest.param(head() + BODY + b"nonsense", [200, 400], id="nonsense while the first is computed"),
+        pytest.param(CHUNKED + b"nonsense", [400], id="no chunk"),
+        pytest.param(b"CONNECT example.org:443 HTTP/1.1\r\n\r\n", [400], id="CONNECT"),
+    ],
+)
+def test_what_a_head_may_hold(server: Server, sent: bytes, statuses: list[int]) -> None:
+    with connected(server) as connection, connection.makefile("rb") as stream:
+        connection.sendall(sent)
+        for status in statuses:
+            assert (said := read_answer(stream))[0] == status
+            assert status == 200 or "error" in json.loads(said[2])
+        if statuses[-1] != 200:
+            assert stream.read(1) == b""
+
+
+def test_a_trailer_is_no_header(server: Server) -> None:
+    """Otherwise a proxy that checks headers could be passed by."""
+    with connected(server) as connection:
+        chunk = b"%x\r\n%s\r\n0\r\nInference-Header-Content-Length: x\r\n\r\n" % (len(BODY), BODY)
+        connection.sendall(CHUNKED + chunk)
+        assert answer(connection)[0] == 200
 
 
 def test_an_answer_is_waited_for_while_another_request_is_on_its_way(small: Server) -> None:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -27,20 +28,24 @@ from paceline.serving.batching import RequestFailure
 from paceline.serving.grpc_server import GrpcServer
 from paceline.serving.model import ServedModel, ServingOptions
 
-# --- HTTP connections: uvicorn's, with timeouts for slow clients, disconnect events and early refusal
+# --- HTTP connections: uvicorn's, with timeouts for slow clients, bounded heads, disconnect events and early refusal
 
 
 Refuse = Callable[[bytes, Sequence[tuple[bytes, bytes]]], RequestFailure | None]
 """Returns why to refuse a POST, by its URL and its headers."""
 
-_TOO_SLOW = (
-    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b'content-length: 41\r\n\r\n{"error":"the request came too slowly."}\n'
-)
+_MAX_HEAD_BYTES = 64 * 1024  # of the request line, header fields and trailer fields
+_MAX_FIELDS = 100
+_LINGER_S = 1.0
+_HEAD_TOO_LARGE = f"the request's head is too large: at most {_MAX_FIELDS} fields and {_MAX_HEAD_BYTES:,} bytes."
+
+
+class _HeadTooLarge(Exception):
+    """A request has too many header fields, or too long ones."""
 
 
 class _RequestFlow(FlowControl):
-    """A flow control that stops reading while an earlier request is waiting.
+    """A flow control that stops reading while an earlier request is waiting, and for good after :meth:`stop`.
 
     uvicorn reads on after each answer, so a client that sends thousands of requests and reads answers slowly
     would fill the memory.
@@ -49,17 +54,23 @@ class _RequestFlow(FlowControl):
     def __init__(self, transport: asyncio.Transport, waiting: Sized) -> None:
         super().__init__(transport)
         self._waiting = waiting
+        self._stopped = False
+
+    def stop(self) -> None:
+        self.pause_reading()
+        self._stopped = True
 
     def resume_reading(self) -> None:
-        if not self._waiting:
+        if not self._waiting and not self._stopped:
             super().resume_reading()
 
 
 def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.Protocol]:
     """Return a protocol for uvicorn whose clients must send a request within ``receive_timeout_s``.
 
-    A refusal is sent before a task is created and the body is read, because an overloaded server has little
-    time for the requests that it refuses.
+    A request that cannot be parsed, has too large a head or comes too slowly is rejected: the server answers the
+    earlier requests of the connection, then this one, and reads nothing more. A refusal is sent before a task is
+    created and the body is read, because an overloaded server has little time for the requests that it refuses.
     """
 
     class HttpConnection(HttpToolsProtocol):
@@ -69,10 +80,58 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
             self._waiting: set[asyncio.Future[Any]] = set()
             self._previous: RequestResponseCycle | None = None
             self._refused = False
+            self._rejection: bytes | None = None
+            self._awaited: RequestResponseCycle | None = None  # the answer that a rejection waits for
+            self._in_body = False
+            self._head_bytes = self._fields = self._unparsed_bytes = 0
             self._timer: asyncio.TimerHandle | None = None
             self._await_request()
 
+        def data_received(self, data: bytes) -> None:
+            if self._rejection is not None:
+                return
+            self._unset_keepalive_if_required()
+            # The parser keeps what it has read of a field, and reports a field only when it is complete.
+            while data:
+                piece, data = data[:_MAX_HEAD_BYTES], data[_MAX_HEAD_BYTES:]
+                self._unparsed_bytes += len(piece)
+                try:
+                    self.parser.feed_data(piece)
+                except httptools.HttpParserUpgrade as upgrade:
+                    # No other protocol is supported, so the connection stays as it is.
+                    data = piece[max(1, upgrade.args[0]) :] + data
+                except httptools.HttpParserError as error:
+                    if isinstance(error.__context__, _HeadTooLarge):
+                        self._reject(431, _HEAD_TOO_LARGE)
+                    else:
+                        self._reject(400, "this is not a valid HTTP request.")
+                    return
+                if self._unparsed_bytes > _MAX_HEAD_BYTES:
+                    self._reject(431, _HEAD_TOO_LARGE)
+                    return
+
+        def on_url(self, url: bytes) -> None:
+            self.url += url
+            self._count_head(len(url))
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._fields += 1
+            self._count_head(len(name) + len(value) + len(b": \r\n"))
+            if self._in_body:
+                return  # a trailer must not look like a header, which may have been checked already
+            name = name.lower()
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+            self.headers.append((name, value))
+
+        def _count_head(self, size: int) -> None:
+            self._head_bytes += size
+            if self._head_bytes > _MAX_HEAD_BYTES or self._fields > _MAX_FIELDS:
+                raise _HeadTooLarge
+
         def on_message_begin(self) -> None:
+            self._head_bytes = self._fields = self._unparsed_bytes = 0
+            self._in_body = False
             # Skip what uvicorn prepares for a request, which a refusal does not need.
             self.url = b""
             self.headers = []
@@ -82,6 +141,8 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
             self._await_request()
 
         def on_headers_complete(self) -> None:
+            self._unparsed_bytes = 0
+            self._in_body = True
             # A client that sends without reading is left to uvicorn, which stops reading from it.
             parser = self.parser
             if (
@@ -106,10 +167,13 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
+            self._unparsed_bytes = 0
             if not self._refused:
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
+            self._unparsed_bytes = 0
+            self._in_body = False
             self._deadline = math.inf
             if self._refused:
                 self._await_next_request()
@@ -120,7 +184,10 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if self.timeout_keep_alive_task is not None:
+            if self._rejection is not None:
+                self._unset_keepalive_if_required()
+                self._send_rejection()
+            elif self.timeout_keep_alive_task is not None:
                 # uvicorn's timer ends with the next byte, even if it belongs to an answered request.
                 self._unset_keepalive_if_required()
                 if math.isinf(self._deadline):
@@ -175,16 +242,43 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
                 # The client may be waiting because this server has paused reading.
                 self._await_request()
                 return
-            if self._refused:
-                self.transport.close()
+            self._reject(408, "the request came too slowly.")
+
+        def _reject(self, status: int, message: str) -> None:
+            """Answer the request that is being read, after the earlier ones, and close the connection."""
+            self._deadline = math.inf
+            if self.transport.is_closing():
                 return
+            cast("_RequestFlow", self.flow).stop()
+            self._rejection = _render(status, (*self.server_state.default_headers, _CLOSE), message)
             # uvicorn's type is not optional. It is the previous request's cycle until this request's headers arrive.
             cycle = cast("RequestResponseCycle | None", self.cycle)
-            if cycle is self._previous or cycle is None or not cycle.response_started:
-                self.transport.write(_TOO_SLOW)
-            self.transport.close()
+            if self._in_body and self._refused:
+                self._rejection = b""
+            elif self._in_body and cycle is not None:
+                if cycle.response_started:
+                    self._rejection = b""
+                cycle.disconnected = True
+                cycle.message_event.set()
+                if self.pipeline and self.pipeline[0][0] is cycle:
+                    self.pipeline.popleft()
+                cycle = self._previous
+            self._awaited = cycle
+            self._send_rejection()
+
+        def _send_rejection(self) -> None:
+            if self.transport.is_closing() or (self._awaited is not None and not self._awaited.response_complete):
+                return
+            if self._rejection:
+                self.transport.write(self._rejection)
+            # A client that is still sending would not see the answer if the connection were closed at once.
+            self.transport.write_eof()
+            self._set_deadline(_LINGER_S, self.transport.close)
 
     return HttpConnection
+
+
+_CLOSE = (b"connection", b"close")
 
 
 @lru_cache(maxsize=256)  # an overloaded server sends the same answer thousands of times a second
