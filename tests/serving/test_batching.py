@@ -71,3 +71,35 @@ def test_fewer_may_wait_while_batches_take_longer_than_at_best(slower: float, mo
         clock.run_until_complete(run(clock))
     finally:
         clock.close()
+
+
+def test_a_request_of_many_batches_takes_its_turn_piece_by_piece() -> None:
+    inputs = {"x": np.arange(10_001, dtype=np.float32).reshape(-1, 1)}
+
+    async def run(clock: Clock) -> None:
+        batcher = Batcher(ServingOptions(max_batch=4, max_queue=40), lambda rows, seconds: None)
+        asked = batcher.submit(inputs)
+        assert batcher.waiting_rows == 10_001
+        await asyncio.sleep(0)
+        assert batcher.waiting_rows == 10_001
+        assert len(batcher._queue) <= 64, "each piece in the queue takes memory"
+        with pytest.raises(Overloaded):
+            batcher.submit(BATCH)
+        asked.cancel()
+        await asyncio.wait([asked])
+        await asyncio.sleep(0)
+        assert batcher.waiting_rows == 0
+        batcher.submit(inputs).cancel()  # before it has begun
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert batcher.waiting_rows == 0
+        batcher.add(Replica(clock))
+        np.testing.assert_array_equal((await batcher.submit(inputs))["x"], inputs["x"])
+        assert batcher.waiting_rows == 0
+        await batcher.finish()
+
+    clock = Clock()
+    try:
+        clock.run_until_complete(run(clock))
+    finally:
+        clock.close()

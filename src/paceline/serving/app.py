@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from paceline.serving.protocol import (
 )
 from paceline.serving.replica_process import ReplicaStarter
 from paceline.serving.replicas import Deployment, DeploymentEvents, LocalDeployment
+from paceline.serving.request_bodies import LARGE_BYTES, ClientGone, Receive, RequestBodies, read_body
 from paceline.serving.static_assets import HEADERS, Assets
 
 # --- Prometheus metrics ---
@@ -174,7 +176,12 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
 
 
 class Models:
-    """The deployments of a server by model name, which can be replaced while the server runs."""
+    """The deployments of a server by model name, which can be replaced while the server runs.
+
+    Attributes:
+        metrics: of the server.
+        bodies: of the requests that the server holds.
+    """
 
     def __init__(self, options: ServingOptions, deploy: DeploymentFactory | None = None) -> None:
         """``deploy`` makes a deployment; by default its replicas are processes of this machine."""
@@ -186,6 +193,7 @@ class Models:
         self._closing_tasks: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
         self.metrics = Metrics(lambda: self._deployments)
+        self.bodies = RequestBodies(options.max_body_bytes)
 
     @property
     def deployments(self) -> Mapping[str, Deployment]:
@@ -245,6 +253,7 @@ class Models:
         """Answer all accepted requests, then end all replicas."""
         await asyncio.gather(*(d.close() for d in self._deployments.values()), *self._closing_tasks)
         self._starter.close()
+        self.bodies.close()
 
     async def _deploy(self, model: ServedModel) -> Deployment:
         observer = self.metrics.observer(model.spec.name)
@@ -260,7 +269,6 @@ class Models:
 
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Answer = tuple[int, Headers, bytes]
 
@@ -273,10 +281,6 @@ _MAX_ADMIN_BYTES = 64 * 1024
 _READ = ("GET", "HEAD")
 _MODELS, _INFER = b"/v2/models/", b"/infer"
 _PAGE_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-
-
-class ClientGone(Exception):
-    """The client has disconnected."""
 
 
 class App:
@@ -440,22 +444,35 @@ class App:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise RequestFailure(415, "compressed bodies are not supported.")
         timeout_s = _timeout_of(headers)
-        body = await _read_body(receive, headers, self._options.max_body_bytes)
-        # Look it up again: the package may have been replaced while the client sent the body.
-        deployment = self._deployment(name, version)
         length = headers.get(b"inference-header-content-length")
-        request = parse_request(deployment.spec, body, None if length is None else length.decode("latin-1"))
-        times = [t for t in (timeout_s, request.timeout_s, self._options.timeout_s) if t is not None]
-        future = deployment.submit(request.inputs)
-        outputs = await _await_result(min(times), future, scope)
-        return 200, *build_response(deployment.spec, request, outputs)
+        json_length = None if length is None else length.decode("latin-1")
+        bodies = self._models.bodies
+        with bodies.hold() as held:
+            body = await read_body(receive, headers, self._options.max_body_bytes, held)
+            # Look it up again: the package may have been replaced while the client sent the body.
+            deployment = self._deployment(name, version)
+            is_large = len(body) > LARGE_BYTES
+            if is_large:
+                parsing = bodies.run(parse_request, deployment.spec, body, json_length)
+                request = await _await_result(min(self._options.timeout_s, timeout_s or math.inf), parsing, scope)
+            else:
+                request = parse_request(deployment.spec, body, json_length)
+            del body  # JSON is needed no more
+            times = [t for t in (timeout_s, request.timeout_s, self._options.timeout_s) if t is not None]
+            future = deployment.submit(request.inputs)
+            outputs = await _await_result(min(times), future, scope)
+            if is_large or sum(array.nbytes for array in outputs.values()) > LARGE_BYTES:
+                return 200, *await bodies.run(build_response, deployment.spec, request, outputs)
+            return 200, *build_response(deployment.spec, request, outputs)
 
     async def _load(self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str) -> Answer:
         self._access.check_admin(scope, headers)
         if name not in self._models.deployments:
             raise RequestFailure(404, f"unknown model {name!r:.80}.")
+        with self._models.bodies.hold() as held:
+            body = await read_body(receive, headers, _MAX_ADMIN_BYTES, held)
         try:
-            document = orjson.loads(await _read_body(receive, headers, _MAX_ADMIN_BYTES))
+            document = orjson.loads(body)
             place = document["parameters"]["package"]
         except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
             place = None
@@ -492,37 +509,6 @@ async def _await_result(timeout_s: float, future: asyncio.Future[Any], scope: Sc
     finally:
         waiting.discard(future)
         timer.cancel()
-
-
-async def _read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes | bytearray:
-    declared = headers.get(b"content-length", b"0")
-    if int(declared) > limit:
-        raise RequestFailure(413, f"the body has {int(declared):,} bytes; at most {limit:,} are allowed.")
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientGone
-    first: bytes = message.get("body", b"")
-    if not message.get("more_body", False):
-        return first
-    body = bytearray(first)
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > limit:
-            await _discard(receive, message, limit)
-            raise RequestFailure(413, f"the body has more than {limit:,} bytes.", [(b"connection", b"close")])
-        if not message.get("more_body", False):
-            return body
-
-
-async def _discard(receive: Receive, message: Mapping[str, Any], limit: int) -> None:
-    """Read on for a while: a client that is still sending when the connection closes does not see the answer."""
-    discarded = 0
-    while message.get("more_body", False) and discarded < limit:
-        message = await receive()
-        discarded += len(message.get("body", b""))
 
 
 def _timeout_of(headers: Mapping[bytes, bytes]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -78,6 +78,7 @@ class ReplicaLost(RequestFailure):
 
 
 _MEASUREMENT_S = 0.1
+_QUEUED_PIECES = 64  # of a request with more rows than a batch
 MAX_IN_FLIGHT = 2  # batches per replica: the one that it computes, and the next
 _Shape = tuple[tuple[int, ...], ...]
 
@@ -117,6 +118,33 @@ class _PendingRequest:
         self.arrived_at = arrived_at
         self.answer = answer
         self.lost_replicas = 0
+
+
+class _LargeRequest:
+    """A request of more rows than a batch.
+
+    Attributes:
+        unqueued_rows: rows whose pieces are not in the queue yet.
+        pieces: answers of the pieces that are, in order.
+        outputs: of the rows that were computed.
+    """
+
+    def __init__(self, inputs: Arrays, rows: int) -> None:
+        self.inputs = inputs
+        self.rows = self.unqueued_rows = rows
+        self.pieces: deque[asyncio.Future[dict[str, Array]]] = deque()
+        self.outputs: dict[str, Array] = {}
+        self._computed = 0
+
+    def add(self, outputs: Arrays) -> None:
+        """Add the answer of the first piece."""
+        self.pieces.popleft()
+        end = self._computed + rows_of(outputs)
+        for name, array in outputs.items():
+            if name not in self.outputs:
+                self.outputs[name] = np.empty((self.rows, *array.shape[1:]), array.dtype)
+            self.outputs[name][self._computed : end] = array
+        self._computed = end
 
 
 class _Speed:
@@ -204,14 +232,33 @@ class Batcher:
         max_batch = self._options.max_batch
         if rows <= max_batch:
             return self._enqueue(inputs)
-        pieces = [
-            self._enqueue({name: array[start : start + max_batch] for name, array in inputs.items()})
-            for start in range(0, rows, max_batch)
-        ]
-        answer = asyncio.ensure_future(_join_answers(pieces))
-        # A task that is cancelled before it starts cannot cancel the pieces itself.
-        answer.add_done_callback(lambda _: [piece.cancel() for piece in pieces])
+        large = _LargeRequest(inputs, rows)
+        self.waiting_rows += rows
+        answer = asyncio.ensure_future(self._compute_large(large))
+        # A task that is cancelled before it starts cannot do this itself.
+        answer.add_done_callback(lambda _: self._drop_large(large))
         return answer
+
+    async def _compute_large(self, large: _LargeRequest) -> dict[str, Array]:
+        """Compute a request of many batches; a few pieces at a time are in the queue, as each takes memory."""
+        for start in range(0, large.rows, self._options.max_batch):
+            piece = {name: array[start : start + self._options.max_batch] for name, array in large.inputs.items()}
+            large.unqueued_rows -= rows_of(piece)
+            self.waiting_rows -= rows_of(piece)
+            large.pieces.append(self._enqueue(piece))
+            if len(large.pieces) == _QUEUED_PIECES:
+                large.add(await large.pieces[0])
+        while large.pieces:
+            large.add(await large.pieces[0])
+        return large.outputs
+
+    def _drop_large(self, large: _LargeRequest) -> None:
+        self.waiting_rows -= large.unqueued_rows
+        large.unqueued_rows = 0
+        for piece in large.pieces:
+            if not piece.cancel() and not piece.cancelled():
+                piece.exception()  # otherwise asyncio would report it
+        large.pieces.clear()
 
     def check_room(self, rows: int = 1) -> None:
         """Refuse a request that does not fit into the queue.
@@ -354,7 +401,7 @@ class Batcher:
 
     async def finish(self) -> None:
         """Wait until all accepted requests are answered."""
-        while self._queue or self._running:
+        while self.waiting_rows or self._running:
             if self._running:
                 await asyncio.wait(self._running, timeout=0.05)
             else:
@@ -379,9 +426,3 @@ def _answer(batch: Sequence[_PendingRequest], outputs: dict[str, Array]) -> None
 def _fail(item: _PendingRequest, failure: RequestFailure) -> None:
     if not item.answer.done():
         item.answer.set_exception(failure)
-
-
-async def _join_answers(pieces: Sequence[asyncio.Future[dict[str, Array]]]) -> dict[str, Array]:
-    """Concatenate the answers of a large request's pieces."""
-    answers = await asyncio.gather(*pieces)
-    return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from paceline.serving.protocol import (
     parse_document,
     require_version,
 )
+from paceline.serving.request_bodies import LARGE_BYTES
 
 # --- Protobuf messages: requests checked by the same rules as JSON, and answers ---
 #
@@ -44,6 +46,8 @@ _FIELDS = {
     "FP64": "fp64_contents",
 }
 """The field of ``contents`` that holds a datatype's elements; FP16 has none."""
+
+_MAX_CONTENTS = 2**20  # elements; as Python objects they take several times their bytes
 
 
 def parse_message(spec: ModelSpec, message: Any) -> InferRequest:
@@ -81,7 +85,13 @@ def parse_message(spec: ModelSpec, message: Any) -> InferRequest:
 
 def _elements(tensor: Any) -> list[Any]:
     field = _FIELDS.get(tensor.datatype)
-    values = [] if field is None else list(getattr(tensor.contents, field))
+    contents = [] if field is None else getattr(tensor.contents, field)
+    if len(contents) > _MAX_CONTENTS:
+        raise InvalidRequest(
+            f"input {tensor.name!r:.80} has {len(contents):,} elements in contents.{field}; send more than "
+            f"{_MAX_CONTENTS:,} in raw_input_contents."
+        )
+    values = list(contents)
     if not values:
         fields = "raw_input_contents" if field is None else f"contents.{field} or raw_input_contents"
         raise InvalidRequest(
@@ -242,12 +252,24 @@ class Service:
         try:
             require_version(deployment, message.model_version or None)
             deployment.batcher.check_room()
-            request = parse_message(deployment.spec, message)
-            limits = (context.time_remaining(), request.timeout_s, self._options.timeout_s)
-            outputs = await _await_result(min(t for t in limits if t is not None), deployment.submit(request.inputs))
-            status = 200
-            raw = bool(message.raw_input_contents)
-            return build_message(deployment.spec, request, outputs, raw=raw)
+            bodies = self._models.bodies
+            with bodies.hold() as held:
+                size = message.ByteSize()
+                held.add(size)
+                left_s = context.time_remaining()
+                limits = [t for t in (left_s, self._options.timeout_s) if t is not None]
+                if size > LARGE_BYTES:
+                    parsing = bodies.run(parse_message, deployment.spec, message)
+                    request = await _await_result(min(limits), parsing)
+                else:
+                    request = parse_message(deployment.spec, message)
+                limits += [] if request.timeout_s is None else [request.timeout_s]
+                outputs = await _await_result(min(limits), deployment.submit(request.inputs))
+                status = 200
+                build = partial(build_message, raw=bool(message.raw_input_contents))
+                if size > LARGE_BYTES:
+                    return await bodies.run(build, deployment.spec, request, outputs)
+                return build(deployment.spec, request, outputs)
         except RequestFailure as failure:
             status = failure.status
             raise

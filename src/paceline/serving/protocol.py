@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -16,6 +17,7 @@ from paceline.core.inference import TensorSpec
 from paceline.serving.batching import InvalidRequest, RequestFailure
 from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec
 from paceline.serving.replicas import Deployment
+from paceline.serving.request_bodies import LARGE_BYTES
 
 # --- Inference requests: JSON, and the extension for binary tensors ---
 #
@@ -26,6 +28,7 @@ from paceline.serving.replicas import Deployment
 _MAX_TENSORS = 64
 _MAX_DIMENSIONS = 16
 _MAX_ID_LENGTH = 256
+_PIECE_BYTES = 64 * 1024  # of a large tensor's text; parsing it keeps the interpreter for a few milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +60,69 @@ def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | N
         InvalidRequest: says which part breaks which rule.
     """
     header, binary = _split(body, json_length)
-    try:
-        document = orjson.loads(header)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}.") from None
+    document = _load_large(header) if len(header) > LARGE_BYTES else _load(header)
     if not isinstance(document, dict):
         raise InvalidRequest("the body must be a JSON object.")
     return parse_document(spec, document, binary)
+
+
+def _load(text: bytes | memoryview) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}.") from None
+
+
+class _LargeTensor(msgspec.Struct):
+    """An element of ``inputs`` whose data is not parsed yet."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _LargeRequest(msgspec.Struct):
+    """A request whose tensors are not parsed yet; unknown fields are skipped, so that they cost no memory."""
+
+    inputs: list[_LargeTensor]
+    id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    parameters: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _load_large(text: memoryview) -> dict[str, Any]:
+    """Return a large JSON document with its tensors' data as text.
+
+    As Python objects, small elements would take up to 30 times the memory of their text.
+    """
+    try:
+        request = msgspec.json.decode(text, type=_LargeRequest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON of an inference request: {error}.") from None
+    document = {name: _load_small(name, getattr(request, name)) for name in ("id", "parameters", "outputs")}
+    document["inputs"] = [
+        {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": tensor.shape,
+            "parameters": _load_small("parameters", tensor.parameters),
+            **({} if isinstance(tensor.data, msgspec.UnsetType) else {"data": tensor.data}),
+        }
+        for tensor in request.inputs[: _MAX_TENSORS + 1]
+    ]
+    return document
+
+
+def _load_small(name: str, part: msgspec.Raw | msgspec.UnsetType) -> Any:
+    """Parse a part of a large document that is always small."""
+    if isinstance(part, msgspec.UnsetType):
+        return None
+    view = memoryview(part)
+    if len(view) > LARGE_BYTES:
+        raise InvalidRequest(f"{name} has {len(view):,} bytes; at most {LARGE_BYTES:,} are allowed.")
+    return _load(view)
 
 
 def parse_document(spec: ModelSpec, document: Mapping[str, Any], binary: memoryview) -> InferRequest:
@@ -213,20 +272,88 @@ def _from_binary(
 def _from_json(name: str, dtype: str, shape: tuple[int, ...], entry: Mapping[str, Any]) -> Array:
     """Read a tensor from JSON: nested lists, or one list in row-major order."""
     data = entry.get("data")
+    if isinstance(data, msgspec.Raw):
+        return _from_text(name, np.dtype(dtype), shape, memoryview(data))
     if not isinstance(data, list):
         raise InvalidRequest(f"input {name}: data must be a list.")
     flat = _flatten(data, shape)
     if flat is None:
-        raise InvalidRequest(
-            f"input {name}: data must be {math.prod(shape)} elements in one list, or lists nested like {list(shape)}."
-        )
+        raise _wrong_nesting(name, shape)
     # Check types before numpy sees them: it makes an array of strings as wide as the longest string.
     kinds = set(map(type, flat))
-    if dtype == "bool" and kinds != {bool}:
-        raise InvalidRequest(f"input {name}: data must be true or false.")
-    if dtype != "bool" and not kinds <= {int, float}:
-        raise InvalidRequest(f"input {name}: data must be numbers.")
+    if kinds != {bool} if dtype == "bool" else not kinds <= {int, float}:
+        raise _wrong_elements(name, dtype)
     return _convert(name, np.dtype(dtype), np.asarray(flat)).reshape(shape)
+
+
+def _wrong_nesting(name: str, shape: tuple[int, ...]) -> InvalidRequest:
+    return InvalidRequest(
+        f"input {name}: data must be {math.prod(shape)} elements in one list, or lists nested like {list(shape)}."
+    )
+
+
+def _wrong_elements(name: str, dtype: str) -> InvalidRequest:
+    return InvalidRequest(f"input {name}: data must be {'true or false' if dtype == 'bool' else 'numbers'}.")
+
+
+def _from_text(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], text: memoryview) -> Array:
+    """Read a tensor from valid JSON, a piece at a time: memory is a small multiple of the text's.
+
+    The brackets and commas of all pieces together are compared with those of the shape.
+    """
+    count = math.prod(shape)
+    if text[0] != ord("["):
+        raise InvalidRequest(f"input {name}: data must be a list.")
+    if 2 * count > len(text):  # an element takes a character and a comma
+        raise _wrong_nesting(name, shape)
+    structure = bytearray()
+    array = np.empty(count, dtype)
+    start = filled = 0
+    size = _PIECE_BYTES
+    while start < len(text):
+        piece = bytes(text[start : start + size])
+        if start + size < len(text):
+            end = piece.rfind(b",")
+            if end < 0:  # within a very long number or white space
+                size *= 2
+                continue
+            piece = piece[:end]
+        marks = piece.translate(None, b" \t\r\n" + (b"truefals" if dtype.kind == "b" else b"+-.0123456789eE"))
+        if marks.strip(b"[],"):
+            raise _wrong_elements(name, dtype.name)
+        structure += marks
+        try:
+            elements = orjson.loads(b"[" + piece.translate(None, b"[]") + b"]")
+        except orjson.JSONDecodeError as error:
+            if "infinity" in str(error):
+                raise InvalidRequest(f"input {name}: {error}.") from None
+            raise _wrong_nesting(name, shape) from None  # commas around an empty list
+        if filled + len(elements) > count:
+            raise _wrong_nesting(name, shape)
+        if elements:
+            array[filled : filled + len(elements)] = _convert(name, dtype, np.asarray(elements))
+        filled += len(elements)
+        start += len(piece) + 1
+        size = _PIECE_BYTES
+        if start < len(text):
+            structure += b","
+    is_flat = structure == b"[" + b"," * (count - 1) + b"]"
+    if filled != count or not (is_flat or _is_nested_like(structure, shape)):
+        raise _wrong_nesting(name, shape)
+    return array.reshape(shape)
+
+
+def _is_nested_like(structure: bytearray, shape: tuple[int, ...]) -> bool:
+    """Return whether brackets and commas are those of lists nested like ``shape``."""
+    length = 0
+    for size in reversed(shape):
+        length = size * length + (size - 1) + len("[]")
+    if length != len(structure):
+        return False
+    nested = b""
+    for size in reversed(shape):
+        nested = b"[" + b",".join([nested] * size) + b"]"
+    return structure == nested
 
 
 def _flatten(data: list[Any], shape: tuple[int, ...]) -> list[Any] | None:
@@ -289,6 +416,8 @@ def _outputs(spec: ModelSpec, entries: Any, binary_by_default: bool) -> dict[str
 # --- Answers to inference requests, in JSON or with binary tensors ---
 
 
+_PIECE_ELEMENTS = 32 * 1024
+
 Headers = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -306,7 +435,7 @@ def build_response(spec: ModelSpec, request: InferRequest, outputs: Arrays) -> t
             binary.append(content)
             entry["parameters"] = {"binary_data_size": len(content)}
         else:
-            entry["data"] = np.ascontiguousarray(array).reshape(-1)
+            entry["data"] = _json_list(np.ascontiguousarray(array).reshape(-1))
         entries.append(entry)
     document = {"model_name": spec.name, "model_version": spec.version, "outputs": entries}
     if request.id is not None:
@@ -317,6 +446,16 @@ def build_response(spec: ModelSpec, request: InferRequest, outputs: Arrays) -> t
     length = str(len(header)).encode()
     headers = [(b"content-type", b"application/octet-stream"), (b"inference-header-content-length", length)]
     return headers, b"".join((header, *binary))
+
+
+def _json_list(flat: Array) -> Array | orjson.Fragment:
+    """Return a list for orjson; a long one is written a piece at a time, so that other threads get their turn."""
+    if flat.size <= _PIECE_ELEMENTS:
+        return flat
+    pieces = (flat[start : start + _PIECE_ELEMENTS] for start in range(0, flat.size, _PIECE_ELEMENTS))
+    return orjson.Fragment(
+        b"[%s]" % b",".join(orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for piece in pieces)
+    )
 
 
 def _bytes_of(array: Array) -> bytes:
