@@ -16,8 +16,11 @@ from PIL import Image
 from tests.conftest import Processes
 from tests.serving.conftest import Server
 
+from paceline.core.inference import TensorSpec
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import Registry
+from paceline.serving.batch_predict import _write_csv
+from paceline.serving.model import ModelSpec
 
 PIXELS = np.random.default_rng(2).integers(0, 256, (40, 1, 28, 28), dtype=np.uint8)
 
@@ -119,3 +122,25 @@ def test_bad_files(
     assert said in message
     assert name in message
     assert len(message.splitlines()) == 1
+
+
+def test_a_cell_is_no_formula(tmp_path: Path) -> None:
+    labels = ("=1+1", "@a", "cat")
+    spec = ModelSpec(
+        name="m",
+        version="1",
+        inputs={"x": TensorSpec(dtype="float32")},
+        outputs={"p": TensorSpec(dtype="float32", shape=(3,)), "l": TensorSpec(dtype="int64")},
+        labels=labels,
+        probabilities="p",
+        label="l",
+    )
+    outputs = {"p": np.eye(3, dtype=np.float32), "l": np.arange(3)}
+    _write_csv(tmp_path / "out.csv", iter([outputs]), spec, ["-a.png", "b.png", "\tc.png"])
+    with (tmp_path / "out.csv").open(newline="") as file:
+        heading, *rows = csv.reader(file)
+    assert heading[-3:] == ["'=1+1", "'@a", "cat"]
+    cells = [cell for row in rows for cell in row]
+    assert "'-a.png" in cells
+    assert "'=1+1" in cells
+    assert not [cell for cell in cells if cell.startswith(("=", "@", "-", "\t"))]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import select
 import sys
-from contextlib import suppress
-from typing import TextIO
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from typing import TextIO, cast
 
 from cyclopts import App, CoercionError, CycloptsError, Group, UnknownOptionError, UnusedCliTokensError
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.printable import PrintableStream, escape_controls
 
 app = App(
     name="paceline",
@@ -70,12 +71,23 @@ for _index, (_name, (_group, _target, _help)) in enumerate(_COMMANDS.items()):
 # The last line of the list of commands describes --help.
 app["--help"].group = app["--version"].group = Group("", show=False)
 _HELP_FLAGS = ("--help", "-h", "--help-all")
+_LINES = "\n\t"
+_COMPUTING = ("train", "resume", "launch", "join", "tune", "verify", "chaos", "bench", "doctor", "plan")
+"""Commands in which the user's own code prints, with the colours and redrawn lines that it likes."""
 
 
 def main() -> int:
     """Run the command line; return the exit code."""
+    arguments = _user_arguments(sys.argv[1:])
+    with ExitStack() as stack:
+        if arguments[:1] and arguments[0] not in _COMPUTING:
+            stack.enter_context(redirect_stdout(cast("TextIO", PrintableStream(sys.stdout))))
+            stack.enter_context(redirect_stderr(cast("TextIO", PrintableStream(sys.stderr))))
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     try:
-        arguments = _user_arguments(sys.argv[1:])
         code: object = 0
         if _is_help_request(arguments):
             # Imported here because no other command needs it.
@@ -94,7 +106,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {escape_controls(str(error), keep=_LINES)}", file=sys.stderr)
         return error.exit_code
     except CycloptsError as error:
         command = " ".join(["paceline", *(error.command_chain or ())])

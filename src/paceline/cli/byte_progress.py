@@ -17,8 +17,9 @@ def byte_progress(label: str, *, quiet: bool) -> Iterator[Callable[[int, int], N
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from paceline.core.rich_console import Console
 
     columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

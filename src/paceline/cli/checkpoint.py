@@ -121,11 +121,11 @@ def _record(entry: CheckpointEntry) -> dict[str, Any]:
 
 def _print_table(entries: list[CheckpointEntry]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
 
     from paceline.cli.runs import short_time
+    from paceline.core.rich_console import Console
 
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in ("step", "version", "epoch", "size", "age"):

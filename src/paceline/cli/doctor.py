@@ -181,8 +181,7 @@ def _show(report: PreflightReport, *, json: bool) -> int:
     if json:
         print(json_module.dumps(report.to_json()))
     else:
-        from rich.console import Console
-
+        from paceline.core.rich_console import Console
         from paceline.launch.preflight.spec import print_report
 
         print_report(report, Console(highlight=False))

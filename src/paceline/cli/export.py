@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from paceline.core.printable import escape_controls
 
+if TYPE_CHECKING:
+    from paceline.core.rich_console import Console
     from paceline.runs.package import Package
 
 _PIPE_COLUMNS = 250
@@ -108,8 +109,8 @@ def print_package(package: Package, title: str) -> None:
         "metrics": ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items()),
         "quantized": manifest.quantization or "no",
     }
-    for name, value in rows.items():
-        console.print(f"  {name:<10}{value}", markup=False, soft_wrap=True)
+    for name, value in rows.items():  # foreign text must not look like a row
+        console.print(f"  {name:<10}{escape_controls(value)}", markup=False, soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for column in ("format", "file"):
         table.add_column(column, no_wrap=True)
@@ -126,7 +127,7 @@ def print_package(package: Package, title: str) -> None:
 
 def wide_console() -> Console:
     """Return a console that is wide enough not to truncate tables when the output is piped."""
-    from rich.console import Console
+    from paceline.core.rich_console import Console
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_COLUMNS)
@@ -138,9 +139,10 @@ def _progress(quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[in
     if quiet or not sys.stderr.isatty():
         yield (lambda stage: None), (lambda done, total: None)
         return
-    from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    from paceline.core.rich_console import Console
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

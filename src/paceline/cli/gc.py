@@ -162,8 +162,9 @@ def _progress(quiet: bool) -> Iterator[Progress | None]:
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    from paceline.core.rich_console import Console
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -177,12 +178,12 @@ def _selected(verdicts: list[Decision], only: tuple[str, ...]) -> list[Decision]
 
 def _print(removals: list[Artifact], verdicts: list[Decision], failures: dict[str, str], only: tuple[str, ...]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
     from rich.text import Text
 
     from paceline.cli.runs import short_time
+    from paceline.core.rich_console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:

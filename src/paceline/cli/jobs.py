@@ -10,11 +10,11 @@ from textwrap import shorten
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.core.errors import PacelineError
+from paceline.core.rich_console import Console
 from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, find_record, read_records
 

@@ -15,11 +15,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.printable import escape_controls
 from paceline.launch.job_logs import StatusPoller, Tail, merge_rank_lines
 from paceline.launch.submit import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import describe, read_failure
 
+_TAB = "\t"
 _POLL_S = 0.2
 _RESTART_S = 5.0
 """How long a run without a lock and without a final event may be restarting."""
@@ -146,14 +148,16 @@ def _print_logs(
 
         def show(printed: Mapping[int, Sequence[str]]) -> None:
             found = {number: [line for line in own if pattern.search(line)] for number, own in printed.items()}
+            # Written past the stream that main() sets up, which would escape the colours of the ranks.
+            stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
             if rank is not None:
                 for line in found.get(rank, ()):
-                    sys.stdout.write(f"{line}\n")
+                    stdout.write(f"{escape_controls(line, keep=_TAB)}\n")
             else:
                 for ranks, line, times in merge_rank_lines(found):
                     count = f"  ({times} times)" if times > 1 else ""
-                    sys.stdout.write(f"{_prefix(ranks)}{line}{count}\n")
-            sys.stdout.flush()
+                    stdout.write(f"{_prefix(ranks)}{escape_controls(line, keep=_TAB)}{count}\n")
+            stdout.flush()
 
         def show_new() -> None:
             show({number: list(tail.new_lines()) for number, tail in tails.items()})

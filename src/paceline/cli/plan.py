@@ -7,10 +7,10 @@ import re
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Table
 
 from paceline.core.errors import ConfigError
+from paceline.core.rich_console import Console
 from paceline.core.task_loading import TaskReference, parse_assignments
 
 if TYPE_CHECKING:

@@ -150,8 +150,9 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     if quiet or not sys.stderr.isatty():
         yield lambda rows: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from paceline.core.rich_console import Console
 
     columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -167,10 +168,11 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
         print(json_module.dumps({"model": spec.name, "version": spec.version, "predictions": predictions}))
         return
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
+
+    from paceline.core.rich_console import Console
 
     labelled = spec.label is not None
     columns = ("row", *(("label", "probability") if labelled else spec.outputs))

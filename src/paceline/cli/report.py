@@ -88,9 +88,10 @@ def evaluating(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from paceline.core.rich_console import Console
 
     columns = (
         TextColumn("evaluating " + escape(name)),
@@ -105,10 +106,10 @@ def evaluating(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
 
 def _print(report_data: RunReport, target: Path) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from paceline.core.rich_console import Console
     from paceline.insight.report import interval, number
 
     console = Console(highlight=False)

@@ -103,9 +103,10 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     if quiet or not sys.stderr.isatty():
         yield lambda split, done, total: None
         return
-    from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from paceline.core.rich_console import Console
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -117,9 +118,10 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 def _print(result: Revalidation, subject: Path) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from paceline.core.rich_console import Console
 
     console = Console(highlight=False)
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)

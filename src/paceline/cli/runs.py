@@ -47,9 +47,10 @@ def runs(
 
 def _print_table(summaries: list[RunSummary]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from paceline.core.rich_console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -86,9 +86,10 @@ def _repeated(directory: RunDirectory) -> int:
 
 def _print(directory: RunDirectory, history: Timeline) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from paceline.core.rich_console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -109,8 +110,9 @@ def _print(directory: RunDirectory, history: Timeline) -> None:
 
 def _print_drift(directory: RunDirectory, drift: Mapping[str, Any]) -> None:
     """Print how far a fine-tuned model moved from its parent."""
-    from rich.console import Console
     from rich.markup import escape
+
+    from paceline.core.rich_console import Console
 
     console = Console(highlight=False)
     parent = directory.read_manifest().get("parent", {})

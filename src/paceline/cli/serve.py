@@ -17,6 +17,7 @@ from paceline.cli.kserve_options import KServeOptions, print_service
 from paceline.cli.options import ARGUMENTS, COMMON, explicit_options, group
 from paceline.core.errors import ConfigError
 from paceline.core.options import parse_duration_s
+from paceline.core.printable import escape_controls
 
 if TYPE_CHECKING:
     from paceline.serving.model import ServedModel, ServingOptions
@@ -168,7 +169,9 @@ def serve(
     if trust:
         _trust(package)
     models = [open_model(package_name, program=program, task=task) for package_name in package]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LogFormatter("%(asctime)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("paceline.serving.access").setLevel(logging.INFO if access_log else logging.WARNING)
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     names = [model.spec.name for model in models]
@@ -185,6 +188,13 @@ def serve(
 
     _run(models, address, options, on_ready, ray_options)
     return 0
+
+
+class _LogFormatter(logging.Formatter):
+    """A formatter whose messages are one line each, whatever a client or a package puts into them."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().formatMessage(record))
 
 
 def _require_libraries() -> None:

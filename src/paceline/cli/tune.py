@@ -194,7 +194,7 @@ def _print_result(search: Search, directory: SearchDirectory, code: int, *, json
     if json:
         print(json_module.dumps(result))
         return code
-    from rich.console import Console
+    from paceline.core.rich_console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:

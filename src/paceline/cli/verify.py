@@ -81,7 +81,7 @@ def verify(
 
 
 def _print(report: VerificationReport) -> None:
-    from rich.console import Console
+    from paceline.core.rich_console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:

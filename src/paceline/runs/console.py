@@ -13,12 +13,13 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple, TextIO, cast
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from paceline.core.rich_console import Console
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metrics import Imbalance
 from paceline.runs.rank_log import Tee, terminal_and_log

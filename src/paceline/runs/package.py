@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.core.errors import PackageError, UntrustedError
+from paceline.core.printable import escape_controls
 from paceline.runs.checkpoint_manifest import open_listed, require_equal
 from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
 from paceline.runs.package_registry import Registry
@@ -81,13 +82,13 @@ def require_trusted(digest: str, manifest: PackageManifest, path: Path) -> None:
     if digest in read_trusted():
         return
     origin = manifest.provenance
+    # Foreign text must not look like a line of this message.
+    name, task, run, created = map(escape_controls, (manifest.name, origin.task, origin.run, manifest.created))
     raise UntrustedError(
         f"package {path} contains a program that may run any code when it is loaded, and you have not "
-        f"trusted it.\
-"
+        f"trusted it.\n"
         f"  digest  {digest}\n"
-        f"  claims  {manifest.name}, of the task {origin.task}, run {origin.run}, step {origin.step}; "
-        f"exported {manifest.created}\n"
+        f"  claims  {name}, of the task {task:.200}, run {run:.200}, step {origin.step}; exported {created:.40}\n"
         "If you know its author, give --trust once. The safetensors weights need no trust with "
         "the task's own code (--task TASK), and neither does an ONNX program."
     )

@@ -190,6 +190,7 @@ def _describe(tensor: TensorSpec) -> str:
 # whole once all chunks exist, and then the directory is removed.
 
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 FORMATS = (".npz", ".jsonl", ".csv")
 
 
@@ -332,9 +333,17 @@ def _write_csv(path: Path, parts: Iterator[Arrays], spec: ModelSpec, names: Sequ
                     headings = [name] if np.ndim(value) == 0 else _headings(name, len(cells), spec)
                     flat.update(zip(headings, cells, strict=True))
                 if record["row"] == 0:
-                    writer.writerow(flat)
-                writer.writerow(flat.values())
+                    writer.writerow(map(_csv_cell, flat))
+                writer.writerow(map(_csv_cell, flat.values()))
             first += rows_of(part)
+
+
+def _csv_cell(value: Any) -> Any:
+    """Return a cell that a spreadsheet does not take for a formula: https://owasp.org/www-community/attacks/CSV_Injection.
+
+    Labels come from a package, and the names of files from others.
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def _headings(name: str, count: int, spec: ModelSpec) -> list[str]:

@@ -17,10 +17,10 @@ from types import FrameType, ModuleType
 from typing import Any, Self
 
 from ray.tune import Callback
-from rich.console import Console
 from rich.live import Live
 
 from paceline.core.errors import LaunchError, PacelineError, RunDirectoryError
+from paceline.core.rich_console import Console
 from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.launch.ray_cluster import connect, import_ray
 from paceline.runs.metrics import finite

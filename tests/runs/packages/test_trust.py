@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.runs.packages.conftest import PutPackage
 
 from paceline.core.errors import PackageError, UntrustedError
-from paceline.runs.package import Package, open_package, read_trusted, trust, trust_file
+from paceline.runs.package import Package, open_package, read_trusted, require_trusted, trust, trust_file
 from paceline.runs.package_registry import Registry
 
 
@@ -29,6 +30,17 @@ def test_a_program_that_nobody_trusted_is_refused_with_its_origin(package: Packa
     assert "--trust" in said
     assert package.read_weights(), "weights need no trust"
     assert not trust_file().exists(), "asking is not trusting"
+
+
+def test_an_origin_cannot_look_like_the_rest_of_the_message(package: Package) -> None:
+    claims = "x\n  digest  0000\x1b[2K\u202e"
+    origin = replace(package.manifest.provenance, task=claims, run=claims)
+    manifest = replace(package.manifest, provenance=origin, created=claims)
+    with pytest.raises(UntrustedError) as refused:
+        require_trusted(package.digest, manifest, package.path)
+    assert str(refused.value).replace("\n", "").isprintable()
+    lines = str(refused.value).splitlines()
+    assert [line for line in lines if line.startswith("  digest")] == [f"  digest  {package.digest}"]
 
 
 def test_what_is_trusted_once_stays_so(package: Package) -> None:

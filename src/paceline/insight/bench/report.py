@@ -17,10 +17,11 @@ from html import escape as escape_html
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+
+from paceline.core.rich_console import Console
 
 _ALARMS = ("WRONG", "NOT met")
 """Words of a note that a terminal shows in red."""

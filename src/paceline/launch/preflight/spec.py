@@ -14,12 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from paceline.core.options import parse_nproc
 from paceline.core.parent_death import kill_with_parent_command
+from paceline.core.rich_console import Console
 from paceline.core.signals import ECHO_S, STOP_SIGNALS, StopRequests, handle_signals
 from paceline.launch.preflight.probes import Connection, Flow, Storage
 

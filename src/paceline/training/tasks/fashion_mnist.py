@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.nn import functional
@@ -30,6 +29,7 @@ from torch.utils.data import TensorDataset
 from paceline.core.errors import DataError
 from paceline.core.files import fsync_directory
 from paceline.core.inference import InferenceSignature, TensorSpec
+from paceline.core.rich_console import Console
 from paceline.core.task import Defaults, Task
 
 # --- Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, https://arxiv.org/abs/1708.07747): find it, fetch it, read
