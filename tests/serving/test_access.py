@@ -37,8 +37,11 @@ def test_a_token(start: Callable[..., Server], token_file: Path) -> None:
             assert client.get(address).status_code == 401
         wrong = {"Authorization": "Bearer 0123456789abcdeg"}
         assert client.post(PATH, json=json_request(), headers=wrong).status_code == 401
-        right = {"Authorization": "Bearer 0123456789abcdef"}
-        assert client.post(PATH, json=json_request(), headers=right).status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            right = {"Authorization": f"{scheme} 0123456789abcdef", "Host": "proxy.example"}
+            assert client.post(PATH, json=json_request(), headers=right).status_code == 200
+        for other in ("Basic 0123456789abcdef", "0123456789abcdef", "Bearer"):
+            assert client.get("/v2", headers={"Authorization": other}).status_code == 401
     # A client that does not go on is sent away.
     host, _, port = urlsplit(server.url).netloc.partition(":")
     with socket.create_connection((host, int(port)), timeout=60) as slow:
@@ -105,6 +108,25 @@ def test_what_a_browser_or_another_machine_could_send_exchanges_nothing(server: 
         assert client.post(address, content=body, headers=elsewhere).status_code == 403
         assert client.post(address, content="{}", headers=as_json).status_code == 400
         assert client.post(address, content=missing, headers=as_json).status_code == 409
+
+
+def test_a_page_with_a_name_of_its_own_for_this_machine_gets_no_answer(server: Server) -> None:
+    """A browser takes evil.example for the page's own server, whatever address the name has just then."""
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example:1", "10.0.0.1"):
+        for path in ("/v2", "/metrics", "/v2/models/fashion-mnist"):
+            assert httpx.get(server.url + path, headers={"Host": host}, timeout=60).status_code == 403
+        answer = httpx.post(server.url + PATH, json=json_request(), headers={"Host": host}, timeout=60)
+        assert answer.status_code == 403
+        assert "--token-file" in answer.json()["error"]
+        assert httpx.get(f"{server.url}/v2/health/live", headers={"Host": host}, timeout=60).status_code == 200
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:8000", "127.0.0.2:80"):
+        assert httpx.get(f"{server.url}/v2", headers={"Host": host}, timeout=60).status_code == 200
+    preflight = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    for answer in (
+        httpx.options(server.url + PATH, headers=preflight, timeout=60),
+        httpx.get(f"{server.url}/v2", headers=preflight, timeout=60),
+    ):
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
 def test_a_body_that_is_too_large(server: Server) -> None:

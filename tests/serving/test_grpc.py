@@ -132,6 +132,23 @@ def test_raw_contents_that_do_not_fit(stub: Any, raw: list[bytes]) -> None:
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_what_is_no_message_is_refused(server: Server) -> None:
+    with grpc.insecure_channel(server.grpc) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.RpcError) as refused:
+            infer(b"\xff\xff\xff", timeout=TIMEOUT_S)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "no inference.ModelInferRequest" in refused.value.details()
+
+
+def test_many_elements_belong_into_raw_contents(stub: Any) -> None:
+    many = message(contents=service_pb2.InferTensorContents(uint_contents=[0] * (2**20 + 1)))
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.ModelInfer(many, timeout=TIMEOUT_S)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "raw_input_contents" in refused.value.details()
+
+
 def test_what_is_not_there(client: triton.InferenceServerClient, stub: Any) -> None:
     def code_of(call: Callable[[], Any]) -> Any:
         with pytest.raises(InferenceServerException) as caught:

@@ -5,25 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from paceline.core.access import LOOPBACK_NAMES, is_loopback, is_same_token
+from paceline.core.access import is_loopback, is_same_token
 from paceline.serving.batching import RequestFailure
 
 
 class AccessPolicy:
     """The access rules of one server.
 
-    Without a token, everything is open to every client, so the server must listen on loopback only. Packages
-    may then be replaced only by programs of this machine, not by a page in a browser.
+    Without a token, everything is open to every client, so the server must listen on loopback only, and answers only
+    under a local name: otherwise a page in a browser could use it under a name of its own. Packages may then be
+    replaced only by programs of this machine.
     """
 
     def __init__(self, token: str | None) -> None:
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._expected = None if token is None else token.encode()
 
     def check_token(self, headers: Mapping[bytes, bytes]) -> None:
+        """Check the token of a request, or the name by which it calls a server without one."""
         if self._expected is None:
+            if not _is_local_name(headers.get(b"host", b"localhost")):
+                raise RequestFailure(
+                    403,
+                    "without a token, this server answers only under a local name such as localhost. Send this name "
+                    "as Host, or start the server with --token-file.",
+                )
             return
-        actual = headers.get(b"authorization", b"")
-        if not is_same_token(actual, self._expected):
+        scheme, _, actual = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not is_same_token(actual.strip(), self._expected):
             raise RequestFailure(
                 401,
                 "the token is missing or wrong. Send it as Authorization: Bearer TOKEN.",
@@ -38,7 +46,12 @@ class AccessPolicy:
         if self._expected is not None:
             return
         client = (scope.get("client") or ("",))[0]
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if not is_loopback(client) or name not in LOOPBACK_NAMES:
+        if not is_loopback(client) or not _is_local_name(headers.get(b"host", b"")):
             raise RequestFailure(403, "without a token, only programs of this machine may change the served models.")
+
+
+def _is_local_name(host: bytes) -> bool:
+    """Return whether a ``Host`` is a name of this machine for itself, with any port."""
+    text = host.decode("latin-1").lower()
+    name = text if text.endswith("]") else text.rpartition(":")[0] or text
+    return is_loopback(name.removeprefix("[").removesuffix("]"))

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
 from paceline import __version__
@@ -189,7 +190,7 @@ class Service:
             # A stream is refused at its first message.
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
                 answer,
-                request_deserializer=request_type.FromString,
+                request_deserializer=partial(_parse_protobuf, request_type),
                 response_serializer=lambda message: message.SerializeToString(),
             )
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
@@ -204,6 +205,8 @@ class Service:
             try:
                 if name not in _OPEN:
                     self._check_token(context)
+                if isinstance(message, RequestFailure):
+                    raise message
                 reply = await method(message, context)
                 code = grpc.StatusCode.OK
                 return reply
@@ -287,6 +290,14 @@ async def _await_result(timeout_s: float, future: asyncio.Future[Any]) -> Any:
             return await future
     except TimeoutError:
         raise DeadlinePassed(timeout_s) from None
+
+
+def _parse_protobuf(message_type: Any, content: bytes) -> Any:
+    """Return the message, or the failure with which to answer: gRPC answers UNKNOWN to one that is raised here."""
+    try:
+        return message_type.FromString(content)
+    except DecodeError:
+        return InvalidRequest(f"this is no {message_type.DESCRIPTOR.full_name} message.")
 
 
 def _unimplemented(name: str, implemented: Mapping[str, Method]) -> Method:
