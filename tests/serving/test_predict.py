@@ -16,10 +16,11 @@ from PIL import Image
 from tests.conftest import Processes
 from tests.serving.conftest import Server
 
+from paceline.core.errors import DataError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import Registry
-from paceline.serving.batch_predict import _write_csv
+from paceline.serving.batch_predict import _write_csv, read_rows
 from paceline.serving.model import ModelSpec
 
 PIXELS = np.random.default_rng(2).integers(0, 256, (40, 1, 28, 28), dtype=np.uint8)
@@ -122,6 +123,31 @@ def test_bad_files(
     assert said in message
     assert name in message
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "tensor", "said"),
+    [
+        ("rows.json", "[[1e400]]", TensorSpec(dtype="float32", shape=(1,)), "1e400 is beyond the range"),
+        ("rows.csv", "1e400\n", TensorSpec(dtype="float64", shape=(1,)), "1e400 is beyond the range"),
+        ("rows.csv", "1e39\n", TensorSpec(dtype="float32", shape=(1,)), "float32 cannot represent"),
+        ("rows.json", "[[256]]", TensorSpec(dtype="int64", shape=(1,), maximum=255), "numbers above 255"),
+        ("rows.csv", "-1\n", TensorSpec(dtype="int64", shape=(1,), minimum=0), "numbers below 0"),
+    ],
+)
+def test_numbers_that_the_model_does_not_take(
+    tmp_path: Path, name: str, content: str, tensor: TensorSpec, said: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    spec = ModelSpec(name="m", version="1", inputs={"x": tensor}, outputs={"y": tensor})
+    with pytest.raises(DataError, match=said):
+        read_rows([tmp_path / name], spec)
+
+
+def test_an_infinity_that_is_written_is_one(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("inf\n-Infinity\n")
+    spec = ModelSpec(name="m", version="1", inputs={"x": TensorSpec(dtype="float32", shape=(1,))}, outputs={})
+    assert np.isinf(read_rows([tmp_path / "rows.csv"], spec).arrays["x"]).all()
 
 
 def test_a_cell_is_no_formula(tmp_path: Path) -> None:

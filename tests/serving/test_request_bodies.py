@@ -21,11 +21,11 @@ from paceline.serving.model import DATATYPES, Array, ModelSpec
 from paceline.serving.request_bodies import RequestBodies
 
 
-def parse(dtype: str, shape: list[int], data: str) -> Array | str:
+def parse(dtype: str, shape: list[int], data: str, tensor: TensorSpec | None = None) -> Array | str:
     spec = ModelSpec(
         name="m",
         version="1",
-        inputs={"x": TensorSpec(dtype=dtype, shape=tuple(shape[1:]))},
+        inputs={"x": tensor or TensorSpec(dtype=dtype, shape=tuple(shape[1:]))},
         outputs={"y": TensorSpec(dtype="float32")},
     )
     entry = f'{{"name": "x", "datatype": "{DATATYPES[dtype]}", "shape": {shape}, "data": {data}}}'
@@ -156,3 +156,28 @@ def test_other_clients_large_bodies(server: Server) -> None:
         if answered.status_code != 503:
             break
     assert answered.status_code == 200, answered.text
+
+
+def test_a_range_of_the_schema_is_checked() -> None:
+    tensor = TensorSpec(dtype="int64", shape=(None,), minimum=0, maximum=255, max_size=4)
+    for shape, data, problem in (
+        ([1, 2], "[0, 255]", None),
+        ([1, 4], "[0, 1, 2, 3]", None),
+        ([1, 2], "[0, 256]", "data must be between 0 and 255"),
+        ([1, 2], "[-1, 0]", "data must be between 0 and 255"),
+        ([1, 5], "[0, 1, 2, 3, 4]", "sizes of at most 4"),
+    ):
+        parsed = parse("int64", shape, data, tensor)
+        assert isinstance(parsed, str) == (problem is not None)
+        assert problem is None or problem in str(parsed)
+    spec = ModelSpec(name="m", version="1", inputs={"x": tensor}, outputs={"y": tensor})
+    content = np.array([0, 256], "<i8").tobytes()
+    head = b'{"inputs": [{"name": "x", "datatype": "INT64", "shape": [1, 2], "parameters": {"binary_data_size": 16}}]}'
+    with pytest.raises(InvalidRequest, match="between 0 and 255"):
+        protocol.parse_request(spec, head + content, str(len(head)))
+    described = protocol.describe([spec])["paths"]["/v2/models/m/infer"]["post"]["requestBody"]["content"]
+    body = described["application/json"]
+    [described] = body["schema"]["properties"]["inputs"]["items"]["anyOf"]
+    assert described["properties"]["data"]["items"]["anyOf"][0] == {"type": "integer", "minimum": 0, "maximum": 255}
+    assert described["properties"]["shape"]["prefixItems"][1] == {"type": "integer", "minimum": 1, "maximum": 4}
+    assert body["example"]["inputs"][0]["shape"] == [1, 4]

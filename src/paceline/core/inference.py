@@ -18,10 +18,16 @@ class TensorSpec:
         dtype: torch's name for it, such as "float32".
         shape: of one sample, without the leading batch dimension, which may have any size. None marks a dimension of
             variable size.
+        minimum: smallest value of an element; None if any is valid.
+        maximum: largest value of an element, such as the last index of an embedding.
+        max_size: largest size of the dimensions of variable size.
     """
 
     dtype: str
     shape: tuple[int | None, ...] = ()
+    minimum: int | None = None
+    maximum: int | None = None
+    max_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

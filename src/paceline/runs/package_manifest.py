@@ -237,7 +237,7 @@ class PackageManifest:
         document = asdict(self)
         # Lists, because their order is that of the program's arguments.
         for side in ("inputs", "outputs"):
-            document[side] = [{"name": name, **spec} for name, spec in document[side].items()]
+            document[side] = [{"name": name, **_without_open_limits(spec)} for name, spec in document[side].items()]
         return canonical_json({"format": FORMAT, **document})
 
     @property
@@ -311,19 +311,29 @@ def plain_name(name: str, what: str) -> str:
     return name
 
 
+_LIMITS = ("minimum", "maximum", "max_size")
+
+
+def _without_open_limits(spec: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in spec.items() if value is not None or name not in _LIMITS}
+
+
 def _specs(fields: JsonReader, side: str) -> dict[str, TensorSpec]:
     specs: dict[str, TensorSpec] = {}
     for number, item in enumerate(fields.items(side)):
         entry = JsonReader(item, f"{MANIFEST}.{side}[{number}]")
         name, dtype, shape = entry.text("name"), entry.text("dtype"), entry.items("shape")
+        limits = {limit: entry.take(limit) for limit in _LIMITS if limit in entry}
         entry.end()
+        if not all(type(value) is int and abs(value) < 2**63 for value in limits.values()):
+            raise PackageError(f"{MANIFEST}.{side}: {name!r:.80} has the limits {limits!r:.200}")
         if dtype not in DTYPES:
             raise PackageError(f"{MANIFEST}.{side}: {name!r:.80} is of {dtype!r:.80}, which is not a dtype")
         if not all(size is None or (type(size) is int and 0 < size < 2**40) for size in shape):
             raise PackageError(f"{MANIFEST}.{side}: {name!r:.80} has the shape {shape!r:.80}")
         if not name or name in specs:
             raise PackageError(f"{MANIFEST}.{side} names {name!r:.80} twice or not at all")
-        specs[name] = TensorSpec(dtype=dtype, shape=tuple(shape))
+        specs[name] = TensorSpec(dtype=dtype, shape=tuple(shape), **limits)
     if not specs:
         raise PackageError(f"{MANIFEST}.{side} is empty")
     return specs

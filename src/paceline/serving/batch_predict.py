@@ -82,7 +82,7 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
         elif kind == ".csv":
             raw = {_only_input(spec, path): _csv(path)}
         elif kind == ".json":
-            document = json.loads(path.read_bytes())
+            document = json.loads(path.read_bytes(), parse_float=_number)
             raw = document if isinstance(document, dict) else {_only_input(spec, path): document}
         else:
             known = ", ".join((*_PICTURES, ".npy", ".npz", ".csv", ".json"))
@@ -132,8 +132,16 @@ def _csv(path: Path) -> Array:
         lines = [line for line in csv.reader(file) if line]
     if lines and not _is_number(lines[0][0]):  # a header line
         del lines[0]
-    values = np.asarray([[float(cell) for cell in line] for line in lines])
+    values = np.asarray([[_number(cell) for cell in line] for line in lines])
     return values
+
+
+def _number(text: str) -> float:
+    """Parse a number; one beyond the range of a float, such as 1e400, is not an infinity."""
+    value = float(text)
+    if math.isinf(value) and "inf" not in text.lower():
+        raise ValueError(f"{text:.40} is beyond the range of a float")
+    return value
 
 
 def _is_number(text: str) -> bool:
@@ -169,13 +177,18 @@ def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
     )
     if not fits:
         raise DataError(f"{path}: {name} must be {_describe(tensor)}, but has the shape {array.shape}.")
-    if array.dtype == np.dtype(tensor.dtype):
-        return array
-    with np.errstate(invalid="ignore", over="ignore"):
-        converted = array.astype(tensor.dtype)
-    if np.dtype(tensor.dtype).kind in "biu" and not (converted == array).all():
-        raise DataError(f"{path}: {name} contains numbers that {tensor.dtype} cannot represent.")
-    return converted
+    if array.dtype != np.dtype(tensor.dtype):
+        with np.errstate(invalid="ignore", over="ignore"):
+            converted = array.astype(tensor.dtype)
+        is_exact = np.dtype(tensor.dtype).kind in "biu"
+        if not (converted == array if is_exact else np.isfinite(converted) | ~np.isfinite(array)).all():
+            raise DataError(f"{path}: {name} contains numbers that {tensor.dtype} cannot represent.")
+        array = converted
+    if tensor.minimum is not None and (array < tensor.minimum).any():
+        raise DataError(f"{path}: {name} contains numbers below {tensor.minimum}, the model's smallest.")
+    if tensor.maximum is not None and (array > tensor.maximum).any():
+        raise DataError(f"{path}: {name} contains numbers above {tensor.maximum}, the model's largest.")
+    return array
 
 
 def _describe(tensor: TensorSpec) -> str:

@@ -53,7 +53,7 @@ class DeadlinePassed(RequestFailure):
     """The request's time limit has passed."""
 
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(504, f"the request was not answered within its time limit of {timeout_s * 1000:,.0f} ms.")
+        super().__init__(504, f"the request was not answered within its time limit of {timeout_s * 1000:,.6g} ms.")
 
 
 class ModelFailed(RequestFailure):

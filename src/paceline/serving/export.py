@@ -42,6 +42,7 @@ from paceline.serving.formats import (
     save_pt2,
     weights_bytes,
 )
+from paceline.serving.model import example
 from paceline.serving.trained_source import (
     EVALUATION,
     INTERVALS,
@@ -414,7 +415,7 @@ def _manifest(
     manifest = PackageManifest(
         name=name,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        inputs=inference.inputs,
+        inputs=_observe_ranges(inference),
         outputs=inference.outputs,
         provenance=_provenance(source, data),
         files={},
@@ -430,6 +431,41 @@ def _manifest(
     write_file(draft / CARD, [model_card(manifest, source.task).encode()])
     files = {path.name: _record(path) for path in sorted(draft.iterdir())}
     return replace(manifest, files=files)
+
+
+def _observe_ranges(inference: InferenceSignature) -> dict[str, TensorSpec]:
+    """Return the inputs with the ranges that the task has not declared but that embeddings of them need.
+
+    An index out of range would fail in the model, which a client could not know from the schema.
+    """
+    sizes: dict[str, int] = {}
+    inputs: dict[str, Tensor] = {}
+
+    def observe(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        for name, tensor in inputs.items():
+            if isinstance(module, nn.Embedding) and arguments[:1] and _is_same_data(arguments[0], tensor):
+                sizes[name] = min(sizes.get(name, module.num_embeddings), module.num_embeddings)
+
+    hooks = [module.register_forward_pre_hook(observe) for module in inference.module.modules()]
+    try:
+        inputs |= {name: torch.from_numpy(example(spec, 2)) for name, spec in inference.inputs.items()}
+        with torch.no_grad():
+            inference.module(*inputs.values())
+    except Exception:  # the user's model may not take these rows, and any that it takes are compared anyway
+        return dict(inference.inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {
+        name: spec
+        if name not in sizes or spec.minimum is not None or spec.maximum is not None
+        else replace(spec, minimum=0, maximum=sizes[name] - 1)
+        for name, spec in inference.inputs.items()
+    }
+
+
+def _is_same_data(actual: Any, expected: Tensor) -> bool:
+    return isinstance(actual, Tensor) and actual.data_ptr() == expected.data_ptr()
 
 
 def _finite(estimates: Mapping[str, Estimate]) -> dict[str, float]:

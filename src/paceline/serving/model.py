@@ -211,5 +211,7 @@ def rows_of(arrays: Arrays) -> int:
 
 
 def example(spec: TensorSpec, rows: int, *, default_size: int = 8) -> Array:
-    """Return zeros of ``rows`` rows; dimensions of any size have ``default_size``."""
-    return np.zeros((rows, *(default_size if size is None else size for size in spec.shape)), dtype=spec.dtype)
+    """Return ``rows`` valid rows, of zeros if possible; dimensions of any size have at most ``default_size``."""
+    size_of_any = default_size if spec.max_size is None else min(default_size, spec.max_size)
+    value = max(0, spec.minimum or 0) if spec.maximum is None else min(max(0, spec.minimum or 0), spec.maximum)
+    return np.full((rows, *(size_of_any if size is None else size for size in spec.shape)), value, dtype=spec.dtype)

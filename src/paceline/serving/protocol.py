@@ -15,7 +15,7 @@ import orjson
 from paceline import __version__
 from paceline.core.inference import TensorSpec
 from paceline.serving.batching import InvalidRequest, RequestFailure
-from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec
+from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec, example
 from paceline.serving.replicas import Deployment
 from paceline.serving.request_bodies import LARGE_BYTES
 
@@ -180,11 +180,11 @@ def _flag(parameters: Mapping[str, Any], name: str, where: str, default: bool = 
 def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
     """Return the parameter ``timeout``, in microseconds as in Triton's scheduling extension."""
     timeout = parameters.get("timeout")
-    if timeout is None or timeout == 0:
+    if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int) or timeout < 0:
+    if type(timeout) is not int or timeout < 0:
         raise InvalidRequest("parameter timeout must be a whole number of microseconds.")
-    return min(timeout / 1e6, 86400.0)
+    return min(timeout / 1e6, 86400.0) if timeout else None
 
 
 def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Array]:
@@ -213,12 +213,22 @@ def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Arra
             arrays[name] = _from_json(name, tensor_spec.dtype, shape, entry)
         else:
             arrays[name], offset = _from_binary(name, tensor_spec.dtype, shape, entry, size, binary, offset)
+        _check_range(name, tensor_spec, arrays[name])
     if offset != len(binary):
         raise InvalidRequest(f"{len(binary) - offset} bytes after the JSON do not belong to any input.")
     missing = spec.inputs.keys() - arrays.keys()
     if missing:
         raise InvalidRequest(f"{spec.name} also needs the input {min(missing)}.")
     return {name: arrays[name] for name in spec.inputs}
+
+
+def _check_range(name: str, spec: TensorSpec, array: Array) -> None:
+    """Check the elements against the package's schema: an index out of range would fail in the model."""
+    is_low = spec.minimum is not None and array.min() < spec.minimum
+    if is_low or (spec.maximum is not None and array.max() > spec.maximum):
+        least = "any number" if spec.minimum is None else spec.minimum
+        most = "any number" if spec.maximum is None else spec.maximum
+        raise InvalidRequest(f"input {name}: data must be between {least} and {most}.")
 
 
 def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, ...]:
@@ -239,6 +249,11 @@ def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, 
     if not fits:
         expected_shape = ", ".join("any" if size is None else str(size) for size in (None, *spec.shape))
         raise InvalidRequest(f"input {name} must have the shape [{expected_shape}], not {shape}.")
+    largest = spec.max_size
+    if largest is not None and any(
+        size > largest for size, expected in zip(shape[1:], spec.shape, strict=True) if expected is None
+    ):
+        raise InvalidRequest(f"input {name} has the shape {shape}, but this model takes sizes of at most {largest}.")
     if 0 in shape:
         raise InvalidRequest(f"input {name} has the shape {shape}, which contains no elements.")
     return tuple(shape)
@@ -523,14 +538,17 @@ _ERROR = {
 _ERROR_DESCRIPTIONS = {
     "400": "The request breaks a rule of the protocol or the model's schema; the error says which.",
     "401": "The token is missing or wrong.",
+    "403": "The server does not have this host name, or only its own machine may send the request.",
     "404": "The model or version does not exist.",
-    "405": "The method is not allowed.",
+    "405": "The method is not allowed; Allow names the allowed ones.",
     "408": "The client sent the request too slowly.",
+    "409": "The package cannot be served; the model stays as it is.",
     "413": "The body is too large.",
-    "415": "The body is compressed.",
+    "415": "The body is compressed, or not JSON where it must be.",
     "429": "The queue is full; Retry-After says when to try again.",
+    "431": "The head is too large.",
     "500": "The model failed on this input.",
-    "503": "No replica could compute the request.",
+    "503": "No replica could compute the request, or the server holds too many bytes of requests.",
     "504": "The request's time limit has passed.",
 }
 
@@ -539,35 +557,48 @@ def describe(specs: Iterable[ModelSpec]) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document of a server with these models."""
     paths: dict[str, Any] = {
         "/v2/health/live": _get("Is the process alive?", {"live": {"type": "boolean"}}),
-        "/v2/health/ready": _get("Would a request be answered?", {"ready": {"type": "boolean"}}, ("503",)),
+        "/v2/health/ready": _get("Would a request be answered?", {"ready": {"type": "boolean"}}, "503"),
         "/v2": _get("The server's name, version and extensions.", {"name": {"type": "string"}}),
         "/v2/models": _get("The models' names.", {"models": {"type": "array", "items": {"type": "string"}}}),
+        "/openapi.json": _get("This document.", {"openapi": {"type": "string"}}),
+        "/metrics": _get("Counters for Prometheus.", media_type="text/plain"),
+        "/": _get("A page for people.", media_type="text/html"),
     }
     for spec in specs:
         metadata = _get("The model's inputs and outputs.", {"name": {"const": spec.name}})
-        ready = _get("Does the model have a ready replica?", {"ready": {"type": "boolean"}}, ("503",))
+        ready = _get("Does the model have a ready replica?", {"ready": {"type": "boolean"}}, "503")
         infer = {"post": _infer(spec)}
         for base in (f"/v2/models/{spec.name}", f"/v2/models/{spec.name}/versions/{spec.version}"):
             paths |= {base: metadata, f"{base}/ready": ready, f"{base}/infer": infer}
+        paths[f"/v2/repository/models/{spec.name}/load"] = {"post": _load_operation(spec)}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Paceline: Open Inference Protocol v2",
             "version": __version__,
-            "description": "A request may set its time limit with Request-Timeout-Ms. Tensors may be "
-            "binary: see the binary tensor extension of the protocol.",
+            "description": "A request may set its time limit with Request-Timeout-Ms. With "
+            "Inference-Header-Content-Length, binary tensors follow the JSON: see the protocol's binary tensor "
+            "extension.",
         },
         "paths": paths,
         "components": {"schemas": {"Error": _ERROR}},
     }
 
 
-def _get(summary: str, properties: dict[str, Any], error_statuses: tuple[str, ...] = ()) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": list(properties)}
-    responses = {"200": {"description": "Yes.", "content": {"application/json": {"schema": schema}}}}
-    for status in error_statuses:
-        responses[status] = {"description": "No.", "content": {"application/json": {"schema": schema}}}
-    responses |= _error_responses("401")
+def _get(
+    summary: str,
+    properties: dict[str, Any] | None = None,
+    *no_statuses: str,
+    media_type: str = "application/json",
+) -> dict[str, Any]:
+    """Describe a GET; ``no_statuses`` have the same document, and mean no."""
+    schema: dict[str, Any] = {"type": "string"}
+    if properties is not None:
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
+    content = {media_type: {"schema": schema}}
+    responses = {"200": {"description": "Yes.", "content": content}}
+    responses |= {status: {"description": "No.", "content": content} for status in no_statuses}
+    responses |= _error_responses("401", "403", "404", "405", "431")
     return {"get": {"summary": summary, "responses": responses}}
 
 
@@ -576,37 +607,62 @@ def _error_responses(*statuses: str) -> dict[str, Any]:
     return {status: {"description": _ERROR_DESCRIPTIONS[status], "content": content} for status in statuses}
 
 
+def _load_operation(spec: ModelSpec) -> dict[str, Any]:
+    properties = {"package": {"type": "string", "minLength": 1, "pattern": "^[^\\x00]+$"}}
+    parameters = {"type": "object", "properties": properties, "required": ["package"]}
+    body = {"type": "object", "properties": {"parameters": parameters}, "required": ["parameters"]}
+    answer = {
+        "type": "object",
+        "properties": {"name": {"const": spec.name}, "version": {"type": "string"}},
+        "required": ["name", "version"],
+    }
+    return {
+        "summary": "Serve another package under this name.",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {
+            "200": {"description": "It is served now.", "content": {"application/json": {"schema": answer}}},
+            **_error_responses(*_ERROR_DESCRIPTIONS.keys() - {"429", "504"}),
+        },
+    }
+
+
 def _infer(spec: ModelSpec) -> dict[str, Any]:
+    """Describe inference. JSON Schema has no rule between shape and data: the description has it."""
     body = {
         "type": "object",
         "properties": {
-            "id": {"type": "string", "maxLength": 256},
+            "id": {"type": ["string", "null"], "maxLength": _MAX_ID_LENGTH},
             "parameters": {
-                "type": "object",
-                "properties": {"binary_data_output": {"const": False}},
-                "additionalProperties": False,
+                "type": ["object", "null"],
+                # Without a rule for it, a generator of requests does not ask for an answer within a microsecond.
+                "description": "Also timeout: the request's time limit, a whole number of microseconds.",
+                "properties": {"binary_data_output": {"type": "boolean"}},
             },
             "inputs": {
                 "type": "array",
-                "prefixItems": [_tensor(name, tensor) for name, tensor in spec.inputs.items()],
-                "items": False,
+                "description": "Each of the model's inputs once, all with the same number of rows.",
+                "items": {"anyOf": [_tensor(name, tensor) for name, tensor in spec.inputs.items()]},
                 "minItems": len(spec.inputs),
                 "maxItems": len(spec.inputs),
             },
             "outputs": {
-                "type": "array",
-                "uniqueItems": True,
-                "maxItems": 64,
+                "type": ["array", "null"],
+                "description": "The requested outputs, each once; all if there are none.",
+                "maxItems": _MAX_TENSORS,
                 "items": {
                     "type": "object",
-                    "properties": {"name": {"enum": list(spec.outputs)}},
+                    "properties": {
+                        "name": {"enum": list(spec.outputs)},
+                        "parameters": {
+                            "type": ["object", "null"],
+                            "properties": {"binary_data": {"type": "boolean"}},
+                        },
+                    },
                     "required": ["name"],
-                    "additionalProperties": False,
                 },
             },
         },
         "required": ["inputs"],
-        "additionalProperties": False,
     }
     output = {
         "type": "object",
@@ -614,7 +670,7 @@ def _infer(spec: ModelSpec) -> dict[str, Any]:
             "name": {"enum": list(spec.outputs)},
             "datatype": {"enum": sorted({DATATYPES[tensor.dtype] for tensor in spec.outputs.values()})},
             "shape": {"type": "array", "items": {"type": "integer"}},
-            "data": {"type": "array"},
+            "data": {"type": "array", "items": {"type": ["number", "boolean", "null"]}},
         },
         "required": ["name", "datatype", "shape", "data"],
     }
@@ -622,42 +678,79 @@ def _infer(spec: ModelSpec) -> dict[str, Any]:
         "type": "object",
         "properties": {
             "model_name": {"const": spec.name},
-            "model_version": {"const": spec.version},
+            "model_version": {"type": "string"},
             "id": {"type": "string"},
             "outputs": {"type": "array", "items": output},
         },
         "required": ["model_name", "model_version", "outputs"],
     }
+    zeros = {"inputs": [_example(name, tensor) for name, tensor in spec.inputs.items()]}
+    binary = {"type": "string", "format": "binary", "description": "JSON, then the binary outputs."}
     return {
         "summary": "Predict.",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": zeros}}},
         "responses": {
-            "200": {"description": "The outputs.", "content": {"application/json": {"schema": answer}}},
-            **_error_responses(*_ERROR_DESCRIPTIONS),
+            "200": {
+                "description": "The outputs; with binary ones, Inference-Header-Content-Length is the JSON's length.",
+                "content": {"application/json": {"schema": answer}, "application/octet-stream": {"schema": binary}},
+            },
+            **_error_responses(*_ERROR_DESCRIPTIONS.keys() - {"409"}),
         },
     }
 
 
 def _tensor(name: str, spec: TensorSpec) -> dict[str, Any]:
-    """Describe an input of one row, the only case that needs no rule between shape and data."""
-    shape = [1, *(8 if size is None else size for size in spec.shape)]
-    count = 1
-    for size in shape:
-        count *= size
-    if spec.dtype == "bool":
-        number: dict[str, Any] = {"type": "boolean"}
-    elif spec.dtype.startswith("float"):
-        number = {"type": "number", "minimum": -1000, "maximum": 1000}
-    else:
-        number = {"type": "integer", "minimum": 0, "maximum": 127}
+    any_size: dict[str, Any] = {"type": "integer", "minimum": 1}
+    limited = any_size if spec.max_size is None else {**any_size, "maximum": spec.max_size}
+    dimensions = [any_size, *(limited if size is None else {"const": size} for size in spec.shape)]
     return {
         "type": "object",
         "properties": {
             "name": {"const": name},
             "datatype": {"const": DATATYPES[spec.dtype]},
-            "shape": {"const": shape},
-            "data": {"type": "array", "items": number, "minItems": count, "maxItems": count},
+            "shape": {
+                "type": "array",
+                "description": "Rows first.",
+                "prefixItems": dimensions,
+                "items": False,
+                "minItems": len(dimensions),
+            },
+            "data": {
+                "type": "array",
+                "description": "As many elements as the product of the shape: in one list, or nested like the shape.",
+                "minItems": 1,
+                "items": {"anyOf": [_element(spec), {"type": "array"}]},
+            },
+            "parameters": {
+                "type": ["object", "null"],
+                "description": "binary_data_size instead of data: the tensor's bytes follow the JSON.",
+                "properties": {"binary_data_size": {"type": ["integer", "null"], "minimum": 1}},
+            },
         },
-        "required": ["name", "datatype", "shape", "data"],
-        "additionalProperties": False,
+        "required": ["name", "datatype", "shape"],
     }
+
+
+def _element(spec: TensorSpec) -> dict[str, Any]:
+    dtype = spec.dtype
+    element: dict[str, Any]
+    if dtype == "bool":
+        return {"type": "boolean"}
+    if dtype == "float64":
+        element = {"type": "number"}
+    elif dtype.startswith("float"):
+        largest = np.finfo(dtype).max
+        # What is less than half a step beyond is rounded to it.
+        limit = float(largest) + float(largest - np.nextafter(largest, np.zeros((), dtype)[()])) / 2
+        element = {"type": "number", "exclusiveMinimum": -limit, "exclusiveMaximum": limit}
+    else:
+        limits = np.iinfo(dtype)
+        element = {"type": "integer", "minimum": int(limits.min), "maximum": int(limits.max)}
+    ranges = {"minimum": spec.minimum, "maximum": spec.maximum}
+    return element | {name: value for name, value in ranges.items() if value is not None}
+
+
+def _example(name: str, spec: TensorSpec) -> dict[str, Any]:
+    """Return a valid row."""
+    row = example(spec, 1)
+    return {"name": name, "datatype": DATATYPES[spec.dtype], "shape": list(row.shape), "data": row.ravel().tolist()}

@@ -23,7 +23,7 @@ def manifest_of(**changes: Any) -> PackageManifest:
         "created": "2026-01-02T03:04:05+0000",
         "inputs": {
             "x": TensorSpec(dtype="float32", shape=(3,)),
-            "a": TensorSpec(dtype="int64", shape=(None,)),
+            "a": TensorSpec(dtype="int64", shape=(None,), minimum=-1, maximum=9, max_size=5),
         },
         "outputs": {
             "probabilities": TensorSpec(dtype="float32", shape=(2,)),

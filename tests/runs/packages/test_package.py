@@ -119,6 +119,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("inputs", [{"name": "x", "dtype": "float33", "shape": []}], "is not a dtype"),
     ("inputs", [{"name": "x", "dtype": "int8", "shape": [0]}], "has the shape"),
     ("inputs", [{"name": "x", "dtype": "int8", "shape": []}] * 2, "twice"),
+    ("inputs", [{"name": "x", "dtype": "int8", "shape": [], "minimum": None}], "has the limits"),
+    ("inputs", [{"name": "x", "dtype": "int8", "shape": [], "maximum": 1.5}], "has the limits"),
     ("labels", "yes", "must be a list"),
     ("label", "other", "which is not an output"),
     ("metrics", {"accuracy": "high"}, "must be a number"),

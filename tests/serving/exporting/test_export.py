@@ -16,16 +16,18 @@ import torch
 from huggingface_hub import ModelCard
 from tests.conftest import Processes
 from tests.serving.exporting.conftest import TASKS
+from torch import nn
 
 from paceline.cli import main
 from paceline.core.config import RunConfig
 from paceline.core.errors import PackageError, UntrustedError
+from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import scan
 from paceline.runs.checkpointer import load
 from paceline.runs.package import Package, open_package
 from paceline.runs.package_registry import Registry
-from paceline.serving.export import ExportRequest, export
+from paceline.serving.export import ExportRequest, _observe_ranges, export
 from paceline.serving.formats import load_program, load_with_task
 from paceline.serving.trained_source import TrainedSource, open_source
 
@@ -254,3 +256,32 @@ def test_each_checkpoint_can_be_exported(
     monkeypatch.setattr(sys, "argv", ["paceline", "registry", "rollback", "shapes", "--json"])
     assert main() == 0
     assert open_package("shapes").manifest.provenance.step == 3
+
+
+class Bags(nn.Module):
+    """Indices (B, 3), others (B, 2) and a number (B,) -> their sum (B,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Embedding(100, 1), nn.Embedding(7, 1)
+
+    def forward(self, words: torch.Tensor, kinds: torch.Tensor, year: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = (
+            self.large(words).sum(dim=(1, 2)) + self.small(words).sum(dim=(1, 2)) + self.large(kinds).sum(dim=(1, 2))
+        )
+        return {"sum": found + year}
+
+
+def test_a_range_is_that_of_the_embeddings_unless_the_task_declares_one() -> None:
+    inputs = {
+        "words": TensorSpec(dtype="int64", shape=(3,)),
+        "kinds": TensorSpec(dtype="int64", shape=(2,), minimum=1, maximum=50),
+        "year": TensorSpec(dtype="int64"),
+    }
+    outputs = {"sum": TensorSpec(dtype="float32")}
+    observed = _observe_ranges(InferenceSignature(module=Bags().eval(), inputs=inputs, outputs=outputs))
+    assert (observed["words"].minimum, observed["words"].maximum) == (0, 6)
+    assert observed["kinds"] == inputs["kinds"]
+    assert observed["year"] == inputs["year"]
+    other = {"words": inputs["words"]}  # for which the module fails
+    assert _observe_ranges(InferenceSignature(module=Bags().eval(), inputs=other, outputs=outputs)) == other

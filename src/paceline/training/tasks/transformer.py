@@ -212,7 +212,11 @@ class Transformer(Task):
         """Bytes, int64 (B, T) with T at most ``context``, -> the next one's probabilities, (B, V)."""
         return InferenceSignature(
             module=NextByte(model),
-            inputs={"bytes": TensorSpec(dtype="int64", shape=(None,))},
+            inputs={
+                "bytes": TensorSpec(
+                    dtype="int64", shape=(None,), minimum=0, maximum=self.vocabulary - 1, max_size=self.context
+                )
+            },
             outputs={
                 "probabilities": TensorSpec(dtype="float32", shape=(self.vocabulary,)),
                 "byte": TensorSpec(dtype="int64"),
