@@ -6,13 +6,20 @@ import http.client
 import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save
 from tests.conftest import Processes
 from tests.serving.conftest import Server, json_request, metrics, start_server
 from tests.serving.load import PATH, Load
+from tests.serving.packages import put_module
+from torch import nn
+
+from paceline.core.inference import InferenceSignature, TensorSpec
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +55,34 @@ def test_a_stopped_replica_is_replaced(start: Callable[..., Server]) -> None:
     server.replicas()[0].send_signal(signal.SIGSTOP)
     answer = httpx.post(f"{server.url}{PATH}", json=json_request(), timeout=150)
     assert answer.status_code == 200
+
+
+class Doubled(nn.Module):
+    """Numbers (B, 3) -> twice them (B, 3)."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": 2 * x}
+
+
+def test_a_package_with_another_signature_is_refused_unless_it_is_asked_for(
+    faulty: Server, registry: Path, run_processes: Processes, serving_env: dict[str, str]
+) -> None:
+    tensor = TensorSpec(dtype="float32", shape=(3,))
+    signature = InferenceSignature(module=Doubled(), inputs={"x": tensor}, outputs={"y": tensor})
+    put_module(registry, signature, Doubled().eval(), save({}), name="doubled")
+    words = ("deploy", faulty.url, "doubled@prod", "--model", "fashion-mnist")
+    refused = run_processes.paceline(*words, env=serving_env, timeout_s=240)
+    assert refused.returncode != 0
+    assert "input image is absent instead of UINT8 [any, 1, 28, 28]" in refused.stderr
+    assert "input x is FP32 [any, 3] instead of absent" in refused.stderr
+    assert "--allow-signature-change" in refused.stderr
+    assert httpx.post(f"{faulty.url}{PATH}", json=json_request(), timeout=60).status_code == 200
+    for package, name in (("doubled@prod", "x"), ("fashion-mnist@prod", "image")):
+        words = ("deploy", faulty.url, package, "--model", "fashion-mnist", "--allow-signature-change")
+        done = run_processes.paceline(*words, env=serving_env, timeout_s=240)
+        assert done.returncode == 0, done.stderr
+        metadata = httpx.get(f"{faulty.url}/v2/models/fashion-mnist", timeout=60).json()
+        assert [tensor["name"] for tensor in metadata["inputs"]] == [name]
 
 
 def test_another_package_without_a_failed_request(

@@ -16,6 +16,7 @@ def deploy(
     package: str,
     *,
     model: str | None = None,
+    allow_signature_change: Annotated[bool, Parameter(negative="")] = False,
     token_file: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -29,6 +30,8 @@ def deploy(
         A directory, or a reference such as fashion-mnist@prod; the server must be able to read it.
     model
         The model's name on the server. Default: the package's.
+    allow_signature_change
+        Replace the model also if inputs, outputs or labels differ, which may break its clients.
     token_file
         File with the server's token; readable only by you.
     json
@@ -39,6 +42,6 @@ def deploy(
     place = str(Path(package).absolute()) if Path(package).is_dir() else package
     # The server answers when the package's replicas have loaded it.
     with Client(url, token_file=token_file, timeout_s=_LOADING_TIMEOUT_S) as client:
-        answer = client.swap(place, model)
+        answer = client.swap(place, model, allow_signature_change=allow_signature_change)
     print(json_module.dumps(answer) if json else f"{answer['name']} is now version {answer['version']}.")
     return 0

@@ -18,10 +18,11 @@ from prometheus_client.registry import Collector
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.inference import TensorSpec
 from paceline.runs.package import open_package, require_trusted
 from paceline.serving.access import AccessPolicy
 from paceline.serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
-from paceline.serving.model import ModelLocation, ModelSpec, ServedModel, ServingOptions
+from paceline.serving.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions
 from paceline.serving.protocol import (
     JSON_TYPE,
     SERVER_NAME,
@@ -224,11 +225,11 @@ class Models:
             await self.close()
             raise
 
-    async def swap(self, name: str, place: str) -> ModelSpec:
+    async def swap(self, name: str, place: str, *, allow_signature_change: bool = False) -> ModelSpec:
         """Serve ``name`` from another package from now on.
 
         The old deployment answers requests that it has accepted, and then ends. If the new one cannot be
-        loaded, the old one stays.
+        loaded, the old one stays. One with another signature would break the clients, so it must be allowed.
 
         Raises:
             PackageError, ConfigError, ServingError: the new package cannot be served.
@@ -238,6 +239,11 @@ class Models:
             program: Literal["auto", "onnx"] = "onnx" if previous.source.kind == "onnx" else "auto"
             model = await asyncio.to_thread(open_model, place, program=program, task=previous.source.task)
             model = replace(model, spec=replace(model.spec, name=name))
+            if not allow_signature_change and (changes := _signature_changes(previous.spec, model.spec)):
+                raise ConfigError(
+                    f"{place} has another signature, which clients of {name} do not expect: {'; '.join(changes)}. "
+                    "Serve it under another name, or replace the model with --allow-signature-change."
+                )
             deployment = await self._deploy(model)
             old = self._deployments[name]
             self._deployments[name] = deployment
@@ -260,6 +266,29 @@ class Models:
         deployment = self._make_deployment(model, self._options, observer)
         await deployment.start()
         return deployment
+
+
+def _signature_changes(old: ModelSpec, new: ModelSpec) -> list[str]:
+    """Return what differs between two models for their clients; versions may differ."""
+    changes = []
+    for side in ("inputs", "outputs"):
+        before, after = getattr(old, side), getattr(new, side)
+        for name in sorted(before.keys() | after.keys()):
+            was, is_now = (_describe_tensor(specs.get(name)) for specs in (before, after))
+            if was != is_now:
+                changes.append(f"{side[:-1]} {name} is {is_now} instead of {was}")
+    for what in ("labels", "label", "probabilities"):
+        if getattr(old, what) != getattr(new, what):
+            changes.append(f"its {what} differ" if what == "labels" else f"its {what} is another output")
+    return changes
+
+
+def _describe_tensor(spec: TensorSpec | None) -> str:
+    """Describe dtype and shape; a value out of an input's range would fail anyway."""
+    if spec is None:
+        return "absent"
+    shape = ", ".join("any" if size is None else str(size) for size in (None, *spec.shape))
+    return f"{DATATYPES[spec.dtype]} [{shape}]"
 
 
 # --- The HTTP side: an ASGI application for the Open Inference Protocol v2 ---
@@ -474,12 +503,16 @@ class App:
         try:
             document = orjson.loads(body)
             place = document["parameters"]["package"]
-        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
-            place = None
-        if not isinstance(place, str) or not place or "\0" in place:
-            raise InvalidRequest('the body must be {"parameters": {"package": "NAME@TAG"}}.')
+            is_change_allowed = document["parameters"].get("allow_signature_change", False)
+        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError):
+            place = is_change_allowed = None
+        if not isinstance(place, str) or not place or "\0" in place or not isinstance(is_change_allowed, bool):
+            raise InvalidRequest(
+                'the body must be {"parameters": {"package": "NAME@TAG"}}, and may have the parameter '
+                '"allow_signature_change": true.'
+            )
         try:
-            spec = await self._models.swap(name, place)
+            spec = await self._models.swap(name, place, allow_signature_change=is_change_allowed)
         except PacelineError as error:
             raise RequestFailure(409, f"the model was not replaced: {error}") from error
         return _json({"name": spec.name, "version": spec.version})

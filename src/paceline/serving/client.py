@@ -107,10 +107,11 @@ class Client:
             raise ServingError(f"{self._url} answered with a different number of rows than requested.")
         return outputs
 
-    def swap(self, package: str, model: str | None) -> dict[str, Any]:
+    def swap(self, package: str, model: str | None, *, allow_signature_change: bool = False) -> dict[str, Any]:
         """Replace the package that the server serves."""
         name = self.choose(model)
-        body = json.dumps({"parameters": {"package": package}}).encode()
+        changes = {"allow_signature_change": True} if allow_signature_change else {}
+        body = json.dumps({"parameters": {"package": package, **changes}}).encode()
         headers = {"Content-Type": "application/json"}
         return self._json("POST", f"/v2/repository/models/{quote(name)}/load", body, headers)
 

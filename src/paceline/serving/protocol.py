@@ -609,6 +609,7 @@ def _error_responses(*statuses: str) -> dict[str, Any]:
 
 def _load_operation(spec: ModelSpec) -> dict[str, Any]:
     properties = {"package": {"type": "string", "minLength": 1, "pattern": "^[^\\x00]+$"}}
+    properties["allow_signature_change"] = {"type": "boolean"}
     parameters = {"type": "object", "properties": properties, "required": ["package"]}
     body = {"type": "object", "properties": {"parameters": parameters}, "required": ["parameters"]}
     answer = {
