@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from paceline.runs.package_registry import (
 
 _DOWNLOAD_PIECE_BYTES = 2**18
 _TIMEOUT_S = 30.0  # without data, not of the whole transfer
+_LEAST_BYTES = 30 * 1024  # within this time: a server that sends a byte a second would keep a pull for ever
 _SCHEMES = ("http", "https")
 
 
@@ -116,12 +118,12 @@ class HttpSource:
         response = self._get(path, {})
         if response is None:
             return None
-        with response:
-            try:
-                content = response.read(limit + 1)
-            except (OSError, HTTPException) as error:
-                raise self._read_error(path, error) from error
-        return _limited(content, limit, f"{self._url}/{path}")
+        content = bytearray()
+        for piece in self._read_on(path, response):
+            content += piece
+            if len(content) > limit:
+                break
+        return _limited(bytes(content), limit, f"{self._url}/{path}")
 
     def pieces(self, path: str, start: int) -> tuple[int, Iterator[bytes]]:
         response = self._get(path, {"Range": f"bytes={start}-"} if start else {})
@@ -132,10 +134,27 @@ class HttpSource:
         return (start if partial else 0), self._read_on(path, response)
 
     def _read_on(self, path: str, response: HTTPResponse) -> Iterator[bytes]:
+        """Yield pieces as they come.
+
+        Raises:
+            PackageError: the connection broke, or is too slow to be of use.
+        """
+        waited_s, received = 0.0, 0
         with response:
             try:
-                while piece := response.read(_DOWNLOAD_PIECE_BYTES):
+                while True:
+                    start = time.monotonic()
+                    piece = response.read1(_DOWNLOAD_PIECE_BYTES)
+                    waited_s += time.monotonic() - start
+                    if not piece:
+                        return
                     yield piece
+                    received += len(piece)
+                    if waited_s < _TIMEOUT_S:
+                        continue
+                    if received < _LEAST_BYTES:
+                        raise TimeoutError(f"the server sent only {received:,} bytes in {waited_s:.0f} s")
+                    waited_s, received = 0.0, 0
             except (OSError, HTTPException) as error:
                 raise self._read_error(path, error) from error
 

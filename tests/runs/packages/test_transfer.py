@@ -8,8 +8,9 @@ import shutil
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.conftest import Processes
 from tests.runs.packages.conftest import PutPackage
 
 from paceline.core.errors import PackageError
+from paceline.runs import package_transfer
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import PackageReference, Registry
 from paceline.runs.package_transfer import pull, push
@@ -44,6 +46,7 @@ class Server(socketserver.ThreadingTCPServer):
         self.root = root
         self.left = hang_up_after
         self.ranges: list[str | None] = []
+        self.pause_s: float | None = None
 
     @property
     def url(self) -> str:
@@ -68,6 +71,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         body = content[start:]
+        if self.server.pause_s is not None:
+            with suppress(OSError):
+                for byte in body:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(self.server.pause_s)
+            return
         if self.server.left is not None:
             if self.server.left < len(body):
                 self.wfile.write(body[: self.server.left])
@@ -119,6 +128,18 @@ def test_a_pull_that_broke_off_goes_on_where_it_was(registry: Registry, origin: 
     assert len(asked) == 1, "one file was cut short"
     assert int(asked[0].removeprefix("bytes=").rstrip("-")) in kept.values()
     assert pulled.fetched_bytes == open_package("demo@prod", registry).manifest.size_bytes - sum(kept.values())
+
+
+def test_a_pull_gives_up_a_server_that_sends_byte_by_byte(
+    registry: Registry, origin: tuple[Registry, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package_transfer, "_TIMEOUT_S", 0.3)
+    with serving(origin[0].path) as server:
+        server.pause_s = 0.02
+        with pytest.raises(PackageError, match=r"the server sent only .* bytes in .* The next pull continues"):
+            pull("demo@prod", server.url, registry)
+        server.pause_s = None
+        assert pull("demo@prod", server.url, registry).digest == origin[1]
 
 
 def test_what_was_kept_is_not_believed(registry: Registry, origin: tuple[Registry, str]) -> None:
