@@ -10,6 +10,7 @@ import pytest
 
 from paceline.cli.job_options import LOCAL_LAUNCHERS
 from paceline.core.errors import ConfigError
+from paceline.core.launch_spec import Recovery
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
@@ -170,10 +171,24 @@ OMP_NUM_THREADS=1 \\
     )
 
 
-def test_torchrun_on_several_machines_shares_no_store_where_it_restarts() -> None:
-    spec = LaunchSpec(command=WORKER, nodes=(2, 2), rdzv_endpoint="node0:4000", threads=1, recover="restart")
+@pytest.mark.parametrize(
+    ("nodes", "recover", "is_shared"),
+    [
+        ((2, 2), "restart", False),
+        ((2, 2), "none", True),
+        ((1, 2), "restart", False),
+        # A node that joins restarts the workers, also if none may fail.
+        ((1, 2), "none", False),
+        ((1, 1), "restart", True),
+    ],
+)
+def test_torchrun_shares_no_store_where_the_nodes_may_meet_again(
+    nodes: tuple[int, int], recover: Recovery, is_shared: bool
+) -> None:
+    spec = LaunchSpec(command=WORKER, nodes=nodes, rdzv_endpoint="node0:4000", threads=1, recover=recover)
     [process] = get_launcher("torchrun").render(spec).commands
-    assert process.env == {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    own_store = {} if is_shared else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    assert process.env == {"OMP_NUM_THREADS": "1", **own_store}
 
 
 def test_the_users_own_threads_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:

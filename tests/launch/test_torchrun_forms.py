@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,18 @@ os.write(1, f"came back after {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n".enc
 dist.destroy_process_group()
 """
 
+WORKS = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()}\\n".encode())
+done = torch.zeros(1)
+while not done.item():
+    time.sleep(0.05)
+    done.fill_(os.path.exists("done"))
+    dist.all_reduce(done)
+dist.destroy_process_group()
+"""
+
 
 @pytest.fixture(autouse=True)
 def own_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +63,7 @@ def launch(run_processes: Any, tmp_path: Path) -> Any:
     (tmp_path / "plain.py").write_text(PLAIN)
     (tmp_path / "local_rank.py").write_text(LOCAL_RANK_ARGUMENT)
     (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
+    (tmp_path / "works.py").write_text(WORKS)
 
     def start(*words: str) -> Any:
         return run_processes.start([sys.executable, "-m", "paceline", "launch", "--threads", "1", *words])
@@ -137,6 +151,39 @@ def test_elastic_with_fewer_machines_than_may_come(launch: Any, run_processes: A
         timeout_s=120,
     )
     assert printed(done) == ["rank 0 of 2 sums to 3", "rank 1 of 2 sums to 3"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_machine_joins_is_lost_and_joins_again(
+    launch: Any, run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """Three rounds; each time torchrun waits 30 s for further machines before it goes on with one."""
+    endpoint = f"localhost:{run_processes.free_port()}"
+    elastic = ("--on", "torchrun", "--nodes", "1:2", "--max-restarts", "9", "--rdzv-endpoint", endpoint)
+
+    def start(name: str) -> Any:
+        return launch(*elastic, "--", "sh", "-c", f"exec {sys.executable} works.py >>{name}")
+
+    def wait_for(name: str, size: int, times: int) -> None:
+        path = tmp_path / name
+        wait_until(
+            lambda: path.exists() and path.read_text().count(f"of {size}\n") >= times,
+            f"{name} in a group of {size} for the {times}. time",
+            timeout_s=180,
+        )
+
+    first = start("first")
+    wait_for("first", 1, 1)
+    for times in (1, 2, 3):
+        second = start("second")
+        wait_for("first", 2, times)
+        wait_for("second", 2, times)
+        if times < 3:
+            second.kill()
+            wait_for("first", 1, times + 1)
+    (tmp_path / "done").touch()
+    assert [run_processes.finish(each).returncode for each in (first, second)] == [0, 0]
 
 
 def test_scripts_of_torch_distributed_launch(launch: Any, run_processes: Any) -> None:

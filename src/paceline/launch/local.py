@@ -251,10 +251,11 @@ class Torchrun(LocalLauncher):
         module = "torch.distributed.launch" if own.local_rank_argument else "torch.distributed.run"
         nproc, restarts_workers = spec.local_world_size, spec.recover == "restart"
         restarts = [f"--max-restarts={spec.max_restarts}"] if restarts_workers else []
-        # A store that agents share with their workers is made once: an agent that replaces a dead one does not get
-        # its address, and would wait forever (torch 2.13).
-        several = restarts_workers and spec.nodes[0] > 1
-        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if several else {}
+        # A store that agents share with their workers is made once: an agent that joins later, or replaces a dead one,
+        # does not get its address, and would wait forever (torch 2.13). A variable number of nodes changes without
+        # --max-restarts too.
+        least, most = spec.nodes
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if most > (1 if restarts_workers else least) else {}
         command = Command(
             title=f"torchrun, {nproc} processes",
             argv=(
