@@ -84,6 +84,26 @@ case $1-$starts in
   2-2) while others; do sleep 0.1; done; exit 75 ;;
 esac
 """
+# A rank that needs the longer to save, the higher its number is.
+SAVES = """
+import os, signal, sys, time
+
+name = f"{sys.argv[1]}-{os.environ['RANK']}"
+if os.path.exists(name):
+    sys.exit(0)
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: heard.append(signal.Signals(number).name))
+open(f"ready-{name}", "w").close()
+while not heard:
+    time.sleep(0.05)
+end = time.monotonic() + 0.5 + int(os.environ["RANK"])
+while time.monotonic() < end:
+    time.sleep(0.05)
+with open(name, "w") as file:
+    file.write(" ".join(heard))
+sys.exit(75)
+"""
 WHO_SUMS = {
     "rank 0 local 0 on node1 has 10",
     "rank 1 local 1 on node1 has 10",
@@ -151,6 +171,7 @@ def jobs(slurm_cluster: SlurmCluster, tmp_path: Path) -> Jobs:
         ("mpi.py", MPI),
         ("distributed.py", DISTRIBUTED),
         ("small.py", TASK),
+        ("saves.py", SAVES),
     ):
         (tmp_path / name).write_text(text)
     return Jobs(slurm_cluster, tmp_path)
@@ -261,6 +282,35 @@ def test_a_preempted_task_is_saved_requeued_and_goes_on(jobs: Jobs, undisturbed:
     assert run.model() == undisturbed
     assert jobs.status(run.record)["restarts"] == 1
     assert "paceline: saved; back into the queue" in run.log
+
+
+@pytest.mark.parametrize("mode", ["REQUEUE", pytest.param("CANCEL", marks=pytest.mark.slow)])
+def test_scripts_that_are_preempted_save_and_are_requeued(jobs: Jobs, mode: str) -> None:
+    cluster = jobs.cluster
+    set_mode = ("scontrol", "update", "PartitionName=main")
+    # The lab's Slurm preempts with the job's own signal where it has one.
+    wishes = {"torchrun": ("--nodes", "2"), "srun": ("--signal-before", "1min", "--walltime", "1h"), "spawn": ()}
+    ranks = {"torchrun": 4, "srun": 2, "spawn": 2}
+    records = {}
+    assert cluster.run(*set_mode, f"PreemptMode={mode}").returncode == 0
+    try:
+        for name, options in wishes.items():
+            launch = ("--requeue", "--rank-launcher", name, "--nproc", "2", "--threads", "1", *options)
+            records[name] = jobs.launch(*launch, "--", "saves.py", name)
+        cluster.wait_until(lambda: len(list(jobs.path.glob("ready-*"))) == sum(ranks.values()), "all ranks")
+        cluster.sbatch("--partition=high", "--nodes=3", "--exclusive", "--wrap", "true")
+        # A preempted job is briefly in a state that an ended one has.
+        cluster.wait_until(
+            lambda: all(cluster.state(record["reference"]["id"]) == "COMPLETED" for record in records.values()),
+            "the end of the restarted jobs",
+        )
+    finally:
+        cluster.run(*set_mode, "PreemptMode=REQUEUE")
+    for name, count in ranks.items():
+        heard = [(jobs.path / f"{name}-{rank}").read_text() for rank in range(count)]
+        assert heard == ["SIGUSR1" if name == "srun" else "SIGTERM"] * count
+        assert jobs.status(records[name])["restarts"] == 1
+        assert not list(Path(records[name]["directory"]).glob("stopped-*"))
 
 
 def test_scripts_by_torchrun_by_rank_and_by_their_own_processes(jobs: Jobs) -> None:

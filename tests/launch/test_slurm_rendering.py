@@ -99,12 +99,22 @@ wait_for() {
   return "$code"
 }
 
-srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 \\
+stopped=/home/me/jobs/train/"stopped-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$"
+mkdir -p "$stopped"
+export PACELINE_STOP_CODES="$stopped"
+srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 \\
   /opt/python -m paceline.launch.node --rank-launcher torchrun --nodes 2 --nproc 4 -- \\
   /opt/python train.py --out 'a b' &
 steps+=("$!")
 wait_for "$!"
 code=$?
+# A rank that ends after a signal leaves its exit code, so that the others have time to save too.
+if [ "$code" -eq 0 ]; then
+  for code_of_rank in $(cat "$stopped"/* 2>/dev/null); do
+    [ "$code" -eq 75 ] || code=$code_of_rank
+  done
+fi
+rm -r "$stopped"
 # 75: saved, to be restarted. A cancelled job is no longer RUNNING, and must not be requeued.
 if [ "$code" -eq 75 ] &&
   [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
@@ -257,13 +267,23 @@ wait_for() {
   return "$code"
 }
 
-srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * 4)) \\
-  --ntasks-per-node=4 --cpus-per-task=$((${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*} / 4)) /opt/python \\
-  -m paceline.launch.rank --env-style torch -- /opt/python train.py --lr="$SLURM_ARRAY_TASK_ID" \\
-  &
+stopped=/home/me/jobs/train/"stopped-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$"
+mkdir -p "$stopped"
+export PACELINE_STOP_CODES="$stopped"
+srun --kill-on-bad-exit=1 --wait=0 --nodes="$SLURM_JOB_NUM_NODES" \\
+  --ntasks=$((SLURM_JOB_NUM_NODES * 4)) --ntasks-per-node=4 \\
+  --cpus-per-task=$((${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*} / 4)) /opt/python -m \\
+  paceline.launch.rank --env-style torch -- /opt/python train.py --lr="$SLURM_ARRAY_TASK_ID" &
 steps+=("$!")
 wait_for "$!"
 code=$?
+# A rank that ends after a signal leaves its exit code, so that the others have time to save too.
+if [ "$code" -eq 0 ]; then
+  for code_of_rank in $(cat "$stopped"/* 2>/dev/null); do
+    [ "$code" -eq 75 ] || code=$code_of_rank
+  done
+fi
+rm -r "$stopped"
 # 75: saved, to be restarted. A cancelled job is no longer RUNNING, and must not be requeued.
 if [ "$code" -eq 75 ] &&
   [ "$(squeue --noheader --jobs="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" --format=%T)" = RUNNING ]; then
@@ -318,12 +338,22 @@ wait_for() {
   return "$code"
 }
 
-srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 /opt/python \\
-  -m paceline.launch.node --rank-launcher spawn --nodes 2 --nproc 1 --env-style none -- \\
-  /opt/python main.py --dist-url 'tcp://{master_addr}:{master_port}' &
+stopped=/home/me/jobs/train/"stopped-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$"
+mkdir -p "$stopped"
+export PACELINE_STOP_CODES="$stopped"
+srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 \\
+  /opt/python -m paceline.launch.node --rank-launcher spawn --nodes 2 --nproc 1 --env-style none \\
+  -- /opt/python main.py --dist-url 'tcp://{master_addr}:{master_port}' &
 steps+=("$!")
 wait_for "$!"
 code=$?
+# A rank that ends after a signal leaves its exit code, so that the others have time to save too.
+if [ "$code" -eq 0 ]; then
+  for code_of_rank in $(cat "$stopped"/* 2>/dev/null); do
+    [ "$code" -eq 75 ] || code=$code_of_rank
+  done
+fi
+rm -r "$stopped"
 echo "$code" >/home/me/jobs/train/exit-code
 exit "$code"
 
@@ -401,7 +431,7 @@ def test_in_an_allocation_a_step_has_no_more_than_was_asked_for(monkeypatch: pyt
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
     limits = {"nodes": (1, 2), "nproc": (2,), "gpus_per_node": 2, "walltime_s": 5400}
     script = joined(text(SCRIPT, **limits))
-    assert "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 " in script
+    assert "srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 " in script
     assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 --cpus-per-task=' in script
     assert "--nodes=2 --ntasks=4 --ntasks-per-node=2 " in joined(text(SCRIPT, rank_launcher="srun", **limits))
     script = joined(text(TASK, **limits))

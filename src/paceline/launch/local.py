@@ -9,6 +9,7 @@ import os
 import runpy
 import secrets
 import shlex
+import signal
 import socket
 import sys
 import threading
@@ -221,6 +222,7 @@ class InProcessJob:
 
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_REACHING_RANKS = ("TERM", "USR1")
 
 
 class Torchrun(LocalLauncher):
@@ -248,6 +250,13 @@ class Torchrun(LocalLauncher):
         """Render torchrun's command."""
         own = options if isinstance(options, TorchrunOptions) else TorchrunOptions()
         python, arguments = split_python(_command(spec))
+        signals, shell = _SIGNALS, []
+        if spec.signals_reach_ranks:
+            # torchrun would forward them once more, and kill ranks that save for longer than 30 s: it ignores them.
+            shell = ["sh", "-c", f"trap '' {' '.join(_REACHING_RANKS)}; exec \"$@\"", "sh"]
+            signals = ",".join(name for name in _SIGNALS.split(",") if name.removeprefix("SIG") not in _REACHING_RANKS)
+            arguments = ("-m", "paceline.launch.stop_codes", *_command(spec))
+            python = sys.executable
         module = "torch.distributed.launch" if own.local_rank_argument else "torch.distributed.run"
         nproc, restarts_workers = spec.local_world_size, spec.recover == "restart"
         restarts = [f"--max-restarts={spec.max_restarts}"] if restarts_workers else []
@@ -259,10 +268,10 @@ class Torchrun(LocalLauncher):
         command = Command(
             title=f"torchrun, {nproc} processes",
             argv=(
-                *(python or sys.executable, "-m", module),
+                *(*shell, python or sys.executable, "-m", module),
                 *(*_meeting(spec, own.rdzv_backend), f"--nproc-per-node={nproc}"),
                 # Its default lacks Slurm's warning, of which it would die, and its workers with it.
-                f"--signals-to-handle={_SIGNALS}",
+                f"--signals-to-handle={signals}",
                 *(*restarts, *([] if python else ["--no-python"]), *arguments),
             ),
             env={**spec.thread_variables(), **own_store, **_variables(spec)},
@@ -274,8 +283,15 @@ class Torchrun(LocalLauncher):
         spec = rendered.spec
         check_program(spec.command[0])
         verdict = None if spec.log_directory is None else partial(_verdict, spec.log_directory, time.time())
-        starter = RankStarter(name="torchrun", verdict=verdict)
-        return SupervisedJob(rendered.commands, starter=starter, directory=spec.log_directory, grace_s=spec.grace_s)
+        death_signal = signal.SIGINT if spec.signals_reach_ranks else signal.SIGTERM
+        starter = RankStarter(name="torchrun", verdict=verdict, death_signal=death_signal)
+        return SupervisedJob(
+            rendered.commands,
+            starter=starter,
+            directory=spec.log_directory,
+            grace_s=spec.grace_s,
+            signals_reach_ranks=spec.signals_reach_ranks,
+        )
 
 
 def _meeting(spec: LaunchSpec, backend: str) -> list[str]:
@@ -383,6 +399,7 @@ def start_tensorflow(rendered: RenderedJob) -> SupervisedJob:
         rendered.commands,
         directory=rendered.spec.log_directory,
         grace_s=rendered.spec.grace_s,
+        signals_reach_ranks=rendered.spec.signals_reach_ranks,
         ignores_sigterm=True,
         serves_elsewhere=serves_elsewhere,
     )
@@ -459,7 +476,12 @@ class Spawn(LocalLauncher):
         if spec.env_style == "tensorflow":
             return start_tensorflow(rendered)
         if spec.nodes[0] > 1 or spec.env_style != "torch":
-            return SupervisedJob(commands, directory=spec.log_directory, grace_s=spec.grace_s)
+            return SupervisedJob(
+                commands,
+                directory=spec.log_directory,
+                grace_s=spec.grace_s,
+                signals_reach_ranks=spec.signals_reach_ranks,
+            )
         port = int(commands[0].env["MASTER_PORT"])
         try:
             listener = bound_loopback_socket(port)
@@ -476,7 +498,13 @@ class Spawn(LocalLauncher):
             inherited = {LISTEN_FD: str(listener.fileno())}
             commands = (replace(commands[0], env={**commands[0].env, **inherited}), *commands[1:])
             rank_0_fds = (listener.fileno(),)
-            return SupervisedJob(commands, directory=spec.log_directory, grace_s=spec.grace_s, rank_0_fds=rank_0_fds)
+            return SupervisedJob(
+                commands,
+                directory=spec.log_directory,
+                grace_s=spec.grace_s,
+                rank_0_fds=rank_0_fds,
+                signals_reach_ranks=spec.signals_reach_ranks,
+            )
 
 
 def _rank(spec: LaunchSpec, command: tuple[str, ...], local_rank: int, host: str, port: int) -> Command:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import socket
 import sys
 import time
@@ -25,7 +26,9 @@ from paceline.launch.local import free_master_port
 from paceline.launch.preflight.spec import run_before
 from paceline.launch.rank import expand_placeholders, has_placeholders
 from paceline.launch.ray_node import ray_node_command
+from paceline.launch.stop_codes import STOP_CODES, leave_stop_code
 from paceline.runs.directory import RunDirectory
+from paceline.runs.failures import STOPPED
 
 _NAMED_LATE = ("kubernetes", "kubeflow", "sagemaker", "vertex")
 """Where a machine may start before the name of the first one can be looked up, its own name too."""
@@ -34,6 +37,9 @@ _GROWS_LATER = ("kubernetes", "kubeflow")
 """Where a job of MIN:MAX machines begins with MIN of them, and each knows of MAX."""
 
 _NAME_TIMEOUT_S = 300.0
+
+_ENDED_BY_SIGNAL = (*STOPPED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+"""The exit codes of ranks that were asked to stop; those that failed before have their own."""
 
 
 def node_command(spec: LaunchSpec) -> tuple[str, ...]:
@@ -138,9 +144,11 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
         rank_launcher=options.rank_launcher,
         env_style=options.env_style,
         roles=tuple(role for role in options.roles.split(",") if role),
+        signals_reach_ranks=STOP_CODES in os.environ,
     )
     launcher = get_launcher(options.rank_launcher)
-    return launcher.submit(launcher.render(spec)).wait()
+    code = launcher.submit(launcher.render(spec)).wait()
+    return leave_stop_code(code, asked=code in _ENDED_BY_SIGNAL) if spec.signals_reach_ranks else code
 
 
 def _run_of(command: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ from paceline.core.options import parse_nproc
 from paceline.core.parent_death import die_with_parent
 from paceline.core.process_config import EnvStyle
 from paceline.core.sockets import job_port
+from paceline.launch.stop_codes import STOP_CODES, run_rank
 
 # --- The variables that tell a process its place in a job, as each framework reads them ---
 
@@ -220,6 +221,9 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
     # Open MPI's ranks outlive a killed mpirun; no process may remain.
     die_with_parent()
+    if STOP_CODES in os.environ:
+        os.environ.update(variables)
+        return run_rank(command)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables})
     except OSError as error:

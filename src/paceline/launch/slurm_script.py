@@ -16,6 +16,7 @@ from paceline.launch.mpi import command_of_a_rank, mpirun_in_allocation
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
 from paceline.launch.rendering import IN_HOROVODS_SHELL, refuse_secrets
+from paceline.launch.stop_codes import STOP_CODES
 from paceline.launch.supervisor import EXIT_CODE
 
 if TYPE_CHECKING:
@@ -234,6 +235,16 @@ if [ "$code" -eq 75 ] &&
 fi
 """
 
+_STOP_CODES = """\
+# A rank that ends after a signal leaves its exit code, so that the others have time to save too.
+if [ "$code" -eq 0 ]; then
+  for code_of_rank in $(cat "$stopped"/* 2>/dev/null); do
+    [ "$code" -eq 75 ] || code=$code_of_rank
+  done
+fi
+rm -r "$stopped"
+"""
+
 _MACHINE = """\
 #!/bin/bash
 # Runs the agent of a node. A job that may lose nodes survives the loss of job.sh's node, but would then not end:
@@ -399,10 +410,14 @@ def _one_step(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]
     nodes = str(most) if is_known else '"$SLURM_JOB_NUM_NODES"'
     per_node = spec.nproc[0] if spec.starts_each_rank else 1
     tasks = str(most * per_node) if is_known else f"$((SLURM_JOB_NUM_NODES * {per_node}))"
-    srun = ["srun", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={tasks}"]
+    srun = ["srun", "--kill-on-bad-exit=1", "--wait=0", f"--nodes={nodes}", f"--ntasks={tasks}"]
     srun += [f"--ntasks-per-node={per_node}", step_options]
     command = rank_command(spec) if spec.starts_each_rank else node_command(spec)
+    yield f'stopped={shlex.quote(str(spec.directory))}/"stopped-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$$"'
+    yield 'mkdir -p "$stopped"'
+    yield f'export {STOP_CODES}="$stopped"'
     yield from _run_step([*srun, *quoted(command)])
+    yield _STOP_CODES.rstrip()
 
 
 def _run_step(texts: list[str]) -> Iterator[str]:

@@ -140,6 +140,8 @@ class SupervisedJob:
         ignores_sigterm: they are killed after the grace period also if a signal requests a stop.
         rank_0_fds: descriptors that rank 0 inherits.
         serves_elsewhere: servers also serve processes of other nodes, and continue until :meth:`stop_servers`.
+        signals_reach_ranks: SIGTERM and SIGUSR1 are not forwarded: the system that sends them to this process sends
+            them to all others too.
 
     Raises:
         LaunchError: one could not be started; none is left.
@@ -155,10 +157,12 @@ class SupervisedJob:
         ignores_sigterm: bool = False,
         rank_0_fds: tuple[int, ...] = (),
         serves_elsewhere: bool = False,
+        signals_reach_ranks: bool = False,
     ) -> None:
         self._starter = starter
         self._orphanage = None if starter is None else OrphanReaper()
         self._serves_elsewhere = serves_elsewhere
+        self._own_signals = (signal.SIGTERM, signal.SIGUSR1) if signals_reach_ranks else ()
         self._directory = directory
         self._grace_s = grace_s
         self._ignores_sigterm = ignores_sigterm
@@ -319,7 +323,8 @@ class SupervisedJob:
             case "first":
                 self._signal = number
                 told = None if self._starter is None else self._starter.stop_signal
-                self._send(told or forwarded_signal(number))
+                if number not in self._own_signals:
+                    self._send(told or forwarded_signal(number))
                 if self._ignores_sigterm and self._running:
                     self._deadline = time.monotonic() + self._grace_s
                     os.eventfd_write(self._wake, 1)  # what waits knows of no deadline yet
