@@ -470,6 +470,19 @@ def test_in_an_allocation_the_job_is_a_step(jobs: Jobs) -> None:
     done = jobs.cluster.run(*salloc, *launch, *two, "--rank-launcher", "srun", "--", "sums.py", env=env)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == WHO_SUMS
+    # Slurm gives three CPUs and one; the job follows that, or has its own layout.
+    uneven = ("salloc", "--quiet", "--nodes=2", "-n", "4", "sh", "-c")
+    words = " ".join([*launch, "--threads 1 --rank-launcher srun"])
+    where = "-- sh -c 'echo $0 $RANK $(hostname)'"
+    followed = f"{words} --nproc auto {where} 3,1 && {words} --nodes 2 --nproc 2 {where} 2,2"
+    torchrun = f"{words.replace('srun', 'torchrun')} --nproc auto {where} torchrun"
+    done = jobs.cluster.run(*uneven, f"{followed} && {torchrun}", env=env)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"{layout} {rank} node{node}"
+        for layout, nodes in (("2,2", (1, 1, 2, 2)), ("3,1", (1, 1, 1, 2)), ("torchrun", (1, 1, 1, 2)))
+        for rank, node in enumerate(nodes)
+    ]
     done = jobs.cluster.run(*salloc, *launch, "--nodes", "3", "--", "sums.py", env=env)
     assert done.returncode == 2
     assert "--nodes 3, but this allocation of Slurm's has 2" in done.stderr

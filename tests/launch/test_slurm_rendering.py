@@ -267,12 +267,22 @@ wait_for() {
   return "$code"
 }
 
+# What starts on a node has its CPUs in equal parts; undivided where nodes differ, or have too few.
+share=0
+case "$SLURM_JOB_CPUS_PER_NODE" in
+  *,*) ;;
+  *) share=$((${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*} / 4)) ;;
+esac
+cpus="--cpus-per-task=$share"
+if [ "$share" -eq 0 ]; then
+  unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
+  cpus=--overcommit
+fi
 stopped=/home/me/jobs/train/"stopped-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$"
 mkdir -p "$stopped"
 export PACELINE_STOP_CODES="$stopped"
 srun --kill-on-bad-exit=1 --wait=0 --nodes="$SLURM_JOB_NUM_NODES" \\
-  --ntasks=$((SLURM_JOB_NUM_NODES * 4)) --ntasks-per-node=4 \\
-  --cpus-per-task=$((${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*} / 4)) /opt/python -m \\
+  --ntasks=$((SLURM_JOB_NUM_NODES * 4)) --ntasks-per-node=4 $cpus /opt/python -m \\
   paceline.launch.rank --env-style torch -- /opt/python train.py --lr="$SLURM_ARRAY_TASK_ID" &
 steps+=("$!")
 wait_for "$!"
@@ -392,15 +402,25 @@ wait_for() {
   return "$code"
 }
 
+# What starts on a node has its CPUs in equal parts; undivided where nodes differ, or have too few.
+share=0
+case "$SLURM_JOB_CPUS_PER_NODE" in
+  *,*) ;;
+  *) share=$((${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*} / 1)) ;;
+esac
+cpus="--cpus-per-task=$share"
+if [ "$share" -eq 0 ]; then
+  unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
+  cpus=--overcommit
+fi
 hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 2))
 export PACELINE_JOB_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$" PACELINE_NODES="${#hosts[@]}"
 export PACELINE_HOSTS="$(IFS=,; echo "${hosts[*]}")"
 for rank in "${!hosts[@]}"; do
   export PACELINE_NODE_RANK=$rank
   srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 \\
-    --nodelist="${hosts[rank]}" \\
-    --job-name="paceline-$$" --cpus-per-task="${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}" /opt/python \\
-    -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 2 -- /opt/python -m paceline \\
+    --nodelist="${hosts[rank]}" --job-name="paceline-$$" $cpus /opt/python -m \\
+    paceline.launch.node --rank-launcher agent --nodes 2 --nproc 2 -- /opt/python -m paceline \\
     train fashion-mnist --run-dir /home/me/runs/a &
   steps+=("$!")
 done
@@ -432,11 +452,37 @@ def test_in_an_allocation_a_step_has_no_more_than_was_asked_for(monkeypatch: pyt
     limits = {"nodes": (1, 2), "nproc": (2,), "gpus_per_node": 2, "walltime_s": 5400}
     script = joined(text(SCRIPT, **limits))
     assert "srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 " in script
-    assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 --cpus-per-task=' in script
-    assert "--nodes=2 --ntasks=4 --ntasks-per-node=2 " in joined(text(SCRIPT, rank_launcher="srun", **limits))
+    assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 $cpus ' in script
+    script = joined(text(SCRIPT, rank_launcher="srun", **limits))
+    assert '--nodes=2 --ntasks=4 --distribution=arbitrary --nodelist="$layout" ' in script
+    assert "awk -v counts='2 2' " in script
     script = joined(text(TASK, **limits))
     assert '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 2))\n' in script
-    assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 --cpus-per-task=' in script
+    assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 $cpus ' in script
+
+
+@pytest.mark.parametrize(
+    ("variables", "nodes", "nproc", "sizes"),
+    [
+        ({"SLURM_NTASKS": "4"}, (1, 1), None, ((2, 2), (3, 1))),
+        ({"SLURM_NTASKS": "4"}, (2, 2), None, ((2, 2), (3, 1))),
+        ({"SLURM_NTASKS": "4"}, (2, 2), (1,), ((2, 2), (1,))),
+        ({"SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "2(x3)"}, (2, 2), None, ((2, 2), (2,))),
+        # Nobody asked for tasks: Slurm's number is only that of CPUs.
+        ({}, (1, 1), None, ((1, 1), None)),
+        ({"SLURM_NTASKS": "4"}, (3, 3), None, ((3, 3), None)),
+    ],
+)
+def test_the_layout_of_an_allocation(
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    nodes: tuple[int, int],
+    nproc: tuple[int, ...] | None,
+    sizes: tuple[tuple[int, int], tuple[int, ...] | None],
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "3,1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert get_launcher("slurm").resolve_sizes(nodes, nproc, None) == sizes
 
 
 def test_mpirun_and_ray_in_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def launch(
     nodes
         Number of nodes, N or MIN:MAX.
     nproc
-        Processes per node: one number, or a list such as 8,4.
+        Processes per node: one number, or a list such as 8,4; auto: the tasks of the Slurm allocation.
     threads
         OMP_NUM_THREADS of every process.
     walltime
@@ -79,7 +79,7 @@ def launch(
     own = make_options(launcher, explicit_options(launcher_options))
     node_range, counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), own)
     if counts is None:
-        raise ConfigError("--nproc auto is only for tasks. Give the number of processes per node.")
+        raise ConfigError("--nproc auto is only for tasks, and in a Slurm allocation with -n. Give a number.")
     interpreter = nodes_python(launcher, python)
     words = normal_command(command, interpreter, partial(launcher.remote_path, options=own))
     env_style = choose_env_style(launcher, job.env_style, job.rank_launcher)

@@ -47,7 +47,7 @@ def first_host(node_list: str) -> str:
     return f"{match[1]}{match[2] or ''}{match[3]}"
 
 
-def tasks_per_node(text: str) -> list[int]:
+def tasks_per_node(text: str, variable: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
     """Parse Slurm's numbers of tasks per node: ``2(x3),1`` -> [2, 2, 2, 1].
 
     Raises:
@@ -57,7 +57,7 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is malformed: {text!r}.")
+            raise ConfigError(f"{variable} is malformed: {text!r}.")
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 
@@ -88,6 +88,15 @@ def allocation_nodes(environ: Mapping[str, str] = os.environ) -> int | None:
     if not text.isdigit():
         raise ConfigError(f"SLURM_JOB_NUM_NODES must be a number, but is {text!r}.")
     return int(text)
+
+
+def allocation_tasks(environ: Mapping[str, str] = os.environ) -> tuple[int, ...] | None:
+    """Return the tasks on each node of the Slurm allocation; None outside of one, or if nobody asked for tasks."""
+    if "SLURM_JOB_ID" not in environ or "SLURM_TASKS_PER_NODE" not in environ:
+        return None
+    if "SLURM_NTASKS" not in environ and "SLURM_NTASKS_PER_NODE" not in environ:
+        return None
+    return tuple(tasks_per_node(environ["SLURM_TASKS_PER_NODE"], "SLURM_TASKS_PER_NODE"))
 
 
 def _numbers(text: str, node_list: str) -> list[str]:

@@ -73,7 +73,7 @@ class ProcessOptions:
     )
     nproc: int | str = option(
         1,
-        "Processes on this node; auto: one per GPU, else one per core. 8,4: for nodes 0 and 1.",
+        "Processes on this node; auto: one per GPU, else one per core; in a Slurm allocation, its tasks. 8,4: by node.",
         group="Processes",
         resume="kept",
         bits="never",

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.core.environment import allocation_nodes
+from paceline.core.environment import allocation_nodes, allocation_tasks
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.launch.job_logs import StatusPoller, follow_files
 from paceline.launch.launcher import (
@@ -351,7 +351,7 @@ class Slurm(Launcher):
     def render(self, spec: LaunchSpec, options: SlurmOptions | None = None) -> RenderedJob:
         """Write the script, and the command that submits it; in an allocation, that runs it."""
         options = options or SlurmOptions()
-        _check(spec, options)
+        _check(spec, options, is_allocated=self.allocated is not None)
         if options.conda is not None or options.venv is not None:
             spec = _with_its_python(spec)
         script = spec.directory / SCRIPT
@@ -367,6 +367,21 @@ class Slurm(Launcher):
             files = {SCRIPT: allocation_script(spec, options)}
             command = Command(title="in this allocation", argv=("bash", str(script)), env=spec.env)
         return RenderedJob(spec=spec, options=options, files=files, commands=(command,))
+
+    def resolve_sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: Any
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """Return, for ``--nproc auto`` in an allocation, its own tasks, such as those of ``salloc --nodes 2 -n 4``.
+
+        ``--nodes 1``, the default, then means all its nodes.
+        """
+        least, most = nodes
+        tasks = allocation_tasks() if nproc is None and least == most else None
+        if tasks is None or most > len(tasks):
+            return nodes, nproc
+        if most > 1:
+            tasks = tasks[:most]
+        return (len(tasks), len(tasks)), tasks if len(set(tasks)) > 1 else tasks[:1]
 
     def common_directory(self, spec: LaunchSpec, options: SlurmOptions | None) -> Path:
         """Return the job's path; for an array, one for each of its jobs, which may begin at once."""
@@ -402,13 +417,13 @@ class Slurm(Launcher):
         return BackgroundJob(reference) if "pid" in reference else SlurmJob(reference)
 
 
-def _check(spec: LaunchSpec, options: SlurmOptions) -> None:
+def _check(spec: LaunchSpec, options: SlurmOptions, *, is_allocated: bool) -> None:
     """Refuse before the queue what would fail after it."""
     refuse_restarts(spec, "slurm")
-    if spec.starts_each_rank and len(spec.nproc) > 1:
+    if spec.starts_each_rank and len(spec.nproc) > 1 and not (is_allocated and spec.rank_launcher == "srun"):
         raise ConfigError(
-            f"--nproc {','.join(map(str, spec.nproc))}: under --rank-launcher {spec.rank_launcher} Slurm starts as "
-            "many tasks on every machine. Give one number, or use --rank-launcher torchrun."
+            f"--nproc {','.join(map(str, spec.nproc))}: under --rank-launcher {spec.rank_launcher} every node starts "
+            "as many tasks. Give one number, or use --rank-launcher torchrun."
         )
     if spec.rank_launcher == "ray" and options.signal_before is not None:
         raise ConfigError(

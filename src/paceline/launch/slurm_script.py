@@ -235,6 +235,25 @@ if [ "$code" -eq 75 ] &&
 fi
 """
 
+_CPUS = """\
+# What starts on a node has its CPUs in equal parts; undivided where nodes differ, or have too few.
+share=0
+case "$SLURM_JOB_CPUS_PER_NODE" in
+  *,*) ;;
+  *) share=$((${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*} / {each})) ;;
+esac
+cpus="--cpus-per-task=$share"
+if [ "$share" -eq 0 ]; then
+  unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
+  cpus=--overcommit
+fi
+"""
+
+_LAYOUT = """\
+layout="$(scontrol show hostnames "$SLURM_JOB_NODELIST" |
+  awk -v counts='{counts}' 'NR <= split(counts, of) { for (i = 0; i < of[NR]; i++) print }' | paste -sd, -)"
+"""
+
 _STOP_CODES = """\
 # A rank that ends after a signal leaves its exit code, so that the others have time to save too.
 if [ "$code" -eq 0 ]; then
@@ -356,6 +375,8 @@ def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[
     allocation_traps = _TRAPS_OF_MPIRUN if spec.rank_launcher == "mpi" else _TRAPS_OF_ALLOCATION
     yield _WAIT.replace("{traps}", _TRAPS_OF_BATCH if batch else allocation_traps).rstrip()
     yield ""
+    if _requested_cpus(spec, options, batch=batch) is None and spec.rank_launcher != "mpi":
+        yield _CPUS.replace("{each}", str(max(spec.nproc) if spec.starts_each_rank else 1)).rstrip()
     yield from BODIES[spec.rank_launcher](spec, _step_options(spec, options, batch=batch), batch)
     if batch and requeues(spec, options):
         yield _REQUEUE.replace("{job}", _this_job(options)).rstrip()
@@ -408,10 +429,15 @@ def _one_step(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]
     # sbatch allocates the required number; an existing allocation may have more nodes.
     is_known = least == most or not batch
     nodes = str(most) if is_known else '"$SLURM_JOB_NUM_NODES"'
-    per_node = spec.nproc[0] if spec.starts_each_rank else 1
-    tasks = str(most * per_node) if is_known else f"$((SLURM_JOB_NUM_NODES * {per_node}))"
+    counts = [spec.processes_on(node_rank) if spec.starts_each_rank else 1 for node_rank in range(most)]
+    tasks = str(sum(counts)) if is_known else f"$((SLURM_JOB_NUM_NODES * {counts[0]}))"
     srun = ["srun", "--kill-on-bad-exit=1", "--wait=0", f"--nodes={nodes}", f"--ntasks={tasks}"]
-    srun += [f"--ntasks-per-node={per_node}", step_options]
+    if spec.starts_each_rank and not batch:
+        # Slurm fills the first node as far as salloc's layout allows, whatever --ntasks-per-node says.
+        yield _LAYOUT.replace("{counts}", " ".join(map(str, counts))).rstrip()
+        srun += ["--distribution=arbitrary", '--nodelist="$layout"', step_options]
+    else:
+        srun += [f"--ntasks-per-node={counts[0]}", step_options]
     command = rank_command(spec) if spec.starts_each_rank else node_command(spec)
     yield f'stopped={shlex.quote(str(spec.directory))}/"stopped-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$$"'
     yield 'mkdir -p "$stopped"'
@@ -434,17 +460,18 @@ def _step_options(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> st
         words.append(f"--gres=gpu:{spec.gpus_per_node}")
     if not batch and spec.walltime_s is not None:
         words.append(f"--time={slurm_time(spec.walltime_s)}")
-    cpus = cpus_per_task(spec, options)
-    # Such as 8(x2),4: take the CPUs of the first node.
-    node_cpus = "${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}"
+    cpus = _requested_cpus(spec, options, batch=batch)
     # Since Slurm 22.05 srun does not inherit this from sbatch.
-    if cpus is not None and (batch or spec.cpus_per_task is not None):
-        words.append(f"--cpus-per-task={cpus}")
-    elif spec.starts_each_rank:
-        words.append(f"--cpus-per-task=$(({node_cpus} / {spec.nproc[0]}))")
-    else:
-        words.append(f'--cpus-per-task="{node_cpus}"')
+    words.append("$cpus" if cpus is None else f"--cpus-per-task={cpus}")
     return " ".join(words)
+
+
+def _requested_cpus(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> int | None:
+    """Return the CPUs of each task of a step; None: what the job has on each node."""
+    # The nodes of an allocation may have different numbers of CPUs, as of processes.
+    if not batch and (spec.cpus_per_task is None or len(spec.nproc) > 1):
+        return None
+    return cpus_per_task(spec, options)
 
 
 def quoted(words: Iterable[str]) -> list[str]:
