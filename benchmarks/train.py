@@ -25,8 +25,8 @@ from benchmarks.rounds import BenchCommand, Sample, Variant, read_json, read_rep
 from benchmarks.workloads import (
     BATCH_SIZE,
     CONVNET,
-    RANKS,
     MLP,
+    RANKS,
     WIDE_MLP,
     Workload,
     paceline_commands,

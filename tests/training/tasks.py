@@ -904,3 +904,90 @@ class Told(Points):
         kind: Any = {"AdamW": AdamW, "Adagrad": Adagrad, "Noted": Noted}[self.optimizer]
         self.built: Optimizer = kind(model.parameters(), lr=0.01)
         return self.built
+
+
+class PartsModel(nn.Module):
+    """A convolution, a head, and a factor, which may be a single number."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 2, 2), nn.Linear(2, CLASSES)
+        self.scale = nn.Parameter(torch.ones((1,) * dims))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.conv(x.view(-1, 3, 2, 2)).flatten(1)) * self.scale
+
+
+class Indexing(SGD):
+    """Writes to some elements of a parameter, which torch does not do for sharded ones."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter[parameter.grad < 0] = 0.0
+
+
+class OwnState(SGD):
+    """A state of another form than torch's."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr, momentum=0.9)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.steps += 1
+        if self.steps % 3 == 0:
+            for group in self.param_groups:
+                torch._foreach_mul_(group["params"], 0.9)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict["inner"])
+        self.steps = state_dict["steps"]
+
+
+@dataclass
+class Parts(Points):
+    """What one process trains, and ``fully_shard`` does not."""
+
+    scale: int = 1
+    channels_last: bool = False
+    optimizer: str = "SGD"
+    use: str = "model"
+
+    def build_model(self) -> nn.Module:
+        return PartsModel(self.scale).to(
+            memory_format=torch.channels_last if self.channels_last else torch.contiguous_format
+        )
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        kind = {"Indexing": Indexing, "OwnState": OwnState}.get(self.optimizer) or getattr(torch.optim, self.optimizer)
+        parameters = [p for p in model.parameters() if p.dim() == 2] if self.optimizer == "Muon" else model.parameters()
+        return kind(parameters, lr=self.lr)  # type: ignore[no-any-return]
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        x, labels = batch
+        match self.use:
+            case "part":
+                out = model.head(x[:, :2])  # type: ignore[operator]
+            case "direct":
+                out = model.head.weight.square().sum() + model(x)  # type: ignore[operator,union-attr]
+            case "derivative":
+                x = x.clone().requires_grad_()
+                (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                out = model(x + slope)
+            case "meta":
+                weights = dict(model.named_parameters())
+                inner = torch.func.functional_call(model, weights, (x,)).sum()
+                slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+                stepped = {name: w - s for (name, w), s in zip(weights.items(), slopes, strict=True)}
+                out = torch.func.functional_call(model, stepped, (x,))
+            case "functional":
+                out = torch.func.functional_call(model, {n: w * 2 for n, w in model.named_parameters()}, (x,))
+            case _:
+                out = model(x)
+        return functional.cross_entropy(out, labels)

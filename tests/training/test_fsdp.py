@@ -64,7 +64,19 @@ OTHER: dict[str, dict[str, Any]] = {
     "fast": {"task": "Points", "options": {"reduction": "allreduce"}},
     "clipped": {"task": "Points", "options": {"clip_norm": 0.05}},
 }
-
+REFUSED = {
+    "scalar": ({"task": "Parts", "fields": {"scale": 0}}, "the parameter 'scale', which is a single number"),
+    "channels-last": ({"task": "Parts", "fields": {"channels_last": True}}, "but 'conv.weight' has the strides"),
+    "Adafactor": ({"task": "Parts", "fields": {"optimizer": "Adafactor"}}, "the optimizer 'main', Adafactor, needs"),
+    "Muon": ({"task": "Parts", "fields": {"optimizer": "Muon"}}, "the optimizer 'main', Muon, needs whole ones"),
+    "own-muon": ({"task": "Parts", "fields": {"optimizer": "Indexing"}}, "Indexing does not work with sharded"),
+    "own-state": ({"task": "Parts", "fields": {"optimizer": "OwnState"}}, "OwnState has no state of each parameter"),
+    "part": ({"task": "Parts", "fields": {"use": "part"}}, "the module 'head' is called without the model around it"),
+    "direct": ({"task": "Parts", "fields": {"use": "direct"}}, "the task's loss uses parameters directly"),
+    "derivative": ({"task": "Parts", "fields": {"use": "derivative"}}, "one backward through the model for each"),
+    "second-derivative": ({"task": "Parts", "fields": {"use": "meta"}}, "one backward through the model for each"),
+    "functional-call": ({"task": "Parts", "fields": {"use": "functional"}}, "the parameter 'scale', but the model is"),
+}
 
 ON_THREE = (
     "everything",
@@ -98,6 +110,20 @@ def with_options(job: dict[str, Any], ranks: int) -> dict[str, Any]:
     else:
         options = options | ({"mesh": "dp=2,fsdp=2"} if ranks == 4 else {"strategy": "fsdp"})
     return {**job, "options": options}
+
+
+@pytest.fixture(scope="module")
+def refused(start_trainings: Any) -> Any:
+    return start_trainings(
+        {name: {**job, "options": {"strategy": "fsdp"}} for name, (job, _) in REFUSED.items()}, ranks=2
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sharded_is_refused(refused: Any, name: str) -> None:
+    assert refused[name]["error"] in ("ConfigError", "TaskError")
+    assert REFUSED[name][1] in refused[name]["message"]
+    assert "Use --strategy" in refused[name]["message"] or "use --strategy zero1" in refused[name]["message"]
 
 
 @pytest.mark.parametrize("name", EXACT)

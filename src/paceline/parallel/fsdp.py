@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch import nn
+from torch import nn, optim
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from paceline.core.config import RunConfig
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, TaskError
+from paceline.data.samples import MicroBatch
 from paceline.parallel.gradient_norm import clip_gradients
 from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import gather_full
-from paceline.parallel.strategy import AMP_DTYPES, StrategyOptions
+from paceline.parallel.strategy import AMP_DTYPES, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 from paceline.parallel.wrap_units import exclude_tied, wrap_units
 
@@ -174,6 +177,8 @@ class ReduceScatterOverReplicas(_PlainMemoryReduceScatter):
 AUTO_WRAP = "1M"
 _CAST = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 """The modules of which autocast casts all parameters."""
+_OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon, optim.Rprop, optim.SparseAdam)
+"""torch's optimizers that fail on sharded parameters, or whose update of a shard has other bits."""
 
 
 class FullyShard:
@@ -198,6 +203,7 @@ class FullyShard:
         self._wrap = AUTO_WRAP if config.fsdp_wrap == "auto" else config.fsdp_wrap
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+        _require_shardable(module)
         module.to(device)
         # The task may build the model with randomness that Paceline does not seed.
         self._mesh.world.broadcast_module(module)
@@ -235,6 +241,12 @@ class FullyShard:
         )
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+        for name, optimizer in optimizers.items():
+            if isinstance(optimizer, _OF_WHOLE_PARAMETERS):
+                raise ConfigError(
+                    f"--strategy fsdp shards the parameters, but the optimizer {name!r}, {type(optimizer).__name__}, "
+                    "needs whole ones. Use --strategy zero1, or another optimizer, such as AdamW."
+                )
         return optimizers  # their state follows the parameters
 
     def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
@@ -251,6 +263,30 @@ class FullyShard:
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         clip_gradients(module.parameters(), max_norm)
+
+
+def _require_shardable(module: nn.Module) -> None:
+    """Reject a model that ``fully_shard`` cannot shard.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ConfigError(
+            f"--strategy fsdp gathers parameters when the model is called, but a {type(module).__name__} has no "
+            "forward. Let build_model return a module whose forward calls the parts, or use --strategy zero1."
+        )
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise ConfigError(
+                f"--strategy fsdp cannot shard the parameter {name!r}, which is a single number. "
+                "Give it the shape (1,), or use --strategy zero1."
+            )
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"--strategy fsdp shards contiguous parameters, but {name!r} has the strides {parameter.stride()}. "
+                "Leave out the memory format channels_last, or use --strategy zero1."
+            )
 
 
 def _holds_parameters(module: nn.Module) -> bool:
@@ -295,6 +331,9 @@ class FSDP(ExternalReduceStrategy):
                 unit.set_custom_reduce_scatter(self._sums[-1])
             elif copies.world_size > 1:
                 unit.set_custom_reduce_scatter(ReduceScatterOverReplicas(copies))
+        self._in_loss = False
+        self._hooks = [unit.register_forward_pre_hook(self._make_guard(unit), prepend=True) for unit in self._units]
+        self._hooks += [unit.register_forward_hook(self._guard_outputs) for unit in self._units]
 
     def begin_step(self, present: Sequence[int]) -> None:
         self._micro_steps = self._agree_on_micro_steps(present)
@@ -316,8 +355,48 @@ class FSDP(ExternalReduceStrategy):
         longest = max(len(microbatches) for microbatches in of_ranks)
         return [[s[i] if i < len(s) else None for s in of_ranks] for i in range(longest)]
 
+    def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
+        with _explain_mixing(self.module):
+            super().run_microbatches(microbatches, work)
+
+    def _make_guard(self, unit: nn.Module) -> Callable[[nn.Module, Any], None]:
+        """Return a hook that rejects a forward with other tensors than the unit's parameters."""
+        own = {id(parameter) for parameter in _own_parameters(unit)}
+        places = [
+            (owner._parameters, prefix, name)
+            for prefix, owner in self.module.named_modules()
+            for name, parameter in owner._parameters.items()
+            if id(parameter) in own
+        ]
+
+        def require_parameters(module: nn.Module, inputs: Any) -> None:
+            for owner, prefix, name in places:
+                # FSDP would take such a tensor for its shard of the parameter.
+                if not isinstance(owner[name], nn.Parameter):
+                    raise TaskError(
+                        f"--strategy fsdp gathers the parameter {f'{prefix}.{name}'.lstrip('.')!r}, but the model is "
+                        "called with another tensor in its place (functional_call). Use --strategy zero1."
+                    )
+
+        return require_parameters
+
+    def _guard_outputs(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._require_end_of_loss)  # type: ignore[no-untyped-call]
+
+    def _require_end_of_loss(self, gradient: torch.Tensor) -> None:
+        # Every backward frees the parameters and scatters gradients; one in the loss would crash the process, or wait
+        # for other ranks.
+        if self._in_loss:
+            raise TaskError(
+                "--strategy fsdp runs one backward through the model for each micro-batch, but the task's loss runs "
+                "another one (torch.autograd.grad or backward). Use --strategy zero1."
+            )
+
     def _begin_microbatch(self) -> None:
         super()._begin_microbatch()
+        self._in_loss = True
         is_last = self._micro_steps_left == 0
         for unit in self._units:
             if not self._exact:
@@ -326,6 +405,7 @@ class FSDP(ExternalReduceStrategy):
                 unit.set_reshard_after_backward(is_last, recurse=False)
 
     def backward(self, loss: torch.Tensor) -> None:
+        self._in_loss = False
         # The exact sum reports each of its collectives itself.
         if not self._exact:
             self._world.progress_tracker.begin_collective("reduce-scatter")
@@ -336,8 +416,36 @@ class FSDP(ExternalReduceStrategy):
 
     def close(self) -> None:
         super().close()
+        for hook in self._hooks:
+            hook.remove()
         for parameter in self._parameters:
             parameter.grad = None
+
+
+@contextmanager
+def _explain_mixing(module: nn.Module) -> Iterator[None]:
+    """Explain the error of a task that uses parameters without calling the unit that gathers them.
+
+    Raises:
+        TaskError: the task does so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        names = {id(child): name for name, child in module.named_modules() if name}
+        user = "the task's loss uses parameters directly"
+        trace = error.__traceback__
+        while trace is not None:
+            name = names.get(id(trace.tb_frame.f_locals.get("self")))
+            if name is not None:
+                user = f"the module {name!r} is called without the model around it"
+            trace = trace.tb_next
+        raise TaskError(
+            f"--strategy fsdp gathers parameters while the model is called, but {user}. "
+            "Compute the loss from the model's outputs, or use --strategy zero1."
+        ) from error
 
 
 def _is_cast(unit: nn.Module) -> bool:

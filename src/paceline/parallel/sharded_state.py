@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.core.errors import TaskError
+from paceline.core.errors import ConfigError, TaskError
 
 # --- The error of a model that uses a split layer's weight directly ---
 
@@ -32,6 +32,25 @@ def explain_dtensor_mixing() -> Iterator[None]:
             "--strategy tp: the model uses the weight of a split layer without calling the layer "
             f"({str(error).splitlines()[0]}). Name the layers to split in the task's tensor_parallel_plan, "
             "and leave that one out."
+        ) from error
+
+
+@contextmanager
+def explain_sharded_step(optimizer: Optimizer) -> Iterator[None]:
+    """Explain the error of an optimizer that cannot step sharded parameters.
+
+    Raises:
+        TaskError: the optimizer cannot.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        about_shards = any(word in str(error) for word in ("DTensor", "sharding", "Sharding", "sharded", "placement"))
+        if not about_shards or not any(is_distributed(p) for group in optimizer.param_groups for p in group["params"]):
+            raise
+        raise TaskError(
+            f"the optimizer {type(optimizer).__name__} does not work with sharded parameters "
+            f"({str(error).splitlines()[0]}). Use --strategy zero1, or another optimizer, such as AdamW."
         ) from error
 
 
@@ -81,10 +100,28 @@ def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     )
 
 
+def has_common_state(state: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer's state has the form of torch's: by parameter, and by group."""
+    return isinstance(state.get("state"), Mapping) and "param_groups" in state
+
+
+def require_common_state(name: str, optimizer: Optimizer, strategy: str) -> None:
+    """Reject an optimizer whose state has a form of its own, so that it cannot be sharded.
+
+    Raises:
+        ConfigError: it has.
+    """
+    if not has_common_state(optimizer.state_dict()):
+        raise ConfigError(
+            f"--strategy {strategy} shards the state of the optimizer {name!r}, but the state_dict of "
+            f"{type(optimizer).__name__} has no state of each parameter. Use --strategy ddp."
+        )
+
+
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a full state into an optimizer whose parameters may be distributed."""
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.load_state_dict(state)
+    if isinstance(optimizer, ShardedOptimizer) or not has_common_state(state):
+        optimizer.load_state_dict(dict(state))
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     distributed_state = {

@@ -84,6 +84,7 @@ class _OptimizerPart:
         self._world = world
         self._optimizer = optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._trained = [parameter.requires_grad for parameter in self._parameters]  # a task may toggle it later
         self._owners = owners([parameter.numel() for parameter in self._parameters], world.world_size)
         self._scratch: list[torch.Tensor | None] = []
         self._checked = False
@@ -124,8 +125,10 @@ class _OptimizerPart:
             for owner in range(world.world_size):
                 values = [
                     parameter.data
-                    for parameter, parameter_owner in zip(self._parameters, self._owners, strict=True)
-                    if parameter_owner == owner and parameter.requires_grad
+                    for parameter, parameter_owner, trained in zip(
+                        self._parameters, self._owners, self._trained, strict=True
+                    )
+                    if parameter_owner == owner and trained
                 ]
                 if values:
                     _broadcast_coalesced(world.group, values, _BUCKET_BYTES, owner)

@@ -18,7 +18,7 @@ from paceline.core.callback import RunSchedule
 from paceline.core.config import RunConfig
 from paceline.core.errors import CheckpointError, TaskError
 from paceline.core.task import Task
-from paceline.parallel.sharded_state import load_module, load_optimizer
+from paceline.parallel.sharded_state import explain_sharded_step, load_module, load_optimizer
 from paceline.runs.checkpoint_state import bytes_of, scheduler_state
 from paceline.training.optim import (
     EMA,
@@ -223,12 +223,13 @@ class TrainingState:
         optimizers = [self.optimizers[name] for name in names]
         with scaled_lr(self.optimizers), sparse_gradients(optimizers):
             for optimizer in optimizers:
-                if self.scaler is not None:
-                    self.scaler.step(optimizer)
-                elif closure is not None:
-                    optimizer.step(closure)
-                else:
-                    optimizer.step()
+                with explain_sharded_step(optimizer):
+                    if self.scaler is not None:
+                        self.scaler.step(optimizer)
+                    elif closure is not None:
+                        optimizer.step(closure)
+                    else:
+                        optimizer.step()
 
     def advance(self) -> None:
         """Move schedules and average along, at the end of a step."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paceline.data.ledger import LedgerEntry
 from paceline.data.samples import Loader
 from paceline.data.stream import StreamLoader
+from paceline.parallel.sharded_state import require_common_state
 from paceline.parallel.strategy import ParameterLayout, Replicated
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import checkpoint_activations
@@ -86,6 +87,9 @@ class StateManager:
         if run.config.ema is not None:
             twin = self._layout.make_ema_model(self._built_model, module, run.device)
         state = TrainingState(run.task, run.config, module, run.device, run.run_schedule, twin)
+        if run.config.shards_state:
+            for name, optimizer in state.optimizers.items():
+                require_common_state(name, optimizer, ",".join(run.config.strategies))
         state.optimizers = dict(self._layout.wrap_optimizers(state.optimizers))
         return state
 
