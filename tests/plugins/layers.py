@@ -172,7 +172,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[
     if hasattr(session.config, "workerinput") or not in_ci():
         return
     ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    if not ended or len(_reported) < session.testscollected:
+    has_cache = session.config.pluginmanager.hasplugin("cacheprovider")
+    if has_cache and (not ended or len(_reported) < session.testscollected):
         session.config.cache.set("cache/lastfailed", {})
 
 
@@ -182,7 +183,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("over the budget of their layer")
         for test, text in _over_budget.items():
             terminalreporter.line(f"{test}: {text}")
-    second_try = config.getoption("lf") and config.getoption("last_failed_no_failures") == "none"
+    second_try = config.getoption("lf", False) and config.getoption("last_failed_no_failures") == "none"
     if second_try and (passed := terminalreporter.stats.get("passed")):
         terminalreporter.section("unsteady: failed, and passed when run again alone")
         for report in passed:

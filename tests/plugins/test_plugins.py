@@ -214,6 +214,12 @@ def test_slow():
     assert line.startswith("test_slow.py::test_slow: call took 2.")
 
 
+def test_the_layers_need_no_cache(tmp_path: Path) -> None:
+    some = "def test_fails():\n    assert 0\n\n\ndef test_passes(): ...\n"
+    status, counts, output = outcomes(tmp_path, "layers", True, "-p", "no:cacheprovider", "-x", some=some)
+    assert (status, counts) == (1, {"failed": 1}), output
+
+
 def test_what_passes_the_second_time_is_named(tmp_path: Path) -> None:
     status, counts, _ = outcomes(tmp_path, "layers", True, unsteady=STEADY_THE_SECOND_TIME)
     assert (status, counts) == (1, {"failed": 1, "passed": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,20 @@ def test_what_was_asked_for_stays(options: dict[str, Any], world: int) -> None:
 def test_a_model_that_cannot_be_built_without_content_is_left_to_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "build_model", lambda self: torch.zeros(1).item())
     assert settled(MIB) == (CONFIG, None)
+
+
+@functools.lru_cache
+def cached_weights() -> torch.Tensor:
+    return torch.ones(3)
+
+
+def test_tensors_without_data_stay_in_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "build_model", lambda self: nn.ParameterList([cached_weights()]))
+    settled(1024 * MIB)
+    assert cached_weights().device.type == "cpu"
+    kept = cached_weights()
+    settled(1024 * MIB)
+    assert cached_weights() is kept
 
 
 def test_in_place_recovery_names_what_to_give() -> None:

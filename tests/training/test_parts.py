@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -28,7 +29,7 @@ from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.reproducibility import seed_microbatch
 from paceline.training.resolve import check_world, resolve_config, resume_config, set_up_data
 from paceline.training.schedule import ModelSelector
-from paceline.training.state import TrainingState, TrainProgress
+from paceline.training.state import TrainingState, TrainProgress, build_task_model
 
 
 @dataclass
@@ -369,6 +370,69 @@ def test_a_plateau_schedule_needs_no_number_of_steps() -> None:
 def test_other_schedules_need_the_number_of_steps(schedule: Any) -> None:
     with pytest.raises(TaskError, match="needs the number of steps, and a stream has no length"):
         state_of(Scheduled(schedule=schedule), total_steps=None)
+
+
+def test_a_schedule_that_cannot_be_saved_is_refused() -> None:
+    class Schedule:
+        def step(self) -> None: ...
+
+    with pytest.raises(TaskError, match="returned a Schedule without state_dict, load_state_dict"):
+        state_of(Scheduled(schedule=lambda optimizer, total: Schedule()))
+
+
+def test_a_model_without_shapes_is_refused() -> None:
+    @dataclass
+    class Lazy(Line):
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(nn.LazyLinear(3))
+
+    with pytest.raises(TaskError, match=r"'0\.weight' has no shape yet"):
+        build_task_model(Lazy())
+
+
+def test_learning_rates_may_be_tensors() -> None:
+    task = Line(optimizers=SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5)))
+    assert json.dumps(state_of(task).learning_rates()) == "[0.5]"
+
+
+def test_a_parameter_group_that_is_added_in_training_is_refused_before_a_save() -> None:
+    state = state_of(Line())
+    state.optimizers["main"].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    for save_or_step in (state.state_dict, lambda: state.update(None)):
+        with pytest.raises(TaskError, match="the optimizer 'main' got a parameter group during training"):
+            save_or_step()
+
+
+def test_which_parameters_are_trained_belongs_to_the_state() -> None:
+    state, other = state_of(Line()), state_of(Line())
+    state.module.bias.requires_grad_(False)
+    other.load_state_dict(state.state_dict())
+    assert not other.module.bias.requires_grad
+    with other.all_trainable():
+        assert other.module.bias.requires_grad
+    assert not other.module.bias.requires_grad
+    other.load_state_dict(state_of(Line()).state_dict())
+    assert other.module.bias.requires_grad
+
+
+def test_an_optimizer_may_have_a_state_of_its_own_form() -> None:
+    class Counting(SGD):
+        steps = 0
+
+        def state_dict(self) -> Any:
+            return {"inner": super().state_dict(), "steps": self.steps}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict["inner"])
+            self.steps = state_dict["steps"]
+
+    def build() -> TrainingState:
+        return state_of(Line(optimizers=Counting([nn.Parameter(torch.ones(1))], lr=0.1)))
+
+    state, other = build(), build()
+    state.optimizers["main"].steps = 7
+    other.load_state_dict(state.state_dict())
+    assert other.optimizers["main"].steps == 7
 
 
 def test_a_state_of_another_shape_is_refused() -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from paceline.core.errors import TaskError
 from paceline.parallel.transports import Bucket, GradBuffer
@@ -57,7 +56,7 @@ class FlatLayout:
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, torch.Tensor]],
+        parameters: Iterable[torch.Tensor],
         float_buffers: Iterable[torch.Tensor],
         integer_buffers: Iterable[torch.Tensor],
         counts: torch.Tensor,
@@ -67,11 +66,7 @@ class FlatLayout:
         self._gradient_places: list[_TensorPlace] = []
         self.bucket_of: list[int] = []
         open_bucket: dict[torch.dtype, int] = {}
-        for name, parameter in reversed(list(parameters)):
-            if isinstance(parameter, UninitializedParameter):
-                raise TaskError(
-                    f"parameter {name!r} has no shape yet; run one batch through the model in build_model()."
-                )
+        for parameter in reversed(list(parameters)):
             place = self._append(parameter.dtype, parameter, _dense_stride(parameter))
             self._gradient_places.insert(0, place)
             number = open_bucket.get(place.flat_dtype)
@@ -176,6 +171,12 @@ class MicrobatchBuffers:
         self.floats = [_as_real(buffer) for _, _, buffer in self._floats]
         self.integers = [buffer for _, _, buffer in self._integers]
         self.counts = torch.zeros(1 + len(self.floats) if self.floats or self.integers else 0, dtype=torch.int64)
+        self._unset = [
+            (owner._buffers, f"{prefix}.{name}".lstrip("."), name)
+            for prefix, owner in module.named_modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is None
+        ]
         self._float_base: list[torch.Tensor] = []
         self._integer_base: list[torch.Tensor] = []
 
@@ -193,7 +194,12 @@ class MicrobatchBuffers:
         self._float_base, self._integer_base = [], []
 
     def reset(self) -> None:
-        """Restore the base values of the current step."""
+        """Restore the base values of the current step.
+
+        Raises:
+            TaskError: a micro-batch has set a buffer that was None.
+        """
+        self._require_unset()
         self._restore(self._floats, self._float_base)
         self._restore(self._integers, self._integer_base)
 
@@ -225,6 +231,7 @@ class MicrobatchBuffers:
         reset: bool,
     ) -> None:
         """Add one micro-batch's contribution; restore the base values if another micro-batch follows."""
+        self._require_unset()
         if not counts.numel():
             return
         changed = [1]
@@ -262,6 +269,15 @@ class MicrobatchBuffers:
         for place, base, total in zip(self._integers, self._integer_base, integer_sums, strict=True):
             _assign(place, base + total.div_(microbatches, rounding_mode="floor"))
         self._float_base, self._integer_base = [], []
+
+    def _require_unset(self) -> None:
+        for owner, full_name, name in self._unset:
+            if owner[name] is not None:
+                raise TaskError(
+                    f"the buffer {full_name!r} was None when training began, and forward has set it: each rank would "
+                    "keep its own, and no checkpoint could be loaded. Register it with a tensor of its shape, and "
+                    "an integer buffer that tells whether it is set."
+                )
 
     def _restore(
         self,

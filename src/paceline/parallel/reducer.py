@@ -170,30 +170,30 @@ class ScratchGradient:
 
     def __init__(self, layout: FlatLayout, like: GradBuffer) -> None:
         self._layout, self._like = layout, like
-        self._flat_buffers: GradBuffer = {}
+        self.flat_buffers: GradBuffer = {}
 
     def views(self) -> list[torch.Tensor]:
         """Allocate the buffer; return one view per parameter's gradient."""
-        self._flat_buffers = {
+        self.flat_buffers = {
             dtype: torch.empty_like(self._like[dtype][:numel]) for dtype, numel in self._layout.gradients.items()
         }
-        return self._layout.gradient_views(self._flat_buffers)
+        return self._layout.gradient_views(self.flat_buffers)
 
     def zero(self) -> None:
-        for flat_buffer in self._flat_buffers.values():
+        for flat_buffer in self.flat_buffers.values():
             flat_buffer.zero_()
 
     def add_to(self, grad_buffer: GradBuffer) -> None:
         """Add the gradient to a gradient buffer."""
-        for dtype, flat_buffer in self._flat_buffers.items():
+        for dtype, flat_buffer in self.flat_buffers.items():
             grad_buffer[dtype][: flat_buffer.numel()].add_(flat_buffer)
 
     def fingerprint(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, checksum: int) -> int:
         """Return the fingerprint of the gradient, the sums of the losses and weights, and the checksum."""
-        return fingerprint(self._flat_buffers.values(), float(loss_sum.detach()), float(weight), float(checksum))
+        return fingerprint(self.flat_buffers.values(), float(loss_sum.detach()), float(weight), float(checksum))
 
     def close(self) -> None:
-        self._flat_buffers.clear()
+        self.flat_buffers.clear()
         self._like = {}
 
 
@@ -271,7 +271,7 @@ class GradientReducer:
         self._frozen = [(n, p) for n, p in present_parameters if not p.requires_grad]
         self.buffers = MicrobatchBuffers(module, holds)
         # Each rank sums its shard of a distributed parameter.
-        parts = [(n, local_shard(p)) for n, p in named]
+        parts = [local_shard(parameter) for parameter in self._parameters]
         layout = FlatLayout(parts, self.buffers.floats, self.buffers.integers, self.buffers.counts)
         self._header = StepHeader(plan, world.rank, row_length)
         self._transport = (
@@ -306,6 +306,7 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(self._make_guard(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
         ]
+        self._writes = 0  # to the gradients, before the current micro-batch
         self._accumulated: set[int] | None = None  # parameters with a gradient of the current micro-batch
         self._microbatches: list[int] = []  # remaining ones of this step, the next one last
         self._steps: list[Accumulate] = []
@@ -398,6 +399,7 @@ class GradientReducer:
             if len(self._steps) == 1 and self._transport.overlaps:
                 self._missing = self._bucket_sizes.copy()
         self._accumulated = set()
+        self._writes = self._count_writes()
 
     def require_gradients(self) -> None:
         """Reject a loss that has removed the gradients which earlier micro-batches left; call this before backward.
@@ -416,6 +418,9 @@ class GradientReducer:
         """Collect the micro-batch's gradients, buffers and sums."""
         step = self._steps[-1]
         self._accumulated = None
+        # After the first step, hooks on each parameter would cost too much. Where all parameters are used, this tells.
+        if not self._missing and self._count_writes() - self._writes > len(self._parameters):
+            raise _gradient_in_parts()
         microbatch = self._microbatches.pop()
         self._sums.append(MicrobatchSums(microbatch, samples, weight, loss_sum.detach(), checksum))
         for index in range(len(self._parameters)):
@@ -554,6 +559,8 @@ class GradientReducer:
                 return  # not the rank's last micro-batch of the step
             self._collect_replaced_gradient(index, self._steps[-1].slot)
             self._missing[bucket] -= 1
+            if self._missing[bucket] < 0:
+                raise _gradient_in_parts()
             while self._next_bucket < self._gradient_buckets and self._missing[self._next_bucket] == 0:
                 self._send_next_bucket()
 
@@ -564,14 +571,16 @@ class GradientReducer:
             if self._accumulated is None:
                 return
             if index in self._accumulated:
-                # The two parts would be added at different places of the tree for other numbers of ranks.
-                raise TaskError(
-                    "a parameter received its gradient in two parts within one backward. "
-                    "With activation checkpointing, pass use_reentrant=False; do not call backward()."
-                )
+                raise _gradient_in_parts()
             self._accumulated.add(index)
 
         return guard
+
+    def _count_writes(self) -> int:
+        """Return how often the current gradients were written: autograd adds to each in place."""
+        buffers = self._transport.grad_buffers
+        current = buffers[self._grad_buffer] if self._grad_buffer < len(buffers) else self._scratch.flat_buffers
+        return sum(buffer._version for buffer in current.values())
 
     def _send_next_bucket(self) -> None:
         bucket = self._buckets[self._next_bucket]
@@ -581,6 +590,14 @@ class GradientReducer:
             buffers[into][bucket.dtype][part].add_(buffers[other][bucket.dtype][part])
         self._transport.launch(self._next_bucket)
         self._next_bucket += 1
+
+
+def _gradient_in_parts() -> TaskError:
+    # The two parts would be added at different places of the tree for other numbers of ranks.
+    return TaskError(
+        "a parameter received its gradient in two parts within one micro-batch. With activation checkpointing, pass "
+        "use_reentrant=False; in the loss, call neither backward() nor zero_grad()."
+    )
 
 
 def _embeddings(module: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

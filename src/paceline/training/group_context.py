@@ -193,7 +193,8 @@ class GroupContext:
 
     def _build_strategy(self) -> Strategy:
         state = self._states.state
-        strategy = self._run.build_strategy(state.module, self._strategy_mesh, self.balancer.work_split)
+        with state.all_trainable():
+            strategy = self._run.build_strategy(state.module, self._strategy_mesh, self.balancer.work_split)
         saved, state.pending_powersgd_state = state.pending_powersgd_state, None
         if saved is not None and (powersgd := self._powersgd(strategy)) is not None:
             powersgd.load(saved)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -25,6 +28,7 @@ from paceline.training.optim import (
     OuterOptimizer,
     ShardedGradScaler,
     current_lr,
+    join_names,
     scale_lr,
     scaled_lr,
     sparse_gradients,
@@ -150,6 +154,7 @@ class TrainingState:
     ) -> None:
         self._task = task
         self.module = module
+        self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.changed_buffers = {"buffers": ChangedBuffers(module)}
         self.callback = task.build_callback(module, horizon)
         self.optimizers = _named_optimizers(task, module)
@@ -159,6 +164,7 @@ class TrainingState:
         }
         if config.lr_scale:
             scale_lr(self.optimizers, module, config.lr_scale)
+        self._group_counts = {name: len(optimizer.param_groups) for name, optimizer in self.optimizers.items()}
         self.schedulers = {
             name: scheduler
             for name, optimizer in self.optimizers.items()
@@ -178,6 +184,26 @@ class TrainingState:
         self.pending_powersgd_state: Mapping[str, Any] | None = None
         self.progress = TrainProgress()
 
+    @contextmanager
+    def all_trainable(self) -> Iterator[None]:
+        """Within, each parameter that was built trainable is so, even if the task has turned it off meanwhile."""
+        flags = [(parameter, parameter.requires_grad) for _, parameter in self._trained]
+        for parameter, _ in flags:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+
+    def _require_same_groups(self) -> None:
+        for name, optimizer in self.optimizers.items():
+            if len(optimizer.param_groups) != self._group_counts[name]:
+                raise TaskError(
+                    f"the optimizer {name!r} got a parameter group during training (add_param_group), with which no "
+                    "checkpoint could be loaded. Give it all groups in build_optimizer, first with lr=0."
+                )
+
     @property
     def evaluated_module(self) -> nn.Module:
         """The weights that are evaluated: the moving average where there is one."""
@@ -185,7 +211,7 @@ class TrainingState:
 
     def learning_rates(self) -> list[float]:
         """Return the learning rate of each parameter group, over all optimizers."""
-        return [current_lr(group) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        return [float(current_lr(group)) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale the loss for backward."""
@@ -198,6 +224,7 @@ class TrainingState:
             clip: clips them; None where nothing does.
             finite: whether the gradients of all ranks are; a scaler sees only this rank's part of them.
         """
+        self._require_same_groups()
         applied = True
         if self.scaler is not None:
             applied = self.scaler.unscale_all(self.optimizers.values(), finite=finite)
@@ -246,7 +273,12 @@ class TrainingState:
                 scheduler.step(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, by part; tensors are not copied."""
+        """Everything, by part; tensors are not copied.
+
+        Raises:
+            TaskError: it could not be loaded.
+        """
+        self._require_same_groups()
         state: dict[str, Any] = {
             "model": self.module.state_dict(),
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
@@ -254,6 +286,8 @@ class TrainingState:
             "progress": dataclasses.asdict(self.progress),
             "callback": self.callback.state_dict(),
         }
+        if untrained := [name for name, parameter in self._trained if not parameter.requires_grad]:
+            state["untrained"] = untrained
         if task_state := self._task.state_dict():
             state["task"] = task_state
         if self.scaler is not None:
@@ -282,6 +316,9 @@ class TrainingState:
                 load_module(self.ema, state["ema"])
             if self.outer is not None and "outer" in state:
                 self.outer.load_state_dict(state["outer"])
+            untrained = set(state.get("untrained", ()))
+            for name, parameter in self._trained:
+                parameter.requires_grad_(name not in untrained)
             for name, buffers in self.changed_buffers.items():
                 buffers.load_state_dict(state.get(name, {}))
             self.pending_powersgd_state = state.get("powersgd")
@@ -313,6 +350,9 @@ def build_task_model(task: Task) -> nn.Module:
             f"{type(task).__name__}.build_model returned a model without a trainable parameter: "
             "there is nothing to train."
         )
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise TaskError(f"{name!r} has no shape yet. Call the model with one batch in build_model.")
     for layer in module.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             # Autograd adds a sparse gradient entry by entry to the sum so far, so the sum of a row that occurs twice in
@@ -352,7 +392,14 @@ def _trainable(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 def _build_scheduler(task: Task, optimizer: Optimizer, total_steps: int | None) -> Any:
     if total_steps is not None:
-        return task.build_scheduler(optimizer, total_steps)
+        scheduler = task.build_scheduler(optimizer, total_steps)
+        missing = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, name)]
+        if scheduler is not None and missing:
+            raise TaskError(
+                f"{type(task).__name__}.build_scheduler returned a {type(scheduler).__name__} without "
+                f"{join_names(missing)}. Use a scheduler of torch.optim.lr_scheduler, such as LambdaLR, or add them."
+            )
+        return scheduler
     # Only what follows evaluations can do without the number of steps.
     needs = "a scheduler needs the number of steps, and a stream has no length. Give --max-steps."
     try:

@@ -154,8 +154,9 @@ def _loss(
         loss = as_loss(run.task, value, microbatch.num_samples)
     if not loss.sum.requires_grad:
         raise TaskError(
-            f"{type(run.task).__name__}.loss does not depend on the model's parameters, so it has no "
-            "gradient. Do not detach it, and do not turn it into a number."
+            f"{type(run.task).__name__}.loss does not depend on the model's parameters in micro-batch "
+            f"{microbatch.index} of step {step + 1}, so it has no gradient. Do not detach it, and do not turn it into "
+            "a number. If a micro-batch may have nothing to learn from, add 0 * output.sum() to the loss."
         )
     return loss
 

@@ -268,11 +268,33 @@ def test_many_float16_gradients_are_not_mistaken_for_infinity(
     assert model.weights.grad.unique().tolist() == [1.0]
 
 
-def test_parameters_that_cannot_be_summed_are_refused(
+def test_a_gradient_in_two_parts_is_refused_in_later_steps_too(
     alone: Callable[[nn.Module, int], GradientReducer],
 ) -> None:
-    with pytest.raises(TaskError, match="has no shape yet"):
-        alone(nn.LazyLinear(3), 1)
+    model = nn.Linear(2, 2)
+
+    def losses(microbatch: int) -> tuple[torch.Tensor, float, int]:
+        if microbatch == 2:
+            (0.1 * model.weight.square().sum()).backward()
+        return model(torch.ones(1, 2)).sum(), 1.0, 1
+
+    reduction = alone(model, 3)
+    take_step(reduction, [0, 1], losses)
+    with pytest.raises(TaskError, match="a parameter received its gradient in two parts"):
+        take_step(reduction, [0, 1, 2], losses)
+
+
+def test_a_buffer_that_forward_sets_is_refused(alone: Callable[[nn.Module, int], GradientReducer]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("mean", None)
+
+    def losses(microbatch: int) -> tuple[torch.Tensor, float, int]:
+        if microbatch == 1:
+            model[0].mean = torch.zeros(2)
+        return model(torch.ones(1, 2)).sum(), 1.0, 1
+
+    with pytest.raises(TaskError, match=r"the buffer '0\.mean' was None when training began"):
+        take_step(alone(model, 2), [0, 1], losses)
 
 
 def test_a_parameter_that_thaws_while_training_is_refused(

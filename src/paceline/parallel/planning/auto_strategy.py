@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import _lru_cache_wrapper
 from typing import Any
 
 import psutil
@@ -57,21 +60,22 @@ def choose_strategy(
     from paceline.parallel.planning.recommend import ClusterSpec, PlanRow, choose_plan, make_plan
 
     assert isinstance(config.microbatches, int)
-    plan = make_plan(
-        task,
-        config.task,
-        ClusterSpec(
-            gpus=world_size,
-            nodes=1,
-            memory=memory,
-            bandwidth=_BANDWIDTH[device],
-            flops_per_s=_FLOPS_PER_S[device],
-            device="cuda" if device == "cuda" else "cpu",
-        ),
-        assignments={},
-        global_batch_size=config.global_batch_size,
-        microbatches=config.microbatches,
-    )
+    with _drop_cached_results():
+        plan = make_plan(
+            task,
+            config.task,
+            ClusterSpec(
+                gpus=world_size,
+                nodes=1,
+                memory=memory,
+                bandwidth=_BANDWIDTH[device],
+                flops_per_s=_FLOPS_PER_S[device],
+                device="cuda" if device == "cuda" else "cpu",
+            ),
+            assignments={},
+            global_batch_size=config.global_batch_size,
+            microbatches=config.microbatches,
+        )
     precision = "fp32" if config.precision == "fp32" else "bf16"  # fp16 takes what bf16 takes
     again = config.checkpoint_activations != "none"
 
@@ -127,14 +131,30 @@ def _with(config: RunConfig, row: object) -> RunConfig | None:
 def _parameter_bytes(task: Task) -> int | None:
     """Count the bytes of the task's model without memory or random numbers; None if it cannot be built so.
 
-    The task itself is left alone: it may keep what it builds.
+    The task itself is left alone, and so are ``functools`` caches: both may keep what is built.
     """
     dtype = torch.get_default_dtype()
     try:
-        with preserve_rng_state(), torch.device("meta"):
+        with preserve_rng_state(), _drop_cached_results(), torch.device("meta"):
             module = copy.deepcopy(task).build_model()
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     except Exception:  # it will be said when the model is built for real
         return None
     finally:
         torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def _drop_cached_results() -> Iterator[None]:
+    """Clear the ``functools`` caches that were filled within, since tensors on the meta device have no data."""
+    before = {id(cache): cache.cache_info().misses for cache in _functools_caches()}
+    try:
+        yield
+    finally:
+        for cache in _functools_caches():
+            if cache.cache_info().misses > before.get(id(cache), 0):
+                cache.cache_clear()
+
+
+def _functools_caches() -> list[Any]:
+    return [each for each in gc.get_objects() if type(each) is _lru_cache_wrapper]
