@@ -467,7 +467,7 @@ def _step_options(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> st
 
 
 def _requested_cpus(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> int | None:
-    """Return the CPUs of each task of a step; None: what the job has on each node."""
+    """Return the CPUs of each task of a step; None: those that the job has on each node."""
     # The nodes of an allocation may have different numbers of CPUs, as of processes.
     if not batch and (spec.cpus_per_task is None or len(spec.nproc) > 1):
         return None
