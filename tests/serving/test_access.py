@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +18,8 @@ from tests.conftest import Processes
 from tests.serving.conftest import Server, json_request
 from tests.serving.load import PATH
 
-from paceline.core.access import read_bearer_token
+from paceline.core import access
+from paceline.core.access import BearerTokens, read_bearer_token
 from paceline.core.errors import ConfigError
 from paceline.serving.model import ServingOptions
 from paceline.serving.server import ListenAddress, bind, listen
@@ -29,8 +33,10 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_token(start: Callable[..., Server], token_file: Path) -> None:
-    server = start("fashion-mnist@prod", "--token-file", token_file, "--receive-timeout", "1s")
+def test_a_token(
+    start: Callable[..., Server], run_processes: Processes, token_file: Path, wait_until: Callable[..., None]
+) -> None:
+    server = start("fashion-mnist@prod", "--token-file", token_file, "--receive-timeout", "1s", "--access-log")
     with httpx.Client(base_url=server.url, timeout=60) as client:
         assert client.get("/v2/health/ready").status_code == 200
         for address in ("/v2", "/metrics", "/openapi.json", "/v2/models/fashion-mnist"):
@@ -42,6 +48,11 @@ def test_a_token(start: Callable[..., Server], token_file: Path) -> None:
             assert client.post(PATH, json=json_request(), headers=right).status_code == 200
         for other in ("Basic 0123456789abcdef", "0123456789abcdef", "Bearer"):
             assert client.get("/v2", headers={"Authorization": other}).status_code == 401
+        # Each client may have a token of its own, and a token may be exchanged while the server runs.
+        token_file.write_text("# clients\nalice aaaaaaaaaaaaaaaa\n\nbob bbbbbbbbbbbbbbbb\n")
+        wait_until(lambda: client.get("/v2", headers=right).status_code == 401, "the tokens of now", timeout_s=60)
+        for token in ("a" * 16, "b" * 16):
+            assert client.get("/v2", headers={"Authorization": f"Bearer {token}"}).status_code == 200
     # A client that does not go on is sent away.
     host, _, port = urlsplit(server.url).netloc.partition(":")
     with socket.create_connection((host, int(port)), timeout=60) as slow:
@@ -50,6 +61,31 @@ def test_a_token(start: Callable[..., Server], token_file: Path) -> None:
         while piece := slow.recv(4096):
             answers += piece
         assert b" 401 " in answers
+    server.popen.send_signal(signal.SIGINT)
+    log = run_processes.finish(server.popen).stderr
+    assert re.search(r"127\.0\.0\.1 alice GET '/v2' 200", log)
+    assert "2 tokens are valid" in log
+    assert "aaaa" not in log
+
+
+def test_the_tokens_of_a_file(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_RELOAD_S", 0)
+    tokens = BearerTokens(token_file)
+    assert tokens.client_of(b"0123456789abcdef") == ""
+    assert tokens.client_of(b"0123456789abcdeg") is None
+    token_file.write_text("alice aaaaaaaaaaaaaaaa\n")
+    assert tokens.client_of(b"a" * 16) == "alice"
+    assert tokens.client_of(b"0123456789abcdef") is None
+    for invalid in ("", "alice\n", "alice bob aaaaaaaaaaaaaaaa\n", "al/ice aaaaaaaaaaaaaaaa\n", "# aaaaaaaaaaaaaaaa\n"):
+        token_file.write_text(invalid)
+        assert tokens.client_of(b"a" * 16) == "alice", "a mistake locks nobody out"
+        with pytest.raises(ConfigError, match="token"):
+            BearerTokens(token_file)
+    token_file.unlink()
+    assert tokens.client_of(b"a" * 16) == "alice"
+    os.mkfifo(token_file, 0o600)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        BearerTokens(token_file)
 
 
 def test_a_token_file_that_others_can_read(token_file: Path) -> None:
@@ -67,10 +103,10 @@ def test_a_token_that_is_none(token_file: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
-def test_no_public_address_without_a_token(host: str) -> None:
+def test_no_public_address_without_a_token(host: str, token_file: Path) -> None:
     with pytest.raises(ConfigError, match="--token-file"):
         ListenAddress(host=host)
-    assert ListenAddress(host=host, token="0123456789abcdef").host == host
+    assert ListenAddress(host=host, tokens=BearerTokens(token_file)).host == host
 
 
 def test_a_port_in_use() -> None:

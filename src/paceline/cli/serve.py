@@ -76,7 +76,8 @@ def serve(
     devices
         Devices of the replicas, in turn: cpu, or cuda:0,cuda:1.
     token_file
-        File with the token that clients send (Authorization: Bearer TOKEN); readable only by you.
+        File with the token that clients send (Authorization: Bearer TOKEN), or a line with a name and a token for each
+        client; readable only by you. The server reads it again when it changes.
     max_batch
         Largest number of rows in a batch.
     max_queue
@@ -151,12 +152,12 @@ def serve(
     if explicit_options(kserve):
         raise ConfigError(f"--{min(explicit_options(kserve)).replace('_', '-')} is only for --on kserve.")
     _require_libraries()
-    from paceline.core.access import read_bearer_token
+    from paceline.core.access import BearerTokens
     from paceline.serving.app import open_model
     from paceline.serving.server import ListenAddress
 
-    token = None if token_file is None else read_bearer_token(token_file)
-    address = ListenAddress(host=host, port=port, grpc_port=grpc_port, token=token)
+    tokens = None if token_file is None else BearerTokens(token_file)
+    address = ListenAddress(host=host, port=port, grpc_port=grpc_port, tokens=tokens)
     ray_options = None
     if on == "ray":
         from paceline.serving.ray_serve import RayServeOptions

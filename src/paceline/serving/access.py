@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from paceline.core.access import is_loopback, is_same_token
+from paceline.core.access import BearerTokens, is_loopback
 from paceline.serving.batching import RequestFailure
 
 
@@ -17,33 +17,39 @@ class AccessPolicy:
     replaced only by programs of this machine.
     """
 
-    def __init__(self, token: str | None) -> None:
-        self._expected = None if token is None else token.encode()
+    def __init__(self, tokens: BearerTokens | None) -> None:
+        self._tokens = tokens
 
-    def check_token(self, headers: Mapping[bytes, bytes]) -> None:
-        """Check the token of a request, or the name by which it calls a server without one."""
-        if self._expected is None:
+    def check_token(self, headers: Mapping[bytes, bytes]) -> str:
+        """Check the token of a request, or the name by which it calls a server without one; return its client's name.
+
+        Raises:
+            RequestFailure: 401 or 403.
+        """
+        if self._tokens is None:
             if not _is_local_name(headers.get(b"host", b"localhost")):
                 raise RequestFailure(
                     403,
                     "without a token, this server answers only under a local name such as localhost. Send this name "
                     "as Host, or start the server with --token-file.",
                 )
-            return
+            return ""
         scheme, _, actual = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not is_same_token(actual.strip(), self._expected):
+        client = self._tokens.client_of(actual.strip()) if scheme.lower() == b"bearer" else None
+        if client is None:
             raise RequestFailure(
                 401,
                 "the token is missing or wrong. Send it as Authorization: Bearer TOKEN.",
                 [(b"www-authenticate", b"Bearer")],
             )
+        return client
 
     def check_admin(self, scope: MutableMapping[str, Any], headers: Mapping[bytes, bytes]) -> None:
         """Refuse a request that may not change the served models, after its token has been checked."""
         # A page of another site cannot send this content type without permission, nor use our host name.
         if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
             raise RequestFailure(415, "the Content-Type must be application/json.")
-        if self._expected is not None:
+        if self._tokens is not None:
             return
         client = (scope.get("client") or ("",))[0]
         if not is_loopback(client) or not _is_local_name(headers.get(b"host", b"")):

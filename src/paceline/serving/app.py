@@ -347,7 +347,7 @@ class App:
         if self.draining:
             headers.append((b"connection", b"close"))
         if self._logs_access:
-            client = (scope.get("client") or ("-",))[0]
+            client = f"{(scope.get('client') or ('-',))[0]} {scope.get('paceline.client', '')}".strip()
             seconds = time.perf_counter() - start
             # A path with line breaks must not start a new line of the log.
             access_log.info("%s %s %.200r %d %.1f ms", client, scope["method"], scope["path"], status, 1000 * seconds)
@@ -362,7 +362,7 @@ class App:
         if parts == [""] or (parts[0] == "page" and len(parts) == 2):
             # Open without the token, since this page asks for it.
             return _read(scope, lambda: self._page(parts[-1] or "index.html", headers))
-        self._access.check_token(headers)
+        scope["paceline.client"] = self._access.check_token(headers)
         match parts:
             case ["v2", "models", name, *rest]:
                 return await self._model(scope, receive, headers, name, rest)

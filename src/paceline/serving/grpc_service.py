@@ -204,7 +204,7 @@ class Service:
             code = grpc.StatusCode.CANCELLED
             try:
                 if name not in _OPEN:
-                    self._check_token(context)
+                    client = f"{client} {self._check_token(context)}".strip()
                 if isinstance(message, RequestFailure):
                     raise message
                 reply = await method(message, context)
@@ -224,9 +224,9 @@ class Service:
 
         return answer
 
-    def _check_token(self, context: Any) -> None:
+    def _check_token(self, context: Any) -> str:
         token = dict(context.invocation_metadata() or ()).get("authorization", "")
-        self._access.check_token({b"authorization": token.encode()})
+        return self._access.check_token({b"authorization": token.encode()})
 
     async def _server_live(self, message: Any, context: Any) -> Any:
         return service_pb2.ServerLiveResponse(live=True)

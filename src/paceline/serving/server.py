@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from paceline.core.access import is_loopback
+from paceline.core.access import BearerTokens, is_loopback
 from paceline.core.errors import ConfigError
 from paceline.serving.access import AccessPolicy
 from paceline.serving.app import ON_DISCONNECT, App, DeploymentFactory, Models, error_answer
@@ -298,18 +298,18 @@ _KEEP_ALIVE_S = 75
 
 @dataclass(frozen=True, kw_only=True)
 class ListenAddress:
-    """Where a server listens, and the token of its clients; gRPC only if it has a port."""
+    """Where a server listens, and the tokens of its clients; gRPC only if it has a port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None
-    token: str | None = None
+    tokens: BearerTokens | None = None
 
     def __post_init__(self) -> None:
         for name, port in (("port", self.port), ("grpc-port", self.grpc_port)):
             if port is not None and not 0 <= port <= 65535:
                 raise ConfigError(f"--{name} must be between 0 and 65535, but is {port}.")
-        if self.token is None and not is_loopback(self.host):
+        if self.tokens is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines, so it needs --token-file. "
                 "Without a token, listen on 127.0.0.1."
@@ -412,7 +412,7 @@ async def serve(
         loop.add_signal_handler(number, stop.on_signal, number)
     with bind(address) as bound:
         models = Models(options, deploy)
-        app = App(models, options, AccessPolicy(address.token))
+        app = App(models, options, AccessPolicy(address.tokens))
         async with _grpc(app, models, address, options) as grpc:
             if not await _run_unless(stop.requested, models.start(served_models)):
                 return
@@ -435,7 +435,7 @@ async def _grpc(
     if address.grpc_port is None:
         yield None
         return
-    access = AccessPolicy(address.token)
+    access = AccessPolicy(address.tokens)
     server = GrpcServer(
         *(address.host, address.grpc_port),
         models=models,
