@@ -126,7 +126,8 @@ def _print_first_error(directory: RunDirectory) -> None:
 
 def ranks_with_logs(directory: RunDirectory) -> list[int]:
     """Return the ranks that have a log, in order."""
-    names = (re.fullmatch(r"rank-(\d+)\.log", path.name) for path in directory.logs.glob("rank-*.log"))
+    files = (path for path in directory.logs.glob("rank-*.log") if path.is_file())
+    names = (re.fullmatch(r"rank-(\d+)\.log", path.name) for path in files)
     return sorted(int(match[1]) for match in names if match)
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import secrets
+import stat
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from paceline.core.errors import RunDirectoryError
 
@@ -64,6 +65,39 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+# --- Reading files that other users or programs may have put there ---
+
+
+_MAX_DOCUMENT_BYTES = 64 * 2**20
+_MAX_RECORDS_BYTES = 2**30
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read, if it is a regular one: a FIFO would wait for a writer, a device may never end.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "this is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_document(path: Path, limit: int = _MAX_DOCUMENT_BYTES) -> bytes:
+    """Read a whole file of at most ``limit`` bytes.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or has more bytes.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"this has more than {limit:,} bytes", str(path))
+    return content
+
+
 def read_json_lines(path: Path, *, errors: Literal["strict", "replace"] = "strict") -> list[dict[str, Any]]:
     """Return the records of a JSONL file, without torn lines; none if the file is missing.
 
@@ -73,9 +107,10 @@ def read_json_lines(path: Path, *, errors: Literal["strict", "replace"] = "stric
 
     Raises:
         UnicodeDecodeError: there are such bytes, with ``strict``.
+        OSError: it cannot be read, is not a regular file, or has more than 1 GiB.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors=errors).splitlines()
+        lines = read_document(path, _MAX_RECORDS_BYTES).decode(errors=errors).splitlines()
     except FileNotFoundError:
         return []
     records = []

@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 from paceline import __version__
 from paceline.core.access import LOOPBACK_NAMES, is_loopback, is_same_token
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.files import open_regular
 from paceline.core.option_sets import select
 from paceline.insight.run_index import Curves, Index
 from paceline.launch.launcher import JobStatus
@@ -225,10 +226,10 @@ def log_tail(directory: RunDirectory, rank: int) -> str | None:
     try:
         if path.is_symlink() or not path.is_file():
             return None
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _LOG_BYTES))
-            content = file.read().decode(errors="replace")
+            content = file.read(_LOG_BYTES).decode(errors="replace")
     except OSError:
         return None
     return content if size <= _LOG_BYTES else content.partition("\n")[2]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from paceline.core.errors import RunDirectoryError
+from paceline.core.files import open_regular
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import (
     FOREIGN,
@@ -114,7 +115,7 @@ class Curves:
     def update(self) -> None:
         """Read the new lines; if the file was replaced, as by a resume, read it from the start."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 status = os.fstat(file.fileno())
                 if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
                     self._reset()
@@ -129,8 +130,8 @@ class Curves:
                     file.seek(self._offset)
                     for line in whole.split(b"\n"):
                         self._read(line)
-                    if len(rest) == 0 and len(chunk) < _CHUNK:
-                        break
+                    if (len(rest) == 0 and len(chunk) < _CHUNK) or self._offset >= status.st_size:
+                        break  # what was added meanwhile is for the next update
         except OSError:
             self._reset()
 

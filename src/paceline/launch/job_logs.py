@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from paceline.core.errors import LaunchError
+from paceline.core.files import open_regular
 from paceline.launch.launcher import JobStatus
 
 # --- Following log files: several files as one stream, with equal lines of ranks merged ---
@@ -21,6 +22,7 @@ from paceline.launch.launcher import JobStatus
 
 _POLL_S = 0.2
 _BLOCK_BYTES = 64 * 1024
+_MAX_LINE_BYTES = 2**20
 
 
 class Tail:
@@ -33,10 +35,11 @@ class Tail:
 
     def __init__(self, path: Path, last_lines: int | None = None) -> None:
         self._path = path
-        self._file: BinaryIO = path.open("rb")
+        self._file: BinaryIO = open_regular(path)
         if last_lines is not None:
             self._file.seek(_start_of_last_lines(self._file, last_lines))
         self._partial = b""
+        self._is_cut = False
 
     def __enter__(self) -> Tail:
         return self
@@ -50,7 +53,15 @@ class Tail:
         while block := self._file.read(_BLOCK_BYTES):
             *complete, self._partial = (self._partial + block).split(b"\n")
             for line in complete:
-                yield _displayed(line)
+                if not self._is_cut:
+                    yield _displayed(line)
+                self._is_cut = False
+            if self._is_cut:
+                self._partial = b""
+            elif len(self._partial) > _MAX_LINE_BYTES:
+                yield f"{_displayed(self._partial)} (cut: this line has more than {_MAX_LINE_BYTES:,} bytes)"
+                self._is_cut = True
+                self._partial = b""
 
     def unfinished_line(self) -> str:
         """Return the text after the last line end."""
@@ -64,7 +75,7 @@ class Tail:
         opened = os.fstat(self._file.fileno())
         if not os.path.samestat(now, opened):
             self._file.close()
-            self._file = self._path.open("rb")
+            self._file = open_regular(self._path)
         elif now.st_size < self._file.tell():
             self._file.seek(0)
             self._partial = b""

@@ -33,7 +33,7 @@ from typing import Any
 import tomli_w
 
 from paceline.core.errors import RunDirectoryError, RunInUseError
-from paceline.core.files import DISK_ERRORS, _append, read_json_lines, write_atomically
+from paceline.core.files import DISK_ERRORS, _append, open_regular, read_document, read_json_lines, write_atomically
 
 _MOST_EVENTS = 1000
 _unwritten: dict[Path, list[str]] = {}
@@ -192,7 +192,7 @@ class RunDirectory:
             RunDirectoryError: it is missing or damaged.
         """
         try:
-            return tomllib.loads(self.manifest.read_text(encoding="utf-8"))
+            return tomllib.loads(read_document(self.manifest).decode())
         except FileNotFoundError:
             raise RunDirectoryError(f"{self.path} is not a run directory: it has no run.toml.") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -235,7 +235,7 @@ class RunDirectory:
             RunDirectoryError: it is damaged.
         """
         try:
-            result = json.loads(self.result.read_bytes())
+            result = json.loads(read_document(self.result))
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -278,7 +278,7 @@ class RunDirectory:
     def is_running(self) -> bool:
         """Return whether a process on this node holds the run's lock."""
         try:
-            with self.lock.open("rb") as file:
+            with open_regular(self.lock) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

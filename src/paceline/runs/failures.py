@@ -18,7 +18,7 @@ import msgspec
 import paceline
 from paceline.core import errors
 from paceline.core.errors import DataError, HangError, PacelineError, PeerLostError, UserError
-from paceline.core.files import write_atomically
+from paceline.core.files import open_regular, read_document, write_atomically
 from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.runs.directory import RunDirectory
 
@@ -109,7 +109,7 @@ def record_failure(directory: RunDirectory, rank: int, error: BaseException) -> 
 def read_failure(path: Path) -> FailureRecord | None:
     """Read a recorded failure; None if it is missing or unreadable."""
     try:
-        return msgspec.convert(json.loads(path.read_bytes()), FailureRecord)
+        return msgspec.convert(json.loads(read_document(path)), FailureRecord)
     except (OSError, ValueError):
         return None
 
@@ -274,10 +274,10 @@ def _last_line(directory: RunDirectory | None, rank: int | None) -> str:
     if directory is None or rank is None:
         return ""
     try:
-        with directory.log_of(rank).open("rb") as file:
+        with open_regular(directory.log_of(rank)) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - 4096))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            lines = [line.strip() for line in file.read(4096).decode(errors="replace").splitlines() if line.strip()]
     except OSError:
         return ""
     return lines[-1] if lines else ""

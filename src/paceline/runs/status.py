@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.files import open_regular, read_document
 from paceline.core.options import parse_best
 from paceline.runs.directory import RunDirectory
 
@@ -124,7 +125,7 @@ def read_beats(directory: RunDirectory) -> list[HeartbeatRecord]:
 
 def _read(path: Path) -> HeartbeatRecord | None:
     try:
-        return msgspec.convert(json.loads(path.read_bytes()), HeartbeatRecord)
+        return msgspec.convert(json.loads(read_document(path)), HeartbeatRecord)
     except (OSError, ValueError):
         return None
 
@@ -241,7 +242,7 @@ def _summarise(directory: RunDirectory) -> RunSummary:
     config, task = manifest.get("config", {}), manifest.get("task", {})
     events = directory.read_events()
     records = last_records(directory.metrics)
-    result = json.loads(directory.result.read_text()) if directory.result.is_file() else {}
+    result = json.loads(read_document(directory.result)) if directory.result.is_file() else {}
     started: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "started"), {})
     steps = [r["step"] for r in (*events, *records) if r.get("step") is not None]
     state = _state(directory, events)
@@ -314,10 +315,10 @@ def _main_metric(
 def last_records(path: Path) -> list[dict[str, Any]]:
     """Return the records at the end of a JSONL file, which may be large; malformed lines are skipped."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     records = []
