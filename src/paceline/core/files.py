@@ -69,7 +69,6 @@ def fsync_directory(path: Path) -> None:
 
 
 _MAX_DOCUMENT_BYTES = 64 * 2**20
-_MAX_RECORDS_BYTES = 2**30
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -99,7 +98,7 @@ def read_document(path: Path, limit: int = _MAX_DOCUMENT_BYTES) -> bytes:
 
 
 def read_json_lines(path: Path, *, errors: Literal["strict", "replace"] = "strict") -> list[dict[str, Any]]:
-    """Return the records of a JSONL file, without torn lines; none if the file is missing.
+    """Return the records that a JSONL file has now, without torn lines; none if the file is missing.
 
     Args:
         path: the file.
@@ -107,10 +106,12 @@ def read_json_lines(path: Path, *, errors: Literal["strict", "replace"] = "stric
 
     Raises:
         UnicodeDecodeError: there are such bytes, with ``strict``.
-        OSError: it cannot be read, is not a regular file, or has more than 1 GiB.
+        OSError: it cannot be read, or is not a regular file.
     """
     try:
-        lines = read_document(path, _MAX_RECORDS_BYTES).decode(errors=errors).splitlines()
+        with open_regular(path) as file:
+            # Not to its end, which a writer may move for ever.
+            lines = file.read(os.fstat(file.fileno()).st_size).decode(errors=errors).splitlines()
     except FileNotFoundError:
         return []
     records = []
