@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -38,7 +39,7 @@ from paceline.data.loader import (
     resolve_workers,
 )
 from paceline.data.order import DeterministicSampler, split_train_val
-from paceline.data.samples import TensorLoader, to_device
+from paceline.data.samples import TensorLoader, data_workers, to_device
 
 pytestmark = pytest.mark.integration
 
@@ -257,6 +258,11 @@ def test_workers_change_nothing(reference: list[list[tuple[Any, ...]]], workers:
         assert flat(loader.fetch(0, 2, range(3))) == reference[2]
         assert flat(loader.fetch(0, 3, range(1, 2))) == reference[3][1:2]
         assert flat(loader.fetch(1, 0, range(1, 2))) == reference[steps][1:2]
+        # What a trainer leaves behind that is killed now: its semaphores have no names any more.
+        opened = {each.path for pid in data_workers() for each in psutil.Process(pid).memory_maps()}
+        semaphores = [path for path in opened if path.startswith("/dev/shm/sem.")]
+        assert semaphores
+        assert not [path for path in semaphores if Path(path).exists()]
 
 
 def test_reading_here_leaves_the_trainers_generators_alone() -> None:

@@ -26,10 +26,12 @@ import gc
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -169,6 +171,7 @@ class ForkServerProcess:
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ)
         self._pids: dict[int, int] = {}  # by pidfd
+        self._folders: dict[int, str] = {}  # multiprocessing's temporary files, by process id
 
     def serve(self) -> Child | None:
         """Serve until the client has gone; in a forked child, return what it must run."""
@@ -199,13 +202,20 @@ class ForkServerProcess:
         sys.stderr.flush()
         # A child may be asked to stop before it handles signals: it would ignore that as this process does.
         signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_STOP_SIGNALS)
+        folder = None
+        if self._kill_groups:
+            with suppress(OSError):  # on a full disk the child makes its own when it needs one
+                folder = tempfile.mkdtemp(prefix="pymp-")
         try:
             pid = os.fork()
         except OSError as error:
+            _remove(folder)
             self._answer({"failed": number, "error": str(error)})
         else:
             if pid == 0:
-                return self._become_child(request, descriptors)
+                return self._become_child(request, descriptors, folder)
+            if folder is not None:
+                self._folders[pid] = folder
             pidfd = os.pidfd_open(pid)  # only this process reaps it, so the number is still its own
             self._pids[pidfd] = pid
             self._selector.register(pidfd, selectors.EVENT_READ)
@@ -215,9 +225,14 @@ class ForkServerProcess:
             os.close(descriptor)
         return None
 
-    def _become_child(self, request: Mapping[str, Any], descriptors: list[int]) -> Child:
+    def _become_child(self, request: Mapping[str, Any], descriptors: list[int], folder: str | None) -> Child:
         """Keep nothing of the parent's but the request."""
         os.setsid()
+        if folder is not None:
+            # A killed process removes nothing, so this one's parent does. Processes that it starts use the folder too.
+            from multiprocessing import process
+
+            process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
         self._selector.close()
         self._requests.close()
         for pidfd in self._pids:
@@ -233,6 +248,7 @@ class ForkServerProcess:
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
             _kill_group(pid)
         _, status = os.waitpid(pid, 0)
+        _remove(self._folders.pop(pid, None))
         self._selector.unregister(pidfd)
         os.close(pidfd)
         self._answer({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
@@ -248,6 +264,13 @@ class ForkServerProcess:
                 _kill_group(pid)
             for pid in self._pids.values():
                 os.waitpid(pid, 0)
+            for folder in self._folders.values():
+                _remove(folder)
+
+
+def _remove(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill_group(pid: int) -> None:

@@ -21,7 +21,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from functools import partial
+from multiprocessing import util
+from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import SemLock
 from typing import Any, Protocol
 
 import numpy as np
@@ -618,6 +621,8 @@ class _Workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["paceline.data.forkserver_preload"])
         self._sequence = _Sequence()
+        self._started, started = context.Pipe(duplex=False)
+        self._to_start = num_workers
         self._loader: DataLoader[Any] = DataLoader(
             _PickledReader(reader),  # type: ignore[arg-type]
             batch_size=None,
@@ -626,7 +631,7 @@ class _Workers:
             collate_fn=_identity,
             pin_memory=pin,
             multiprocessing_context=context,
-            worker_init_fn=_prepare_worker,
+            worker_init_fn=partial(_prepare_worker, started),
             prefetch_factor=max(2, -(-ahead // num_workers)),
             persistent_workers=True,
             # Otherwise every new sequence would draw a number from the trainer's generator.
@@ -635,6 +640,7 @@ class _Workers:
         self._iterator: Iterator[Any] = iter(())
         self._processes: set[Any] = set()
         self._end = weakref.finalize(self, _kill, self._processes)
+        self._names: set[str] = set()  # of the workers' semaphores
         self.pids: tuple[int, ...] = ()
         global _open
         _open = (*(reference for reference in _open if reference() is not None), weakref.ref(self))
@@ -642,17 +648,30 @@ class _Workers:
     def start(self, requests: Iterator[ReadRequest]) -> None:
         self._sequence.requests = requests
         before = set(multiprocessing.active_children())
+        known = set(_semaphore_names())
         self._iterator = iter(self._loader)
+        self._names |= set(_semaphore_names()) - known
         self._processes |= set(multiprocessing.active_children()) - before
         self.pids = tuple(process.pid for process in self._processes)
 
     def __next__(self) -> Any:
-        return next(self._iterator)
+        batch = next(self._iterator)
+        while self._to_start and self._started.poll():
+            self._started.recv_bytes()
+            self._to_start -= 1
+        if self._names and not self._to_start:
+            # Every worker has opened its semaphores by now. Their names would outlive a trainer that is killed.
+            finalizers = _semaphore_names()
+            for name in self._names & finalizers.keys():
+                finalizers[name]()
+            self._names = set()
+        return batch
 
     def close(self) -> None:
         # These are the last references; the DataLoader's iterator ends its workers when it is collected.
         del self._iterator, self._loader
         self._end()
+        self._started.close()
         self.pids = ()
 
 
@@ -708,11 +727,21 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _prepare_worker(worker: int) -> None:
+def _semaphore_names() -> dict[str, Callable[[], object]]:
+    """Return what removes each named semaphore of this process, as its exit would."""
+    return {
+        finalizer._args[0]: finalizer
+        for finalizer in list(util._finalizer_registry.values())  # type: ignore[attr-defined]
+        if finalizer._callback is SemLock._cleanup  # type: ignore[attr-defined]
+    }
+
+
+def _prepare_worker(started: Connection, worker: int) -> None:
     """Ignore Ctrl-C and a scheduler's signals, because the trainer decides when the worker ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     install_dump_handler()
+    started.send_bytes(b"1")
     threading.Thread(target=_end_with_trainer, daemon=True).start()
 
 

@@ -7,11 +7,13 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 SLOW = """
 import os, signal, socket, sys, time
+from multiprocessing import util
 from paceline.core.fork_server import ForkServerProcess
 from paceline.core.signals import WORKER_STOP_SIGNALS
 from paceline.elastic.forkserver import prepare_child
@@ -24,7 +26,12 @@ def late():
     setsid()
 
 os.setsid = late
-worker.main_member = lambda *arguments: time.sleep(600)
+
+def main(job, *arguments):
+    print(util.get_temp_dir(), file=open(job.with_name("started"), "w"), flush=True)
+    time.sleep(600)
+
+worker.main_member = main
 for number in WORKER_STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)
 child = ForkServerProcess(socket.socket(fileno=int(sys.argv[1])), prepare_child).serve()
@@ -32,7 +39,9 @@ sys.exit(0 if child is None else child())
 """
 
 
-def test_a_worker_heeds_what_it_is_sent_as_soon_as_it_is_there(run_processes: Any, tmp_path: Path) -> None:
+def test_a_worker_heeds_what_it_is_sent_as_soon_as_it_is_there(
+    run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
+) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel, other = socket.socketpair()
     with ours, channel, other:
@@ -46,4 +55,16 @@ def test_a_worker_heeds_what_it_is_sent_as_soon_as_it_is_there(run_processes: An
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         os.close(pidfd)
         assert json.loads(ours.recv(4096)) == {"exited": told["pid"], "code": -signal.SIGTERM}
+        # What a killed worker has put into multiprocessing's temporary folder goes with it.
+        socket.send_fds(ours, [json.dumps(request).encode()], [other.fileno()])
+        content, (pidfd,), _, _ = socket.recv_fds(ours, 4096, 1)
+        told = json.loads(content)
+        started = tmp_path / "started"
+        wait_until(lambda: started.is_file() and started.read_text().endswith("\n"), "the worker runs")
+        folder = Path(started.read_text().strip())
+        assert folder.is_dir()
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+        assert json.loads(ours.recv(4096)) == {"exited": told["pid"], "code": -signal.SIGKILL}
+        assert not folder.exists()
     assert run_processes.finish(popen).returncode == 0
