@@ -11,7 +11,8 @@ import pytest
 from tests.launch.slurm_specs import SCRIPT, TASK, joined, text
 
 from paceline.core.errors import ConfigError
-from paceline.launch.launcher import get_launcher
+from paceline.core.options import parse_gpus
+from paceline.launch.launcher import LaunchSpec, get_launcher, refuse_gpu_type
 from paceline.launch.options import SlurmOptions
 
 
@@ -250,6 +251,7 @@ def test_an_array_with_a_task_of_slurms_for_each_rank() -> None:
 #SBATCH --array=0-9%2
 #SBATCH --exclusive
 #SBATCH --requeue
+# CPUs: all of each node. --cpus-per-task N sets another number.
 
 rm -f /home/me/jobs/train/exit-code-"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 # Bash returns from wait on a signal, although the step continues.
@@ -267,7 +269,7 @@ wait_for() {
   return "$code"
 }
 
-# What starts on a node has its CPUs in equal parts; undivided where nodes differ, or have too few.
+# The tasks on a node get its CPUs in equal parts; they share them where nodes differ, or have too few.
 share=0
 case "$SLURM_JOB_CPUS_PER_NODE" in
   *,*) ;;
@@ -402,7 +404,7 @@ wait_for() {
   return "$code"
 }
 
-# What starts on a node has its CPUs in equal parts; undivided where nodes differ, or have too few.
+# The tasks on a node get its CPUs in equal parts; they share them where nodes differ, or have too few.
 share=0
 case "$SLURM_JOB_CPUS_PER_NODE" in
   *,*) ;;
@@ -483,6 +485,51 @@ def test_the_layout_of_an_allocation(
     for name, value in {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "3,1", **variables}.items():
         monkeypatch.setenv(name, value)
     assert get_launcher("slurm").resolve_sizes(nodes, nproc, None) == sizes
+
+
+def test_gpus_bring_the_sites_own_number_of_cpus() -> None:
+    two = {"nodes": (2, 2), "nproc": (4,), "gpus_per_node": 4}
+    script = text(SCRIPT, **two)
+    assert "#SBATCH --ntasks-per-node=4\n#SBATCH --gres=gpu:4\n# CPUs: the site's default for each GPU" in script
+    assert "--cpus-per-task=$share" in script
+    script = text(SCRIPT, cpus_per_task=2, **two)
+    assert "#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=8\n#SBATCH --gres=gpu:4\n\n" in script
+    assert "#SBATCH --cpus-per-task=4\n\n" in text(SCRIPT, **{**two, "gpus_per_node": None})
+    exclusive = text(SCRIPT, SlurmOptions(exclusive=True), **two)
+    assert "#SBATCH --ntasks-per-node=1\n#SBATCH --gres=gpu:4\n#SBATCH --exclusive\n# CPUs: all of each" in exclusive
+
+
+@pytest.mark.parametrize("wish", ["gres=gpu:a100:2", "gpus=4", "gpus-per-task=1", "gpus-per-node=1g.5gb:2"])
+def test_gpus_in_slurms_own_words(wish: str) -> None:
+    script = text(SCRIPT, SlurmOptions(slurm=(wish,)), nproc=(2,))
+    assert f"#SBATCH --ntasks-per-node=2\n#SBATCH --{wish}\n# CPUs: the site's default" in script
+    # One task on each node starts the ranks, and has the GPUs of both.
+    assert (" --gres=gpu:2 $cpus" in script) == ("\nunset SLURM_GPUS_PER_TASK" in script) == (wish == "gpus-per-task=1")
+    script = text(SCRIPT, SlurmOptions(slurm=(wish,), constraint="a100"), nproc=(2,), rank_launcher="srun")
+    assert f"#SBATCH --ntasks-per-node=2\n#SBATCH --constraint=a100\n#SBATCH --{wish}\n" in script
+    assert "--gres=gpu:2 $cpus" not in script
+
+
+def test_gpus_of_a_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = {"gpu_type": "a100_1g.5gb", "gpus_per_node": 2}
+    assert "#SBATCH --gres=gpu:a100_1g.5gb:2\n" in text(SCRIPT, **typed)
+    with pytest.raises(ConfigError, match=r"Give one of them, such as --slurm gres=gpu:a100_1g.5gb:2,license:1"):
+        text(SCRIPT, SlurmOptions(slurm=("gres=license:1",)), **typed)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert "--gres=gpu:a100_1g.5gb:2 " in joined(text(SCRIPT, **typed))
+
+
+@pytest.mark.parametrize(
+    ("value", "type_and_number"),
+    [(2, (None, 2)), ("2", (None, 2)), ("a100:2", ("a100", 2)), ("gpu:1g.5gb:4", ("1g.5gb", 4))],
+)
+def test_how_gpus_are_written(value: int | str, type_and_number: tuple[str | None, int]) -> None:
+    assert parse_gpus(value) == type_and_number
+    with pytest.raises(ConfigError, match="must be a number, or on Slurm TYPE:NUMBER, such as a100:2, but is 'a100'"):
+        parse_gpus("a100")
+    spec = LaunchSpec(command=("true",), gpu_type="a100", gpus_per_node=2)
+    with pytest.raises(ConfigError, match="--gpus-per-node a100:2: only --on slurm takes a type"):
+        refuse_gpu_type(spec, "ray")
 
 
 def test_mpirun_and_ray_in_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from paceline.cli.options import explicit_options, group
 from paceline.core.errors import ConfigError
-from paceline.core.options import flag
+from paceline.core.options import flag, parse_gpus
 from paceline.launch.registry import LAUNCHER_NAMES, EnvStyle, RankLauncher
 
 LOCAL_LAUNCHERS = ("inprocess", "spawn", "torchrun")
@@ -27,7 +27,9 @@ class JobOptions:
     """Options of a job on any launcher."""
 
     name: Annotated[str | None, _flag("The job's name. Default: the script's or run's.")] = None
-    gpus_per_node: Annotated[int | None, _flag("GPUs to request on each node.")] = None
+    gpus_per_node: Annotated[
+        int | str | None, _flag("GPUs to request on each node: 2; on Slurm also of a type, such as a100:2 or 1g.5gb:2.")
+    ] = None
     cpus_per_task: Annotated[int | None, _flag("CPUs to request for each process.")] = None
     env: Annotated[tuple[str, ...], _flag("K=V, for every process; may be repeated.")] = ()
     rank_launcher: Annotated[
@@ -51,6 +53,8 @@ class JobOptions:
             for name in ("name", "gpus_per_node", "cpus_per_task", "rank_launcher", "env_style", "master_port")
             if getattr(self, name) is not None
         }
+        if self.gpus_per_node is not None:
+            fields["gpu_type"], fields["gpus_per_node"] = parse_gpus(self.gpus_per_node)
         if self.env:
             fields["env"] = parse_env(self.env)
         if self.roles is not None and world_size is not None:

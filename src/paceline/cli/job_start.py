@@ -16,7 +16,7 @@ from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_duration_s, parse_nodes, parse_nproc
-from paceline.launch.launcher import Launcher, LaunchSpec
+from paceline.launch.launcher import Launcher, LaunchSpec, refuse_gpu_type
 from paceline.launch.local_run import check_task
 from paceline.launch.preflight.spec import run_before
 from paceline.launch.submit import (
@@ -105,6 +105,7 @@ def start(
             spec = preflight_spec(spec, preflight)
         if launcher.preallocated:
             spec = dataclasses.replace(spec, gpus_per_node=None)  # the preflight has checked them
+    refuse_gpu_type(spec, launcher.name)
     rendered = launcher.render(spec, own)
     if dry_run and json:
         commands = rendered.commands if first is None else (first, *rendered.commands)

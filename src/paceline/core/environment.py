@@ -91,7 +91,7 @@ def allocation_nodes(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def allocation_tasks(environ: Mapping[str, str] = os.environ) -> tuple[int, ...] | None:
-    """Return the tasks on each node of the Slurm allocation; None outside of one, or without a number of tasks."""
+    """Return the tasks on each node of the Slurm allocation; None outside of one, or if it was made without tasks."""
     if "SLURM_JOB_ID" not in environ or "SLURM_TASKS_PER_NODE" not in environ:
         return None
     if "SLURM_NTASKS" not in environ and "SLURM_NTASKS_PER_NODE" not in environ:

@@ -37,6 +37,7 @@ class LaunchSpec:
         nodes: the least and the greatest number of nodes.
         nproc: processes per node: one number for all, or one for each.
         gpus_per_node: GPUs of each node to request from the cluster.
+        gpu_type: the GPUs' type, or MIG profile, in Slurm's words: a100, 1g.5gb.
         cpus_per_task: CPUs of each process to request from the cluster.
         walltime_s: the job's time limit.
         env: variables for every process.
@@ -87,6 +88,7 @@ class LaunchSpec:
     nodes: tuple[int, int] = (1, 1)
     nproc: tuple[int, ...] = (1,)
     gpus_per_node: int | None = None
+    gpu_type: str | None = None
     cpus_per_task: int | None = None
     walltime_s: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
@@ -171,6 +173,11 @@ class LaunchSpec:
     def starts_each_rank(self) -> bool:
         """Whether the command is started once for each rank, not once on each machine."""
         return self.rank_launcher in ONCE_A_RANK
+
+    @property
+    def gres(self) -> str:
+        """The GPUs of a node in Slurm's words: ``gpu:2``, ``gpu:a100:2``."""
+        return ":".join(["gpu", *([self.gpu_type] if self.gpu_type else []), str(self.gpus_per_node)])
 
     def thread_variables(self) -> dict[str, str]:
         """OMP_NUM_THREADS as a worker must find it, so that it is the same under every launcher."""

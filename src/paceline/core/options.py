@@ -306,6 +306,20 @@ def parse_nodes(value: int | str) -> tuple[int, int]:
     return least, most
 
 
+def parse_gpus(value: int | str) -> tuple[str | None, int]:
+    """Parse ``2``, ``a100:2`` or ``1g.5gb:2`` into a type, if it has one, and a number.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    match = re.fullmatch(r"(?:gpu:)?(?:([A-Za-z0-9_.+-]+):)?(-?\d+)", str(value))
+    if match is None:
+        raise ConfigError(
+            f"--gpus-per-node must be a number, or on Slurm TYPE:NUMBER, such as a100:2, but is {value!r}."
+        )
+    return match[1], int(match[2])
+
+
 def parse_nproc(value: int | str) -> tuple[int, ...] | None:
     """Parse 2, "2" or "8,4" into the processes of each node; None for "auto".
 

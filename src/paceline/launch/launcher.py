@@ -366,6 +366,19 @@ def refuse_what_is_for_clusters(spec: LaunchSpec, name: str) -> None:
             )
 
 
+def refuse_gpu_type(spec: LaunchSpec, name: str) -> None:
+    """Reject a type of GPUs that the system has no such word for.
+
+    Raises:
+        ConfigError: the spec names one.
+    """
+    if spec.gpu_type is not None and name != "slurm":
+        raise ConfigError(
+            f"--gpus-per-node {spec.gpu_type}:{spec.gpus_per_node}: only --on slurm takes a type of GPUs. Give "
+            f"--gpus-per-node {spec.gpus_per_node}, and name the type in the way of --on {name}."
+        )
+
+
 def refuse_walltime(spec: LaunchSpec, name: str) -> None:
     """Reject a time limit that no process would enforce; a task enforces its own.
 

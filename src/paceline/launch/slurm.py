@@ -144,7 +144,7 @@ def _given(spec: LaunchSpec, options: Any) -> dict[str, str]:
         "nodes": str(least) if least == most else f"{least}:{most}",
         "nproc": ",".join(map(str, spec.nproc)),
         "cpus_per_task": spec.cpus_per_task,
-        "gpus_per_node": spec.gpus_per_node,
+        "gpus_per_node": spec.gres.removeprefix("gpu:") if spec.gpus_per_node else None,
         "walltime": None if spec.walltime_s is None else f"{spec.walltime_s:g}s",
         **{
             name: getattr(options, name, None)

@@ -66,7 +66,6 @@ _REPLACEMENTS = {
     "ntasks": "--nodes and --nproc",
     "ntasks-per-node": "--nproc",
     "cpus-per-task": "--cpus-per-task",
-    "gres": "--gpus-per-node",
     "time": "--walltime",
     "signal": "--signal-before",
     "open-mode": "no option: logs are always appended",
@@ -109,11 +108,14 @@ def directives(spec: LaunchSpec, options: SlurmOptions) -> Iterator[tuple[str, s
     yield "open-mode", "append"
     yield "export", "ALL"
     yield "nodes", str(least) if least == most else f"{least}-{most}"
-    yield "ntasks-per-node", str(spec.nproc[0] if spec.starts_each_rank else 1)
-    if (cpus := cpus_per_task(spec, options)) is not None:
+    cpus = cpus_per_task(spec, options)
+    # For Slurm a task is one process each, also if a single task starts them: it gives CPUs by task.
+    is_by_task = spec.starts_each_rank or (cpus is None and not options.exclusive)
+    yield "ntasks-per-node", str(max(spec.nproc) if is_by_task else 1)
+    if cpus is not None:
         yield "cpus-per-task", str(cpus)
     if spec.gpus_per_node:
-        yield "gres", f"gpu:{spec.gpus_per_node}"
+        yield "gres", spec.gres
     if spec.walltime_s is not None:
         yield "time", slurm_time(spec.walltime_s)
     for name in ("partition", "account", "qos", "constraint", "exclude", "mem", "comment", "array"):
@@ -135,15 +137,26 @@ def directives(spec: LaunchSpec, options: SlurmOptions) -> Iterator[tuple[str, s
             raise ConfigError(f"--slurm must be KEY=VALUE with a long option of sbatch's, but is {text!r}.")
         if name in _REPLACEMENTS:
             raise ConfigError(f"--slurm {name} is not allowed, since Paceline sets it. Use {_REPLACEMENTS[name]}.")
+        if name == "gres" and spec.gpus_per_node:
+            raise ConfigError(
+                f"--slurm gres={value} and --gpus-per-node, which asks for gres={spec.gres}. Give one of them, such as "
+                f"--slurm gres={spec.gres},{value}"
+            )
         yield name, value if equals else None
 
 
 def cpus_per_task(spec: LaunchSpec, options: SlurmOptions) -> int | None:
-    """Return the CPUs of each Slurm task; None: all CPUs of the node."""
-    if options.exclusive and spec.cpus_per_task is None:
+    """Return the CPUs of each Slurm task; None: all CPUs of the node, or the site's default for its GPUs."""
+    if spec.cpus_per_task is None and (options.exclusive or _asks_for_gpus(spec, options)):
         return None
     per_rank = spec.cpus_per_task or 1
     return per_rank if spec.starts_each_rank else per_rank * max(spec.nproc)
+
+
+def _asks_for_gpus(spec: LaunchSpec, options: SlurmOptions) -> bool:
+    names = [text.removeprefix("--") for text in options.slurm]
+    pattern = r"gpus\b|gres=(.*,)?gpu\b|tres-per-.*gpu\b"
+    return bool(spec.gpus_per_node) or any(re.match(pattern, name) for name in names)
 
 
 def _signal_before_s(spec: LaunchSpec, options: SlurmOptions) -> int | None:
@@ -235,8 +248,13 @@ if [ "$code" -eq 75 ] &&
 fi
 """
 
+_ALL_CPUS = "# CPUs: all of each node. --cpus-per-task N sets another number."
+_DEFAULT_CPUS = (
+    "# CPUs: the site's default for each GPU (DefCpuPerGPU), else one for each process. --cpus-per-task N sets another."
+)
+
 _CPUS = """\
-# What starts on a node has its CPUs in equal parts; undivided where nodes differ, or have too few.
+# The tasks on a node get its CPUs in equal parts; they share them where nodes differ, or have too few.
 share=0
 case "$SLURM_JOB_CPUS_PER_NODE" in
   *,*) ;;
@@ -310,6 +328,8 @@ def batch_script(spec: LaunchSpec, options: SlurmOptions) -> str:
     lines = [f"#!/bin/bash{login}"]
     for name, value in directives(spec, options):
         lines.append(f"#SBATCH --{name}" + ("" if value is None else f"={directive_value(name, value)}"))
+    if cpus_per_task(spec, options) is None:
+        lines.append(_ALL_CPUS if options.exclusive else _DEFAULT_CPUS)
     return "\n".join([*lines, "", *_shell(spec, options, batch=True), ""])
 
 
@@ -375,6 +395,8 @@ def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[
     allocation_traps = _TRAPS_OF_MPIRUN if spec.rank_launcher == "mpi" else _TRAPS_OF_ALLOCATION
     yield _WAIT.replace("{traps}", _TRAPS_OF_BATCH if batch else allocation_traps).rstrip()
     yield ""
+    if _gpus_of_ranks(spec, options):
+        yield "unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK"
     if _requested_cpus(spec, options, batch=batch) is None and spec.rank_launcher != "mpi":
         yield _CPUS.replace("{each}", str(max(spec.nproc) if spec.starts_each_rank else 1)).rstrip()
     yield from BODIES[spec.rank_launcher](spec, _step_options(spec, options, batch=batch), batch)
@@ -433,7 +455,7 @@ def _one_step(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]
     tasks = str(sum(counts)) if is_known else f"$((SLURM_JOB_NUM_NODES * {counts[0]}))"
     srun = ["srun", "--kill-on-bad-exit=1", "--wait=0", f"--nodes={nodes}", f"--ntasks={tasks}"]
     if spec.starts_each_rank and not batch:
-        # Slurm fills the first node as far as salloc's layout allows, whatever --ntasks-per-node says.
+        # Slurm fills the first node as far as salloc's layout allows; --ntasks-per-node does not change that.
         yield _LAYOUT.replace("{counts}", " ".join(map(str, counts))).rstrip()
         srun += ["--distribution=arbitrary", '--nodelist="$layout"', step_options]
     else:
@@ -457,7 +479,9 @@ def _step_options(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> st
     """Return a step's CPU options; in an allocation also its GPUs, time limit, and a name to find it by."""
     words = [] if batch else ['--job-name="paceline-$$"']
     if not batch and spec.gpus_per_node:
-        words.append(f"--gres=gpu:{spec.gpus_per_node}")
+        words.append(f"--gres={spec.gres}")
+    if (gpus := _gpus_of_ranks(spec, options)) is not None:
+        words.append(f"--gres=gpu:{gpus}")
     if not batch and spec.walltime_s is not None:
         words.append(f"--time={slurm_time(spec.walltime_s)}")
     cpus = _requested_cpus(spec, options, batch=batch)
@@ -466,8 +490,15 @@ def _step_options(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> st
     return " ".join(words)
 
 
+def _gpus_of_ranks(spec: LaunchSpec, options: SlurmOptions) -> int | None:
+    """Return the GPUs of a node whose ranks have some each, but are one task, to which srun would give one rank's."""
+    found = (re.fullmatch(r"(?:--)?gpus-per-task=(?:.*:)?(\d+)", text) for text in options.slurm)
+    each = next((int(match[1]) for match in found if match is not None), None)
+    return None if each is None or spec.starts_each_rank else each * max(spec.nproc)
+
+
 def _requested_cpus(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> int | None:
-    """Return the CPUs of each task of a step; None: those that the job has on each node."""
+    """Return the CPUs of each task of a step; None: all CPUs of the job on each node."""
     # The nodes of an allocation may have different numbers of CPUs, as of processes.
     if not batch and (spec.cpus_per_task is None or len(spec.nproc) > 1):
         return None
