@@ -15,7 +15,7 @@ from paceline.core.config import config_from_mapping
 from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import ConfigError, LaunchError, StopRequested, TaskError
 from paceline.core.job import WorkerConfig
-from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.task import Task
 from paceline.core.task_loading import BUILT_IN_TASKS, check_spec, task_assignments, task_fields
 from paceline.launch.launcher import JobHandle, JobStatus, get_launcher
@@ -332,7 +332,7 @@ def _submit_functions(
         calls,
         options=make_options(get_launcher("submitit"), {"executor": on, **own}),
         folder=folder,
-        walltime_s=None if walltime is None else parse_duration_s(walltime, "walltime"),
+        walltime_s=None if walltime is None else parse_walltime_s(walltime),
         **given,
     )
 
@@ -358,7 +358,7 @@ def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
         "nodes": parse_nodes(config.nodes),
         "nproc": counts,
         "max_restarts": config.max_restarts if config.recover == "restart" else 0,
-        "walltime_s": None if config.walltime is None else parse_duration_s(config.walltime, "walltime"),
+        "walltime_s": None if config.walltime is None else parse_walltime_s(config.walltime),
     }
     spec = task_job(config, fields, launcher, sys.executable)
     own = make_options(launcher, {"executor": on, **of_launcher})

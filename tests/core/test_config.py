@@ -17,6 +17,7 @@ from paceline.core.options import (
     parse_early_stop,
     parse_interval,
     parse_shuffle,
+    parse_walltime_s,
 )
 
 
@@ -222,3 +223,25 @@ def test_a_mesh_of_other_strategies_than_the_one_asked_for() -> None:
     with pytest.raises(ConfigError, match="--mesh dp=4 uses ddp, not --strategy fsdp"):
         RunConfig(mesh="dp=4", strategy="fsdp")
     assert RunConfig(mesh="dp=2,fsdp=2", strategy="fsdp").strategies == ("ddp", "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2h", 7200),
+        ("90", 5400),
+        ("10:30", 630),
+        ("12:00:00", 43200),
+        ("1-6", 108000),
+        ("2-12:30", 217800),
+        ("1-00:00:01", 86401),
+    ],
+)
+def test_a_walltime_may_be_written_as_slurm_does(text: str, seconds: float) -> None:
+    assert parse_walltime_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "00:00:00", "1:2:3:4", "1-", "-5", "12:00h"])
+def test_what_is_no_walltime(text: str) -> None:
+    with pytest.raises(ConfigError, match="--walltime must be"):
+        parse_walltime_s(text)

@@ -130,7 +130,7 @@ def test_without_a_walltime_there_is_no_end(clock: Clock) -> None:
     assert not deadline.is_due(save_s=0.0, evaluates=True)
 
 
-@pytest.mark.parametrize("text", ["2", "2 days", "-1h", "0s"])
+@pytest.mark.parametrize("text", ["2 days", "-1h", "0s"])
 def test_a_walltime_is_a_duration(text: str) -> None:
     with pytest.raises(ConfigError, match="--walltime must be a duration such as 90s, 5min or 2h"):
         RunConfig(walltime=text)

@@ -16,7 +16,7 @@ from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import ONCE_A_RANK
-from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.task_loading import check_spec
 from paceline.launch.launcher import LaunchSpec, RankLauncher, get_launcher
 from paceline.launch.preflight.spec import PreflightReport, PreflightSpec
@@ -154,7 +154,7 @@ def doctor(
         # Where the launcher cannot request GPUs, the checks alone look for them.
         gpus_per_node=None if launcher.preallocated else gpus_per_node,
         cpus_per_task=_cpus(cpus_per_task, max(counts), rank_launcher, attached=launcher.attached),
-        walltime_s=None if limit is None else parse_duration_s(limit, "walltime"),
+        walltime_s=None if limit is None else parse_walltime_s(limit),
         env=parse_env(env),
         rank_launcher=rank_launcher,
         env_style="none" if "none" in launcher.env_styles else launcher.env_styles[0],

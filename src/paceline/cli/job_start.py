@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.options import flag, parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.options import flag, parse_nodes, parse_nproc, parse_walltime_s
 from paceline.launch.launcher import Launcher, LaunchSpec, refuse_gpu_type
 from paceline.launch.local_run import check_task
 from paceline.launch.preflight.spec import run_before
@@ -59,7 +59,7 @@ def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptio
         "nodes": nodes,
         "nproc": counts,
         "max_restarts": config.max_restarts if config.recover == "restart" else 0,
-        "walltime_s": None if config.walltime is None else parse_duration_s(config.walltime, "walltime"),
+        "walltime_s": None if config.walltime is None else parse_walltime_s(config.walltime),
     }
     return task_job(config, fields, launcher, nodes_python(launcher, None))
 

@@ -12,7 +12,7 @@ from paceline.cli.job_options import JobOptions
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError
-from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
@@ -51,7 +51,7 @@ def launch(
     threads
         OMP_NUM_THREADS of every process.
     walltime
-        Time limit of the job, such as 90min or 2h.
+        Time limit of the job, such as 90min or 2h, or in Slurm's forms: 12:00:00, 1-06:00.
     max_restarts
         How often torchrun may restart its workers.
     interface
@@ -96,7 +96,7 @@ def launch(
             "nodes": node_range,
             "nproc": counts,
             "threads": threads,
-            "walltime_s": None if walltime is None else parse_duration_s(walltime, "walltime"),
+            "walltime_s": None if walltime is None else parse_walltime_s(walltime),
             "max_restarts": max_restarts,
             "interface": interface,
             "env_style": env_style,

@@ -254,6 +254,27 @@ def parse_duration_s(text: str, name: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
+def parse_walltime_s(text: str) -> float:
+    """Parse a job's time limit into seconds: a duration, or one of Slurm's forms.
+
+    These are minutes, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+))", text.strip())
+    if match is None:
+        try:
+            return parse_duration_s(text, "walltime")
+        except ConfigError as error:
+            raise ConfigError(f"{str(error).rstrip('.')}; or write it as Slurm does, such as 12:00:00.") from None
+    day, hour, minute, second, hours, minutes, seconds, only_minutes = (int(number or 0) for number in match.groups())
+    total_s = ((day * 24 + hour + hours) * 60 + minute + minutes + only_minutes) * 60 + second + seconds
+    if total_s == 0:
+        raise ConfigError(f"--walltime must be above 0, but is {text!r}.")
+    return float(total_s)
+
+
 def parse_hang_timeout(text: str) -> float | None:
     """Parse a step timeout into seconds; None for "auto", infinite for "never".
 

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.core.errors import ConfigError
-from paceline.core.options import option, parse_duration_s, parse_hang_timeout, parse_nodes, parse_nproc
+from paceline.core.options import (
+    option,
+    parse_duration_s,
+    parse_hang_timeout,
+    parse_nodes,
+    parse_nproc,
+    parse_walltime_s,
+)
 from paceline.core.plugins import LauncherPlugin
 
 # --- The task and its processes ---
@@ -281,5 +288,5 @@ class RecoveryOptions(ProcessOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.walltime is not None:
-            parse_duration_s(self.walltime, "walltime")
+            parse_walltime_s(self.walltime)
         parse_hang_timeout(self.hang_timeout)

@@ -16,7 +16,7 @@ from paceline import __version__
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.errors import RunDirectoryError, TaskError
 from paceline.core.option_sets import CLASSIFICATIONS
-from paceline.core.options import parse_duration_s
+from paceline.core.options import parse_walltime_s
 from paceline.core.task import Task
 from paceline.core.task_loading import (
     TaskReference,
@@ -105,7 +105,7 @@ def setup_run(
         config = dataclasses.replace(config, backup_to=str(Path(config.backup_to).absolute()))
     require(config.log_to)
     configure_numerics(config, threads)
-    walltime_s = None if config.walltime is None else parse_duration_s(config.walltime, "walltime")
+    walltime_s = None if config.walltime is None else parse_walltime_s(config.walltime)
     run = RunContext(
         task=task,
         task_name=spec,
