@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core import files
-from paceline.core.files import open_regular, read_document
+from paceline.core.files import open_regular, read_document, read_json_lines
 from paceline.insight.dashboard import Views, log_tail
 from paceline.insight.run_index import Curves
 from paceline.launch.job_logs import Tail
@@ -66,16 +65,26 @@ def test_only_regular_files_are_read(
         open_regular(place)
 
 
-def test_a_document_without_an_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_MAX_RECORDS_BYTES", 1000)
+def test_a_document_without_an_end_is_not_read(tmp_path: Path) -> None:
     directory = make_run(tmp_path)
-    directory.events.write_text("x" * 1001)
-    summary = summarise(directory)
-    assert summary.state == "damaged"
-    assert "more than 1,000 bytes" in str(summary.problem)
     assert read_document(directory.manifest, 1000)
     with pytest.raises(OSError, match="more than 10 bytes"):
         read_document(directory.manifest, 10)
+
+
+def test_records_are_read_up_to_the_end_that_they_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"number": 1}\n')
+    look = os.fstat
+
+    def look_and_write(descriptor: int) -> os.stat_result:
+        found = look(descriptor)
+        with path.open("a") as file:
+            file.write('{"number": 2}\n')
+        return found
+
+    monkeypatch.setattr(os, "fstat", look_and_write)
+    assert len(read_json_lines(path)) < len(path.read_text().splitlines())
 
 
 def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
