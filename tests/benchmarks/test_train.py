@@ -169,6 +169,7 @@ def test_ratios_are_taken_within_rounds() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_peers_do_the_same_work_and_a_missing_one_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

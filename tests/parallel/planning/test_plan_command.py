@@ -21,6 +21,7 @@ def machines(gpus: int, memory: int) -> ClusterSpec:
     return ClusterSpec(gpus=gpus, nodes=1, memory=memory, bandwidth=1e10, flops_per_s=1e14, device="cpu")
 
 
+@pytest.mark.slow
 def test_64_billion_parameters_on_a_laptop(run_processes: Any) -> None:
     sets = ("--set", "layers=80", "--set", "width=8192", "--set", "heads=64")
     done = run_processes.paceline("plan", "transformer", *sets, "--gpus", "64", "--gpu-memory", "80GiB", "--json")

@@ -244,6 +244,7 @@ tracker.close()
 """
 
 
+@pytest.mark.slow
 def test_a_new_database_of_mlflow_is_whole_or_not_there(
     run_processes: Processes, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
