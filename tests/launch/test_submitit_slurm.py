@@ -43,6 +43,7 @@ def test_functions_and_what_slurm_refuses(slurm_cluster: SlurmCluster, tmp_path:
     assert not list(tmp_path.glob("jobs/wrong*"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_task_on_two_machines_is_requeued_and_ends_with_the_same_model(
     slurm_cluster: SlurmCluster, run_processes: Processes, tmp_path: Path

@@ -145,6 +145,7 @@ def test_every_number_of_processes_logs_the_same_curves(by_world: dict[int, Any]
     assert all(other == curves[0] for other in curves[1:])
 
 
+@pytest.mark.slow
 def test_the_command_line_gives_the_same_bits(by_world: dict[int, Any], tasks_file: Path, run_processes: Any) -> None:
     options = [
         *("--val-fraction", "0.2", "--clip-norm", "0.5", "--ema", "0.9", "--early-stop", "accuracy:4"),

@@ -71,6 +71,7 @@ def test_machines_come_and_go(run: Run, undisturbed: str) -> None:
     assert run.result()["model_sha256"] == undisturbed
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_repeats_itself_hurries_nobody(run: Run, undisturbed: str) -> None:
     processes = run.begin(nproc="1")
     for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -87,6 +88,7 @@ def test_a_scheduler_that_repeats_itself_hurries_nobody(run: Run, undisturbed: s
     assert run.result()["model_sha256"] == undisturbed
 
 
+@pytest.mark.slow
 def test_whoever_computes_something_else_is_sent_home(run: Run, undisturbed: str) -> None:
     first, second = run.lab.nodes
     run.hold(12)

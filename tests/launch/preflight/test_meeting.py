@@ -33,6 +33,7 @@ def test_no_way_at_all_and_a_machine_that_was_not_started(machines: Machines) ->
     assert "paceline: node 1 did not reach node 0" in nodes[1].processes[-1].text
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_not_shared(machines: Machines) -> None:
     nodes = machines(2)
     meeting = nodes[0].lab.directory / "meeting"

@@ -21,6 +21,7 @@ def paceline(cluster: SlurmCluster, tmp_path: Path, *words: str) -> tuple[int, s
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_two_nodes_of_an_allocation(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     """The cluster's GPUs are none, which is what must be found."""
     words = ("doctor", "--on", "slurm", "--nodes", "2", "--nproc", "2", "--gpus-per-node", "1", "--json")
