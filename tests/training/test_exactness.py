@@ -60,6 +60,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "random": {"task": "Random", "options": {"log_every": 1}},
     **{f"{width}-features": {"task": "Tabular", "fields": {"width": width}} for width in (5, 13, 32, 33)},
 }
+NOT_ON_FOUR = ("fp16-few-samples", "metrics", "blocks", "sparse-adam", "sparse-lookup", "5-features", "32-features")
+"""Four ranks on two cores take longest, and these have a relative that trains there."""
 RESUMED = ("everything", "sparse-adam", "annealed", "momentum-encoder", "complex", "random")
 STOPPED = {f"{name}-stopped": {**EXACT[name], "stop_at": 6} for name in RESUMED}
 CONTINUED = {
@@ -107,7 +109,8 @@ OTHER: dict[str, dict[str, Any]] = {
 def by_world(start_trainings: Any) -> dict[int, Any]:
     """Who trained what, by number of ranks; all have ended."""
     more = {1: WORKERS | STOPPED | CONTINUED, 2: WORKERS | ELSEWHERE, 4: OTHER}
-    started = {ranks: start_trainings(EXACT | more[ranks], ranks=ranks) for ranks in WORLDS}
+    jobs = {1: EXACT, 2: EXACT, 4: {name: job for name, job in EXACT.items() if name not in NOT_ON_FOUR}}
+    started = {ranks: start_trainings(jobs[ranks] | more[ranks], ranks=ranks) for ranks in WORLDS}
     for trainings in started.values():
         trainings.results()
     return started
@@ -115,8 +118,9 @@ def by_world(start_trainings: Any) -> dict[int, Any]:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_number_of_processes_gives_the_same_bits(by_world: dict[int, Any], name: str) -> None:
-    results = [by_world[ranks][name] for ranks in WORLDS]
-    assert [r["world_size"] for r in results] == list(WORLDS)
+    worlds = WORLDS[:2] if name in NOT_ON_FOUR else WORLDS
+    results = [by_world[ranks][name] for ranks in worlds]
+    assert [r["world_size"] for r in results] == list(worlds)
     for key in ("model_sha256", "steps", "epochs", "samples", "state_version", "best_step", "metrics"):
         assert len({json.dumps(r[key]) for r in results}) == 1, f"{key}: {[r[key] for r in results]}"
 
