@@ -116,11 +116,27 @@ class World:
         with self._exchange("all-gather"):
             sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([len(content)]), group=self.group)
-            longest = int(max(sizes))
-            padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
-            gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
+        contents = self.all_gather_rows(torch.frombuffer(bytearray(content), dtype=torch.uint8), [*map(int, sizes)])
+        return [json.loads(bytes(content.numpy())) for content in contents]
+
+    def all_gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return every rank's rows, by rank.
+
+        Args:
+            rows: this rank's, (R, ...).
+            counts: R of each rank.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        if self.group is None:
+            return [rows]
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        gathered = [torch.empty_like(padded) for _ in counts]
+        with self._exchange("all-gather"):
             dist.all_gather(gathered, padded, group=self.group)
-        return [json.loads(bytes(g[: int(size)].numpy())) for g, size in zip(gathered, sizes, strict=True)]
+        return [rows[:count] for rows, count in zip(gathered, counts, strict=True)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return the ``value`` (JSON types) of rank ``source``; other ranks' values are ignored.
@@ -139,6 +155,16 @@ class World:
                 message = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             dist.broadcast(message, group_src=source, group=self.group)
         return json.loads(bytes(message.numpy()))
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite a tensor with that of rank ``source``.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        if self.group is not None:
+            with self._exchange("broadcast"):
+                dist.broadcast(tensor, group_src=source, group=self.group)
 
     def broadcast_module(self, module: nn.Module, source: int = 0) -> None:
         """Broadcast the parameters and buffers of rank ``source``, without distributed ones.

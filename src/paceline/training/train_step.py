@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import distributed as dist
 from torch import nn
 
 from paceline.core.errors import ConfigError, TaskError
@@ -17,7 +16,7 @@ from paceline.core.train_step import LossFunction, TrainStep
 from paceline.data.samples import MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.world import World, translate_peer_errors
+from paceline.parallel.world import World
 from paceline.training.group_context import GroupContext
 from paceline.training.reproducibility import seed_between_passes, seed_microbatch, seed_update
 from paceline.training.run_context import RunContext
@@ -216,11 +215,7 @@ class ComposedStep(TrainStep):
             total.backward()  # type: ignore[no-untyped-call]
             assert leaf.grad is not None
             gradient, value = leaf.grad, float(total.detach())
-        if world.group is not None:
-            world.progress_tracker.begin_collective("broadcast")
-            with translate_peer_errors():
-                dist.broadcast(gradient, group_src=0, group=world.group)
-            world.progress_tracker.end_collective()
+        world.broadcast_tensor(gradient)
         return float(world.broadcast_object(repr(value))), gradient
 
 
@@ -236,19 +231,11 @@ def _gather_rows(world: World, embedded: Mapping[int, torch.Tensor]) -> tuple[li
     entries = [entry for of_rank in described for entry in of_rank]
     tail, dtype = entries[0][1][1:], getattr(torch, entries[0][2])
     own = torch.cat(list(embedded.values())) if embedded else torch.empty(0, *tail, dtype=dtype, device=world.device)
-    parts: dict[int, torch.Tensor] = dict(embedded)
-    if world.group is not None:
-        counts = [sum(shape[0] for _, shape, _ in of_rank) for of_rank in described]
-        padded = own.new_zeros(max(counts), *tail)
-        padded[: len(own)] = own
-        gathered = [torch.empty_like(padded) for _ in counts]
-        world.progress_tracker.begin_collective("all-gather")
-        with translate_peer_errors():
-            dist.all_gather(gathered, padded, group=world.group)
-        world.progress_tracker.end_collective()
-        for of_rank, rows in zip(described, gathered, strict=True):
-            sizes = [shape[0] for _, shape, _ in of_rank]
-            pieces = torch.split(rows[: sum(sizes)], sizes) if sizes else ()
-            parts |= {index: piece for (index, _, _), piece in zip(of_rank, pieces, strict=True)}
+    parts: dict[int, torch.Tensor] = {}
+    sizes_of_ranks = [[shape[0] for _, shape, _ in of_rank] for of_rank in described]
+    gathered = world.all_gather_rows(own, [sum(sizes) for sizes in sizes_of_ranks])
+    for of_rank, sizes, rows in zip(described, sizes_of_ranks, gathered, strict=True):
+        pieces = torch.split(rows, sizes) if sizes else ()
+        parts |= {index: piece for (index, _, _), piece in zip(of_rank, pieces, strict=True)}
     indices = sorted(parts)
     return indices, [len(parts[index]) for index in indices], torch.cat([parts[index] for index in indices])
