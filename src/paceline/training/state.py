@@ -224,7 +224,6 @@ class TrainingState:
             clip: clips them; None where nothing does.
             finite: whether the gradients of all ranks are; a scaler sees only this rank's part of them.
         """
-        self._require_same_groups()
         applied = True
         if self.scaler is not None:
             applied = self.scaler.unscale_all(self.optimizers.values(), finite=finite)
@@ -244,6 +243,7 @@ class TrainingState:
             clip: clips the gradients; None where nothing does.
             closure: computes the loss and the gradients again, for optimizers that need it.
         """
+        self._require_same_groups()
         self.callback.on_before_optimizer_step()
         if clip is not None:
             clip()
