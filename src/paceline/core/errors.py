@@ -28,6 +28,9 @@
 
 from __future__ import annotations
 
+RESTART_EXIT_CODE = 75
+"""The exit code of a process that has saved its state after a stop request, and is to be restarted."""
+
 
 class PacelineError(Exception):
     """Base of every deliberate error; ``exit_code`` is what the command line exits with."""

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from paceline.core.environment import HOSTS, NODES
-from paceline.core.errors import ConfigError
+from paceline.core.errors import RESTART_EXIT_CODE, ConfigError
 from paceline.launch.launcher import LaunchSpec
 from paceline.launch.node import node_command
 from paceline.launch.options import KubernetesOptions, parse_claims
@@ -34,7 +34,6 @@ RENDEZVOUS_PORT = 29500
 """Port of the first node. Each pod has its own address, so jobs do not conflict."""
 
 _MAX_REPLACED = 6
-_SAVED_EXIT_CODE = 75  # saved after SIGTERM: restart
 _USAGE_EXIT_CODE = 2  # a usage error, which another pod would repeat
 
 
@@ -123,7 +122,7 @@ def _job(name: str, spec: LaunchSpec, options: KubernetesOptions, subdomain: str
     least, most = spec.nodes
     rules: list[Manifest] = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": _exit_code(_SAVED_EXIT_CODE)},
+        {"action": "Ignore", "onExitCodes": _exit_code(RESTART_EXIT_CODE)},
     ]
     # A node that joins a run just as it ends exits with the same code, and may be retried.
     if not (spec.is_task and most > 1):

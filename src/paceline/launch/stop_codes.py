@@ -15,15 +15,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.core.errors import RESTART_EXIT_CODE
 from paceline.core.files import write_atomically
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import WORKER_STOP_SIGNALS, handle_signals
 
 STOP_CODES = "PACELINE_STOP_CODES"
 """The variable that names the directory; set by the job's script."""
-
-RESTART_CODE = 75
-"""The exit code of a process that has saved its state, and asks for a restart."""
 
 
 def leave_stop_code(code: int, *, asked: bool) -> int:
@@ -33,7 +31,7 @@ def leave_stop_code(code: int, *, asked: bool) -> int:
         code: the ranks' exit code.
         asked: whether a signal asked them to stop. One that exits with 75 stops of its own accord.
     """
-    if code == 0 or not (asked or code == RESTART_CODE):
+    if code == 0 or not (asked or code == RESTART_EXIT_CODE):
         return code
     try:
         write_atomically(

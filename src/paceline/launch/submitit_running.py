@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES, Environment
-from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.errors import RESTART_EXIT_CODE, ConfigError, LaunchError
 from paceline.core.files import write_atomically
 from paceline.core.launch_spec import Command
 from paceline.core.sockets import job_port
@@ -71,9 +71,6 @@ def check_private(folder: Path) -> None:
 PREEMPT_SIGNAL = "USR1"
 """What Slurm and submitit announce the end with, to a command: Paceline saves on it."""
 
-STOPPED_CODE = 75
-"""What Paceline exits with when it was asked to stop, and has saved."""
-
 # After SIGTERM alone Slurm decides whether the job comes back; a task that ended first would end it.
 _UNTIL_SLURM_KILLS_S = 600.0
 
@@ -113,7 +110,7 @@ class StartCommand:
         code, asked_by = job.wait(), job.asked_by
         if code != 0 and asked_by == signal.SIGTERM and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
             time.sleep(_UNTIL_SLURM_KILLS_S)
-        if code != 0 and (asked_by == signal.SIGUSR1 or (asked_by is None and code == STOPPED_CODE)):
+        if code != 0 and (asked_by == signal.SIGUSR1 or (asked_by is None and code == RESTART_EXIT_CODE)):
             self._requeue(task)
         write_atomically(file, f"{code}\n".encode())
         if code:
@@ -132,7 +129,7 @@ class StartCommand:
         if task.global_rank == 0:
             signal.raise_signal(getattr(signal, f"SIG{task.USR_SIG}"))
         # A task that will run again must write no result, and SystemExit writes none.
-        sys.exit(STOPPED_CODE)
+        sys.exit(RESTART_EXIT_CODE)
 
 
 def _name_machine(task: submitit.JobEnvironment) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 import paceline
 from paceline.core import errors
-from paceline.core.errors import DataError, HangError, PacelineError, PeerLostError, UserError
+from paceline.core.errors import RESTART_EXIT_CODE, DataError, HangError, PacelineError, PeerLostError, UserError
 from paceline.core.files import open_regular, read_document, write_atomically
 from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.runs.directory import RunDirectory
@@ -148,7 +148,7 @@ def describe(failure: FailureRecord, directory: RunDirectory | None) -> str:
 # --- The error report of a job: one message for all ranks. No torch ---
 
 
-STOPPED = (75, 130)
+STOPPED = (RESTART_EXIT_CODE, 130)
 """Exit codes of a worker that saved its state after a stop signal."""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from paceline.core.errors import RESTART_EXIT_CODE
 from paceline.core.signals import ECHO_S, WORKER_STOP_SIGNALS, StopRequests
 from paceline.parallel.load_balancing import SPEED_WIDTH
 from paceline.parallel.world import World
@@ -247,7 +248,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 def exit_code(stop: int) -> int:
     """Return the exit code of a stopped run: 130 after Ctrl-C, else 75, "run me again"."""
-    return 130 if stop == signal.SIGINT else 75
+    return 130 if stop == signal.SIGINT else RESTART_EXIT_CODE
 
 
 def cause(stop: int) -> str:

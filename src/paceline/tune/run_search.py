@@ -19,7 +19,7 @@ from typing import Any, Self
 from ray.tune import Callback
 from rich.live import Live
 
-from paceline.core.errors import LaunchError, PacelineError, RunDirectoryError
+from paceline.core.errors import RESTART_EXIT_CODE, LaunchError, PacelineError, RunDirectoryError
 from paceline.core.rich_console import Console
 from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.launch.ray_cluster import connect, import_ray
@@ -375,7 +375,7 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
     except LaunchError as error:
         monitor.print_status(str(error))
     if stop_signals:
-        return 130 if stop_signals[0] == signal.SIGINT else 75
+        return 130 if stop_signals[0] == signal.SIGINT else RESTART_EXIT_CODE
     if not done and not monitor.spent:
         raise LaunchError(
             f"{sum(not t.ended for t in trials)} trials did not end: "
