@@ -158,7 +158,7 @@ def test_elastic_with_fewer_machines_than_may_come(launch: Any, run_processes: A
 def test_a_machine_joins_is_lost_and_joins_again(
     launch: Any, run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """Three rounds; each time torchrun waits 30 s for further machines before it goes on with one."""
+    """Three rounds; in each, torchrun waits 30 s for further machines before it continues with one."""
     endpoint = f"localhost:{run_processes.free_port()}"
     elastic = ("--on", "torchrun", "--nodes", "1:2", "--max-restarts", "9", "--rdzv-endpoint", endpoint)
 

@@ -78,7 +78,7 @@ def test_the_tokens_of_a_file(token_file: Path, monkeypatch: pytest.MonkeyPatch)
     assert tokens.client_of(b"0123456789abcdef") is None
     for invalid in ("", "alice\n", "alice bob aaaaaaaaaaaaaaaa\n", "al/ice aaaaaaaaaaaaaaaa\n", "# aaaaaaaaaaaaaaaa\n"):
         token_file.write_text(invalid)
-        assert tokens.client_of(b"a" * 16) == "alice", "a mistake locks nobody out"
+        assert tokens.client_of(b"a" * 16) == "alice", "an invalid file leaves the last valid tokens"
         with pytest.raises(ConfigError, match="token"):
             BearerTokens(token_file)
     token_file.unlink()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +51,15 @@ async def crowd(batcher: Batcher, batches: int) -> int:
     return waiting
 
 
+def run_on_a_clock(run: Callable[[Clock], Coroutine[Any, Any, None]]) -> None:
+    """Run a test in an event loop whose time the test decides."""
+    clock = Clock()
+    try:
+        clock.run_until_complete(run(clock))
+    finally:
+        clock.close()
+
+
 @pytest.mark.parametrize(("slower", "most"), [(1, 40), (2, 20), (0.5, 40), (100, 8)])
 def test_fewer_may_wait_while_batches_take_longer_than_at_best(slower: float, most: int) -> None:
     """So that nobody waits longer; but two batches always may, or the replica would be idle."""
@@ -66,11 +77,7 @@ def test_fewer_may_wait_while_batches_take_longer_than_at_best(slower: float, mo
         assert await crowd(batcher, 0) == 40, "the next crowd finds all the room again"
         await batcher.finish()
 
-    clock = Clock()
-    try:
-        clock.run_until_complete(run(clock))
-    finally:
-        clock.close()
+    run_on_a_clock(run)
 
 
 def test_a_request_of_many_batches_takes_its_turn_piece_by_piece() -> None:
@@ -98,8 +105,4 @@ def test_a_request_of_many_batches_takes_its_turn_piece_by_piece() -> None:
         assert batcher.waiting_rows == 0
         await batcher.finish()
 
-    clock = Clock()
-    try:
-        clock.run_until_complete(run(clock))
-    finally:
-        clock.close()
+    run_on_a_clock(run)

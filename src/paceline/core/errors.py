@@ -29,7 +29,7 @@
 from __future__ import annotations
 
 RESTART_EXIT_CODE = 75
-"""The exit code of a process that has saved its state after a stop request, and is to be restarted."""
+"""The exit code of a process that saved its state after a stop request: restart it to continue."""
 
 
 class PacelineError(Exception):

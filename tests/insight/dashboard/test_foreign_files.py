@@ -1,4 +1,4 @@
-"""Files that nobody expects in a run's directory keep no reader waiting, and fill no memory."""
+"""Readers of a run directory neither wait for foreign files in it, nor read without a bound."""
 
 from __future__ import annotations
 
