@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -108,6 +109,17 @@ def commands(console: str) -> list[str]:
     return re.findall(r"^\$ ((?:.*\\\n)*.*)$", console, flags=re.MULTILINE)
 
 
+def words_of(command: str) -> list[str]:
+    """What to start for a command: this interpreter where no shell is needed, which starts faster; else bash."""
+    if not re.search(r"[|;&$<>`(){}*?~#]|^\w+=", command):
+        match shlex.split(command.replace("\\\n", "")):
+            case ["paceline", *arguments]:
+                return [sys.executable, "-m", "paceline", *arguments]
+            case ["python", *arguments]:
+                return [sys.executable, *arguments]
+    return ["bash", "-e", "-o", "pipefail", "-c", command]
+
+
 def run(command: list[str], directory: Path) -> None:
     """Run a command where nothing but Paceline's own environment is on the path, and end all it started."""
     environment = {
@@ -135,7 +147,7 @@ def run(command: list[str], directory: Path) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    assert process.returncode == 0, f"{command[-1]}\nexited with {process.returncode}:\n{output[-4000:]}"
+    assert process.returncode == 0, f"{shlex.join(command)}\nexited with {process.returncode}:\n{output[-4000:]}"
 
 
 def run_block(block: Block, directory: Path) -> None:
@@ -154,7 +166,7 @@ def run_block(block: Block, directory: Path) -> None:
                 if block.dry_run is not None:
                     assert command.startswith("paceline train "), "only training has a dry run here"
                     command += " --dry-run"
-                run(["bash", "-e", "-o", "pipefail", "-c", command], directory)
+                run(words_of(command), directory)
         case "toml":
             tomllib.loads(block.text)
         case "json":
@@ -206,6 +218,25 @@ $ paceline train fashion-mnist --max-steps 0
     assert (titled.language, titled.title, titled.not_run, titled.text) == ("python", "a.py", None, "x = 1\n")
     assert (indented.language, indented.not_run, indented.line) == ("console", "needs a GPU", 9)
     assert commands(indented.text) == ["first \\\n    --second", "third"]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (
+            "paceline train a.py:B \\\n    --lora 'rank=8'",
+            [sys.executable, "-m", "paceline", "train", "a.py:B", "--lora", "rank=8"],
+        ),
+        ("python train.py --lr 1", [sys.executable, "train.py", "--lr", "1"]),
+    ],
+)
+def test_a_command_that_needs_no_shell_is_started_without_one(command: str, words: list[str]) -> None:
+    assert words_of(command) == words
+
+
+@pytest.mark.parametrize("command", ["paceline train a | cat", "A=1 paceline runs", "ls", 'paceline "$HOME"', "pip x"])
+def test_what_else_a_reader_types_is_run_by_bash(command: str) -> None:
+    assert words_of(command) == ["bash", "-e", "-o", "pipefail", "-c", command]
 
 
 @pytest.mark.integration

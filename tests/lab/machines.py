@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.lab.warm_start import CHANGE_DIRECTORY, is_template
 
 _SUBNET = "10.77.0"
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
@@ -47,7 +48,7 @@ class NodeProcess:
 
     @property
     def outer_pid(self) -> int:
-        """The ``nsenter`` that waits for the command, numbered as outside of the node."""
+        """The command, or the ``nsenter`` that waits for it, numbered as outside of the node."""
         return self._popen.pid
 
     def poll(self) -> int | None:
@@ -64,7 +65,9 @@ class NodeProcess:
     def tree(self) -> list[psutil.Process]:
         """The command itself, then all that it has started; numbered as outside of the node."""
         with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self._popen.pid).children(recursive=True)
+            process = psutil.Process(self._popen.pid)
+            found = [each for each in process.children(recursive=True) if not is_template(each)]
+            return found if process.name() == "nsenter" else [process, *found]
         return []
 
     def send_signal(self, number: int) -> None:
@@ -75,7 +78,7 @@ class NodeProcess:
             self.unfreeze()
 
     def unfreeze(self) -> None:
-        """Have ``nsenter`` go on: it stops with the command, and would never see its end."""
+        """Have an ``nsenter`` go on: it stops with the command, and would never see its end."""
         self._popen.send_signal(signal.SIGCONT)
 
 
@@ -167,9 +170,7 @@ class Node:
 
     def _entering(self, argv: Sequence[str | Path], cwd: Path | None) -> list[str]:
         enter = ["nsenter", f"--target={self.pid}", *_NAMESPACES]
-        # Entering another mount namespace moves a process to its root.
-        change_directory = ["sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", cwd or self.lab.directory]
-        return [str(word) for word in (*enter, *change_directory, *argv)]
+        return [str(word) for word in (*enter, *CHANGE_DIRECTORY, cwd or self.lab.directory, *argv)]
 
     def kill(self) -> None:
         """``kill -9`` everything here at once; returns when all of it is gone.
@@ -177,12 +178,16 @@ class Node:
         The kernel still closes the dead processes' connections, so peers learn of it. A machine without
         power says nothing: that is :meth:`cut`, then this.
         """
-        if self._first is not None:
-            self._first.kill()
-            self._first = None
+        first, self._first = self._first, None
+        if first is not None:
+            with suppress(ProcessLookupError):
+                os.kill(first.pid, signal.SIGKILL)
+        # The node's first process ends once none of the others is left, not even as a zombie of this one.
         for process in self.processes:
             process.unfreeze()
             process.wait()
+        if first is not None:
+            first.kill()
 
     def end_processes(self, but_for: Iterable[NodeProcess] = ()) -> None:
         """``kill -9`` what was started here, with all that those have started, and forget it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import runs
+from tests.conftest import _warm_starts, runs
 from tests.lab.machines import Lab, Machines, Node
 
 SUMS = """
@@ -216,6 +216,27 @@ def test_machines_share_no_names_no_processes_and_no_shared_memory(machines: Mac
 
 def _interfaces() -> set[str]:
     return {name for _, name in socket.if_nameindex()}
+
+
+def test_a_warm_process_says_of_its_machine_what_a_cold_one_does(machines: Machines) -> None:
+    says = (
+        "import json, os, platform, socket, sys, tempfile\n"
+        "names = {name: os.readlink(f'/proc/self/ns/{name}') for name in ('net', 'mnt', 'uts', 'ipc', 'pid')}\n"
+        "here = [platform.node(), socket.gethostname(), tempfile.gettempdir(), os.getcwd(), os.getppid()]\n"
+        "print(json.dumps([names, here, os.getpid() < 100, sys.argv, sys.orig_argv]))\n"
+        "print('torch' in sys.modules)\n"
+    )
+    [node] = machines(1)
+    command = [sys.executable, "-c", says, "a", "b"]
+    process = node.start(command)
+    assert process.wait() == 0
+    warm, was_warm = process.text.splitlines()
+    with _warm_starts.resting():
+        process = node.start(command)
+        assert process.wait() == 0
+    cold, was_cold = process.text.splitlines()
+    assert (was_warm, was_cold) == ("True", "False")
+    assert warm == cold
 
 
 def test_nothing_is_left_of_a_lab(machines: Machines, tmp_path: Path) -> None:

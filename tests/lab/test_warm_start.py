@@ -114,6 +114,16 @@ def test_it_ends_as_the_interpreter_does(code: str, status: int, error: str) -> 
     assert done.stdout == ("done\n" if "done" in code else "")
 
 
+@pytest.mark.parametrize("options", [[], ["-u"]])
+def test_a_killed_program_has_printed_what_a_cold_one_has(options: list[str]) -> None:
+    code = "import os, sys; print('a', end=''); sys.stdout.write('b'); os.kill(os.getpid(), 9)"
+    command = [sys.executable, *options, "-c", code]
+    warm = subprocess.run(command, stdout=subprocess.PIPE, timeout=60).stdout
+    with _warm_starts.resting():
+        cold = subprocess.run(command, stdout=subprocess.PIPE, timeout=60).stdout
+    assert warm == cold == (b"ab" if options else b"")
+
+
 def test_output_that_cannot_be_written_fails_it_at_its_end_as_a_cold_one() -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -194,6 +204,8 @@ TETHER = parent_death.__file__
         (["/s.py", "-x"], Program("script", "/s.py", ["-x"])),
         (["-I", "-S", TETHER, "9", "1", sys.executable, "-m", "m"], Program("module", "m", [], (9, 1))),
         (["-I", "-S", TETHER, "9", "1", "true"], None),
+        (["-u", "s.py", "-u"], Program("script", "s.py", ["-u"], unbuffered=True)),
+        (["-u", "-I", "s.py"], None),
         (["-I", "-m", "m"], None),
         (["-X", "importtime", "-c", "pass"], None),
         (["s.py"], Program("script", "s.py", [])),

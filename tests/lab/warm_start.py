@@ -14,6 +14,9 @@ A *template* is such a process, one for each process that may start others::
 The template forks a process that forks the new one and ends; the orphan goes to its nearest ancestor that
 adopts orphans, which the starter does meanwhile (``PR_SET_CHILD_SUBREAPER``).
 
+A program that is started on a node of :mod:`tests.lab.machines`, by ``nsenter``, is forked likewise: the process in
+between enters the node's namespaces first.
+
 What is odd about a start (another interpreter, ``-I``, a preload, limits) is left to ``exec``. A test that is
 about starting, about memory or about what is imported is marked ``cold``.
 """
@@ -28,12 +31,14 @@ import gc
 import io
 import json
 import os
+import platform
 import resource
 import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -90,6 +95,37 @@ class Program:
     name: str
     arguments: Sequence[str]
     tether: Sequence[int] = ()  # a signal, and the process with whose end it comes
+    unbuffered: bool = False  # ``-u``
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a program runs, if not where its starter does: on a node, in a directory.
+
+    Attributes:
+        node: a process of it.
+        namespaces: of the node, to be entered; the options of ``nsenter``.
+    """
+
+    node: int
+    namespaces: Sequence[str]
+    directory: str
+
+
+CHANGE_DIRECTORY = ("sh", "-c", 'cd "$1" && shift && exec "$@"', "sh")
+"""What runs a command elsewhere, given a directory and the command: ``nsenter`` leaves a process in its root."""
+
+
+def parse_place(argv: Sequence[str]) -> tuple[Place | None, Sequence[str]]:
+    """Where a command runs, and the command itself."""
+    if not argv or argv[0] != "nsenter" or CHANGE_DIRECTORY[0] not in argv:
+        return None, argv
+    end = list(argv).index(CHANGE_DIRECTORY[0])
+    directory = end + len(CHANGE_DIRECTORY)
+    if tuple(argv[end:directory]) != CHANGE_DIRECTORY or "--pid" not in argv[:end]:
+        return None, argv
+    node, *namespaces = argv[1:end]
+    return Place(int(node.removeprefix("--target=")), namespaces, argv[directory]), argv[directory + 1 :]
 
 
 def parse(argv: Sequence[str]) -> Program | None:
@@ -108,6 +144,9 @@ def parse(argv: Sequence[str]) -> Program | None:
         return replace(inner, tether=(int(words[1]), int(words[2])))
     if isolated or not words:
         return None
+    if words[0] == "-u":
+        inner = parse([sys.executable, *words[1:]])
+        return None if inner is None or inner.tether else replace(inner, unbuffered=True)
     if words[0] == "-m" and len(words) > 1:
         return Program("module", words[1], words[2:])
     if words[0] == "-c" and len(words) > 1:
@@ -131,6 +170,7 @@ class _Start:
     umask: int
     nice: int
     affinity: Sequence[int]
+    namespaces: Sequence[str] = ()  # files under /proc
     ignored: Sequence[int] = field(default_factory=tuple)
     blocked: Sequence[int] = field(default_factory=tuple)
 
@@ -304,14 +344,17 @@ def _ask_first(find: Callable[[], Template | None]) -> Any:
             )
 
         words = [os.fsdecode(word) for word in args]
+        place, words = parse_place(words)
         program = parse(words)
-        if program is None or list(executables) != [os.fsencode(sys.executable)]:
+        if program is None or (place is None and list(executables) != [os.fsencode(sys.executable)]):
             return from_nothing()
         if not close_fds or preexec_fn or not restore_signals or umask != -1:
             return from_nothing()
         if any(value is not None for value in (gid, gids, uid)) or os.geteuid() != os.getuid():
             return from_nothing()
         directory = os.getcwd() if cwd is None else os.path.abspath(os.fsdecode(cwd))
+        if place is not None:
+            directory = place.directory
         variables = dict(os.environ) if env is None else dict(os.fsdecode(line).split("=", 1) for line in env)
         template = find()
         if template is None or not os.access(directory, os.X_OK) or not template.serves(variables):
@@ -333,6 +376,7 @@ def _ask_first(find: Callable[[], Template | None]) -> Any:
             umask=_umask(),
             nice=os.nice(0),
             affinity=sorted(os.sched_getaffinity(0)),
+            namespaces=() if place is None else _namespace_files(place),
             ignored=_ignored(),
             blocked=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         )
@@ -340,6 +384,11 @@ def _ask_first(find: Callable[[], Template | None]) -> Any:
 
     subprocess._fork_exec = fork  # type: ignore[attr-defined]
     return fork_exec
+
+
+def _namespace_files(place: Place) -> list[str]:
+    names = {"--mount": "mnt"}
+    return [f"/proc/{place.node}/ns/{names.get(option, option.removeprefix('--'))}" for option in place.namespaces]
 
 
 def _umask() -> int:
@@ -409,7 +458,8 @@ class _Server:
             if not content:
                 return None
             start = _Start(**json.loads(content))
-            if self._fork():
+            pid = self._fork(start.namespaces)
+            if pid:
                 program = Program(**start.program)
                 if start.new_session:
                     # What the old group was sent meanwhile is not for this process: to ignore is to forget.
@@ -418,7 +468,7 @@ class _Server:
                 elif start.group >= 0:
                     os.setpgid(0, start.group)
                 _set_name(Path(start.argv[0]).name)
-                self._channel.send(str(os.getpid()).encode())
+                self._channel.send(str(pid).encode())
                 starts_none = program.kind == "module" and program.name in START_NONE
                 template = None if starts_none else self._divide(start)
                 if starts_none or template is not None:
@@ -427,28 +477,35 @@ class _Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _fork(self) -> bool:
-        """Fork a child of this process's parent; whether this is the child."""
+    def _fork(self, namespaces: Sequence[str]) -> int:
+        """Fork a child of this process's parent; return, in the child alone, its number as the parent knows it."""
         starter = os.getppid()
+        outside = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             between = os.fork()
         except OSError:
             between = -1
         if between:
+            os.close(outside)
             if between < 0 or os.waitpid(between, 0)[1]:
                 self._channel.send(b"0")  # none could be forked; the starter may try with exec
-            return False
+            return 0
         try:
-            between, pid = os.getpid(), os.fork()
+            between = os.getpid()
+            _enter(namespaces)
+            pid = os.fork()
         except OSError:
             os._exit(1)
         if pid:
             os._exit(0)
-        while os.getppid() == between:
+        # In another namespace this process has another number, and its parent none.
+        pid = int(os.readlink("self", dir_fd=outside))
+        while (parent := _parent_of(pid, outside)) == between:
             os.sched_yield()
-        if os.getppid() != starter:
+        os.close(outside)
+        if parent != starter:
             os._exit(1)  # the starter has died
-        return True
+        return pid
 
     def _divide(self, start: _Start) -> Template | None:
         """Fork a template for this new process, and return it; in the template itself, None."""
@@ -482,6 +539,8 @@ class _Server:
         os.environ.update(start.env)
         self._titles.write(start.argv, start.env)
         time.tzset()
+        tempfile.tempdir = None
+        platform._uname_cache = None  # type: ignore[attr-defined]  # has the name of another node
         for number in signal.valid_signals() - {
             signal.SIGKILL,
             signal.SIGSTOP,
@@ -493,9 +552,29 @@ class _Server:
         if signal.SIGINT not in start.ignored:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.stdin = sys.__stdin__ = _text(0, "r", line_buffering=False)
-        sys.stdout = sys.__stdout__ = _text(1, "w", line_buffering=os.isatty(1))
-        sys.stderr = sys.__stderr__ = _text(2, "w", line_buffering=True, errors="backslashreplace")
+        unbuffered = bool(start.program["unbuffered"])
+        sys.stdout = sys.__stdout__ = _text(1, "w", unbuffered, line_buffering=os.isatty(1))
+        sys.stderr = sys.__stderr__ = _text(2, "w", unbuffered, line_buffering=True, errors="backslashreplace")
         _seed_and_count(start)
+
+
+def _enter(namespaces: Sequence[str]) -> None:
+    """Enter namespaces, that of processes for what this process forks."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    opened = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in namespaces]  # before /proc is another one
+    for fd in opened:
+        if libc.setns(fd, 0):
+            raise OSError(ctypes.get_errno(), "cannot enter a namespace")
+        os.close(fd)
+
+
+def _parent_of(pid: int, proc: int) -> int:
+    """The number of a process's parent, by an open directory of processes."""
+    fd = os.open(f"{pid}/stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    try:
+        return int(os.read(fd, 1024).rpartition(b")")[2].split()[1])
+    finally:
+        os.close(fd)
 
 
 def _renumber(wanted: Mapping[int, int], keep: Template | None) -> None:
@@ -512,9 +591,10 @@ def _renumber(wanted: Mapping[int, int], keep: Template | None) -> None:
         os.close(fd)
 
 
-def _text(fd: int, mode: str, **options: Any) -> io.TextIOWrapper:
-    stream = open(fd, mode + "b", closefd=False)  # noqa: SIM115  # the interpreter's own, for its life
-    text = io.TextIOWrapper(stream, encoding="utf-8", **options)
+def _text(fd: int, mode: str, unbuffered: bool = False, **options: Any) -> io.TextIOWrapper:
+    # The interpreter's own, for its life.
+    stream = open(fd, mode + "b", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    text = io.TextIOWrapper(stream, encoding="utf-8", write_through=unbuffered, **options)
     text.mode = mode
     return text
 

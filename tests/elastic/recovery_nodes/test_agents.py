@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.conftest import children
 from tests.elastic.recovery_nodes.runs import Run
 from tests.lab.machines import Machines, Node, NodeProcess
 from tests.small_disk import small_disk
@@ -120,7 +121,7 @@ def test_who_takes_over_holds_the_run_once_the_old_leaders_processes_have_gone(r
     processes = run.begin(nproc="1", nodes="3")
     leading, *survivors = processes
     agent = leading.tree()[0]
-    (fork_server,) = agent.children()
+    (fork_server,) = children(agent.pid)
     fork_server.suspend()  # it outlives its agent for as long as that
     agent.kill()
     run.wait_for("takeover", lambda event: True, *survivors)
