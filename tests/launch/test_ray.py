@@ -291,6 +291,7 @@ def test_a_program_with_tasks_and_actors_runs_as_it_is(run_processes: Any) -> No
     assert leftovers() == before
 
 
+@pytest.mark.slow
 def test_a_program_that_preflight_lets_go(run_processes: Any) -> None:
     words = ("launch", "--on", "ray", "--cpus-per-task", "1", "--preflight")
     done = run_processes.paceline(*words, "--", "echo", "started")

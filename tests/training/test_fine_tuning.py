@@ -34,8 +34,8 @@ CHILDREN: dict[str, dict[str, Any]] = {
 }
 _LAYERS = {"max_steps": 3, "init_from": "layers", "freeze": ["0"], "lr_scale": ["2=0.1"]}
 _TEXT = {"max_steps": 2, "init_from": "text", "lora": "rank=2,target=query|value"}
-STRATEGIES = ("auto", "fsdp", "pp")
-FURTHER = ("zero1", "ps")
+STRATEGIES = ("auto", "pp")
+FURTHER = ("fsdp", "zero1", "ps")
 
 
 def _under(strategy: str) -> dict[str, dict[str, Any]]:

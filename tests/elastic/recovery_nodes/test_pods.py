@@ -66,6 +66,7 @@ def test_a_job_grows_and_shrinks(run: Run, undisturbed: str) -> None:
     assert run.result()["model_sha256"] == undisturbed
 
 
+@pytest.mark.slow
 def test_the_first_pod_is_lost_and_replaced(run: Run, undisturbed: str) -> None:
     """The one that takes its name over finds another one leading, and joins it."""
     pods = Pods(run, (2, 2))

@@ -12,6 +12,7 @@ from tests.lab.sshd import SshLab
 pytestmark = [pytest.mark.ssh, pytest.mark.timeout(240)]
 
 
+@pytest.mark.slow
 def test_a_run_is_cancelled_continued_and_loses_its_first_machine(
     ssh_machines: Callable[[int], SshLab], wait_until: Callable[..., None], undisturbed: str
 ) -> None:

@@ -194,6 +194,7 @@ def test_ctrl_c_ends_threads(run_processes: Processes, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_mpi_carries_all_operations(run_processes: Processes) -> None:
     done = run_processes.paceline("bench", "comm", *SMALL, "--backend", "mpi", "--nproc", "2", "--json")

@@ -81,6 +81,11 @@ def mpi(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+OFTEN_UNDER_ONE = pytest.mark.parametrize(
+    "mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)], indirect=True
+)
+
+
 def program(mpi: str) -> tuple[str, int, str]:
     return "mpirun", os.X_OK, str(BESIDE if mpi == "openmpi" else MPICH)
 
@@ -131,6 +136,7 @@ def test_a_compiled_program_and_one_in_python(run: Callable[..., Any], mpi: str,
         assert done.stdout.splitlines() == ["3 True", "3 True"], done.stderr
 
 
+@OFTEN_UNDER_ONE
 def test_a_task_ends_with_the_model_of_one_process(run: Callable[..., Any], mpi: str, tmp_path: Path) -> None:
     alone = run(mpi, *TRAIN[:-1], "alone", "--max-steps", "6", "--json")
     done = run(mpi, *TRAIN, "--max-steps", "6", "--on", "mpi", "--nproc", "3", "--json")
@@ -141,6 +147,7 @@ def test_a_task_ends_with_the_model_of_one_process(run: Callable[..., Any], mpi:
     assert json.loads(done.stdout.splitlines()[-1])["exit_code"] == 0
 
 
+@OFTEN_UNDER_ONE
 def test_a_task_that_is_asked_to_stop_saves_its_state(
     start: Callable[..., Any],
     run: Callable[..., Any],

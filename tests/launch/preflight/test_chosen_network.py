@@ -95,6 +95,7 @@ def test_preflight_chooses_the_faster_one(nodes: list[Node], on: str) -> None:
     assert "paceline: preflight: the job uses --interface eth1." in texts[0]
 
 
+@pytest.mark.slow
 def test_a_host_name_that_is_a_loopback_address(nodes: list[Node]) -> None:
     """As Debian installs it; a job that is told its interface starts."""
     directory = nodes[0].lab.directory

@@ -127,6 +127,7 @@ def test_bad_input(run_processes: Any, tmp_path: Path, words: list[str], said: s
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_same_command_on_two_machines(machines: Machines) -> None:
     """Without a cluster: each prints the one report that machine 0 has made."""
     nodes = machines(2)

@@ -32,6 +32,7 @@ def second_network(nodes: list[Node]) -> None:
         sh(node, f"ip addr add 10.78.0.{number + 1}/24 dev eth1 && ip link set eth1 up")
 
 
+@pytest.mark.slow
 def test_a_healthy_pair(machines: Machines) -> None:
     nodes = machines(2)
     report = examine(nodes, "--task", "fashion-mnist", "--threads", "1")

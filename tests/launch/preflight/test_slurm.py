@@ -35,6 +35,7 @@ def test_two_nodes_of_an_allocation(slurm_cluster: SlurmCluster, tmp_path: Path)
     assert "; Ctrl-C cancels it." in errors
 
 
+@pytest.mark.slow
 def test_a_job_is_not_started_where_preflight_fails(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     words = ("launch", "--on", "slurm", "--nodes", "2", "--gpus-per-node", "1", "--preflight", "--wait")
     code, output, errors = paceline(slurm_cluster, tmp_path, *words, "--", "touch", str(tmp_path / "started"))

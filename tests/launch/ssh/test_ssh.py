@@ -208,6 +208,7 @@ def test_what_a_machine_lacks_is_said(lab: SshLab) -> None:
     assert not left(lab)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_of_a_script(lab: SshLab, wait_until: Callable[..., None]) -> None:
     """The default; detached from the command that started it, and followed by its logs."""
     (lab.path / "sum.py").write_text(SUM)

@@ -67,6 +67,7 @@ def state(tmp_path: Path) -> dict[str, str]:
     return {"XDG_STATE_HOME": str(tmp_path / "state")}
 
 
+@pytest.mark.slow
 def test_mirrored(run_processes: Processes, tmp_path: Path) -> None:
     script = str(EXAMPLES / "tensorflow_mirrored.py")
     done = run_processes.run(spawn("--", script, "--replicas", "2", "--steps", "40"), env=state(tmp_path))

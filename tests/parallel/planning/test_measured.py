@@ -24,7 +24,7 @@ WAYS = {
     "tp": RankLayout(tp=2),
     "pp": RankLayout(pp=2),
 }
-FIRST = [("MeasuredTransformer", "fsdp")]
+FIRST = [("MeasuredMLP", "single")]
 CASES = [
     pytest.param(name, way, marks=[] if (name, way) in FIRST else [pytest.mark.slow])
     for name in ("MeasuredTransformer", "MeasuredConvolutions", "MeasuredMLP")
