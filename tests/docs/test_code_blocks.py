@@ -53,7 +53,7 @@ LONG = (
         "report",
     ),
     *("running", "sharding", "tensor-parallel", "coming-from/accelerate", "coming-from/lightning"),
-    *("coming-from/torchrun", "launchers/mpi", "launchers/ray", "launchers/submitit"),
+    *("coming-from/fabric", "coming-from/torchrun", "launchers/mpi", "launchers/ray", "launchers/submitit"),
 )
 """Pages that train for longer; other tests do what they show, too."""
 
