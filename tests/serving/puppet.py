@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Task
 
-DIE, FAIL, LEAVE_A_CHILD = -1.0, -2.0, -3.0
+DIE, FAIL, LEAVE_A_CHILD, WRONG_INDEX = -1.0, -2.0, -3.0, -4.0
 """What a row may say; a positive number is seconds to sleep, 0 nothing."""
 
 
@@ -27,6 +27,8 @@ class Puppet(nn.Module):
                 os.kill(pid, signal.SIGKILL)
             if what == FAIL:
                 raise ValueError("it is told to fail")
+            if what == WRONG_INDEX:
+                nn.functional.embedding(torch.tensor([3]), torch.zeros(3, 1))
             if what == LEAVE_A_CHILD:
                 pid = os.fork()
                 if pid == 0:  # it holds whatever its parent has open

@@ -21,6 +21,8 @@ from tests.serving.load import PATH
 from paceline.core import access
 from paceline.core.access import BearerTokens, read_bearer_token
 from paceline.core.errors import ConfigError
+from paceline.serving.access import AccessPolicy
+from paceline.serving.batching import RequestFailure
 from paceline.serving.model import ServingOptions
 from paceline.serving.server import ListenAddress, bind, listen
 
@@ -36,8 +38,23 @@ def token_file(tmp_path: Path) -> Path:
 def test_a_token(
     start: Callable[..., Server], run_processes: Processes, token_file: Path, wait_until: Callable[..., None]
 ) -> None:
-    server = start("fashion-mnist@prod", "--token-file", token_file, "--receive-timeout", "1s", "--access-log")
+    origin = {"Origin": "https://app.example"}
+    words = ("--cors-origin", origin["Origin"], "--cors-origin", "http://localhost:3000")
+    words = (*words, "--receive-timeout", "1s", "--access-log")
+    server = start("fashion-mnist@prod", "--token-file", token_file, *words)
     with httpx.Client(base_url=server.url, timeout=60) as client:
+        # A browser asks first, without the token; the page of an origin that is not named gets no permission.
+        question = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        asked = client.options(PATH, headers={**question, **origin})
+        assert (asked.status_code, asked.headers["Access-Control-Allow-Origin"]) == (204, origin["Origin"])
+        assert "Authorization" in asked.headers["Access-Control-Allow-Headers"]
+        foreign = client.options(PATH, headers={**question, "Origin": "https://evil.example"})
+        assert (foreign.status_code, "Access-Control-Allow-Origin" in foreign.headers) == (401, False)
+        for status, headers in ((401, {}), (200, {"Authorization": "Bearer 0123456789abcdef"})):
+            answer = client.post(PATH, json=json_request(), headers={**headers, **origin})
+            assert (answer.status_code, answer.headers["Access-Control-Allow-Origin"]) == (status, origin["Origin"])
+            assert answer.headers["Vary"] == "Origin"
+        assert client.post(PATH, json=json_request(), headers={**headers, "Origin": "null"}).status_code == 403
         assert client.get("/v2/health/ready").status_code == 200
         for address in ("/v2", "/metrics", "/openapi.json", "/v2/models/fashion-mnist"):
             assert client.get(address).status_code == 401
@@ -109,6 +126,26 @@ def test_no_public_address_without_a_token(host: str, token_file: Path) -> None:
     assert ListenAddress(host=host, tokens=BearerTokens(token_file)).host == host
 
 
+@pytest.mark.parametrize(
+    "origin", ["*", "null", "https://a.example/", "https://A.example", "a.example", "ftp://a.example"]
+)
+def test_an_origin_that_is_none(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--cors-origin must be scheme, host and port"):
+        ListenAddress(cors_origins=(origin,))
+    ListenAddress(cors_origins=("https://a.example", "http://127.0.0.1:3000", "http://[::1]:80"))
+
+
+def test_a_page_that_may_use_the_models_may_not_exchange_them() -> None:
+    origin = b"https://app.example"
+    policy = AccessPolicy(None, (origin.decode(),))
+    scope = {"client": ("127.0.0.1", 1)}
+    headers = {b"host": b"localhost:8000", b"content-type": b"application/json"}
+    policy.check_admin(scope, headers)
+    policy.check_origin({**headers, b"origin": origin})
+    with pytest.raises(RequestFailure, match="only programs of this machine"):
+        policy.check_admin(scope, {**headers, b"origin": origin})
+
+
 def test_a_port_in_use() -> None:
     with bind(ListenAddress(port=0)) as first:
         first.listen()
@@ -157,7 +194,14 @@ def test_a_page_with_a_name_of_its_own_for_this_machine_gets_no_answer(server: S
         assert httpx.get(f"{server.url}/v2/health/live", headers={"Host": host}, timeout=60).status_code == 200
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:8000", "127.0.0.2:80"):
         assert httpx.get(f"{server.url}/v2", headers={"Host": host}, timeout=60).status_code == 200
-    preflight = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    evil = {"Origin": "https://evil.example"}
+    for foreign in (evil, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+        answer = httpx.post(server.url + PATH, json=json_request(), headers=foreign, timeout=60)
+        assert answer.status_code == 403
+        assert "--cors-origin" in answer.json()["error"]
+    for own in ({"Origin": server.url}, {"Origin": "https://a.proxy", "Sec-Fetch-Site": "same-origin"}):
+        assert httpx.post(server.url + PATH, json=json_request(), headers=own, timeout=60).status_code == 200
+    preflight = {**evil, "Access-Control-Request-Method": "POST"}
     for answer in (
         httpx.options(server.url + PATH, headers=preflight, timeout=60),
         httpx.get(f"{server.url}/v2", headers=preflight, timeout=60),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import re
 import signal
@@ -26,12 +27,15 @@ from tritonclient.utils import InferenceServerException
 from paceline.core.errors import ConfigError
 from paceline.serving.access import AccessPolicy
 from paceline.serving.app import Models
+from paceline.serving.batching import InvalidRequest
 from paceline.serving.grpc_server import GrpcServer
+from paceline.serving.grpc_service import check_fields
 from paceline.serving.model import ServingOptions
 from paceline.serving.server import ListenAddress
 
 MODEL = "fashion-mnist"
 TIMEOUT_S = 60
+QUIET = ("GRPC_VERBOSITY", "GRPC_ENABLE_FORK_SUPPORT")  # variables that a server sets
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +153,57 @@ def test_many_elements_belong_into_raw_contents(stub: Any) -> None:
     assert "raw_input_contents" in refused.value.details()
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        service_pb2.ModelInferRequest(inputs=[{}] * 600).SerializeToString(),
+        service_pb2.ModelInferRequest(raw_input_contents=[b""] * 600).SerializeToString(),
+        service_pb2.ModelInferRequest(id="1" * (16 * 2**20 + 1)).SerializeToString(),
+    ],
+)
+def test_a_message_of_many_fields_is_refused_before_it_is_parsed(field: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsed, a field of two bytes takes up to a hundred."""
+    with pytest.raises(InvalidRequest, match="the message has more than"):
+        check_fields(field)
+    check_fields(message().SerializeToString() + b"\xff")  # the parser says what is wrong
+    large = service_pb2.ModelInferRequest(raw_input_contents=[bytes(17 * 2**20)])
+    check_fields(large.SerializeToString())
+
+
+def test_a_message_is_counted_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in QUIET:
+        monkeypatch.setenv(name, "0")
+    options = ServingOptions(max_body_bytes=2 * 2**20)
+
+    async def run() -> list[tuple[grpc.StatusCode, str]]:
+        models = Models(options)
+        where = ("127.0.0.1", 0)
+        server = GrpcServer(
+            *where, models=models, options=options, access=AccessPolicy(None), is_draining=lambda: False
+        )
+        await server.start()
+        answers = []
+        try:
+            async with grpc.aio.insecure_channel(server.address) as channel:
+                infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+                for held_bytes in (4 * options.max_body_bytes + 64 * 1024, 0):
+                    with models.bodies.hold() as held:
+                        held.add(held_bytes)
+                        with pytest.raises(grpc.aio.AioRpcError) as caught:
+                            await infer(b"\xff" * 100_000, timeout=TIMEOUT_S)
+                    answers.append((caught.value.code(), caught.value.details()))
+            assert models.bodies.held_bytes == 0
+        finally:
+            await server.close()
+            await models.close()
+        return answers
+
+    full, room = asyncio.run(run())
+    assert full[0] is grpc.StatusCode.UNAVAILABLE
+    assert "the server holds requests of" in full[1]
+    assert room == (grpc.StatusCode.INVALID_ARGUMENT, "this is no inference.ModelInferRequest message.")
+
+
 def test_what_is_not_there(client: triton.InferenceServerClient, stub: Any) -> None:
     def code_of(call: Callable[[], Any]) -> Any:
         with pytest.raises(InferenceServerException) as caught:
@@ -261,7 +316,7 @@ def test_a_port_that_is_none() -> None:
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GRPC_VERBOSITY", "GRPC_ENABLE_FORK_SUPPORT"):
+    for name in QUIET:
         monkeypatch.setenv(name, "0")
     monkeypatch.setitem(sys.modules, "paceline.serving.grpc_service", None)
     options = ServingOptions()

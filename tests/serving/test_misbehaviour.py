@@ -66,10 +66,12 @@ def test_what_kills_each_replica_is_given_up_and_nothing_else_is(puppets: Server
 def test_what_the_model_cannot_compute_fails_by_itself(puppets: Server) -> None:
     [before] = ask(puppets, row(0))
     # While the first is computed, the others gather, and are then one batch.
-    sleeper, *others = ask(puppets, row(0.5), *[row(0)] * 2, row(puppet.FAIL), row(0), pause_s=0.02)
-    assert [answer.status_code for answer in (sleeper, *others)] == [200, 200, 200, 500, 200]
+    wrong = (row(puppet.FAIL), row(puppet.WRONG_INDEX))
+    sleeper, *others = ask(puppets, row(0.5), *[row(0)] * 2, *wrong, row(0), pause_s=0.02)
+    assert [answer.status_code for answer in (sleeper, *others)] == [200, 200, 200, 500, 400, 200]
     assert "ValueError: it is told to fail" in others[2].json()["error"]
-    assert pid_of(others[3]) == pid_of(before)
+    assert "an index in this input is out of the model's range" in others[3].json()["error"]
+    assert pid_of(others[4]) == pid_of(before)
 
 
 @pytest.mark.slow

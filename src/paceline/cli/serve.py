@@ -48,6 +48,7 @@ def serve(
     grpc_port: Annotated[int | None, _REQUESTS] = None,
     max_body: Annotated[int, _REQUESTS] = 64,
     receive_timeout: Annotated[str, _REQUESTS] = "10s",
+    cors_origin: Annotated[tuple[str, ...], _REQUESTS] = (),
     access_log: Annotated[bool, _REQUESTS] = False,
     threads: Annotated[int, _REPLICAS] = 1,
     max_wait: Annotated[str, _REPLICAS] = "2ms",
@@ -97,6 +98,9 @@ def serve(
         Largest request, in MiB.
     receive_timeout
         How long a client may take to send a request.
+    cors_origin
+        Origin of a site whose pages may send requests and read answers, such as https://example.org; may be given
+        several times. Default: none, only the server's own page.
     access_log
         Log each request, without its contents.
     threads
@@ -144,6 +148,7 @@ def serve(
         words = (
             *(("--program", program) if program != "auto" else ()),
             *(("--task", task) if task else ()),
+            *(word for origin in cors_origin for word in ("--cors-origin", origin)),
             *(word for word, is_set in (("--trust", trust), ("--access-log", access_log)) if is_set),
         )
         return print_service(
@@ -157,7 +162,7 @@ def serve(
     from paceline.serving.server import ListenAddress
 
     tokens = None if token_file is None else BearerTokens(token_file)
-    address = ListenAddress(host=host, port=port, grpc_port=grpc_port, tokens=tokens)
+    address = ListenAddress(host=host, port=port, grpc_port=grpc_port, tokens=tokens, cors_origins=cors_origin)
     ray_options = None
     if on == "ray":
         from paceline.serving.ray_serve import RayServeOptions

@@ -12,6 +12,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from paceline.core.errors import ConfigError
 
@@ -32,6 +33,23 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_cross_site(host: str, origin: str | None, fetch_site: str | None) -> bool:
+    """Return whether a browser sent a request for a page of another site.
+
+    ``Sec-Fetch-Site`` decides where the browser sends it, since a proxy may change the host's name; otherwise
+    ``Origin`` must name the requested host. Programs other than browsers send neither. The rule is that of Go's
+    ``http.CrossOriginProtection``: https://words.filippo.io/csrf/
+
+    Args:
+        host: the header ``Host``.
+        origin: the header ``Origin``, if any.
+        fetch_site: the header ``Sec-Fetch-Site``, if any.
+    """
+    if fetch_site is not None:
+        return fetch_site not in ("same-origin", "none")
+    return origin is not None and urlsplit(origin).netloc.lower() != host.lower()
 
 
 def is_same_token(given: str | bytes, expected: str | bytes) -> bool:

@@ -9,19 +9,20 @@ import re
 import socket
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import asdict
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from paceline import __version__
-from paceline.core.access import LOOPBACK_NAMES, is_loopback, is_same_token
+from paceline.core.access import LOOPBACK_NAMES, is_cross_site, is_loopback, is_same_token
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.files import open_regular
 from paceline.core.option_sets import select
@@ -278,7 +279,7 @@ def _logs(directory: RunDirectory) -> list[int]:
 
 
 _PATHS = re.compile(r"/api/runs/([0-9a-f]{16})(?:/(curves|logs/(\d{1,6})))?")
-_IDLE_S = 30.0  # a silent client is disconnected after this time
+_IDLE_S = 30.0  # within which a client must send its next request
 _MAX_CLIENTS = 64
 _MAX_FORM_BYTES = 1024  # bytes
 
@@ -367,29 +368,85 @@ class Pages:
         return None if text is None else {"text": text}
 
 
+@dataclass
+class _Connection:
+    """An open connection.
+
+    Attributes:
+        client: its address.
+        since: when it was opened, or its last answer was sent.
+        is_answering: whether its request has arrived, and the answer is not sent yet.
+    """
+
+    client: str
+    since: float
+    is_answering: bool = False
+
+
+_T = TypeVar("_T")
+
+
+def choose_to_end(connections: Mapping[_T, _Connection]) -> _T:
+    """Return the oldest connection of the client that has most, which has to go if another one comes."""
+    open_by_client = Counter(connection.client for connection in connections.values())
+    return min(connections, key=lambda one: (-open_by_client[connections[one].client], connections[one].since))
+
+
 class _Server(ThreadingHTTPServer):
+    """A thread for each connection, of which there are at most ``_MAX_CLIENTS``.
+
+    A further one takes the place of the oldest one of the client that has most, so that connections on which no
+    request arrives do not keep other visitors out. A client must send each request within
+    ``_IDLE_S``, however it divides it.
+    """
+
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, access: Callable[[int], DashboardAccess], pages: Pages) -> None:
         if ":" in host:
             self.address_family = socket.AF_INET6
-        self._free_clients = threading.BoundedSemaphore(_MAX_CLIENTS)
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._lock = threading.Lock()
         self.pages = pages
         super().__init__((host, port), _Handler)
         self.access = access(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free_clients.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+        with self._lock:
+            if len(self._connections) >= _MAX_CLIENTS:
+                self._end(choose_to_end(self._connections))
+            self._connections[request] = _Connection(client_address[0], time.monotonic())
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free_clients.release()
+            with self._lock:
+                self._connections.pop(request, None)
+
+    def service_actions(self) -> None:
+        """End connections whose request has not arrived in time; called by ``serve_forever`` twice a second."""
+        overdue = time.monotonic() - _IDLE_S
+        with self._lock:
+            for request, connection in list(self._connections.items()):
+                if not connection.is_answering and connection.since < overdue:
+                    self._end(request)
+
+    def mark(self, request: socket.socket, *, is_answering: bool) -> None:
+        """Record that a connection's request has arrived, or that its answer is sent."""
+        with self._lock:
+            connection = self._connections.get(request)
+            if connection is not None:
+                connection.is_answering = is_answering
+                connection.since = time.monotonic()
+
+    def _end(self, request: socket.socket) -> None:
+        """Wake the connection's thread, which then closes it."""
+        del self._connections[request]
+        with suppress(OSError):  # the client has gone
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a client that went away; errors of readers are reported to the client (see ``_Handler``)."""
@@ -403,6 +460,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
+        self.server.mark(self.connection, is_answering=True)
         target = urlsplit(self.path)
         access, pages = self.server.access, self.server.pages
         if not access.is_our_name(self.headers.get("Host", "")):
@@ -443,6 +501,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isdecimal() or int(length) > _MAX_FORM_BYTES:
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the token is too long")
             return
+        get = self.headers.get
+        if is_cross_site(get("Host", ""), get("Origin"), get("Sec-Fetch-Site")):
+            self._refuse(HTTPStatus.FORBIDDEN, "the page of another site sent this")
+            return
         form = parse_qs(self.rfile.read(int(length)).decode(errors="replace"))
         if not access.knows(form.get("token", [""])[0]):
             self._refuse(HTTPStatus.UNAUTHORIZED, "the token is wrong")
@@ -469,6 +531,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
+        self.server.mark(self.connection, is_answering=False)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: a page that polls every two seconds would fill the terminal."""

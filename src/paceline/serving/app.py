@@ -331,8 +331,9 @@ class App:
         if scope["type"] != "http":
             return
         start = time.perf_counter()
+        request_headers = dict(scope["headers"])
         try:
-            status, headers, body = await self._answer(scope, receive)
+            status, headers, body = await self._answer(scope, receive, request_headers)
         except ClientGone:
             return
         except RequestFailure as failure:
@@ -342,7 +343,8 @@ class App:
         except Exception:
             log.exception("%s %s", scope["method"], scope["path"])
             status, headers, body = error_answer(500, "internal server error; see the server's log.")
-        if status != 304:  # whose Content-Length would be that of the omitted body
+        headers += self._access.cors_headers(request_headers)
+        if status not in (204, 304):  # the Content-Length of 304 would be that of the omitted body
             headers.append((b"content-length", str(len(body)).encode()))
         if self.draining:
             headers.append((b"connection", b"close"))
@@ -354,8 +356,9 @@ class App:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
-        headers = dict(scope["headers"])
+    async def _answer(self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes]) -> Answer:
+        if scope["method"] == "OPTIONS" and (allowed := self._access.preflight(headers)) is not None:
+            return 204, allowed, b""  # browsers send no token with this question
         parts = scope["path"].strip("/").split("/")
         if parts[:2] == ["v2", "health"] and len(parts) == 3:
             return self._health(scope, parts[2])
@@ -363,6 +366,8 @@ class App:
             # Open without the token, since this page asks for it.
             return _read(scope, lambda: self._page(parts[-1] or "index.html", headers))
         scope["paceline.client"] = self._access.check_token(headers)
+        if scope["method"] not in _READ:
+            self._access.check_origin(headers)
         match parts:
             case ["v2", "models", name, *rest]:
                 return await self._model(scope, receive, headers, name, rest)
@@ -390,10 +395,13 @@ class App:
         refusal = deployment.batcher.refusal()
         if refusal is None:
             return None
+        by_name = dict(headers)
         try:
-            self._access.check_token(dict(headers))
+            self._access.check_token(by_name)
+            self._access.check_origin(by_name)
         except RequestFailure:
             return None
+        refusal.headers = (*refusal.headers, *self._access.cors_headers(by_name))
         self._models.metrics.request(name, refusal.status, 0)
         return refusal
 

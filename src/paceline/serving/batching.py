@@ -63,6 +63,16 @@ class ModelFailed(RequestFailure):
         super().__init__(500, f"the model failed on this input: {message}")
 
 
+class IndexOutOfRange(InvalidRequest):
+    """The model has no row for an index of this input, and its package does not say which indices are valid."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            f"an index in this input is out of the model's range ({message}). Send smaller indices. If the task "
+            "declares minimum and maximum of the input in its TensorSpec, the server names the valid range."
+        )
+
+
 class ReplicaLost(RequestFailure):
     """Two replicas in a row died while they computed this request."""
 
@@ -383,7 +393,7 @@ class Batcher:
     ) -> None:
         """Compute each request alone, so that only the one that the model cannot compute fails."""
         if len(batch) == 1:
-            _fail(batch[0], ModelFailed(str(error)))
+            _fail(batch[0], IndexOutOfRange(str(error)) if error.is_invalid else ModelFailed(str(error)))
             return
         for item in batch:
             await self._compute(replica, [item], is_crowded=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -49,6 +50,55 @@ _FIELDS = {
 """The field of ``contents`` that holds a datatype's elements; FP16 has none."""
 
 _MAX_CONTENTS = 2**20  # elements; as Python objects they take several times their bytes
+_RAW_CONTENTS = service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
+_MAX_FIELDS = 512  # of a message: tensors, requested outputs, parameters
+_MAX_PARSED_BYTES = 16 * 2**20  # of a message without its raw contents; parsed, they may take up to 30 times the memory
+_FIXED_SIZES = {1: 8, 5: 4}  # bytes of a protobuf field, by its wire type
+
+
+def check_fields(content: bytes) -> None:
+    """Check the number and size of a message's fields before it is parsed: small fields take many times their bytes.
+
+    Raises:
+        InvalidRequest: there are too many, or bytes that are not raw tensors.
+    """
+    position = fields = parsed_bytes = 0
+    while position < len(content):
+        start = position
+        tag, position = _read_varint(content, position)
+        match tag & 7:
+            case 0:
+                _, position = _read_varint(content, position)
+            case 2:
+                length, position = _read_varint(content, position)
+                position += length
+            case kind if kind in _FIXED_SIZES:
+                position += _FIXED_SIZES[kind]
+            case _:
+                return  # the parser rejects it
+        fields += 1
+        if tag >> 3 != _RAW_CONTENTS:
+            parsed_bytes += position - start
+        if fields > _MAX_FIELDS:
+            raise InvalidRequest(f"the message has more than {_MAX_FIELDS} tensors, outputs and parameters.")
+        if parsed_bytes > _MAX_PARSED_BYTES:
+            raise InvalidRequest(
+                f"the message has more than {_MAX_PARSED_BYTES:,} bytes outside of raw_input_contents; send large "
+                "tensors there."
+            )
+
+
+def _read_varint(content: bytes, position: int) -> tuple[int, int]:
+    """Return a number of protobuf's variable length, and the position after it; a cut one ends the message."""
+    value = shift = 0
+    while position < len(content) and shift < 70:
+        byte = content[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    return value, len(content)
 
 
 def parse_message(spec: ModelSpec, message: Any) -> InferRequest:
@@ -182,32 +232,31 @@ class Service:
         }
         handlers = {}
         for method in _SERVICE.methods:
-            if method.name in implemented:
-                answer = self._wrap(method.name, implemented[method.name])
-            else:
-                answer = self._wrap(method.name, _unimplemented(method.name, implemented))
             request_type = getattr(service_pb2, method.input_type.name)
-            # A stream is refused at its first message.
+            call = implemented.get(method.name) or _unimplemented(method.name, implemented)
+            answer = self._wrap(method.name, request_type, call)
+            # A stream is refused at its first message. Messages are bytes here, and counted before they are parsed.
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                answer,
-                request_deserializer=partial(_parse_protobuf, request_type),
-                response_serializer=lambda message: message.SerializeToString(),
+                answer, response_serializer=lambda message: message.SerializeToString()
             )
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
-    def _wrap(self, name: str, method: Method) -> Method:
-        """Wrap a method with the token check, the mapping of failures to codes, and the access log."""
+    def _wrap(self, name: str, request_type: Any, method: Method) -> Method:
+        """Wrap a method with the token check, the message's bounds, the codes of failures, and the access log."""
 
-        async def answer(message: Any, context: Any) -> Any:
+        async def answer(content: bytes, context: Any) -> Any:
             start = time.perf_counter()
             client = context.peer()  # unknown after the client has disconnected
             code = grpc.StatusCode.CANCELLED
             try:
                 if name not in _OPEN:
                     client = f"{client} {self._check_token(context)}".strip()
-                if isinstance(message, RequestFailure):
-                    raise message
-                reply = await method(message, context)
+                with self._models.bodies.hold() as held:
+                    held.add(len(content))
+                    check_fields(content)
+                    message = await self._parse(request_type, content, context)
+                    del content
+                    reply = await method(message, context)
                 code = grpc.StatusCode.OK
                 return reply
             except RequestFailure as failure:
@@ -223,6 +272,16 @@ class Service:
                     access_log.info("%s gRPC %s %s %.1f ms", client, name, code.name, ms)
 
         return answer
+
+    async def _parse(self, request_type: Any, content: bytes, context: Any) -> Any:
+        if len(content) <= LARGE_BYTES:
+            return _parse_protobuf(request_type, content)
+        parsing = self._models.bodies.run(_parse_protobuf, request_type, content)
+        return await _await_result(self._time_left_s(context), parsing)
+
+    def _time_left_s(self, context: Any) -> float:
+        left_s: float | None = context.time_remaining()
+        return self._options.timeout_s if left_s is None else min(left_s, self._options.timeout_s)
 
     def _check_token(self, context: Any) -> str:
         token = dict(context.invocation_metadata() or ()).get("authorization", "")
@@ -256,23 +315,19 @@ class Service:
             require_version(deployment, message.model_version or None)
             deployment.batcher.check_room()
             bodies = self._models.bodies
-            with bodies.hold() as held:
-                size = message.ByteSize()
-                held.add(size)
-                left_s = context.time_remaining()
-                limits = [t for t in (left_s, self._options.timeout_s) if t is not None]
-                if size > LARGE_BYTES:
-                    parsing = bodies.run(parse_message, deployment.spec, message)
-                    request = await _await_result(min(limits), parsing)
-                else:
-                    request = parse_message(deployment.spec, message)
-                limits += [] if request.timeout_s is None else [request.timeout_s]
-                outputs = await _await_result(min(limits), deployment.submit(request.inputs))
-                status = 200
-                build = partial(build_message, raw=bool(message.raw_input_contents))
-                if size > LARGE_BYTES:
-                    return await bodies.run(build, deployment.spec, request, outputs)
-                return build(deployment.spec, request, outputs)
+            is_large = message.ByteSize() > LARGE_BYTES
+            if is_large:
+                parsing = bodies.run(parse_message, deployment.spec, message)
+                request = await _await_result(self._time_left_s(context), parsing)
+            else:
+                request = parse_message(deployment.spec, message)
+            limit_s = min(self._time_left_s(context), request.timeout_s or math.inf)
+            outputs = await _await_result(limit_s, deployment.submit(request.inputs))
+            status = 200
+            build = partial(build_message, raw=bool(message.raw_input_contents))
+            if is_large:
+                return await bodies.run(build, deployment.spec, request, outputs)
+            return build(deployment.spec, request, outputs)
         except RequestFailure as failure:
             status = failure.status
             raise
@@ -293,11 +348,10 @@ async def _await_result(timeout_s: float, future: asyncio.Future[Any]) -> Any:
 
 
 def _parse_protobuf(message_type: Any, content: bytes) -> Any:
-    """Return the message, or the failure with which to answer: gRPC answers UNKNOWN to one that is raised here."""
     try:
         return message_type.FromString(content)
     except DecodeError:
-        return InvalidRequest(f"this is no {message_type.DESCRIPTOR.full_name} message.")
+        raise InvalidRequest(f"this is no {message_type.DESCRIPTOR.full_name} message.") from None
 
 
 def _unimplemented(name: str, implemented: Mapping[str, Method]) -> Method:

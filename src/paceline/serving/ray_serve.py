@@ -23,7 +23,7 @@ from paceline.core.signals import handle_signals
 from paceline.launch.ray_cluster import connect, import_ray, own_cluster
 from paceline.serving.batching import MAX_IN_FLIGHT
 from paceline.serving.model import Array, Arrays, ServedModel, ServingOptions, parse_replicas
-from paceline.serving.replica import load_warm
+from paceline.serving.replica import describe_failure, load_warm
 from paceline.serving.replica_process import BatchFailed, ReplicaDied
 from paceline.serving.replicas import Deployment, DeploymentEvents
 
@@ -106,14 +106,14 @@ class RayServeReplica:
             _listen_on_loopback_only()
         self._servable = load_warm(header)
 
-    async def predict(self, inputs: Mapping[str, Array]) -> tuple[dict[str, Array], str | None]:
-        """Return a batch's outputs, or the model's error as text, since an exception would be taken for Ray's."""
+    async def predict(self, inputs: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Any] | None]:
+        """Return a batch's outputs, or the model's error described, since an exception would be taken for Ray's."""
         try:
             # Ray maps large arrays read-only, and torch warns about such arrays.
             writable = {name: np.require(array, None, "W") for name, array in inputs.items()}
             return self._servable.predict(writable), None
         except Exception as error:
-            return {}, f"{type(error).__name__}: {error}"
+            return {}, describe_failure(error)
 
     async def check_health(self) -> None:
         """Answer; Ray Serve replaces a replica that does not, for example because it computes for too long.
@@ -201,13 +201,13 @@ class RayReplica:
         finally:
             self.in_flight -= 1
         if failure is not None:
-            raise BatchFailed(failure)
+            raise BatchFailed(failure["error"], is_invalid=failure["is_invalid"])
         return outputs
 
-    async def _request(self, inputs: Arrays) -> tuple[dict[str, Array], str | None]:
+    async def _request(self, inputs: Arrays) -> tuple[dict[str, Array], dict[str, Any] | None]:
         response = self._handle.predict.remote(dict(inputs))
         try:
-            answer: tuple[dict[str, Array], str | None] = await response
+            answer: tuple[dict[str, Array], dict[str, Any] | None] = await response
         except asyncio.CancelledError:
             response.cancel()
             raise

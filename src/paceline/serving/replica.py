@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import socket
 import sys
@@ -106,6 +107,14 @@ class OnnxServable:
         return dict(zip(self._outputs, answers, strict=True))
 
 
+_WRONG_INDEX = re.compile(
+    r"index out of range in self"  # torch's embedding
+    r"|index -?\d+ is out of bounds"  # its other lookups
+    r"|Class values must be (smaller than num_classes|non-negative)"  # its one_hot
+    r"|out of data bounds"  # onnxruntime's Gather
+)
+
+
 # --- The program: ``python -m paceline.serving.replica FD`` ---
 #
 # It loads one model, reports that it is ready, and answers one batch after another over the socket pair ``FD``
@@ -146,8 +155,17 @@ def _load_and_serve(channel: socket.socket) -> int:
             outputs = servable.predict(inputs)
             answer = frames.encode({"id": header["id"]}, outputs)
         except Exception as error:
-            answer = frames.encode({"id": header["id"], "error": f"{type(error).__name__}: {error}"})
+            answer = frames.encode({"id": header["id"], **describe_failure(error)})
         frames.send(channel, answer)
+
+
+def describe_failure(error: Exception) -> dict[str, Any]:
+    """Return what a model raised on a batch, and whether the batch is the cause: an index that the model does not have.
+
+    The text decides, since torch raises errors of several types, and so does a mistake in a task's own code.
+    """
+    text = f"{type(error).__name__}: {error}"
+    return {"error": text, "is_invalid": _WRONG_INDEX.search(text) is not None}
 
 
 def load_warm(header: Mapping[str, Any]) -> Servable:

@@ -185,7 +185,15 @@ class ReplicaDied(Exception):
 
 
 class BatchFailed(Exception):
-    """The model raised on a batch; the process continues."""
+    """The model raised on a batch; the process continues.
+
+    Attributes:
+        is_invalid: whether the batch is the cause: it holds an index that the model does not have.
+    """
+
+    def __init__(self, message: str, *, is_invalid: bool = False) -> None:
+        super().__init__(message)
+        self.is_invalid = is_invalid
 
 
 class ReplicaProcess:
@@ -342,7 +350,7 @@ class ReplicaProcess:
                 if answer is None or answer.done():
                     continue
                 if "error" in header:
-                    answer.set_exception(BatchFailed(header["error"]))
+                    answer.set_exception(BatchFailed(header["error"], is_invalid=header["is_invalid"]))
                 else:
                     answer.set_result(outputs)
         except (asyncio.IncompleteReadError, ConnectionError):

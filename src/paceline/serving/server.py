@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from paceline.core.access import BearerTokens, is_loopback
 from paceline.core.errors import ConfigError
-from paceline.serving.access import AccessPolicy
+from paceline.serving.access import AccessPolicy, check_cors_origins
 from paceline.serving.app import ON_DISCONNECT, App, DeploymentFactory, Models, error_answer
 from paceline.serving.batching import RequestFailure
 from paceline.serving.grpc_server import GrpcServer
@@ -298,17 +298,24 @@ _KEEP_ALIVE_S = 75
 
 @dataclass(frozen=True, kw_only=True)
 class ListenAddress:
-    """Where a server listens, and the tokens of its clients; gRPC only if it has a port."""
+    """Where a server listens, and the access to it; gRPC only if it has a port.
+
+    Attributes:
+        tokens: of its clients.
+        cors_origins: of the pages in a browser that may use it.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None
     tokens: BearerTokens | None = None
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, port in (("port", self.port), ("grpc-port", self.grpc_port)):
             if port is not None and not 0 <= port <= 65535:
                 raise ConfigError(f"--{name} must be between 0 and 65535, but is {port}.")
+        check_cors_origins(self.cors_origins)
         if self.tokens is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines, so it needs --token-file. "
@@ -412,7 +419,7 @@ async def serve(
         loop.add_signal_handler(number, stop.on_signal, number)
     with bind(address) as bound:
         models = Models(options, deploy)
-        app = App(models, options, AccessPolicy(address.tokens))
+        app = App(models, options, AccessPolicy(address.tokens, address.cors_origins))
         async with _grpc(app, models, address, options) as grpc:
             if not await _run_unless(stop.requested, models.start(served_models)):
                 return

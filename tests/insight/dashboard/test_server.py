@@ -7,6 +7,7 @@ import json
 import socket
 import stat
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -15,7 +16,8 @@ from tests.insight.dashboard.made import make_run
 
 from paceline.core.access import create_token
 from paceline.core.errors import ConfigError
-from paceline.insight.dashboard import DashboardServer
+from paceline.insight import dashboard
+from paceline.insight.dashboard import DashboardServer, _Connection, choose_to_end
 
 
 def ask(
@@ -134,6 +136,44 @@ def test_a_client_that_sends_nonsense_harms_nobody(server: DashboardServer) -> N
     assert ask(server, "/api/runs")[0] == 200
 
 
+def connect(server: DashboardServer, sent: bytes = b"GET /api/runs HTTP/1.1\r\n") -> socket.socket:
+    """Send the beginning of a request."""
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    client.sendall(sent)
+    return client
+
+
+def test_clients_that_send_no_whole_request_keep_nobody_out(
+    server: DashboardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "_MAX_CLIENTS", 4)
+    half_open = [connect(server) for _ in range(6)]
+    with ExitStack() as stack:
+        for client in half_open:
+            stack.enter_context(client)
+        assert ask(server, "/api/runs")[0] == 200
+        assert half_open[0].recv(100) == b"", "the oldest one was closed"
+        half_open[-1].sendall(f"Host: localhost:{server.port}\r\n\r\n".encode())
+        assert half_open[-1].recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_must_send_its_request_in_time(server: DashboardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time counts for the whole request: a byte now and then does not prolong it."""
+    with connect(server) as dripping:
+        monkeypatch.setattr(dashboard, "_IDLE_S", 0.0)
+        dripping.sendall(b"X")
+        assert dripping.recv(100) == b""
+
+
+def test_a_client_with_many_connections_loses_its_own() -> None:
+    connections = {
+        "old": _Connection("192.0.2.1", 1.0),
+        "new": _Connection("192.0.2.2", 3.0),
+        "newer": _Connection("192.0.2.2", 2.0),
+    }
+    assert choose_to_end(connections) == "newer"
+
+
 def test_the_token_lets_in_by_header_or_cookie(runs: Path, tmp_path: Path) -> None:
     token = create_token(tmp_path / "token")
     with DashboardServer([runs], host="0.0.0.0", token=token) as server:
@@ -145,6 +185,12 @@ def test_the_token_lets_in_by_header_or_cookie(runs: Path, tmp_path: Path) -> No
         assert ask(server, "/api/runs", Authorization=f"Bearer {token.hex()}")[0] == 200
         assert ask(server, "/login", "POST", urlencode({"token": "0" * 64}))[0] == 401
         assert ask(server, "/login", "POST", "x" * 5000)[0] == 413
+        right = urlencode({"token": token.hex()})
+        for foreign in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+            status, headers, _ = ask(server, "/login", "POST", right, **foreign)
+            assert (status, "Set-Cookie" in headers) == (403, False)
+        own = {"Origin": f"http://127.0.0.1:{server.port}"}
+        assert ask(server, "/login", "POST", right, **own)[0] == 303
         status, headers, _ = ask(server, "/login", "POST", urlencode({"token": token.hex()}))
         assert (status, headers["Location"]) == (303, "/")
         cookie, _, rules = headers["Set-Cookie"].partition("; ")
