@@ -20,8 +20,9 @@ from paceline.core.errors import DataError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import Registry
-from paceline.serving.batch_predict import _write_csv, read_rows
+from paceline.serving.batch_predict import read_rows
 from paceline.serving.model import ModelSpec
+from paceline.serving.tables import Rows, write
 
 PIXELS = np.random.default_rng(2).integers(0, 256, (40, 1, 28, 28), dtype=np.uint8)
 
@@ -162,7 +163,8 @@ def test_a_cell_is_no_formula(tmp_path: Path) -> None:
         label="l",
     )
     outputs = {"p": np.eye(3, dtype=np.float32), "l": np.arange(3)}
-    _write_csv(tmp_path / "out.csv", iter([outputs]), spec, ["-a.png", "b.png", "\tc.png"])
+    with (tmp_path / "out.csv").open("wb") as file:
+        write(file, ".csv", iter([outputs]), spec, Rows({}, ["-a.png", "b.png", "\tc.png"]))
     with (tmp_path / "out.csv").open(newline="") as file:
         heading, *rows = csv.reader(file)
     assert heading[-3:] == ["'=1+1", "'@a", "cat"]

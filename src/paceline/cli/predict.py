@@ -14,8 +14,9 @@ from cyclopts import Parameter
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.serving.batch_predict import PredictionEngine, Rows
+    from paceline.serving.batch_predict import PredictionEngine
     from paceline.serving.model import Array, ModelSpec
+    from paceline.serving.tables import Rows
 
 Flag = Annotated[bool, Parameter(negative="")]
 _MAX_SHOWN = 20
@@ -23,9 +24,9 @@ _MAX_SHOWN = 20
 
 def predict(
     model: str,
-    inputs: Annotated[tuple[Path, ...], Parameter(negative="")],
+    inputs: Annotated[tuple[Path, ...], Parameter(negative="", allow_leading_hyphen=True)],
     *,
-    output: Path | None = None,
+    output: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     nproc: int = 1,
     chunk: int = 1024,
     max_batch: int = 32,
@@ -38,8 +39,9 @@ def predict(
 ) -> int:
     """Predict INPUTS with MODEL, a package or a server's address.
 
-    INPUTS are images, or rows in .npy, .npz (arrays named like the inputs), .csv or .json. With --output,
-    progress is saved: after a kill, the same command continues, and the result contains every row exactly
+    INPUTS are images, rows in .npy, .npz (arrays named like the inputs), .csv or .json, or tables with a column for
+    each input: .csv, .parquet, .jsonl, or - for standard input. Other columns of a table are kept in the output. With
+    --output, progress is saved: after a kill, the same command continues, and the result contains every row exactly
     once.
 
     Parameters
@@ -49,7 +51,8 @@ def predict(
     inputs
         Input files.
     output
-        Write all predictions into this file: .npz, .jsonl or .csv. Default: print them.
+        Write all predictions into this file: .npz, .jsonl, .parquet or .csv; - is standard output, in the format of the
+        table that is read. Default: print them.
     nproc
         Processes that predict; with a server, the number of connections.
     chunk
@@ -72,10 +75,17 @@ def predict(
     for option, value in (("nproc", nproc), ("chunk", chunk), ("max-batch", max_batch)):
         if value < 1:
             raise ConfigError(f"--{option} must be at least 1, but is {value}.")
+    for path in (*inputs, *([] if output is None else [output])):
+        if str(path).startswith("-") and str(path) != "-":
+            raise ConfigError(f"{path} is not an option. See: paceline predict --help. For a file, write ./{path}")
+    is_piped = output is not None and str(output) == "-"
+    if is_piped and json:
+        raise ConfigError("--json and --output - both print. Leave one of them out.")
     from paceline.serving.app import open_model
     from paceline.serving.batch_predict import read_rows, replicas, server
     from paceline.serving.client import Client
     from paceline.serving.model import UNBOUNDED, ServingOptions
+    from paceline.serving.tables import write
 
     if model.startswith(("http://", "https://")):
         with Client(model, token_file=token_file) as client:
@@ -98,11 +108,14 @@ def predict(
         }
     rows = read_rows(inputs, spec)
     with _progress(len(rows.names), quiet=json) as on_rows:
-        if output is not None:
+        if output is not None and not is_piped:
             _write_output(output, rows, spec, engine, job, chunk, 2 * nproc, on_rows)
         else:
             outputs = _predict_all(rows, engine, chunk, on_rows)
-    if output is not None:
+    if is_piped:
+        write(sys.stdout.buffer, rows.suffix, iter([outputs]), spec, rows)
+        sys.stdout.flush()
+    elif output is not None:
         count = len(rows.names)
         print(json_module.dumps({"rows": count, "output": str(output)}) if json else f"{count} rows in {output}.")
     else:
@@ -134,7 +147,7 @@ def _write_output(
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
             raise first from None
-        journal.finish(spec, rows.names)
+        journal.finish(spec, rows)
 
 
 def _predict_all(rows: Rows, engine: PredictionEngine, chunk: int, on_rows: Callable[[int], None]) -> dict[str, Array]:
@@ -161,9 +174,9 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
 
 
 def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: bool) -> None:
-    from paceline.serving.batch_predict import records
+    from paceline.serving.tables import records
 
-    predictions = list(records(outputs, spec, rows.names, 0))
+    predictions = list(records(outputs, spec, rows, 0))
     if json:
         print(json_module.dumps({"model": spec.name, "version": spec.version, "predictions": predictions}))
         return

@@ -23,20 +23,22 @@ from paceline.runs.package import open_package, require_trusted
 from paceline.serving.access import AccessPolicy
 from paceline.serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
 from paceline.serving.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions
+from paceline.serving.openapi import describe
 from paceline.serving.protocol import (
     JSON_TYPE,
     SERVER_NAME,
     Headers,
     build_response,
-    describe,
     find_deployment,
     model_metadata,
     parse_request,
+    parse_rows,
 )
 from paceline.serving.replica_process import ReplicaStarter
 from paceline.serving.replicas import Deployment, DeploymentEvents, LocalDeployment
 from paceline.serving.request_bodies import LARGE_BYTES, ClientGone, Receive, RequestBodies, read_body
 from paceline.serving.static_assets import HEADERS, Assets
+from paceline.serving.tables import table_records
 
 # --- Prometheus metrics ---
 
@@ -371,6 +373,10 @@ class App:
         match parts:
             case ["v2", "models", name, *rest]:
                 return await self._model(scope, receive, headers, name, rest)
+            case ["predict", *rest] if len(rest) <= 1:
+                _only(scope, "POST")
+                name = self._named(rest)
+                return await self._count(name, self._predict_rows(scope, receive, headers, name))
             case ["v2"]:
                 return _read(scope, self._server_metadata)
             case ["v2", "models"]:
@@ -476,10 +482,7 @@ class App:
         name: str,
         version: str | None,
     ) -> Answer:
-        # Refuse before the body is read, since an overloaded server has little time.
-        self._deployment(name, version).batcher.check_room()
-        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise RequestFailure(415, "compressed bodies are not supported.")
+        self._check_head(headers, self._deployment(name, version))
         timeout_s = _timeout_of(headers)
         length = headers.get(b"inference-header-content-length")
         json_length = None if length is None else length.decode("latin-1")
@@ -501,6 +504,32 @@ class App:
             if is_large or sum(array.nbytes for array in outputs.values()) > LARGE_BYTES:
                 return 200, *await bodies.run(build_response, deployment.spec, request, outputs)
             return 200, *build_response(deployment.spec, request, outputs)
+
+    def _check_head(self, headers: Mapping[bytes, bytes], deployment: Deployment) -> None:
+        """Refuse a request before its body is read, since an overloaded server has little time."""
+        deployment.batcher.check_room()
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise RequestFailure(415, "compressed bodies are not supported.")
+
+    def _named(self, rest: Sequence[str]) -> str:
+        """Return the model of ``/predict/NAME``, or of ``/predict`` the only one."""
+        names = list(self._models.deployments)
+        if rest or len(names) == 1:
+            return self._deployment(rest[0] if rest else names[0], None).spec.name
+        raise RequestFailure(404, f"this server has several models. Send it to /predict/NAME: {', '.join(names)}.")
+
+    async def _predict_rows(self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str) -> Answer:
+        """Answer the plain form of a request, which people write by hand."""
+        self._check_head(headers, self._deployment(name, None))
+        timeout_s = min(self._options.timeout_s, _timeout_of(headers) or math.inf)
+        with self._models.bodies.hold() as held:
+            body = await read_body(receive, headers, min(LARGE_BYTES, self._options.max_body_bytes), held)
+            deployment = self._deployment(name, None)
+            inputs, other_columns = parse_rows(deployment.spec, body)
+            outputs = await _await_result(timeout_s, deployment.submit(inputs), scope)
+        spec = deployment.spec
+        predictions = list(table_records(outputs, spec, other_columns, 0))
+        return _json({"model_name": spec.name, "model_version": spec.version, "predictions": predictions})
 
     async def _load(self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str) -> Answer:
         self._access.check_admin(scope, headers)

@@ -11,10 +11,10 @@ import json
 import math
 import os
 import shutil
+import sys
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,45 +28,100 @@ from paceline.serving.client import Client
 from paceline.serving.model import Array, Arrays, ModelSpec, ServedModel, ServingOptions, rows_of
 from paceline.serving.replica_process import ReplicaStarter
 from paceline.serving.replicas import LocalDeployment
+from paceline.serving.tables import (
+    FORMATS,
+    SUFFIXES,
+    CellError,
+    Rows,
+    is_table_of,
+    kind_of,
+    read_heading,
+    read_table,
+    to_inputs,
+    write,
+)
 
-# --- Input rows from files: pictures, arrays, CSV and JSON ---
+# --- Input rows from files: tables, pictures, arrays, CSV and JSON ---
 
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Input rows.
-
-    Attributes:
-        arrays: by input name, rows first; a large ``.npy`` stays on disk until it is read.
-        names: of the rows, for reports.
-    """
-
-    arrays: Mapping[str, Array]
-    names: Sequence[str]
-
-
 def read_rows(paths: Sequence[Path], spec: ModelSpec) -> Rows:
     """Read files, concatenate their rows, and check them against the model's inputs.
+
+    Args:
+        paths: of the files; ``-`` is a table on standard input.
+        spec: of the model.
 
     Raises:
         DataError: a file cannot be read, or does not match the inputs; says what the model takes.
     """
     if not paths:
-        raise ConfigError("there are no input files. Give images, or .npy, .npz, .csv or .json files.")
-    inputs_of_files = [_read(path, spec) for path in paths]
-    names = [
-        path.name if arrays_rows == 1 else f"{path.name}[{i}]"
-        for path, arrays in zip(paths, inputs_of_files, strict=True)
-        for arrays_rows in [rows_of(arrays)]
-        for i in range(arrays_rows)
-    ]
-    if len(inputs_of_files) == 1:
-        return Rows(inputs_of_files[0], names)
-    return Rows({name: np.concatenate([arrays[name] for arrays in inputs_of_files]) for name in spec.inputs}, names)
+        raise ConfigError(
+            "there are no input files. Give images, .npy, .npz or .json files, or tables: .csv, .parquet, .jsonl, or - "
+            "for a table on standard input."
+        )
+    parts = [_read_part(path, spec) for path in paths]
+    if len(parts) == 1:
+        return parts[0]
+    arrays = {name: [part.arrays[name] for part in parts] for name in spec.inputs}
+    for name, several in arrays.items():
+        if len({array.shape[1:] for array in several}) > 1:
+            raise DataError(f"the files have rows of {name} of different sizes. Predict them one after the other.")
+    columns = [part.other_columns for part in parts]
+    if any(
+        (other is None) != (columns[0] is None) or (other or {}).keys() != (columns[0] or {}).keys()
+        for other in columns
+    ):
+        raise DataError("the files do not have the same columns. Predict them one after the other.")
+    return Rows(
+        {name: np.concatenate(several) for name, several in arrays.items()},
+        [name for part in parts for name in part.names],
+        None
+        if columns[0] is None
+        else {name: [c for other in columns for c in (other or {})[name]] for name in columns[0]},
+        parts[0].suffix,
+    )
+
+
+def _read_part(path: Path, spec: ModelSpec) -> Rows:
+    rows = _read_as_table(path, spec)
+    if rows is None:
+        arrays = _read(path, spec)
+        count = rows_of(arrays)
+        rows = Rows(arrays, [path.name] if count == 1 else [f"{path.name}[{i}]" for i in range(count)])
+    return rows
+
+
+def _read_as_table(path: Path, spec: ModelSpec) -> Rows | None:
+    """Read a table with a column for each input; None if the file is of another kind."""
+    suffix = path.suffix.lower()
+    try:
+        if str(path) == "-":
+            content = sys.stdin.buffer.read()
+            suffix, source = kind_of(content), "standard input"
+            table = read_table(source, io.BytesIO(content), suffix)
+        elif suffix in SUFFIXES:
+            source = str(path)
+            with path.open("rb") as file:
+                if suffix == ".csv" and len(spec.inputs) == 1 and not is_table_of(read_heading(file), spec):
+                    return None  # numbers of the only input, as a CSV without its name
+                table = read_table(source, file, suffix)
+        else:
+            return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        arrays, used = to_inputs(table.columns, spec, is_text=suffix == ".csv")
+    except CellError as error:
+        place = "" if error.row is None else f", {table.locate(error.row)}"
+        raise DataError(f"{source}{place}, column {error.column}: {error.problem}.") from None
+    if rows_of(arrays) == 0:
+        raise DataError(f"{source} has no rows.")
+    others = {name: cells for name, cells in table.columns.items() if name not in used}
+    return Rows(arrays, [table.locate(row) for row in range(rows_of(arrays))], others, suffix)
 
 
 def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
@@ -85,7 +140,7 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
             document = json.loads(path.read_bytes(), parse_float=_number)
             raw = document if isinstance(document, dict) else {_only_input(spec, path): document}
         else:
-            known = ", ".join((*_PICTURES, ".npy", ".npz", ".csv", ".json"))
+            known = ", ".join((*_PICTURES, ".npy", ".npz", ".json", *SUFFIXES))
             raise DataError(
                 f"{path}: the file type {kind or 'without an extension'} is not supported. Supported are: {known}."
             )
@@ -97,7 +152,8 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
 def _only_input(spec: ModelSpec, path: Path) -> str:
     if len(spec.inputs) != 1:
         raise DataError(
-            f"{path}: {spec.name} has several inputs ({', '.join(spec.inputs)}). Name them in a .npz or a JSON object."
+            f"{path}: {spec.name} has several inputs ({', '.join(spec.inputs)}). Give a table with these columns, or "
+            "name them in a .npz or a JSON object."
         )
     return next(iter(spec.inputs))
 
@@ -203,10 +259,6 @@ def _describe(tensor: TensorSpec) -> str:
 # whole once all chunks exist, and then the directory is removed.
 
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
-FORMATS = (".npz", ".jsonl", ".csv")
-
-
 class PredictionStore:
     """The finished chunks of a job.
 
@@ -280,12 +332,13 @@ class PredictionStore:
         np.savez(stream, allow_pickle=False, **dict(outputs))
         write_atomically(self._part(number), stream.getvalue())
 
-    def finish(self, spec: ModelSpec, names: Sequence[str]) -> None:
+    def finish(self, spec: ModelSpec, rows: Rows) -> None:
         """Write the result from all parts, and remove the parts."""
         parts = (self._load(number) for number in range(len(self.chunks)))
         draft = self._directory / f"result{self._output.suffix}"
-        _WRITERS[self._output.suffix](draft, parts, spec, names)
-        with draft.open("rb") as file:
+        with draft.open("wb") as file:
+            write(file, self._output.suffix, parts, spec, rows)
+            file.flush()
             os.fsync(file.fileno())
         draft.rename(self._output)
         fsync_directory(self._output.absolute().parent)
@@ -300,76 +353,6 @@ def fingerprint(arrays: Arrays) -> str:
         for start in range(0, len(array), 4096):
             digest.update(np.ascontiguousarray(array[start : start + 4096]).data)
     return digest.hexdigest()
-
-
-def records(outputs: Arrays, spec: ModelSpec, names: Sequence[str], first: int) -> Iterator[dict[str, Any]]:
-    """Yield a readable record of each row: its name, most likely label, its probability, and all outputs."""
-    for i in range(rows_of(outputs)):
-        record: dict[str, Any] = {"row": first + i, "source": names[first + i]}
-        if spec.label is not None and spec.label in outputs:
-            number = int(outputs[spec.label][i])
-            record["label"] = spec.labels[number] if number < len(spec.labels) else number
-            if spec.probabilities is not None and spec.probabilities in outputs:
-                record["probability"] = float(outputs[spec.probabilities][i][number])
-        record["outputs"] = {name: array[i].tolist() for name, array in outputs.items()}
-        yield record
-
-
-def _write_npz(path: Path, parts: Iterator[Arrays], spec: ModelSpec, names: Sequence[str]) -> None:
-    whole = list(parts)
-    np.savez(
-        path,
-        allow_pickle=False,
-        **{name: np.concatenate([part[name] for part in whole]) for name in whole[0]},
-    )
-
-
-def _write_jsonl(path: Path, parts: Iterator[Arrays], spec: ModelSpec, names: Sequence[str]) -> None:
-    first = 0
-    with path.open("w", encoding="utf-8") as file:
-        for part in parts:
-            file.writelines(json.dumps(record) + "\n" for record in records(part, spec, names, first))
-            first += rows_of(part)
-
-
-def _write_csv(path: Path, parts: Iterator[Arrays], spec: ModelSpec, names: Sequence[str]) -> None:
-    first = 0
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        for part in parts:
-            for record in records(part, spec, names, first):
-                flat = {key: value for key, value in record.items() if key != "outputs"}
-                for name, value in record["outputs"].items():
-                    if name == spec.label and spec.labels:
-                        continue  # the label's name is already in the record
-                    cells = np.ravel(value).tolist()
-                    headings = [name] if np.ndim(value) == 0 else _headings(name, len(cells), spec)
-                    flat.update(zip(headings, cells, strict=True))
-                if record["row"] == 0:
-                    writer.writerow(map(_csv_cell, flat))
-                writer.writerow(map(_csv_cell, flat.values()))
-            first += rows_of(part)
-
-
-def _csv_cell(value: Any) -> Any:
-    """Return a cell that a spreadsheet does not take for a formula: https://owasp.org/www-community/attacks/CSV_Injection.
-
-    Labels come from a package, and the names of files from others.
-    """
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
-
-
-def _headings(name: str, count: int, spec: ModelSpec) -> list[str]:
-    if name == spec.probabilities and len(spec.labels) == count:
-        return list(spec.labels)
-    return [f"{name}[{i}]" for i in range(count)]
-
-
-_WRITERS: dict[str, Callable[[Path, Iterator[Arrays], ModelSpec, Sequence[str]], None]] = {
-    ".npz": _write_npz,
-    ".jsonl": _write_jsonl,
-    ".csv": _write_csv,
-}
 
 
 # --- Prediction engines: replicas on this machine, or a server ---

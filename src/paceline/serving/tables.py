@@ -1,0 +1,417 @@
+"""Tables: rows whose columns are a model's inputs, from CSV, Parquet, JSONL and JSON, and their predictions."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+import numpy as np
+
+from paceline.core.errors import ConfigError, DataError
+from paceline.core.inference import TensorSpec
+from paceline.serving.model import Array, Arrays, ModelSpec, rows_of
+
+# --- From columns to a model's inputs ---
+
+
+class CellError(Exception):
+    """A cell that the model does not take.
+
+    Attributes:
+        row: its number from 0; None if a whole column is wrong.
+        column: its name.
+        problem: says what is wrong, without the place.
+    """
+
+    def __init__(self, row: int | None, column: str, problem: str) -> None:
+        super().__init__(problem)
+        self.row = row
+        self.column = column
+        self.problem = problem
+
+
+def is_table_of(columns: Sequence[str], spec: ModelSpec) -> bool:
+    """Return whether these columns hold all inputs of a model."""
+    return all(_columns_of(name, tensor, columns) for name, tensor in spec.inputs.items())
+
+
+def to_inputs(
+    columns: Mapping[str, Sequence[Any]], spec: ModelSpec, *, is_text: bool = False
+) -> tuple[dict[str, Array], list[str]]:
+    """Convert columns to a model's inputs.
+
+    An input has the column of its name. One of several elements has lists in that column, or a column for each element:
+    ``name[0]``, ``name[1]``.
+
+    Args:
+        columns: their cells: numbers, lists and text, by name.
+        spec: of the model.
+        is_text: whether numbers and lists are written as text, as in CSV.
+
+    Returns:
+        The inputs, and the names of the columns that they were made of.
+
+    Raises:
+        CellError: a column is missing, or the model does not take a cell.
+    """
+    arrays: dict[str, Array] = {}
+    used: list[str] = []
+    for name, tensor in spec.inputs.items():
+        found = _columns_of(name, tensor, list(columns))
+        if not found:
+            raise CellError(None, name, f"is missing; the columns are {', '.join(columns) or 'none'}")
+        if found == [name]:
+            arrays[name] = _convert_column(name, columns[name], tensor, is_text)
+        else:
+            element = replace(tensor, shape=())
+            arrays[name] = np.stack([_convert_cells(one, columns[one], element, is_text) for one in found], axis=1)
+        used += found
+    return arrays, used
+
+
+def _columns_of(name: str, tensor: TensorSpec, columns: Sequence[str]) -> list[str]:
+    if name in columns:
+        return [name]
+    if len(tensor.shape) != 1:
+        return []
+    size = tensor.shape[0] or sum(column.startswith(f"{name}[") for column in columns)
+    elements = [f"{name}[{number}]" for number in range(size)]
+    return elements if set(elements) <= set(columns) else []
+
+
+def _convert_column(column: str, cells: Sequence[Any], tensor: TensorSpec, is_text: bool) -> Array:
+    if not tensor.shape:
+        return _convert_cells(column, cells, tensor, is_text)
+    rows = [_convert_list(row, column, cell, tensor, is_text) for row, cell in enumerate(cells)]
+    for number, row in enumerate(rows):
+        if row.shape != rows[0].shape:
+            problem = f"has the shape {list(row.shape)}, and the first row {list(rows[0].shape)}; rows must be alike"
+            raise CellError(number, column, problem)
+    return np.stack(rows)
+
+
+def _convert_list(row: int, column: str, cell: Any, tensor: TensorSpec, is_text: bool) -> Array:
+    expected = "[" + ", ".join("any" if size is None else str(size) for size in tensor.shape) + "]"
+    try:
+        values = np.asarray(json.loads(cell) if is_text else cell, dtype=object)
+    except (ValueError, RecursionError):
+        raise CellError(row, column, f"must be a list of the shape {expected}, but is {cell!r:.80}") from None
+    fits = len(values.shape) == len(tensor.shape) and all(
+        size in (None, actual) for size, actual in zip(tensor.shape, values.shape, strict=True)
+    )
+    if not fits or values.size == 0:
+        raise CellError(row, column, f"must be a list of the shape {expected}, but is {cell!r:.80}")
+    if tensor.max_size is not None and max(values.shape) > tensor.max_size:
+        raise CellError(row, column, f"has more than {tensor.max_size} elements, the model's most")
+    try:
+        return _convert_cells(column, values.ravel().tolist(), tensor, False).reshape(values.shape)
+    except CellError as error:
+        raise CellError(row, column, error.problem) from None
+
+
+def _convert_cells(column: str, cells: Sequence[Any], tensor: TensorSpec, is_text: bool) -> Array:
+    """Convert cells to numbers of the input's dtype and range."""
+    dtype = np.dtype(tensor.dtype)
+    parse: Callable[[Any], Any] = {"b": _parse_bool, "f": _parse_float}.get(dtype.kind, _parse_int)
+    numbers = []
+    for row, cell in enumerate(cells):
+        try:
+            if is_text is not isinstance(cell, str):
+                raise TypeError
+            numbers.append(parse(cell))
+        except (ValueError, TypeError, OverflowError) as error:
+            kind = {"b": "true or false", "f": "a number"}.get(dtype.kind, "a whole number")
+            what = "is empty" if cell in (None, "") else f"is {cell!r:.80}"
+            reason = f" ({error})" if isinstance(error, OverflowError) else ""
+            raise CellError(row, column, f"must be {kind}, but {what}{reason}") from None
+    if dtype.kind == "b":
+        return np.asarray(numbers, dtype)
+    limits: Any = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
+    # Python's numbers: numpy would round the others to float32 for a comparison.
+    lowest, highest = (float(n) if dtype.kind == "f" else int(n) for n in (limits.min, limits.max))
+    least = max(lowest, -math.inf if tensor.minimum is None else tensor.minimum)
+    most = min(highest, math.inf if tensor.maximum is None else tensor.maximum)
+    is_open = dtype.kind == "f" and tensor.minimum is None and tensor.maximum is None
+    for row, number in enumerate(numbers):
+        if not (least <= number <= most or (is_open and not math.isfinite(number))):
+            raise CellError(row, column, f"must be between {least:g} and {most:g}, but is {number!r:.80}")
+    return np.asarray(numbers, dtype)
+
+
+def _parse_float(cell: Any) -> float:
+    if isinstance(cell, bool):
+        raise TypeError
+    number = float(cell)
+    if isinstance(cell, str) and math.isinf(number) and "inf" not in cell.lower():
+        raise OverflowError("beyond the range of a float")
+    return number
+
+
+def _parse_int(cell: Any) -> int:
+    if isinstance(cell, bool):
+        raise TypeError
+    if isinstance(cell, str):
+        try:
+            return int(cell)
+        except ValueError:
+            cell = float(cell)
+    if int(cell) != cell:
+        raise ValueError
+    return int(cell)
+
+
+def _parse_bool(cell: Any) -> bool:
+    value = _BOOLS.get(cell.strip().lower()) if isinstance(cell, str) else cell
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+_BOOLS = {"true": True, "1": True, "false": False, "0": False}
+
+
+# --- Files of tables ---
+
+
+SUFFIXES = (".csv", ".parquet", ".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file's columns.
+
+    Attributes:
+        columns: cells by name.
+        places: where each row is, such as "line 2"; None: its number.
+    """
+
+    columns: Mapping[str, Sequence[Any]]
+    places: Sequence[int] | None = None
+
+    def locate(self, row: int) -> str:
+        return f"row {row + 1}" if self.places is None else f"line {self.places[row]}"
+
+
+def kind_of(head: bytes) -> str:
+    """Return the suffix of a table's format by its first bytes, for standard input."""
+    if head.startswith(b"PAR1"):
+        return ".parquet"
+    return ".jsonl" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") else ".csv"
+
+
+def read_heading(file: IO[bytes]) -> list[str]:
+    """Return the first line of a CSV file, and go back to its beginning; empty if it is not text."""
+    try:
+        return next(csv.reader([file.readline().decode("utf-8-sig")]), [])
+    except (ValueError, csv.Error):
+        return []
+    finally:
+        file.seek(0)
+
+
+def read_table(source: str, content: IO[bytes], suffix: str) -> Table:
+    """Read a table.
+
+    Args:
+        source: its name, for messages.
+        content: of the file.
+        suffix: of :data:`SUFFIXES`, its format.
+
+    Raises:
+        DataError: it cannot be read; names the line.
+    """
+    if suffix == ".parquet":
+        return _read_parquet(source, content)
+    text = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+    try:
+        return _read_csv(source, text) if suffix == ".csv" else _read_jsonl(source, text)
+    except (ValueError, csv.Error) as error:
+        raise DataError(f"{source} cannot be read: {error}") from error
+    finally:
+        text.detach()
+
+
+def _read_csv(source: str, text: io.TextIOWrapper) -> Table:
+    reader = csv.reader(text)
+    heading = next(reader, None)
+    if heading is None:
+        raise DataError(f"{source} is empty.")
+    if len(set(heading)) != len(heading):
+        raise DataError(f"{source}, line 1: a column's name occurs twice. Give each column a name of its own.")
+    lines, places = [], []
+    for line in reader:
+        if not line:
+            continue
+        if len(line) != len(heading):
+            raise DataError(
+                f"{source}, line {reader.line_num} has {len(line)} cells, but the heading has {len(heading)}."
+            )
+        lines.append(line)
+        places.append(reader.line_num)
+    cells: Sequence[Sequence[str]] = list(zip(*lines, strict=True)) or [()] * len(heading)
+    return Table(dict(zip(heading, cells, strict=True)), places)
+
+
+def _read_jsonl(source: str, text: io.TextIOWrapper) -> Table:
+    records, places = [], []
+    for number, line in enumerate(text, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{source}, line {number} is not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise DataError(f'{source}, line {number} must be a JSON object, such as {{"age": 3}}.')
+        records.append(record)
+        places.append(number)
+    return Table(columns_of(records), places)
+
+
+def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the columns of records; a cell that a record does not have is None."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: [record.get(name) for record in records] for name in names}
+
+
+def _read_parquet(source: str, content: IO[bytes]) -> Table:
+    parquet = _require_parquet(source)
+    try:
+        # From memory, since standard input cannot be read from its end.
+        table = parquet.read_table(io.BytesIO(content.read()))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source} cannot be read: {error}") from error
+    return Table({name: table[name].to_pylist() for name in table.column_names})
+
+
+def _require_parquet(source: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(f"{source}: Parquet needs pyarrow. Run: pip install pyarrow ({error})") from error
+    return pyarrow.parquet
+
+
+# --- Predictions, as records and as files ---
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Input rows.
+
+    Attributes:
+        arrays: by input name, rows first; a large ``.npy`` stays on disk until it is read.
+        names: of the rows, for reports.
+        other_columns: of a table, which its predictions keep; None if the rows come from other files.
+        suffix: of the format in which predictions go to standard output.
+    """
+
+    arrays: Mapping[str, Array]
+    names: Sequence[str]
+    other_columns: Mapping[str, Sequence[Any]] | None = None
+    suffix: str = ".jsonl"
+
+
+def records(outputs: Arrays, spec: ModelSpec, rows: Rows, first: int) -> Iterator[dict[str, Any]]:
+    """Yield a readable record of each row: its name, most likely label, its probability, and all outputs."""
+    for i in range(rows_of(outputs)):
+        record = {"row": first + i, "source": rows.names[first + i], **_label(outputs, spec, i)}
+        record["outputs"] = {name: array[i].tolist() for name, array in outputs.items()}
+        yield record
+
+
+def table_records(
+    outputs: Arrays, spec: ModelSpec, other_columns: Mapping[str, Sequence[Any]], first: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a flat record of each row of a table: its other columns, then label, probability and the other outputs.
+
+    A prediction whose name a column has already is called ``predicted_NAME``.
+    """
+    for i in range(rows_of(outputs)):
+        predicted = {**{name: array[i].tolist() for name, array in outputs.items()}, **_label(outputs, spec, i)}
+        record = {name: cells[first + i] for name, cells in other_columns.items()}
+        yield record | {(f"predicted_{name}" if name in record else name): value for name, value in predicted.items()}
+
+
+def _label(outputs: Arrays, spec: ModelSpec, i: int) -> dict[str, Any]:
+    if spec.label is None or spec.label not in outputs:
+        return {}
+    number = int(outputs[spec.label][i])
+    label: dict[str, Any] = {"label": spec.labels[number] if number < len(spec.labels) else number}
+    if spec.probabilities is not None and spec.probabilities in outputs:
+        label["probability"] = float(outputs[spec.probabilities][i][number])
+    return label
+
+
+def write(file: IO[bytes], suffix: str, parts: Iterator[Arrays], spec: ModelSpec, rows: Rows) -> None:
+    """Write the predictions of all rows, given in parts, as one of :data:`FORMATS`."""
+    if suffix == ".npz":
+        whole = list(parts)
+        arrays = {name: np.concatenate([part[name] for part in whole]) for name in whole[0]}
+        np.savez(file, allow_pickle=False, **arrays)
+        return
+    if suffix == ".parquet":
+        parquet = _require_parquet("--output")
+        import pyarrow
+
+        parquet.write_table(pyarrow.Table.from_pylist(list(_records(parts, spec, rows))), file)
+        return
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    if suffix == ".csv":
+        writer = csv.writer(text)
+        for number, record in enumerate(_records(parts, spec, rows)):
+            flat = dict(_csv_cells(record, spec))
+            if number == 0:
+                writer.writerow(map(_csv_cell, flat))
+            writer.writerow(map(_csv_cell, flat.values()))
+    else:
+        text.writelines(json.dumps(record, default=str) + "\n" for record in _records(parts, spec, rows))
+    text.flush()
+    text.detach()
+
+
+FORMATS = (".npz", *SUFFIXES)
+
+
+def _records(parts: Iterator[Arrays], spec: ModelSpec, rows: Rows) -> Iterator[dict[str, Any]]:
+    first = 0
+    for part in parts:
+        if rows.other_columns is None:
+            yield from records(part, spec, rows, first)
+        else:
+            yield from table_records(part, spec, rows.other_columns, first)
+        first += rows_of(part)
+
+
+def _csv_cells(record: Mapping[str, Any], spec: ModelSpec) -> Iterator[tuple[str, Any]]:
+    """Yield a cell for each element of an output, under the name of its class if it has one."""
+    outputs = record.get("outputs") if "row" in record else None
+    flat = dict(record)
+    if isinstance(outputs, dict):
+        del flat["outputs"]
+        # The label's name is in the record already.
+        flat |= {name: value for name, value in outputs.items() if name != spec.label or not spec.labels}
+    for name, value in flat.items():
+        if not isinstance(value, list) or name.removeprefix("predicted_") not in spec.outputs:
+            yield name, value
+            continue
+        cells = np.ravel(value).tolist()
+        is_labelled = name == spec.probabilities and len(spec.labels) == len(cells)
+        headings = spec.labels if is_labelled else [f"{name}[{i}]" for i in range(len(cells))]
+        yield from zip(headings, cells, strict=True)
+
+
+def _csv_cell(value: Any) -> Any:
+    """Return a cell that a spreadsheet does not take for a formula: https://owasp.org/www-community/attacks/CSV_Injection.
+
+    Labels come from a package, and the names of files from others.
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

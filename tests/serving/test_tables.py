@@ -1,0 +1,173 @@
+"""Tables as input: columns by name, other columns in the output, and errors that name the place."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tests.serving.conftest import Server
+
+from paceline.cli import app
+from paceline.core.errors import ConfigError, DataError
+from paceline.core.inference import TensorSpec
+from paceline.serving.batch_predict import read_rows
+from paceline.serving.model import ModelSpec
+from paceline.serving.tables import write
+
+INPUTS = {
+    "age": TensorSpec(dtype="int64", minimum=0, maximum=120),
+    "income": TensorSpec(dtype="float32"),
+    "member": TensorSpec(dtype="bool"),
+    "visits": TensorSpec(dtype="float32", shape=(2,)),
+}
+OUTPUTS = {"probabilities": TensorSpec(dtype="float32", shape=(2,)), "label": TensorSpec(dtype="int64")}
+SPEC = ModelSpec(
+    name="churn",
+    version="1",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    labels=("stays", "leaves"),
+    probabilities="probabilities",
+    label="label",
+)
+CSV = 'id,income,age,label,member,visits[0],visits[1]\na7,1.5,30,"x,\ny",true,1,2\nb8,-2,40,,0,3,4.5\n'
+RECORDS = [
+    {"id": "a7", "income": 1.5, "age": 30, "label": "x,\ny", "member": True, "visits": [1, 2]},
+    {"id": "b8", "income": -2, "age": 40, "label": "", "member": False, "visits": [3, 4.5]},
+]
+PREDICTED = {"probabilities": np.array([[0.75, 0.25], [0.5, 0.5]], np.float32), "label": np.array([0, 1])}
+
+
+def write_table(path: Path, suffix: str) -> Path:
+    path = path.with_suffix(suffix)
+    if suffix == ".csv":
+        path.write_text("\ufeff" + CSV, newline="")
+    elif suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
+    else:
+        path.write_text("\n".join(json.dumps(record) for record in RECORDS) + "\n\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl", ".ndjson"])
+def test_columns_are_found_by_name_and_others_are_kept(tmp_path: Path, suffix: str) -> None:
+    rows = read_rows([write_table(tmp_path / "people", suffix)], SPEC)
+    assert {name: array.dtype.name for name, array in rows.arrays.items()} == {n: t.dtype for n, t in INPUTS.items()}
+    assert [rows.arrays[name].tolist() for name in ("age", "income", "member")] == [[30, 40], [1.5, -2], [True, False]]
+    assert rows.arrays["visits"].tolist() == [[1, 2], [3, 4.5]]
+    output = io.BytesIO()
+    write(output, suffix, iter([PREDICTED]), SPEC, rows)
+    kept = {"id": ["a7", "b8"], "label": ["x,\ny", ""], "predicted_label": ["stays", "leaves"]}
+    found: list[dict[str, Any]]
+    if suffix == ".csv":
+        found = list(csv.DictReader(io.StringIO(output.getvalue().decode(), newline="")))
+        assert list(found[0]) == ["id", "label", "stays", "leaves", "predicted_label", "probability"]
+        assert [record["stays"] for record in found] == ["0.75", "0.5"]
+    else:
+        if suffix == ".parquet":
+            found = pyarrow.parquet.read_table(io.BytesIO(output.getvalue())).to_pylist()
+        else:
+            found = [json.loads(line) for line in output.getvalue().splitlines()]
+        assert [record["probabilities"] for record in found] == [[0.75, 0.25], [0.5, 0.5]]
+    assert {name: [record[name] for record in found] for name in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("t.csv", CSV.replace("30", "old"), "t.csv, line 3, column age: must be a whole number, but is 'old'."),
+        ("t.csv", CSV.replace(",40,", ",,"), "t.csv, line 4, column age: must be a whole number, but is empty."),
+        ("t.csv", CSV.replace(",40,", ",121,"), "line 4, column age: must be between 0 and 120, but is 121."),
+        ("t.csv", CSV.replace(",40,", ",4.5,"), "line 4, column age: must be a whole number, but is '4.5'."),
+        ("t.csv", CSV.replace("-2", "1e39"), "line 4, column income: must be between"),
+        (
+            "t.csv",
+            CSV.replace("-2", "1e400"),
+            "line 4, column income: must be a number, but is '1e400' \\(beyond the range",
+        ),
+        ("t.csv", CSV.replace("true", "2"), "column member: must be true or false, but is '2'."),
+        ("t.csv", CSV.replace("income", "salary"), "column income: is missing; the columns are id, salary, age"),
+        ("t.csv", CSV.replace("income", "age"), "line 1: a column's name occurs twice"),
+        ("t.csv", CSV + "c9,1\n", "line 5 has 2 cells, but the heading has 7"),
+        ("t.csv", "", "t.csv is empty"),
+        ("t.csv", CSV.splitlines()[0], "t.csv has no rows"),
+        ("t.jsonl", '{"age": 1}\n{', "t.jsonl, line 2 is not JSON"),
+        ("t.jsonl", "[1]", "line 1 must be a JSON object"),
+        ("t.jsonl", json.dumps({**RECORDS[0], "age": "30"}), "line 1, column age: must be a whole number, but is '30'"),
+        ("t.jsonl", json.dumps({**RECORDS[0], "visits": [1]}), r"column visits: must be a list of the shape \[2\]"),
+        ("t.jsonl", json.dumps({**RECORDS[0], "visits": [1, None]}), "column visits: must be a number, but is empty"),
+        ("t.parquet", "PAR1", "t.parquet cannot be read"),
+    ],
+)
+def test_an_error_names_file_line_and_column(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (tmp_path / name).write_text(content, newline="")
+    with pytest.raises(DataError, match=said) as caught:
+        read_rows([tmp_path / name], SPEC)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_several_tables_and_rows_of_any_length(tmp_path: Path) -> None:
+    several = [write_table(tmp_path / "a", ".csv"), write_table(tmp_path / "b", ".csv")]
+    rows = read_rows(several, SPEC)
+    assert rows.arrays["age"].tolist() == [30, 40] * 2
+    assert rows.other_columns == {"id": ["a7", "b8"] * 2, "label": ["x,\ny", ""] * 2}
+    several[1].write_text(CSV.replace("id", "key"), newline="")
+    with pytest.raises(DataError, match="do not have the same columns"):
+        read_rows(several, SPEC)
+    tokens = ModelSpec(name="m", version="1", inputs={"ids": TensorSpec(dtype="int64", shape=(None,))}, outputs={})
+    (tmp_path / "t.csv").write_text('ids\n"[1, 2]"\n"[3, 4, 5]"\n')
+    with pytest.raises(DataError, match=r"line 3, column ids: has the shape \[3\], and the first row \[2\]"):
+        read_rows([tmp_path / "t.csv"], tokens)
+
+
+def test_a_table_through_a_pipe(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    pictures = np.random.default_rng(0).integers(0, 256, (2, 1, 28, 28)).tolist()
+    lines = "".join(json.dumps({"image": picture, "id": f"p{i}"}) + "\n" for i, picture in enumerate(pictures))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    assert app(["predict", server.url, "-", "--output", "-"], exit_on_error=False) == 0
+    found = [json.loads(line) for line in capsysbinary.readouterr().out.splitlines()]
+    assert [record["id"] for record in found] == ["p0", "p1"]
+    assert [max(record["probabilities"]) for record in found] == [record["probability"] for record in found]
+    with pytest.raises(ConfigError, match="--json and --output - both print"):
+        app(["predict", server.url, "-", "--output", "-", "--json"], exit_on_error=False)
+    for words in (["rows.csv", "--outptu", "x"], ["rows.csv", "--output", "--json"]):
+        with pytest.raises(ConfigError, match="is not an option"):
+            app(["predict", server.url, *words], exit_on_error=False)
+
+
+def test_the_plain_form_of_a_request(server: Server) -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (1, 28, 28)).tolist()
+    rows = [{"image": picture, "id": "a"}, {"image": picture}]
+    answer = httpx.post(f"{server.url}/predict", json={"rows": rows}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    first, second = answer.json()["predictions"]
+    assert (first.pop("id"), second.pop("id")) == ("a", None)
+    assert first["label"] == second["label"]
+    assert first["probability"] == max(first["probabilities"])
+    assert httpx.post(f"{server.url}/predict/fashion-mnist", json={"rows": rows}, timeout=60).json() == answer.json()
+    for document, said in (
+        ({"rows": [{"picture": picture}]}, "rows: image is missing; the columns are picture."),
+        (
+            {"rows": [rows[0], {"image": [[1]]}]},
+            "rows[1]: image must be a list of the shape [1, 28, 28], but is [[1]].",
+        ),
+        ({"rows": []}, 'the body must be like {"rows":[{"image":'),
+        ([], 'the body must be like {"rows":[{"image":'),
+    ):
+        answer = httpx.post(f"{server.url}/predict", json=document, timeout=60)
+        assert answer.status_code == 400
+        assert said in answer.json()["error"]
+    assert httpx.get(f"{server.url}/predict", timeout=60).status_code == 405
+    assert httpx.post(f"{server.url}/predict/other", json={}, timeout=60).status_code == 404
+    assert httpx.post(f"{server.url}/predict", content=b" " * 300_000, timeout=60).status_code == 413
