@@ -107,7 +107,7 @@ def print_package(package: Package, title: str) -> None:
         "task": manifest.provenance.task,
         "run": f"{manifest.provenance.run}, step {manifest.provenance.step}",
         "metrics": ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items()),
-        "quantized": manifest.quantization or "no",
+        "quantized": ", ".join(filter(None, (manifest.quantization, manifest.quantized_size))) or "no",
     }
     for name, value in rows.items():  # foreign text must not look like a row
         console.print(f"  {name:<10}{escape_controls(value)}", markup=False, soft_wrap=True)

@@ -152,6 +152,10 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+FLOAT_WEIGHTS_BYTES = "float_weights_bytes"
+"""In ``provenance.data`` of a quantized package: the size that the weights would have without quantization."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
     """The origin of a package's model.
@@ -249,6 +253,15 @@ class PackageManifest:
     def size_bytes(self) -> int:
         """The size of all files but the manifest."""
         return sum(record.size for record in self.files.values())
+
+    @property
+    def quantized_size(self) -> str:
+        """What quantization does to the weights' size: those of small models may grow; "" if it is not recorded."""
+        before, now = self.provenance.data.get(FLOAT_WEIGHTS_BYTES), self.files[self.weights].size
+        if type(before) is not int:
+            return ""
+        sizes = f"{now:,} bytes of weights instead of {before:,}"
+        return sizes if now < before else f"{sizes}: it saves nothing here. Export without --quantize"
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PackageManifest:

@@ -24,7 +24,13 @@ from paceline.core.task import Task
 from paceline.runs.checkpoint_manifest import FileRecord, write_file
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.package import Package, trust, verify_package
-from paceline.runs.package_manifest import FormatDifference, PackageManifest, Provenance, plain_name
+from paceline.runs.package_manifest import (
+    FLOAT_WEIGHTS_BYTES,
+    FormatDifference,
+    PackageManifest,
+    Provenance,
+    plain_name,
+)
 from paceline.runs.package_registry import LATEST, PackageReference, Registry
 from paceline.serving.equivalence import OnProgress, batch_inputs, compare, find_faulty_layer, problem_of
 from paceline.serving.formats import (
@@ -56,7 +62,7 @@ from paceline.serving.trained_source import (
 # --- The model card ---
 
 
-_NOT_IN_TABLE = (INTERVALS, PACKAGE_METRICS, EVALUATION)
+_NOT_IN_TABLE = (INTERVALS, PACKAGE_METRICS, EVALUATION, FLOAT_WEIGHTS_BYTES)
 
 
 def model_card(manifest: PackageManifest, task: Task) -> str:
@@ -300,6 +306,7 @@ def export(
         data = {**source.data, INTERVALS: _intervals(metrics)}
         if request.quantization is not None:
             on_stage(f"evaluating {source.split}, {request.quantization}")
+            data[FLOAT_WEIGHTS_BYTES] = len(weights_bytes(source.model))
             data[PACKAGE_METRICS] = _finite(source.measure(model))
         manifest = _manifest(source, request, reference.name, _finite(metrics), differences, data, draft)
         registry.commit(draft, manifest)

@@ -23,6 +23,7 @@ from paceline.core.task import Task
 from paceline.core.task_loading import BUILT_IN_TASKS, TaskReference, load_task_class
 from paceline.runs.package import Package, read_trusted
 from paceline.runs.rank_log import silence_logger_and_warnings
+from paceline.serving.replica import open_onnx
 from paceline.serving.trained_source import inference_of
 
 # --- Quantized weights: int8 or bfloat16 in the file, float32 where they are used ---
@@ -225,7 +226,7 @@ def load_onnx(
         options.add_external_initializers_from_files_in_memory(
             list(external_weights), contents, [len(content_of_file) for content_of_file in contents]
         )
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    session = open_onnx(content, options, ["CPUExecutionProvider"])
     names = [model_input.name for model_input in session.get_inputs()]
     references = (session, external_weights)  # keep alive what the session uses
 

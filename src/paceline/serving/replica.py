@@ -85,10 +85,7 @@ class OnnxServable:
     """A model under onnxruntime, without torch."""
 
     def __init__(self, model: bytes, spec: ModelSpec, device: str) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise ConfigError(f"serving ONNX needs onnxruntime: pip install 'paceline[onnx]' ({error})") from error
+        onnxruntime = _require_onnxruntime()
         providers = ["CPUExecutionProvider"]
         if device.startswith("cuda"):
             available = onnxruntime.get_available_providers()
@@ -99,8 +96,18 @@ class OnnxServable:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.inter_op_num_threads = 1
-        self._session = onnxruntime.InferenceSession(model, options, providers=providers)
+        self._session = open_onnx(model, options, providers)
         self._outputs = tuple(spec.outputs)
+        for side, expected, nodes in (
+            ("inputs", spec.inputs, self._session.get_inputs()),
+            ("outputs", spec.outputs, self._session.get_outputs()),
+        ):
+            names = [node.name for node in nodes]
+            if set(expected) - set(names) or (side == "inputs" and set(names) - set(expected)):
+                raise PackageError(
+                    f"the ONNX program has the {side} {', '.join(names)}, but the package says {', '.join(expected)}. "
+                    "Export the run again."
+                )
 
     def predict(self, inputs: Arrays) -> dict[str, Array]:
         answers = self._session.run(list(self._outputs), dict(inputs))
@@ -113,6 +120,31 @@ _WRONG_INDEX = re.compile(
     r"|Class values must be (smaller than num_classes|non-negative)"  # its one_hot
     r"|out of data bounds"  # onnxruntime's Gather
 )
+
+
+def _require_onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ConfigError(f"serving ONNX needs onnxruntime: pip install 'paceline[onnx]' ({error})") from error
+    return onnxruntime
+
+
+def open_onnx(model: bytes, options: Any, providers: Any) -> Any:
+    """Return onnxruntime's session of a model.
+
+    Raises:
+        PackageError: onnxruntime cannot read it.
+    """
+    try:
+        return _require_onnxruntime().InferenceSession(model, options, providers=providers)
+    except ConfigError:
+        raise
+    except Exception as error:  # onnxruntime's exceptions have no common class
+        reason = " ".join(str(error).split())
+        raise PackageError(
+            f"onnxruntime cannot load the ONNX program: {reason:.300}. Export the run again, or use another program."
+        ) from error
 
 
 # --- The program: ``python -m paceline.serving.replica FD`` ---

@@ -159,6 +159,11 @@ def test_quantized_weights_are_smaller_and_say_the_same(
     sizes = [each.manifest.files["weights.safetensors"].size for each in (quantized, package)]
     assert sizes[0] < smaller * sizes[1]
     assert quantized.manifest.quantization == quantization
+    assert quantized.manifest.quantized_size == f"{sizes[0]:,} bytes of weights instead of {sizes[1]:,}"
+    larger = {**quantized.manifest.provenance.data, "float_weights_bytes": sizes[0]}
+    provenance = dataclasses.replace(quantized.manifest.provenance, data=larger)
+    told = dataclasses.replace(quantized.manifest, provenance=provenance).quantized_size
+    assert "it saves nothing here. Export without --quantize" in told
     expected = trained.inference.module(images(7))["probabilities"]
     given = [load_with_task(quantized).module(images(7))["probabilities"]]
     given += [load_program(quantized, kind)([images(7)])["probabilities"] for kind in quantized.manifest.programs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.core.errors import PackageError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.serving.formats import (
     capture,
@@ -20,6 +22,8 @@ from paceline.serving.formats import (
     save_pt2,
     weights_bytes,
 )
+from paceline.serving.model import ModelSpec
+from paceline.serving.replica import OnnxServable
 from paceline.serving.trained_source import inference_of
 from paceline.training.tasks.transformer import Transformer
 
@@ -113,3 +117,24 @@ def test_a_channel_of_zeros_stays_zero() -> None:
     quantize(layer, "int8")
     assert not layer.weight[0].any()
     assert bool(layer.weight.isfinite().all())
+
+
+@pytest.mark.parametrize("content", [b"", b"no model", b"\x08\x07\x12\x04"])
+def test_a_malformed_onnx_program_gets_one_line(content: bytes) -> None:
+    spec = ModelSpec(name="m", version="1", inputs={"x": TensorSpec(dtype="float32")}, outputs={})
+    for load in (lambda: load_onnx(content, ["y"]), lambda: OnnxServable(content, spec, "cpu")):
+        with pytest.raises(PackageError, match="onnxruntime cannot load the ONNX program") as caught:
+            load()
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_onnx_program_of_other_inputs_is_refused() -> None:
+    node = onnx.helper.make_node("Identity", ["a"], ["y"])
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch"]) for name in ("a", "y")]
+    graph = onnx.helper.make_graph([node], "g", values[:1], values[1:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    tensor = TensorSpec(dtype="float32")
+    spec = ModelSpec(name="m", version="1", inputs={"x": tensor}, outputs={"y": tensor})
+    with pytest.raises(PackageError, match="has the inputs a, but the package says x"):
+        OnnxServable(model.SerializeToString(), spec, "cpu")
+    OnnxServable(model.SerializeToString(), replace(spec, inputs={"a": tensor}), "cpu")
