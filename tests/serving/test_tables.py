@@ -21,6 +21,7 @@ from paceline.core.errors import ConfigError, DataError
 from paceline.core.inference import TensorSpec
 from paceline.serving.batch_predict import read_rows
 from paceline.serving.model import ModelSpec
+from paceline.serving.protocol import example_rows, parse_rows
 from paceline.serving.tables import write
 
 INPUTS = {
@@ -144,6 +145,14 @@ def test_a_table_through_a_pipe(
     for words in (["rows.csv", "--outptu", "x"], ["rows.csv", "--output", "--json"]):
         with pytest.raises(ConfigError, match="is not an option"):
             app(["predict", server.url, *words], exit_on_error=False)
+
+
+def test_the_example_of_a_request_is_a_request() -> None:
+    request = example_rows(SPEC)
+    assert request == '{"rows":[{"age":0,"income":0.0,"member":false,"visits":[0.0,0.0]}]}'
+    inputs, others = parse_rows(SPEC, request.encode())
+    assert {name: len(array) for name, array in inputs.items()} == dict.fromkeys(INPUTS, 1)
+    assert others == {}
 
 
 def test_the_plain_form_of_a_request(server: Server) -> None:

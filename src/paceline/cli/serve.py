@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ _REQUESTS = Parameter(group=group("Requests"), negative="")
 _REPLICAS = Parameter(group=group("Replicas"))
 _PROGRAM = Parameter(group=group("Program"))
 _HOST, _PORT = "127.0.0.1", 8000
+_MAX_SHOWN = 300  # characters of an example of a request
 
 
 def serve(
@@ -159,6 +161,7 @@ def serve(
     _require_libraries()
     from paceline.core.access import BearerTokens
     from paceline.serving.app import open_model
+    from paceline.serving.protocol import example_rows
     from paceline.serving.server import ListenAddress
 
     tokens = None if token_file is None else BearerTokens(token_file)
@@ -188,6 +191,12 @@ def serve(
         else:
             for name in names:
                 print(f"{url}/v2/models/{name} is ready.", flush=True)
+            for model in models:
+                request = example_rows(model.spec)
+                if len(request) <= _MAX_SHOWN:  # an image's numbers would fill the terminal
+                    path = "predict" if len(models) == 1 else f"predict/{model.spec.name}"
+                    token = "" if token_file is None else ' -H "Authorization: Bearer $TOKEN"'
+                    print(f"Ask it in a terminal: curl {url}/{path}{token} -d {shlex.quote(request)}", flush=True)
             if grpc is not None:
                 print(f"{grpc} serves gRPC.", flush=True)
             print(f"Try it in a browser: {url}/", flush=True)

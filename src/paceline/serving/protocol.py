@@ -66,6 +66,12 @@ def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | N
     return parse_document(spec, document, binary)
 
 
+def example_rows(spec: ModelSpec) -> str:
+    """Return a request in the plain form, whose only row is of zeros if possible."""
+    row = {name: example(tensor, 1)[0].tolist() for name, tensor in spec.inputs.items()}
+    return orjson.dumps({"rows": [row]}).decode()
+
+
 def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Array], dict[str, list[Any]]]:
     """Parse the plain form of a request: ``{"rows": [{"age": 3, ...}, ...]}``.
 
@@ -78,8 +84,7 @@ def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Arra
     document = _load(body)
     rows = document.get("rows") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        example_row = {name: example(tensor, 1)[0].tolist() for name, tensor in spec.inputs.items()}
-        text = orjson.dumps({"rows": [example_row]}).decode()
+        text = example_rows(spec)
         raise InvalidRequest(f"the body must be like {text if len(text) < 500 else text[:500] + '...'}")
     columns = columns_of(rows)
     try:
