@@ -32,6 +32,7 @@ def export(
     name: str | None = None,
     tag: str = "latest",
     tolerance: float | None = None,
+    task: str = "",
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Export the model of RUN as a package into the registry, after comparing it with the trained model.
@@ -57,6 +58,8 @@ def export(
     tolerance
         Largest difference of an output. Default: 0.0001 of the largest output; with --quantize, 99 % (int8)
         or 99.5 % (bf16) of the labels must be equal.
+    task
+        Where the task is now (file.py:Name), if not where the run's training found it.
     json
         Print one JSON object: the package's directory, digest, reference and differences.
     """
@@ -72,6 +75,7 @@ def export(
         name=name,
         tag=tag,
         tolerance=tolerance,
+        task=task,
     )
     with _progress(json) as (on_stage, on_progress):
         package, reference = export_run(request, Registry.of_user(), on_stage, on_progress)

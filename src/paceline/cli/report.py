@@ -27,6 +27,7 @@ def report(
     output: Path | None = None,
     checkpoint: str | None = None,
     split: Literal["test", "val"] = "test",
+    task: str = "",
     json: Flag = False,
 ) -> int:
     """Analyse runs on the test split, and write a self-contained page or JSON.
@@ -43,6 +44,8 @@ def report(
         best, last or a step. Default: the best, or the last if the run has no validation.
     split
         Split to evaluate the models on: test or val.
+    task
+        Where the task is now (file.py:Name), if not where the run's training found it.
     json
         Print all figures as one line of JSON.
     """
@@ -66,7 +69,8 @@ def report(
     analyses = []
     for path in paths:
         with evaluating(str(path), quiet=json) as on_progress:
-            analyses.append(analyse(RunDirectory(path), split=split, checkpoint=checkpoint, on_progress=on_progress))
+            directory = RunDirectory(path)
+            analyses.append(analyse(directory, split=split, checkpoint=checkpoint, task=task, on_progress=on_progress))
     report_data = make_report(analyses)
     page = render(report_data).encode()
     try:

@@ -379,6 +379,7 @@ def analyse(
     *,
     split: str = "test",
     checkpoint: str | None = None,
+    task: str = "",
     on_progress: OnProgress = lambda done, total: None,
 ) -> Analysis:
     """Read a run and evaluate one of its checkpoints, without writing anything.
@@ -387,6 +388,7 @@ def analyse(
         directory: of the run.
         split: "test" or "val".
         checkpoint: "best", "last" or a step; None: the best, or the last if the run has no validation.
+        task: where the task's class is now, if not where it was when the run was trained.
         on_progress: called after each block of samples.
 
     Raises:
@@ -395,7 +397,7 @@ def analyse(
     """
     record = read_record(directory)
     with (
-        load_trained_model(directory, checkpoint) as trained,
+        load_trained_model(directory, checkpoint, task=task) as trained,
         closing(make_evaluator(trained, split)) as evaluator,
     ):
         with torch.no_grad():

@@ -247,6 +247,7 @@ class ExportRequest:
         name: of the package; by default derived from the task's.
         tag: to point at the package.
         tolerance: largest difference of outputs; the default depends on the quantization.
+        task: where the task's class is now, if not where it was when the run was trained.
     """
 
     run: Path
@@ -256,6 +257,7 @@ class ExportRequest:
     name: str | None = None
     tag: str = LATEST
     tolerance: float | None = None
+    task: str = ""
 
 
 def export(
@@ -286,7 +288,7 @@ def export(
     if "onnx" in request.formats:
         require_onnx()
     on_stage("reading the run")
-    with open_source(request.run, request.checkpoint) as source, registry.draft() as draft:
+    with open_source(request.run, request.checkpoint, request.task) as source, registry.draft() as draft:
         reference = PackageReference(request.name or default_name(source), request.tag)
         on_stage(f"evaluating {source.split}")
         metrics = source.measure()

@@ -133,12 +133,13 @@ class TrainedSource:
 
 
 @contextmanager
-def open_source(run: Path, checkpoint: str | None) -> Iterator[TrainedSource]:
+def open_source(run: Path, checkpoint: str | None, task: str = "") -> Iterator[TrainedSource]:
     """Open the model of a run.
 
     Args:
         run: its directory.
         checkpoint: "best", "last" or a step; None is the best, if any, else the last.
+        task: where the task's class is now, if not where it was when the run was trained.
 
     Raises:
         UserError: the run or checkpoint does not exist, or the task has no inference signature.
@@ -146,7 +147,7 @@ def open_source(run: Path, checkpoint: str | None) -> Iterator[TrainedSource]:
     """
     directory = RunDirectory(run)
     manifest = directory.read_complete_manifest()
-    with load_trained_model(directory, checkpoint, device="cpu") as trained:
+    with load_trained_model(directory, checkpoint, device="cpu", task=task) as trained:
         inference = inference_of(trained.run.task, trained.module)
         yield TrainedSource(
             trained=trained,

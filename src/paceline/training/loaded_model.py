@@ -108,7 +108,7 @@ class LoadedModel(EvaluableModel):
 
 @contextmanager
 def load_trained_model(
-    directory: RunDirectory, wanted: str | None = None, *, device: Device = "auto"
+    directory: RunDirectory, wanted: str | None = None, *, device: Device = "auto", task: str = ""
 ) -> Iterator[LoadedModel]:
     """Build the run's task and model again, and load a checkpoint into it.
 
@@ -116,6 +116,7 @@ def load_trained_model(
         directory: the run's; nothing is written there.
         wanted: which checkpoint, as :func:`paceline.runs.checkpoint_store.select_checkpoint` says.
         device: where the model goes; ``auto`` is a GPU where there is one.
+        task: where the task's class is now, if not where it was when the run was trained.
 
     Raises:
         UserError: the directory holds no run, or its task or data cannot be built.
@@ -130,7 +131,7 @@ def load_trained_model(
         infos.append(info)
         return info.step, info.epoch
 
-    with load_evaluable_model(directory, manifest, fill, device=device) as model:
+    with load_evaluable_model(directory, manifest, fill, device=device, task=task) as model:
         (info,) = infos
         yield LoadedModel(
             run=model.run,
@@ -145,7 +146,7 @@ def load_trained_model(
 
 @contextmanager
 def load_evaluable_model(
-    directory: RunDirectory, manifest: Mapping[str, Any], fill: Fill, *, device: Device = "auto"
+    directory: RunDirectory, manifest: Mapping[str, Any], fill: Fill, *, device: Device = "auto", task: str = ""
 ) -> Iterator[EvaluableModel]:
     """Build a recorded task and its model again, and have them filled.
 
@@ -154,6 +155,7 @@ def load_evaluable_model(
         manifest: the tables ``task`` and ``config`` of ``run.toml``.
         fill: loads what was saved.
         device: where the model goes; ``auto`` is a GPU where there is one.
+        task: its class, if not where the record says.
 
     Raises:
         UserError: the task or its data cannot be built.
@@ -165,7 +167,7 @@ def load_evaluable_model(
         open_world(alone, device=device) as world,
     ):
         request = RunRequest(
-            config=RunConfig(run_dir=str(directory.path), device=device),
+            config=RunConfig(run_dir=str(directory.path), device=device, task=task),
             explicit_options=frozenset(),
             task=None,
             started=time.time(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import shutil
@@ -20,7 +21,7 @@ from torch import nn
 
 from paceline.cli import main
 from paceline.core.config import RunConfig
-from paceline.core.errors import PackageError, UntrustedError
+from paceline.core.errors import PackageError, UntrustedError, UserError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import scan
@@ -290,3 +291,12 @@ def test_a_range_is_that_of_the_embeddings_unless_the_task_declares_one() -> Non
     assert observed["year"] == inputs["year"]
     other = {"words": inputs["words"]}  # for which the module fails
     assert _observe_ranges(InferenceSignature(module=Bags().eval(), inputs=other, outputs=outputs)) == other
+
+
+def test_a_task_that_has_moved(run_directory: Path, tmp_path: Path) -> None:
+    moved = shutil.copy(TASKS, tmp_path / "moved_tasks.py")
+    with open_source(run_directory, None, f"{moved}:Shapes") as source:
+        assert inspect.getfile(type(source.task)) == str(moved)
+    other = open_source(run_directory, None, f"{moved}:Silent")
+    with pytest.raises(UserError, match=r"is a run of .*Shapes, not of "), other:
+        pass
