@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import signal
 import sys
@@ -172,3 +173,11 @@ def test_a_cell_is_no_formula(tmp_path: Path) -> None:
     assert "'-a.png" in cells
     assert "'=1+1" in cells
     assert not [cell for cell in cells if cell.startswith(("=", "@", "-", "\t"))]
+
+
+def test_numbers_in_a_tables_other_columns_stay_as_they_are() -> None:
+    spec = ModelSpec(name="m", version="1", inputs={}, outputs={"y": TensorSpec(dtype="float32")})
+    file = io.BytesIO()
+    others = {"balance": ["-3.5", "+1", "-1e-3", "-x"]}
+    write(file, ".csv", iter([{"y": -np.ones(4)}]), spec, Rows({}, ["0", "1", "2", "3"], others))
+    assert file.getvalue().decode().split() == ["balance,y", "-3.5,-1.0", "+1,-1.0", "-1e-3,-1.0", "'-x,-1.0"]

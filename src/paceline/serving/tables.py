@@ -412,6 +412,13 @@ def _csv_cells(record: Mapping[str, Any], spec: ModelSpec) -> Iterator[tuple[str
 def _csv_cell(value: Any) -> Any:
     """Return a cell that a spreadsheet does not take for a formula: https://owasp.org/www-community/attacks/CSV_Injection.
 
-    Labels come from a package, and the names of files from others.
+    Labels come from a package, and the names of files and the other columns of a table from others. Negative numbers
+    stay as they are.
     """
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
