@@ -289,8 +289,9 @@ def test_scripts_that_are_preempted_save_and_are_requeued(jobs: Jobs, mode: str)
     cluster = jobs.cluster
     set_mode = ("scontrol", "update", "PartitionName=main")
     # The lab's Slurm preempts with the job's own signal where it has one.
-    wishes = {"torchrun": ("--nodes", "2"), "srun": ("--signal-before", "1min", "--walltime", "1h"), "spawn": ()}
-    ranks = {"torchrun": 4, "srun": 2, "spawn": 2}
+    two = ("--nodes", "2")
+    wishes = {"torchrun": two, "mpi": two, "srun": ("--signal-before", "1min", "--walltime", "1h"), "spawn": ()}
+    ranks = {"torchrun": 4, "mpi": 4, "srun": 2, "spawn": 2}
     records = {}
     assert cluster.run(*set_mode, f"PreemptMode={mode}").returncode == 0
     try:
@@ -393,6 +394,10 @@ def test_waiting_ends_as_the_job_does(jobs: Jobs) -> None:
     assert jobs.paceline(*launch, "--", "sh", "-c", "echo done").splitlines() == ["done"]
     jobs.paceline(*launch, "--", "sh", "-c", "exit 7", code=7)
     jobs.paceline(*launch, "--setup", "no-such-program", "--", "true", code=127)
+    # The rank on the other node ends later, with a higher code.
+    fails = '[ "$RANK" = 1 ] && exit 3; trap "exit 9" TERM; while true; do sleep 0.1; done'
+    two = ("--nodes", "2", "--env-style", "torch", "--rank-launcher", "spawn")
+    jobs.paceline(*launch[:3], *two, "--wait", "--", "sh", "-c", fails, code=3)
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,14 @@ srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cp
 steps+=("$!")
 wait_for "$!"
 code=$?
-# A rank that ends after a signal leaves its exit code, so that the others have time to save too.
-if [ "$code" -eq 0 ]; then
-  for code_of_rank in $(cat "$stopped"/* 2>/dev/null); do
+# The code is that of the rank that failed first. One that ends after a signal leaves its code, so that the others have
+# time to save too.
+if [ "$code" -ne 0 ]; then
+  for failed in "$stopped"/failed-*; do
+    [ ! -s "$failed" ] || code=$(cat "$failed")
+  done
+else
+  for code_of_rank in $(cat "$stopped"/code-* 2>/dev/null); do
     [ "$code" -eq 75 ] || code=$code_of_rank
   done
 fi
@@ -289,9 +294,14 @@ srun --kill-on-bad-exit=1 --wait=0 --nodes="$SLURM_JOB_NUM_NODES" \\
 steps+=("$!")
 wait_for "$!"
 code=$?
-# A rank that ends after a signal leaves its exit code, so that the others have time to save too.
-if [ "$code" -eq 0 ]; then
-  for code_of_rank in $(cat "$stopped"/* 2>/dev/null); do
+# The code is that of the rank that failed first. One that ends after a signal leaves its code, so that the others have
+# time to save too.
+if [ "$code" -ne 0 ]; then
+  for failed in "$stopped"/failed-*; do
+    [ ! -s "$failed" ] || code=$(cat "$failed")
+  done
+else
+  for code_of_rank in $(cat "$stopped"/code-* 2>/dev/null); do
     [ "$code" -eq 75 ] || code=$code_of_rank
   done
 fi
@@ -359,9 +369,14 @@ srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cp
 steps+=("$!")
 wait_for "$!"
 code=$?
-# A rank that ends after a signal leaves its exit code, so that the others have time to save too.
-if [ "$code" -eq 0 ]; then
-  for code_of_rank in $(cat "$stopped"/* 2>/dev/null); do
+# The code is that of the rank that failed first. One that ends after a signal leaves its code, so that the others have
+# time to save too.
+if [ "$code" -ne 0 ]; then
+  for failed in "$stopped"/failed-*; do
+    [ ! -s "$failed" ] || code=$(cat "$failed")
+  done
+else
+  for code_of_rank in $(cat "$stopped"/code-* 2>/dev/null); do
     [ "$code" -eq 75 ] || code=$code_of_rank
   done
 fi
@@ -537,7 +552,8 @@ def test_mpirun_and_ray_in_the_allocation(monkeypatch: pytest.MonkeyPatch) -> No
     two = {"nodes": (2, 2), "nproc": (2,), "rank_launcher": "mpi", "env_style": "mpi"}
     script = text(SCRIPT, **two)
     assert "#SBATCH --ntasks-per-node=2\n" in script
-    assert "mpiexec.hydra -n 4 -ppn 2 -bind-to none /opt/python train.py &\n" in joined(script)
+    rank = "/opt/python -m paceline.launch.stop_codes /opt/python train.py"
+    assert f"mpiexec.hydra -n 4 -ppn 2 -bind-to none {rank} &\n" in joined(script)
     script = joined(text(SCRIPT, **{**two, "env_style": "torch", "master_port": 4000}))
     assert "rank --env-style torch --master-port 4000 -- /opt/python" in script
     with pytest.raises(ConfigError, match="--rank-launcher mpi needs one number"):
@@ -548,12 +564,9 @@ def test_mpirun_and_ray_in_the_allocation(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_horovodrun_reaches_the_other_machines_by_steps() -> None:
     script = text(SCRIPT, nodes=(2, 2), nproc=(2,), rank_launcher="horovod", env_style="horovod")
+    shield = "/opt/python -m paceline.launch.stop_codes --shield"
     expected = r"""
-export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:2/' | paste -sd, -)"
 # horovodrun starts ranks on other nodes over ssh. In a job, steps replace ssh, so no node needs an ssh server.
-starters="$(mktemp -d)"
-trap 'rm -r "$starters"' EXIT
 cat >"$starters/ssh" <<END
 #!/bin/bash
 host=
@@ -563,13 +576,15 @@ while [ "\$#" -gt 0 ]; do
     *) [ -z "\$host" ] || break; host="\$1"; shift ;;
   esac
 done
-exec srun --overlap --nodes=1 --ntasks=1 --nodelist="\$host" --cpus-per-task=1 sh -c "\$*" </dev/null
+exec srun --overlap --nodes=1 --ntasks=1 --nodelist="\$host" --cpus-per-task=1 SHIELD sh -c "\$*" </dev/null
 END
 chmod +x "$starters/ssh"
-PATH="$starters:$PATH" horovodrun -np 4 --gloo -H "$hosts" env "PATH=$PATH" /opt/python train.py &
 """
-    assert expected in joined(script)
-    assert "ssh" not in text(SCRIPT, nproc=(2,), rank_launcher="horovod", env_style="horovod"), (
+    assert expected.replace("SHIELD", shield) in joined(script)
+    assert f'PATH="$starters:$PATH" {shield} horovodrun -np 4 --gloo -H "$hosts" env "PATH=$PATH" /opt/py' in joined(
+        script
+    )
+    assert "starters/ssh" not in text(SCRIPT, nproc=(2,), rank_launcher="horovod", env_style="horovod"), (
         "on one there is no need"
     )
 

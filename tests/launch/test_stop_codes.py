@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,49 +26,92 @@ exit "$1"
 """
 
 
-def start(path: Path, *words: str) -> subprocess.Popen[str]:
+def start(path: Path, *words: str, **more: Any) -> subprocess.Popen[str]:
     program = [sys.executable, "-m", "paceline.launch.stop_codes"]
     env = {**os.environ, "PACELINE_STOP_CODES": str(path / "codes")}
     return subprocess.Popen(
-        [*program, *words], cwd=path, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*program, *words], cwd=path, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **more
     )
 
 
-def left(path: Path) -> list[str]:
-    return [each.read_text() for each in (path / "codes").iterdir()]
+def left(path: Path) -> dict[str, str]:
+    """The kinds of files that ranks have left, and what is in them."""
+    return {each.name.partition("-")[0]: each.read_text() for each in (path / "codes").iterdir()}
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "codes"),
+    ("command", "code", "files"),
     [
-        ("exit 0", 0, []),
-        ("exit 3", 3, []),
-        ("kill -KILL $$", 137, []),
-        ("exit 75", 0, ["75\n"]),
-        ("kill -USR1 $$", 0, ["138\n"]),
+        ("exit 0", 0, {}),
+        ("exit 3", 3, {"failed": "3\n"}),
+        ("kill -KILL $$", 137, {"failed": "137\n"}),
+        ("exit 75", 0, {"code": "75\n"}),
+        ("kill -USR1 $$", 0, {"code": "138\n"}),
     ],
 )
-def test_a_rank_that_is_not_asked_has_its_own_code(tmp_path: Path, command: str, code: int, codes: list[str]) -> None:
+def test_a_rank_that_is_not_asked_has_its_own_code(
+    tmp_path: Path, command: str, code: int, files: dict[str, str]
+) -> None:
     (tmp_path / "codes").mkdir()
     process = start(tmp_path, "sh", "-c", command)
     process.communicate(timeout=60)
     assert process.returncode == code
-    assert left(tmp_path) == codes
+    assert left(tmp_path) == files
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 1), (signal.SIGUSR1, 0)])
-def test_a_signal_to_all_is_heard_once_and_ends_no_rank_that_saves(
-    tmp_path: Path, wait_until: Callable[..., None], number: signal.Signals, code: int
+def test_the_code_of_the_rank_that_fails_first_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "codes").mkdir()
+    for code in (3, 4):
+        start(tmp_path, "sh", "-c", f"exit {code}").communicate(timeout=60)
+    assert left(tmp_path) == {"failed": "3\n"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("send", "code"),
+    [
+        pytest.param(os.killpg, 75, id="each process, by linuxproc"),
+        pytest.param(os.kill, 1, id="the step's own program, by cgroup"),
+    ],
+)
+def test_a_signal_is_heard_once_and_ends_no_rank_that_saves(
+    tmp_path: Path, wait_until: Callable[..., None], number: signal.Signals, send: Callable[..., None], code: int
 ) -> None:
     (tmp_path / "codes").mkdir()
     process = start(tmp_path, "bash", "-c", SAVES, "rank", str(code))
     wait_until((tmp_path / "ready").exists, "the rank")
-    os.killpg(process.pid, number)
+    send(process.pid, number)
+    send(process.pid, number)
     process.communicate(timeout=60)
     assert process.returncode == 0
-    assert left(tmp_path) == ([f"{code}\n"] if code else [])
-    time.sleep(0.1)
+    assert left(tmp_path) == {"code": f"{code}\n"}
     assert (tmp_path / "heard").read_text() == f"{number.name.removeprefix('SIG')}\n"
+
+
+def test_a_listener_tells_the_ranks_below_a_program_that_does_not_hear(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    (tmp_path / "codes").mkdir()
+    program = f"{sys.executable} -m paceline.launch.stop_codes"
+    mpirun = start(tmp_path, "--shield", "sh", "-c", f"{program} bash saves.sh 75; echo $? >code; touch saved")
+    (tmp_path / "saves.sh").write_text(SAVES)
+    listener = start(tmp_path, "--listen", stdin=subprocess.PIPE)
+    wait_until((tmp_path / "ready").exists, "the rank")
+    os.kill(mpirun.pid, signal.SIGTERM)  # a shell would end, and a daemon of MPI's kill its ranks
+    wait_until(lambda: hears_sigterm(listener), "the listener")
+    listener.terminate()
+    mpirun.communicate(timeout=60)
+    assert mpirun.returncode == 0
+    assert (tmp_path / "heard").read_text() == "TERM\n"
+    assert left(tmp_path) == {"code": "75\n"}
+    assert listener.poll() is None
+    listener.communicate(timeout=60)
+    assert listener.returncode == 0
+
+
+def hears_sigterm(process: subprocess.Popen[str]) -> bool:
+    caught = re.search(r"SigCgt:\t(.*)", Path(f"/proc/{process.pid}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) & 1 << signal.SIGTERM - 1)
 
 
 def test_a_code_that_cannot_be_left_is_the_program_s(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ class LaunchSpec:
         rdzv_id: a name that all nodes of the job share.
         hosts: the host names of the nodes, in their order, as far as they are known; perhaps the first one alone.
         joins: this node joins a running job.
-        signals_reach_ranks: the system above signals each process of the node itself, as Slurm does in a step: no
-            program here forwards SIGTERM or SIGUSR1, or ends by them before its ranks.
+        leaves_stop_codes: each rank runs below :mod:`paceline.launch.stop_codes`, which passes Slurm's signals on, and
+            leaves its exit code for the job's script.
         log_directory: the run in which ranks above 0 log, and failures are recorded; None: all print to the terminal.
 
     The response to the death of a worker, by Paceline's agent or torchrun:
@@ -109,7 +109,7 @@ class LaunchSpec:
     rdzv_id: str = "paceline"
     hosts: tuple[str, ...] = ()
     joins: bool = False
-    signals_reach_ranks: bool = False
+    leaves_stop_codes: bool = False
     log_directory: RunDirectory | None = None
 
     recover: Recovery = "none"

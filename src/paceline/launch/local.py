@@ -38,6 +38,7 @@ from paceline.launch.rank import (
     has_placeholders,
     interface_variables,
 )
+from paceline.launch.stop_codes import signal_ranks, stop_codes_command
 from paceline.launch.supervisor import (
     ForegroundJob,
     ForegroundLauncher,
@@ -251,12 +252,11 @@ class Torchrun(LocalLauncher):
         own = options if isinstance(options, TorchrunOptions) else TorchrunOptions()
         python, arguments = split_python(_command(spec))
         signals, shell = _SIGNALS, []
-        if spec.signals_reach_ranks:
-            # torchrun would forward them once more, and kill ranks that save for longer than 30 s: it ignores them.
+        if spec.leaves_stop_codes:
+            # torchrun would kill ranks that save for longer than 30 s: it ignores Slurm's signals.
             shell = ["sh", "-c", f"trap '' {' '.join(_REACHING_RANKS)}; exec \"$@\"", "sh"]
             signals = ",".join(name for name in _SIGNALS.split(",") if name.removeprefix("SIG") not in _REACHING_RANKS)
-            arguments = ("-m", "paceline.launch.stop_codes", *_command(spec))
-            python = sys.executable
+            python, arguments = split_python(stop_codes_command(sys.executable, _command(spec)))
         module = "torch.distributed.launch" if own.local_rank_argument else "torch.distributed.run"
         nproc, restarts_workers = spec.local_world_size, spec.recover == "restart"
         restarts = [f"--max-restarts={spec.max_restarts}"] if restarts_workers else []
@@ -283,14 +283,14 @@ class Torchrun(LocalLauncher):
         spec = rendered.spec
         check_program(spec.command[0])
         verdict = None if spec.log_directory is None else partial(_verdict, spec.log_directory, time.time())
-        death_signal = signal.SIGINT if spec.signals_reach_ranks else signal.SIGTERM
-        starter = RankStarter(name="torchrun", verdict=verdict, death_signal=death_signal)
+        starter = RankStarter(name="torchrun", verdict=verdict)
+        if spec.leaves_stop_codes:
+            starter = replace(starter, death_signal=signal.SIGINT, signal_ranks=signal_ranks)
         return SupervisedJob(
             rendered.commands,
             starter=starter,
             directory=spec.log_directory,
             grace_s=spec.grace_s,
-            signals_reach_ranks=spec.signals_reach_ranks,
         )
 
 
@@ -399,7 +399,6 @@ def start_tensorflow(rendered: RenderedJob) -> SupervisedJob:
         rendered.commands,
         directory=rendered.spec.log_directory,
         grace_s=rendered.spec.grace_s,
-        signals_reach_ranks=rendered.spec.signals_reach_ranks,
         ignores_sigterm=True,
         serves_elsewhere=serves_elsewhere,
     )
@@ -464,6 +463,8 @@ class Spawn(LocalLauncher):
         else:
             host, port = "127.0.0.1", spec.master_port or free_master_port(spec.env_style, nproc)
         command = _command(spec)
+        if spec.leaves_stop_codes:
+            command = stop_codes_command(sys.executable, command)
         return tuple(_rank(spec, command, local_rank, host, port) for local_rank in range(nproc))
 
     def _start(self, rendered: RenderedJob) -> ProcessGroup:
@@ -476,12 +477,7 @@ class Spawn(LocalLauncher):
         if spec.env_style == "tensorflow":
             return start_tensorflow(rendered)
         if spec.nodes[0] > 1 or spec.env_style != "torch":
-            return SupervisedJob(
-                commands,
-                directory=spec.log_directory,
-                grace_s=spec.grace_s,
-                signals_reach_ranks=spec.signals_reach_ranks,
-            )
+            return SupervisedJob(commands, directory=spec.log_directory, grace_s=spec.grace_s)
         port = int(commands[0].env["MASTER_PORT"])
         try:
             listener = bound_loopback_socket(port)
@@ -503,7 +499,6 @@ class Spawn(LocalLauncher):
                 directory=spec.log_directory,
                 grace_s=spec.grace_s,
                 rank_0_fds=rank_0_fds,
-                signals_reach_ranks=spec.signals_reach_ranks,
             )
 
 

@@ -170,12 +170,11 @@ class MpiLauncher(ForegroundLauncher):
         return ForegroundJob(job, rendered.spec.directory)
 
 
-def mpirun_in_allocation(spec: LaunchSpec, nodes: int, each: int) -> tuple[str, ...]:
-    """Return the mpirun command for the script of a cluster's job, where it finds the nodes by itself.
+def mpirun_in_allocation(nodes: int, each: int) -> tuple[str, ...]:
+    """Return mpirun and its options for the script of a cluster's job, where it finds the nodes by itself.
 
     Args:
-        spec: the job.
-        nodes: its machines.
+        nodes: the job's machines.
         each: the processes on each of them.
     """
     mpi, program = find_mpirun()
@@ -184,7 +183,7 @@ def mpirun_in_allocation(spec: LaunchSpec, nodes: int, each: int) -> tuple[str, 
         words = ["-np", str(nodes * each), "--map-by", f"ppr:{each}:node:OVERSUBSCRIBE", "--bind-to", "none"]
         if os.geteuid() == 0:
             words.insert(0, "--allow-run-as-root")
-    return (program, *words, *command_of_a_rank(spec))
+    return (program, *words)
 
 
 def _open_mpi(spec: LaunchSpec, hosts: tuple[Host, ...]) -> list[str]:

@@ -144,11 +144,11 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
         rank_launcher=options.rank_launcher,
         env_style=options.env_style,
         roles=tuple(role for role in options.roles.split(",") if role),
-        signals_reach_ranks=STOP_CODES in os.environ,
+        leaves_stop_codes=STOP_CODES in os.environ,
     )
     launcher = get_launcher(options.rank_launcher)
     code = launcher.submit(launcher.render(spec)).wait()
-    return leave_stop_code(code, asked=code in _ENDED_BY_SIGNAL) if spec.signals_reach_ranks else code
+    return leave_stop_code(code, asked=code in _ENDED_BY_SIGNAL) if spec.leaves_stop_codes else code
 
 
 def _run_of(command: Sequence[str]) -> str:

@@ -16,20 +16,23 @@ from paceline.launch.mpi import command_of_a_rank, mpirun_in_allocation
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
 from paceline.launch.rendering import IN_HOROVODS_SHELL, refuse_secrets
-from paceline.launch.stop_codes import STOP_CODES
+from paceline.launch.stop_codes import STOP_CODES, stop_codes_command
 from paceline.launch.supervisor import EXIT_CODE
 
 if TYPE_CHECKING:
     from paceline.launch.options import SlurmOptions
 
 
-# --- A replacement of ``ssh`` by job steps, for jobs whose nodes have no ssh server ---
+# --- Replacements of ``ssh`` and ``srun`` for mpirun and horovodrun, in a directory ``$starters`` for their PATH ---
 
 
-_SHELL = r"""
-# horovodrun starts ranks on other nodes over ssh. In a job, steps replace ssh, so no node needs an ssh server.
+_STARTERS = r"""
 starters="$(mktemp -d)"
 trap 'rm -r "$starters"' EXIT
+"""
+
+_SSH = r"""
+# horovodrun starts ranks on other nodes over ssh. In a job, steps replace ssh, so no node needs an ssh server.
 cat >"$starters/ssh" <<END
 #!/bin/bash
 host=
@@ -39,21 +42,52 @@ while [ "\$#" -gt 0 ]; do
     *) [ -z "\$host" ] || break; host="\$1"; shift ;;
   esac
 done
-exec srun --overlap --nodes=1 --ntasks=1 --nodelist="\$host" {of_step} sh -c "\$*" </dev/null
+exec srun --overlap --nodes=1 --ntasks=1 --nodelist="\$host" {of_step} {shield} sh -c "\$*" </dev/null
 END
 chmod +x "$starters/ssh"
 """
 
+_SRUN = r"""
+# mpirun starts its daemons by srun. By Slurm's signals they would end, and kill ranks that save.
+cat >"$starters/srun" <<END
+#!/bin/bash
+words=()
+for word in "\$@"; do
+  case "\${word##*/}" in
+    prted | orted | hydra_pmi_proxy | hydra_bstrap_proxy) words+=({shield}) ;;
+  esac
+  words+=("\$word")
+done
+exec "$(command -v srun)" "\${words[@]}"
+END
+chmod +x "$starters/srun"
+"""
 
-def srun_ssh_shim(step_options: str) -> str:
-    """Return shell code that writes the replacement into the directory ``$starters``, for a program's PATH.
+_LISTENERS = r"""
+# A step on all nodes passes Slurm's signals to the ranks, until the end of its input.
+exec {ears}> >(exec srun --overlap --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 {name}--gres=none \
+  {listen})
+listeners=$!
+"""
 
-    It supports horovodrun's use: options with a value each, the host, and a shell command.
 
-    Args:
-        step_options: further options for srun.
-    """
-    return _SHELL.replace("{of_step}", step_options).strip()
+def _shielded(spec: LaunchSpec, shim: str, batch: bool) -> Iterator[str]:
+    """Yield shell code that has the ranks, and not the program that starts them, hear Slurm's signals."""
+    yield from _stop_codes_directory(spec)
+    yield (_STARTERS.strip() + shim.rstrip()).replace("{shield}", _shell_words(spec, "--shield"))
+    name = "" if batch else '--job-name="paceline-$$" '
+    listeners = _LISTENERS.strip().replace("{nodes}", str(spec.nodes[1])).replace("{name}", name)
+    yield listeners.replace("{listen}", _shell_words(spec, "--listen"))
+
+
+def _shell_words(spec: LaunchSpec, mode: str) -> str:
+    return " ".join(quoted(stop_codes_command(spec.python, (), mode)))
+
+
+def _rank_command(spec: LaunchSpec) -> tuple[str, ...]:
+    """Return the command of each rank of mpirun or horovodrun, which leaves its exit code."""
+    command = command_of_a_rank(spec)
+    return stop_codes_command(spec.python, command) if command == spec.command else command
 
 
 # --- The ``#SBATCH`` directives of a job ---
@@ -232,9 +266,6 @@ pass_on() {
 }
 trap 'pass_on TERM' INT TERM
 trap 'pass_on USR1' USR1"""
-_TRAPS_OF_MPIRUN = """\
-trap 'signalled=1; kill -s TERM "${steps[@]}"' INT TERM
-trap 'signalled=1; kill -s USR1 "${steps[@]}"' USR1"""
 
 # The SLURM_JOB_ID of one job in each array names the whole array.
 _IN_ARRAY = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
@@ -273,13 +304,23 @@ layout="$(scontrol show hostnames "$SLURM_JOB_NODELIST" |
 """
 
 _STOP_CODES = """\
-# A rank that ends after a signal leaves its exit code, so that the others have time to save too.
-if [ "$code" -eq 0 ]; then
-  for code_of_rank in $(cat "$stopped"/* 2>/dev/null); do
+# The code is that of the rank that failed first. One that ends after a signal leaves its code, so that the others have
+# time to save too.
+if [ "$code" -ne 0 ]; then
+  for failed in "$stopped"/failed-*; do
+    [ ! -s "$failed" ] || code=$(cat "$failed")
+  done
+{killed}else
+  for code_of_rank in $(cat "$stopped"/code-* 2>/dev/null); do
     [ "$code" -eq 75 ] || code=$code_of_rank
   done
 fi
 rm -r "$stopped"
+"""
+_KILLED = """\
+elif [ -n "$(find "$stopped" -name 'rank-*')" ]; then
+  echo "paceline: ranks were killed before they could end" >&2
+  code=1
 """
 
 _MACHINE = """\
@@ -392,8 +433,7 @@ def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[
         result += f'-"{_IN_ARRAY}"'
     if batch:
         yield f"rm -f {result}"
-    allocation_traps = _TRAPS_OF_MPIRUN if spec.rank_launcher == "mpi" else _TRAPS_OF_ALLOCATION
-    yield _WAIT.replace("{traps}", _TRAPS_OF_BATCH if batch else allocation_traps).rstrip()
+    yield _WAIT.replace("{traps}", _TRAPS_OF_BATCH if batch else _TRAPS_OF_ALLOCATION).rstrip()
     yield ""
     if _gpus_of_ranks(spec, options):
         yield "unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK"
@@ -461,11 +501,21 @@ def _one_step(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]
     else:
         srun += [f"--ntasks-per-node={counts[0]}", step_options]
     command = rank_command(spec) if spec.starts_each_rank else node_command(spec)
+    yield from _stop_codes_directory(spec)
+    yield from _run_step([*srun, *quoted(command)])
+    yield _STOP_CODES.replace("{killed}", "").rstrip()
+
+
+def _stop_codes_directory(spec: LaunchSpec) -> Iterator[str]:
     yield f'stopped={shlex.quote(str(spec.directory))}/"stopped-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$$"'
     yield 'mkdir -p "$stopped"'
     yield f'export {STOP_CODES}="$stopped"'
-    yield from _run_step([*srun, *quoted(command)])
-    yield _STOP_CODES.rstrip()
+
+
+def _run_shielded(spec: LaunchSpec, texts: list[str]) -> Iterator[str]:
+    yield from _run_step(['PATH="$starters:$PATH"', _shell_words(spec, "--shield"), *texts])
+    yield 'exec {ears}>&- && wait "$listeners"'
+    yield _STOP_CODES.replace("{killed}", _KILLED).rstrip()
 
 
 def _run_step(texts: list[str]) -> Iterator[str]:
@@ -528,10 +578,8 @@ def _mpirun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
     """Yield ``mpirun`` in the allocation, which it detects itself."""
     nodes, each = _fixed_size(spec)
     yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
-    if spec.is_task:
-        # mpirun would kill the ranks on SIGTERM before they have saved.
-        yield """trap 'signalled=1; kill -s USR1 "${steps[@]}"' TERM INT"""
-    yield from _run_step(quoted(mpirun_in_allocation(spec, nodes, each)))
+    yield from _shielded(spec, _SRUN, batch)
+    yield from _run_shielded(spec, quoted([*mpirun_in_allocation(nodes, each), *_rank_command(spec)]))
 
 
 def _horovodrun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
@@ -540,15 +588,12 @@ def _horovodrun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[st
     nodes, each = _fixed_size(spec)
     yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
     yield f"""hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{each}/' | paste -sd, -)\""""
+    yield from _shielded(spec, _SSH.replace("{of_step}", step_options) if nodes > 1 else "", batch)
     interface = [] if spec.interface is None else ["--network-interface", spec.interface]
-    words = ["horovodrun", "-np", str(nodes * each), "--gloo", *interface]
-    if nodes > 1:
-        yield srun_ssh_shim(step_options)
-        # The ranks get the original PATH, in case they call ssh themselves.
-        horovodrun = ['PATH="$starters:$PATH"', *quoted(words), "-H", '"$hosts"', "env", '"PATH=$PATH"']
-    else:
-        horovodrun = [*quoted(words), "-H", '"$hosts"']
-    yield from _run_step([*horovodrun, *quoted(command_of_a_rank(spec))])
+    horovodrun = quoted(["horovodrun", "-np", str(nodes * each), "--gloo", *interface])
+    # The ranks get the original PATH, in case they call ssh themselves.
+    horovodrun += ["-H", '"$hosts"', "env", '"PATH=$PATH"']
+    yield from _run_shielded(spec, [*horovodrun, *quoted(_rank_command(spec))])
 
 
 def _fixed_size(spec: LaunchSpec) -> tuple[int, int]:

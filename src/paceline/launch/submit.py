@@ -329,8 +329,8 @@ def choose_env_style(launcher: Launcher, env_style: EnvStyle | None, rank_launch
         ConfigError: the launcher cannot keep it.
     """
     if env_style is None:
-        natural: dict[RankLauncher | None, EnvStyle] = {"mpi": "mpi", "horovod": "horovod", "ray": "none"}
-        for_torch = rank_launcher in ("torchrun", "spawn") and "torch" in launcher.env_styles
+        natural: dict[RankLauncher | None, EnvStyle] = {"horovod": "horovod", "ray": "none"}
+        for_torch = rank_launcher in ("torchrun", "spawn", "mpi") and "torch" in launcher.env_styles
         env_style = natural.get(rank_launcher, "torch" if for_torch else launcher.env_styles[0])
     if env_style not in get_args(EnvStyle) or env_style not in launcher.env_styles:
         raise ConfigError(

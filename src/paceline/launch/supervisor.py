@@ -90,6 +90,7 @@ class RankStarter:
             stop request.
         stop_signal: the signal for a stop request; default: the signal that this process got.
         death_signal: the kernel's signal to it if this process dies; upon SIGTERM it ends its ranks.
+        signal_ranks: signals the ranks of a stop request, of which the program must not hear.
         verdict: returns an addition to the message about a failure.
     """
 
@@ -97,6 +98,7 @@ class RankStarter:
     says_why: bool = False
     stop_signal: signal.Signals | None = None
     death_signal: signal.Signals = signal.SIGTERM
+    signal_ranks: Callable[[int], None] | None = None
     verdict: Callable[[], str] | None = None
 
 
@@ -140,8 +142,6 @@ class SupervisedJob:
         ignores_sigterm: they are killed after the grace period also if a signal requests a stop.
         rank_0_fds: descriptors that rank 0 inherits.
         serves_elsewhere: servers also serve processes of other nodes, and continue until :meth:`stop_servers`.
-        signals_reach_ranks: SIGTERM and SIGUSR1 are not forwarded: the system that sends them to this process sends
-            them to all others too.
 
     Raises:
         LaunchError: one could not be started; none is left.
@@ -157,12 +157,10 @@ class SupervisedJob:
         ignores_sigterm: bool = False,
         rank_0_fds: tuple[int, ...] = (),
         serves_elsewhere: bool = False,
-        signals_reach_ranks: bool = False,
     ) -> None:
         self._starter = starter
         self._orphanage = None if starter is None else OrphanReaper()
         self._serves_elsewhere = serves_elsewhere
-        self._own_signals = (signal.SIGTERM, signal.SIGUSR1) if signals_reach_ranks else ()
         self._directory = directory
         self._grace_s = grace_s
         self._ignores_sigterm = ignores_sigterm
@@ -323,7 +321,9 @@ class SupervisedJob:
             case "first":
                 self._signal = number
                 told = None if self._starter is None else self._starter.stop_signal
-                if number not in self._own_signals:
+                if self._starter is not None and self._starter.signal_ranks is not None:
+                    self._starter.signal_ranks(told or forwarded_signal(number))
+                else:
                     self._send(told or forwarded_signal(number))
                 if self._ignores_sigterm and self._running:
                     self._deadline = time.monotonic() + self._grace_s

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.launch.slurm_specs import joined
 
 from paceline.core.errors import ConfigError
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.options import SlurmOptions
 from paceline.launch.slurm_script import BODIES
+from paceline.launch.submit import choose_env_style, choose_rank_launcher
 
 
 @pytest.fixture(autouse=True)
@@ -39,58 +39,87 @@ def body(spec: LaunchSpec) -> str:
     return "\n".join(BODIES[spec.rank_launcher](spec, "", True))
 
 
+SHIELD = "python -m paceline.launch.stop_codes --shield"
+BEGIN = """\
+export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+{hosts}stopped=/jobs/hello-1/"stopped-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$$"
+mkdir -p "$stopped"
+export PACELINE_STOP_CODES="$stopped"
+starters="$(mktemp -d)"
+trap 'rm -r "$starters"' EXIT
+"""
+LISTENERS = """\
+# A step on all nodes passes Slurm's signals to the ranks, until the end of its input.
+exec {{ears}}> >(exec srun --overlap --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --gres=none \\
+  python -m paceline.launch.stop_codes --listen)
+listeners=$!
+"""
+END = """
+steps+=("$!")
+wait_for "$!"
+code=$?
+exec {ears}>&- && wait "$listeners"
+# The code is that of the rank that failed first. One that ends after a signal leaves its code, so that the others have
+# time to save too.
+if [ "$code" -ne 0 ]; then
+  for failed in "$stopped"/failed-*; do
+    [ ! -s "$failed" ] || code=$(cat "$failed")
+  done
+elif [ -n "$(find "$stopped" -name 'rank-*')" ]; then
+  echo "paceline: ranks were killed before they could end" >&2
+  code=1
+else
+  for code_of_rank in $(cat "$stopped"/code-* 2>/dev/null); do
+    [ "$code" -eq 75 ] || code=$code_of_rank
+  done
+fi
+rm -r "$stopped\""""
+
+
 def test_mpirun() -> None:
     assert (
         body(job(rank_launcher="mpi", env_style="mpi"))
-        == """\
-export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-mpirun -np 4 --map-by ppr:2:node:OVERSUBSCRIBE --bind-to none ./hello &
-steps+=("$!")
-wait_for "$!"
-code=$?"""
+        == f"""\
+{BEGIN.format(hosts="")}\
+# mpirun starts its daemons by srun. By Slurm's signals they would end, and kill ranks that save.
+cat >"$starters/srun" <<END
+#!/bin/bash
+words=()
+for word in "\\$@"; do
+  case "\\${{word##*/}}" in
+    prted | orted | hydra_pmi_proxy | hydra_bstrap_proxy) words+=({SHIELD}) ;;
+  esac
+  words+=("\\$word")
+done
+exec "$(command -v srun)" "\\${{words[@]}}"
+END
+chmod +x "$starters/srun"
+{LISTENERS.format(nodes=2)}\
+PATH="$starters:$PATH" {SHIELD} mpirun -np 4 --map-by \\
+  ppr:2:node:OVERSUBSCRIBE --bind-to none python -m paceline.launch.stop_codes ./hello &{END}"""
     )
 
 
-def test_mpirun_is_asked_to_stop_by_the_signal_that_it_passes_on() -> None:
-    text = body(job(rank_launcher="mpi", is_task=True, run=Path("/runs/a")))
-    assert """\ntrap 'signalled=1; kill -s USR1 "${steps[@]}"' TERM INT\nmpirun -np 4 """ in text
-    assert "paceline.launch.rank" in text
-    assert "--master-port 29697" in text
+def test_ranks_have_the_variables_of_torch_as_under_mpirun_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "hello").touch()
+    for on in ("mpi", "slurm"):
+        launcher = get_launcher(on)
+        env_style = choose_env_style(launcher, None, "mpi")
+        assert (env_style, choose_rank_launcher(launcher, "mpi", env_style, is_task=False)) == ("torch", "mpi")
+    text = body(job(rank_launcher="mpi", env_style=env_style))
+    assert "--bind-to none python -m paceline.launch.rank --env-style torch --master-port" in joined(text)
 
 
-def test_a_task_under_mpirun_saves_on_sigterm_and_goes_back_into_the_queue(
-    run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
-) -> None:
-    programs = {
-        "mpirun": "trap 'exit 75' USR1; touch ready; while true; do sleep 0.05; done",
-        "scontrol": 'echo "$*" >>asked',
-        "squeue": "echo RUNNING",
-    }
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    spec = job(rank_launcher="mpi", is_task=True, run=tmp_path, directory=tmp_path)
-    (tmp_path / "job.sh").write_text(get_launcher("slurm").render(spec, SlurmOptions()).files["job.sh"])
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
-    script = run_processes.start(["bash", "job.sh"], env=env)
-    wait_until((tmp_path / "ready").exists, "mpirun")
-    script.terminate()
-    assert script.wait() == 75
-    assert (tmp_path / "asked").read_text().splitlines()[-1] == "requeue 7"
-
-
-def test_horovodrun_on_one_machine_as_the_handbooks_have_it() -> None:
+def test_horovodrun_on_one_machine() -> None:
     horovod = {"rank_launcher": "horovod", "env_style": "horovod", "interface": "ib0"}
+    text = body(job(**horovod, nodes=(1, 1), command=("python", "train.py")))
+    hosts = """hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:2/' | paste -sd, -)"\n"""
+    assert text.startswith(BEGIN.format(hosts=hosts))
     assert (
-        body(job(**horovod, nodes=(1, 1), command=("python", "train.py")))
-        == """\
-export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:2/' | paste -sd, -)"
-horovodrun -np 2 --gloo --network-interface ib0 -H "$hosts" python train.py &
-steps+=("$!")
-wait_for "$!"
-code=$?"""
-    )
+        f"""PATH="$starters:$PATH" {SHIELD} horovodrun -np 2 --gloo --network-interface ib0 -H "$hosts" env """
+        """"PATH=$PATH" python -m paceline.launch.stop_codes python train.py &"""
+    ) in joined(text)
+    assert text.endswith(END)
 
 
 def test_a_number_of_machines_that_may_change_is_refused() -> None:
