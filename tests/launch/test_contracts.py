@@ -164,10 +164,11 @@ def test_ranks_that_the_launcher_did_not_number_are_told(run_processes: Any) -> 
 
 
 def test_placeholders_leave_other_braces_alone() -> None:
-    command = ("x", "--url=tcp://{master_addr}:{master_port}", "{node_rank}/{nnodes}", '{"a": {}}')
+    command = ("x", "--url=tcp://{master_addr}:{master_port}", "{node_rank}/{nnodes}", '{"a": {}}', "{{node_rank}}")
     assert expand_placeholders(command, master_addr="a", master_port=4, node_rank=1, nodes=2) == (
         "x",
         "--url=tcp://a:4",
         "1/2",
         '{"a": {}}',
+        "{node_rank}",
     )

@@ -149,12 +149,12 @@ def test_a_task_with_an_agent_on_each_machine() -> None:
 #SBATCH --open-mode=append
 #SBATCH --export=ALL
 #SBATCH --nodes=1-3
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=2
+#SBATCH --ntasks-per-node=2
 #SBATCH --time=00:10:00
 #SBATCH --signal=USR1@60
 #SBATCH --no-kill
 #SBATCH --requeue
+# CPUs: the site's default for each GPU (DefCpuPerGPU), else one for each process. --cpus-per-task N sets another.
 
 rm -f /home/me/runs/a/job/exit-code
 # Bash returns from wait on a signal, although the step continues.
@@ -172,15 +172,26 @@ wait_for() {
   return "$code"
 }
 
+# The tasks on a node get its CPUs in equal parts; they share them where nodes differ, or have too few.
+share=0
+case "$SLURM_JOB_CPUS_PER_NODE" in
+  *,*) ;;
+  *) share=$((${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*} / 1)) ;;
+esac
+cpus="--cpus-per-task=$share"
+if [ "$share" -eq 0 ]; then
+  unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
+  cpus=--overcommit
+fi
 hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 3))
 export PACELINE_JOB_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$" PACELINE_NODES="${#hosts[@]}"
 export PACELINE_HOSTS="$(IFS=,; echo "${hosts[*]}")"
 for rank in "${!hosts[@]}"; do
   export PACELINE_NODE_RANK=$rank
   srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 \\
-    --nodelist="${hosts[rank]}" --cpus-per-task=2 bash /home/me/runs/a/job/machine.sh \\
-    /opt/python -m paceline.launch.node --rank-launcher agent --nodes 1:3 --nproc 2 -- \\
-    /opt/python -m paceline train fashion-mnist --run-dir /home/me/runs/a &
+    --nodelist="${hosts[rank]}" $cpus bash /home/me/runs/a/job/machine.sh /opt/python -m \\
+    paceline.launch.node --rank-launcher agent --nodes 1:3 --nproc 2 -- /opt/python -m paceline \\
+    train fashion-mnist --run-dir /home/me/runs/a &
   steps+=("$!")
 done
 code=1
@@ -341,8 +352,8 @@ def test_a_script_that_starts_its_own_processes() -> None:
 #SBATCH --export=ALL
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=1
 #SBATCH --no-requeue
+# CPUs: the site's default for each GPU (DefCpuPerGPU), else one for each process. --cpus-per-task N sets another.
 
 rm -f /home/me/jobs/train/exit-code
 # Bash returns from wait on a signal, although the step continues.
@@ -360,12 +371,23 @@ wait_for() {
   return "$code"
 }
 
+# The tasks on a node get its CPUs in equal parts; they share them where nodes differ, or have too few.
+share=0
+case "$SLURM_JOB_CPUS_PER_NODE" in
+  *,*) ;;
+  *) share=$((${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*} / 1)) ;;
+esac
+cpus="--cpus-per-task=$share"
+if [ "$share" -eq 0 ]; then
+  unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
+  cpus=--overcommit
+fi
 stopped=/home/me/jobs/train/"stopped-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$"
 mkdir -p "$stopped"
 export PACELINE_STOP_CODES="$stopped"
-srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 \\
-  /opt/python -m paceline.launch.node --rank-launcher spawn --nodes 2 --nproc 1 --env-style none \\
-  -- /opt/python main.py --dist-url 'tcp://{master_addr}:{master_port}' &
+srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 $cpus /opt/python -m \\
+  paceline.launch.node --rank-launcher spawn --nodes 2 --nproc 1 --env-style none -- /opt/python \\
+  main.py --dist-url 'tcp://{master_addr}:{master_port}' &
 steps+=("$!")
 wait_for "$!"
 code=$?
@@ -509,7 +531,9 @@ def test_gpus_bring_the_sites_own_number_of_cpus() -> None:
     assert "--cpus-per-task=$share" in script
     script = text(SCRIPT, cpus_per_task=2, **two)
     assert "#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=8\n#SBATCH --gres=gpu:4\n\n" in script
-    assert "#SBATCH --cpus-per-task=4\n\n" in text(SCRIPT, **{**two, "gpus_per_node": None})
+    cpus_only = text(SCRIPT, **{**two, "gpus_per_node": None})
+    assert "#SBATCH --ntasks-per-node=4\n# CPUs: the site's default" in cpus_only
+    assert "#SBATCH --cpus-per-task" not in cpus_only, "that would take the site's default away"
     exclusive = text(SCRIPT, SlurmOptions(exclusive=True), **two)
     assert "#SBATCH --ntasks-per-node=1\n#SBATCH --gres=gpu:4\n#SBATCH --exclusive\n# CPUs: all of each" in exclusive
 
@@ -559,7 +583,7 @@ def test_mpirun_and_ray_in_the_allocation(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="--rank-launcher mpi needs one number"):
         text(SCRIPT, **{**two, "nodes": (1, 2)})
     script = joined(text(SCRIPT, nodes=(2, 2), rank_launcher="ray", env_style="none"))
-    assert "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 /opt/python -m paceline.launch.ray_node" in script
+    assert "--ntasks=2 --ntasks-per-node=1 $cpus /opt/python -m paceline.launch.ray_node" in script
 
 
 def test_horovodrun_reaches_the_other_machines_by_steps() -> None:
@@ -576,7 +600,7 @@ while [ "\$#" -gt 0 ]; do
     *) [ -z "\$host" ] || break; host="\$1"; shift ;;
   esac
 done
-exec srun --overlap --nodes=1 --ntasks=1 --nodelist="\$host" --cpus-per-task=1 SHIELD sh -c "\$*" </dev/null
+exec srun --overlap --nodes=1 --ntasks=1 --nodelist="\$host" $cpus SHIELD sh -c "\$*" </dev/null
 END
 chmod +x "$starters/ssh"
 """
@@ -587,6 +611,19 @@ chmod +x "$starters/ssh"
     assert "starters/ssh" not in text(SCRIPT, nproc=(2,), rank_launcher="horovod", env_style="horovod"), (
         "on one there is no need"
     )
+
+
+def test_lines_of_setup_run_after_modules_but_for_those_that_prepare_them() -> None:
+    setup = ("module purge", "ulimit -l unlimited", "ml use /opt/modules", "module list")
+    script = text(SCRIPT, SlurmOptions(module=("gcc",), venv="/opt/env", setup=setup))
+    lines = script.partition("set -e\n")[2].partition("set +e")[0].splitlines()
+    first, last = ["module purge", "ml use /opt/modules"], ["ulimit -l unlimited", "module list"]
+    assert lines == [*first, "module load gcc", "source /opt/env/bin/activate", *last]
+
+
+def test_the_index_of_an_array_may_be_written_as_it_is() -> None:
+    script = text(SCRIPT, command=("sh", "-c", "echo {{array_index}}"), rank_launcher="spawn", env_style="none")
+    assert "-- sh -c 'echo ''{array_index}' &" in joined(script)
 
 
 def test_an_activated_environment_has_its_own_python() -> None:

@@ -77,11 +77,11 @@ def printed(done: Any) -> list[str]:
 
 
 def test_two_jobs_stacked_on_one_machine(launch: Any, run_processes: Any) -> None:
-    both = [launch("--on", "torchrun", "--nproc", "2", "--", "plain.py", name) for name in ("a", "b")]
+    both = [launch("--on", "torchrun", "--nproc", "2", "--", "plain.py", "--", name) for name in ("a", "b")]
     for name, popen in zip(("a", "b"), both, strict=True):
         assert printed(run_processes.finish(popen)) == [
-            f"rank 0 of 2 sums to 3 {name}",
-            f"rank 1 of 2 sums to 3 {name}",
+            f"rank 0 of 2 sums to 3 -- {name}",
+            f"rank 1 of 2 sums to 3 -- {name}",
         ]
 
 

@@ -41,7 +41,7 @@ def launch(
     ----------
     command
         After --: the program and its arguments. {master_addr}, {master_port}, {node_rank} and {nnodes} in
-        the arguments are replaced.
+        the arguments are replaced, unless their braces are doubled.
     on
         The launcher.
     nodes

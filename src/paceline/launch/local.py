@@ -257,6 +257,10 @@ class Torchrun(LocalLauncher):
             shell = ["sh", "-c", f"trap '' {' '.join(_REACHING_RANKS)}; exec \"$@\"", "sh"]
             signals = ",".join(name for name in _SIGNALS.split(",") if name.removeprefix("SIG") not in _REACHING_RANKS)
             python, arguments = split_python(stop_codes_command(sys.executable, _command(spec)))
+        # torchrun's parser drops a -- that is the script's first argument.
+        script = 2 if arguments[:1] == ("-m",) else 1
+        if arguments[script : script + 1] == ("--",):
+            arguments = (*arguments[:script], "--", *arguments[script:])
         module = "torch.distributed.launch" if own.local_rank_argument else "torch.distributed.run"
         nproc, restarts_workers = spec.local_world_size, spec.recover == "restart"
         restarts = [f"--max-restarts={spec.max_restarts}"] if restarts_workers else []

@@ -116,7 +116,8 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
         node_rank=place.node_rank,
         nodes=place.nodes,
     )
-    command = expand(options.command)
+    # torchrun's and spawn's launchers expand the rest.
+    command = expand(options.command, keep_literals=options.rank_launcher != "agent")
     joins = several and options.rank_launcher == "agent" and _has_agents(command)
     begin = nodes[0] if place.source in _GROWS_LATER else place.nodes
     # Preflight is for the job's first nodes: a node that joins later would find no peer for it.

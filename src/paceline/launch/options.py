@@ -55,7 +55,11 @@ class SlurmOptions:
     module: tuple[str, ...] = option("Environment module to load; may be repeated.", ())
     conda: str | None = option("Conda environment to activate; its python is used.")
     venv: str | None = option("Virtual environment to activate; its python is used.")
-    setup: tuple[str, ...] = option("Shell line to run first, on node 0; may be repeated.", ())
+    setup: tuple[str, ...] = option(
+        "Shell line to run on node 0 after --module, --conda and --venv, or before if it is module purge or use; "
+        "may be repeated.",
+        (),
+    )
     signal_before: str | None = option(
         "Send SIGUSR1 this long before the time limit. Default: for tasks, a tenth of the walltime, at most 2min."
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -132,28 +133,44 @@ def parse_roles(text: str, world_size: int) -> tuple[str, ...]:
     return tuple(roles)
 
 
-_PLACEHOLDERS = ("{master_addr}", "{master_port}", "{node_rank}", "{nnodes}")
+_NAMES = "master_addr|master_port|node_rank|nnodes"
+_PLACEHOLDER = re.compile(rf"\{{\{{(?P<literal>{_NAMES})\}}\}}|\{{(?P<name>{_NAMES})\}}")
 
 
 def has_placeholders(command: Sequence[str]) -> bool:
     """Return whether :func:`expand_placeholders` would change the command."""
-    return any(placeholder in word for word in command for placeholder in _PLACEHOLDERS)
+    return any(_PLACEHOLDER.search(word) for word in command)
 
 
 def expand_placeholders(
-    command: Sequence[str], *, master_addr: str, master_port: int, node_rank: int, nodes: int
+    command: Sequence[str],
+    *,
+    master_addr: str,
+    master_port: int,
+    node_rank: int,
+    nodes: int,
+    keep_literals: bool = False,
 ) -> tuple[str, ...]:
     """Return the command with ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` replaced.
 
-    Other braces stay as they are, so that JSON can be an argument.
+    Doubled braces, ``{{node_rank}}``, become single ones. Others stay as they are, so that JSON can be an argument.
+
+    Args:
+        command: the words.
+        master_addr: the machine of rank 0.
+        master_port: its port.
+        node_rank: this node's number.
+        nodes: the job's nodes.
+        keep_literals: leave doubled braces to a later call.
     """
-    values = (master_addr, str(master_port), str(node_rank), str(nodes))
-    expanded = []
-    for word in command:
-        for placeholder, value in zip(_PLACEHOLDERS, values, strict=True):
-            word = word.replace(placeholder, value)
-        expanded.append(word)
-    return tuple(expanded)
+    values = {"master_addr": master_addr, "master_port": master_port, "node_rank": node_rank, "nnodes": nodes}
+
+    def expanded(match: re.Match[str]) -> str:
+        if match["literal"]:
+            return match[0] if keep_literals else match[0][1:-1]
+        return str(values[match["name"]])
+
+    return tuple(_PLACEHOLDER.sub(expanded, word) for word in command)
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:

@@ -37,6 +37,7 @@ from paceline.launch.slurm_script import (
     SCRIPT,
     allocation_script,
     batch_files,
+    has_array_index,
     log_pattern,
 )
 from paceline.launch.supervisor import EXIT_CODE, BackgroundJob, ForegroundJob, RankStarter, SupervisedJob
@@ -431,7 +432,7 @@ def _check(spec: LaunchSpec, options: SlurmOptions, *, is_allocated: bool) -> No
             "of it. Leave it out with --rank-launcher ray."
         )
     words = (*spec.command, str(spec.run or ""))
-    indexed = any(ARRAY_INDEX in word for word in words)
+    indexed = any(map(has_array_index, words))
     if indexed and options.array is None:
         raise ConfigError(f"{ARRAY_INDEX} needs --array, which says which numbers it stands for.")
     if options.array is not None:

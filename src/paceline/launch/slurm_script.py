@@ -142,7 +142,7 @@ def directives(spec: LaunchSpec, options: SlurmOptions) -> Iterator[tuple[str, s
     yield "open-mode", "append"
     yield "export", "ALL"
     yield "nodes", str(least) if least == most else f"{least}-{most}"
-    cpus = cpus_per_task(spec, options)
+    cpus = cpus_per_task(spec)
     # For Slurm a task is one process each, also if a single task starts them: it gives CPUs by task.
     is_by_task = spec.starts_each_rank or (cpus is None and not options.exclusive)
     yield "ntasks-per-node", str(max(spec.nproc) if is_by_task else 1)
@@ -179,18 +179,11 @@ def directives(spec: LaunchSpec, options: SlurmOptions) -> Iterator[tuple[str, s
         yield name, value if equals else None
 
 
-def cpus_per_task(spec: LaunchSpec, options: SlurmOptions) -> int | None:
-    """Return the CPUs of each Slurm task; None: all CPUs of the node, or the site's default for its GPUs."""
-    if spec.cpus_per_task is None and (options.exclusive or _asks_for_gpus(spec, options)):
+def cpus_per_task(spec: LaunchSpec) -> int | None:
+    """Return the CPUs of each Slurm task; None: all CPUs of the node, or the site's default."""
+    if spec.cpus_per_task is None:
         return None
-    per_rank = spec.cpus_per_task or 1
-    return per_rank if spec.starts_each_rank else per_rank * max(spec.nproc)
-
-
-def _asks_for_gpus(spec: LaunchSpec, options: SlurmOptions) -> bool:
-    names = [text.removeprefix("--") for text in options.slurm]
-    pattern = r"gpus\b|gres=(.*,)?gpu\b|tres-per-.*gpu\b"
-    return bool(spec.gpus_per_node) or any(re.match(pattern, name) for name in names)
+    return spec.cpus_per_task if spec.starts_each_rank else spec.cpus_per_task * max(spec.nproc)
 
 
 def _signal_before_s(spec: LaunchSpec, options: SlurmOptions) -> int | None:
@@ -237,7 +230,7 @@ def directive_value(name: str, value: str) -> str:
 
 SCRIPT, MACHINE_SCRIPT = "job.sh", "machine.sh"
 ARRAY_INDEX = "{array_index}"
-_EXPANDED = {ARRAY_INDEX: '"$SLURM_ARRAY_TASK_ID"'}
+_ARRAY_INDEX = re.compile(r"(\{\{array_index\}\}|\{array_index\})")
 
 _WAIT = """\
 # Bash returns from wait on a signal, although the step continues.
@@ -283,6 +276,7 @@ _ALL_CPUS = "# CPUs: all of each node. --cpus-per-task N sets another number."
 _DEFAULT_CPUS = (
     "# CPUs: the site's default for each GPU (DefCpuPerGPU), else one for each process. --cpus-per-task N sets another."
 )
+_BEFORE_MODULES = re.compile(r"\s*(module|ml)\s+(purge|reset|restore|use|unuse)\b")
 
 _CPUS = """\
 # The tasks on a node get its CPUs in equal parts; they share them where nodes differ, or have too few.
@@ -365,11 +359,11 @@ def batch_script(spec: LaunchSpec, options: SlurmOptions) -> str:
     Raises:
         ConfigError: an option has a wrong form, or conflicts with another.
     """
-    login = " -l" if options.module or options.conda else ""
+    login = " -l" if options.module or options.conda or any(map(_BEFORE_MODULES.match, options.setup)) else ""
     lines = [f"#!/bin/bash{login}"]
     for name, value in directives(spec, options):
         lines.append(f"#SBATCH --{name}" + ("" if value is None else f"={directive_value(name, value)}"))
-    if cpus_per_task(spec, options) is None:
+    if cpus_per_task(spec) is None:
         lines.append(_ALL_CPUS if options.exclusive else _DEFAULT_CPUS)
     return "\n".join([*lines, "", *_shell(spec, options, batch=True), ""])
 
@@ -418,14 +412,15 @@ _QUEUE_OPTIONS = (
 
 def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[str]:
     """Yield the lines after the directives."""
-    setup = [f"module load {shlex.quote(name)}" for name in options.module]
+    setup = [line for line in options.setup if _BEFORE_MODULES.match(line)]
+    setup += [f"module load {shlex.quote(name)}" for name in options.module]
     if options.conda is not None:
         setup += ['source "$(conda info --base)/etc/profile.d/conda.sh"']
         setup += [f"conda activate {shlex.quote(options.conda)}"]
     if options.venv is not None:
         activate = Path(options.venv).expanduser() / "bin" / "activate"
         setup += [f"source {shlex.quote(str(activate))}"]
-    setup += options.setup
+    setup += [line for line in options.setup if not _BEFORE_MODULES.match(line)]
     if setup:
         yield from ("set -e", *setup, "set +e")
     result = shlex.quote(str(spec.directory / EXIT_CODE))
@@ -552,16 +547,21 @@ def _requested_cpus(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> 
     # The nodes of an allocation may have different numbers of CPUs, as of processes.
     if not batch and (spec.cpus_per_task is None or len(spec.nproc) > 1):
         return None
-    return cpus_per_task(spec, options)
+    return cpus_per_task(spec)
 
 
 def quoted(words: Iterable[str]) -> list[str]:
-    """Quote words for a shell; ``{array_index}`` becomes the index in a job array."""
-    texts: list[str] = []
-    for word in words:
-        pieces = re.split(f"({'|'.join(map(re.escape, _EXPANDED))})", word)
-        texts.append("".join(_EXPANDED.get(p) or (shlex.quote(p) if p else "") for p in pieces) or "''")
-    return texts
+    """Quote words for a shell; ``{array_index}`` becomes the index in a job array, with doubled braces itself."""
+    expanded = {ARRAY_INDEX: '"$SLURM_ARRAY_TASK_ID"', f"{{{ARRAY_INDEX}}}": shlex.quote(ARRAY_INDEX)}
+    return [
+        "".join(expanded.get(piece, shlex.quote(piece) if piece else "") for piece in _ARRAY_INDEX.split(word)) or "''"
+        for word in words
+    ]
+
+
+def has_array_index(word: str) -> bool:
+    """Return whether :func:`quoted` puts the index in a job array into a word."""
+    return ARRAY_INDEX in _ARRAY_INDEX.findall(word)
 
 
 def wrapped(texts: Iterable[str], indent: str = "") -> str:

@@ -317,13 +317,14 @@ class Submitit(Launcher):
             if options.executor == "local":
                 raise ConfigError("--rank-launcher srun needs Slurm, but --executor is local. Leave it out.")
         tasks = spec.nproc[0] if spec.starts_each_rank else 1
-        each = spec.cpus_per_task or 1
+        processes = 1 if spec.starts_each_rank else max(spec.nproc)
+        cpus = None if spec.cpus_per_task is None and processes == 1 else (spec.cpus_per_task or 1) * processes
         parameters = executor_parameters(
             options,
             name=spec.name,
             nodes=spec.nodes[0],
             tasks_per_node=tasks,
-            cpus_per_task=each if spec.starts_each_rank else each * max(spec.nproc),
+            cpus_per_task=cpus,
             gpus_per_node=spec.gpus_per_node,
             walltime_s=spec.walltime_s,
             signal_name=PREEMPT_SIGNAL,
