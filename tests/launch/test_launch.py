@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from paceline.cli.jobs import cancel, jobs, status
-from paceline.core.errors import LaunchError
-from paceline.launch.launcher import JobStatus
-from paceline.launch.submit import JobRecord, add_record, find_record, job_directory, record_id
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.launch.launcher import JobStatus, LaunchSpec, get_launcher
+from paceline.launch.options import TorchrunOptions
+from paceline.launch.submit import JobRecord, add_record, find_record, job_directory, record_id, refuse_starters
 from paceline.launch.supervisor import EXIT_CODE, ForegroundJob, process_reference
 
 PLACE = """
@@ -345,6 +346,11 @@ def test_a_job_whose_process_was_killed_has_failed(
         ),
         ("--on spawn --rdzv-backend c10d -- place.py", "--rdzv-backend is not supported by --on spawn."),
         ("--on spawn --colour red -- place.py", "--colour"),
+        ("--on torchrun --nproc_per_node 2 -- place.py", "--nproc_per_node is torchrun's. Use --nproc. See"),
+        ("--on torchrun --nnodes=2 -- place.py", "--nnodes is torchrun's. Use --nodes."),
+        ("--on torchrun --tee 3 -- place.py", "Give it to --on torchrun as --torchrun tee=VALUE"),
+        ("--on torchrun --torchrun nnodes=2 -- place.py", "--torchrun nnodes=2 is not allowed. Use --nodes."),
+        ("--on torchrun --torchrun te=2 -- place.py", "--torchrun te=2: torchrun has tee, redirects, log-dir"),
     ],
 )
 def test_bad_input_leaves_nothing(run_processes: Any, tmp_path: Path, words: str, message: str) -> None:
@@ -359,6 +365,49 @@ def test_bad_input_leaves_nothing(run_processes: Any, tmp_path: Path, words: str
     assert "Traceback" not in done.stderr
     assert files() == before
     assert not list(tmp_path.glob("state/paceline/jobs/*"))
+
+
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [
+        ("torchrun --standalone --nproc_per_node=4 a.py --lr 1", "--on torchrun --nproc 4 -- a.py --lr 1 (on Slurm"),
+        ("python -m torch.distributed.run --nproc-per-node 2 a.py", "--on torchrun --nproc 2 -- a.py (on Slurm"),
+        ("accelerate launch --num_processes 2 a.py", "--on torchrun --nproc 2 -- a.py (on Slurm"),
+        ("fabric run --devices=2 a.py", "--on torchrun --nproc 2 -- a.py (on Slurm"),
+        ("deepspeed a.py --deepspeed", "--on torchrun --nproc N -- a.py --deepspeed (on Slurm"),
+        ("horovodrun -np 2 python a.py", "--on horovod --nproc 2 -- a.py (on Slurm"),
+        ("mpirun -n 4 ./hello", "--on mpi --nproc 4 -- COMMAND (on Slurm"),
+    ],
+)
+def test_a_command_that_starts_ranks_itself_is_told_its_equal(command: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(instead)):
+        refuse_starters(command.split(), "torch")
+    refuse_starters(command.split(), "none")
+
+
+def test_torchrun_s_other_options_pass_through() -> None:
+    options = TorchrunOptions(torchrun=("tee=3", "--log_dir=logs", "rdzv-conf=timeout=9"))
+    spec = LaunchSpec(command=("python", "place.py"))
+    assert (
+        "--standalone --rdzv-conf=timeout=9 --tee=3 --log_dir=logs "
+        in get_launcher("torchrun").render(spec, options).text
+    )
+    spec = dataclasses.replace(spec, nodes=(2, 2))
+    options = dataclasses.replace(options, node_rank=0, rdzv_endpoint="a:1")
+    assert "--rdzv-conf=is_host=1,timeout=9 --tee=3 " in get_launcher("torchrun").render(spec, options).text
+
+
+def test_auto_is_a_process_for_each_gpu_or_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert get_launcher("torchrun").resolve_sizes((1, 1), None, None) == ((1, 1), (3,))
+
+
+def test_a_script_in_this_process_fails_as_under_python(run_processes: Any, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise ValueError('no')\n")
+    done = run_processes.paceline("launch", "--on", "inprocess", "--", "fails.py")
+    assert done.returncode == 1
+    where = "  File \"fails.py\", line 1, in <module>\n    raise ValueError('no')\n"
+    assert done.stderr == f"Traceback (most recent call last):\n{where}ValueError: no\n"
 
 
 def test_unknown_jobs_are_named(run_processes: Any) -> None:

@@ -144,9 +144,12 @@ def _is_help_request(words: list[str]) -> bool:
 
 def _explain_unknown_option(error: UnknownOptionError) -> str:
     """Explain an option that does not exist, or that another launcher has."""
+    from paceline.launch.options import torchrun_equal
     from paceline.launch.registry import own_flags, owners_of
 
     flag = error.token.keyword or error.token.value
+    if sys.argv[1:2] == ["launch"] and (equal := torchrun_equal(flag)):
+        return equal
     owners = owners_of(flag)
     with suppress(ConfigError, IndexError, ValueError):  # no --on, or not one of our launchers
         on = sys.argv[sys.argv.index("--on") + 1]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.job_options import JobOptions
+from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError
@@ -47,7 +47,8 @@ def launch(
     nodes
         Number of nodes, N or MIN:MAX.
     nproc
-        Processes per node: one number, or a list such as 8,4; auto: the tasks of the Slurm allocation.
+        Processes per node: one number, or a list such as 8,4; auto: one per GPU, else per core; in a Slurm allocation
+        its tasks; gpu: one per GPU.
     threads
         OMP_NUM_THREADS of every process.
     walltime
@@ -72,17 +73,27 @@ def launch(
         job_directory,
         nodes_python,
         normal_command,
+        refuse_starters,
     )
 
     job = job or JobOptions()
     launcher = get_launcher(on)
     own = make_options(launcher, explicit_options(launcher_options))
+    if nproc == "gpu" and on in LOCAL_LAUNCHERS:
+        from paceline.launch.local import visible_gpus
+
+        if not (gpus := visible_gpus()):
+            raise ConfigError("--nproc gpu: there is no GPU on this node. Use --nproc auto, or give a number.")
+        nproc = str(gpus)
     node_range, counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), own)
     if counts is None:
-        raise ConfigError("--nproc auto is only for tasks, and in a Slurm allocation with -n. Give a number.")
+        raise ConfigError(
+            f"--nproc auto does not work with --on {on}, except in a Slurm allocation with -n. Give a number."
+        )
     interpreter = nodes_python(launcher, python)
     words = normal_command(command, interpreter, partial(launcher.remote_path, options=own))
     env_style = choose_env_style(launcher, job.env_style, job.rank_launcher)
+    refuse_starters(words, env_style)
     rank_launcher = choose_rank_launcher(launcher, job.rank_launcher, env_style, is_task=False)
     name = job.name or job_name(Path(next((w for w in words if w.endswith(".py")), words[0])).stem)
     world_size = sum(counts) if len(counts) > 1 else counts[0] * node_range[0]

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import runpy
 import secrets
 import shlex
@@ -20,9 +21,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 
 from paceline.core.environment import JOB_ID, LISTEN_FD, Environment, parse_endpoint, patch_environ
-from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.launch_spec import Command, LaunchSpec, split_python
 from paceline.launch.launcher import (
     EnvStyle,
@@ -31,7 +34,7 @@ from paceline.launch.launcher import (
     refuse_walltime,
     refuse_what_is_for_clusters,
 )
-from paceline.launch.options import RendezvousOptions, TorchrunOptions
+from paceline.launch.options import TORCHRUN_EQUALS, TORCHRUN_OTHERS, RendezvousOptions, TorchrunOptions
 from paceline.launch.rank import (
     env_style_variables,
     expand_placeholders,
@@ -50,6 +53,8 @@ from paceline.launch.supervisor import (
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure
 
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+
 # --- A job's processes on this machine: described, rendered as text, started ---
 
 
@@ -57,6 +62,12 @@ class LocalLauncher(ForegroundLauncher):
     """Starts the processes of one node: this one."""
 
     preallocated = True
+
+    def resolve_sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: RendezvousOptions | None
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """Return, for ``--nproc auto``, a process for each GPU of this node, else for each core."""
+        return nodes, nproc or (visible_gpus() or len(os.sched_getaffinity(0)),)
 
     def render(self, spec: LaunchSpec, options: RendezvousOptions | None = None) -> RenderedJob:
         """Render this node's processes."""
@@ -105,6 +116,14 @@ class LocalLauncher(ForegroundLauncher):
         if needs_port and has_placeholders(spec.command):
             spec = replace(spec, master_port=free_master_port(spec.env_style, spec.local_world_size))
         return spec
+
+
+def visible_gpus() -> int:
+    """Count the NVIDIA GPUs of this node, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    return len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
 
 
 def _command(spec: LaunchSpec) -> tuple[str, ...]:
@@ -198,6 +217,12 @@ class InProcessJob:
                 print(error.code, file=sys.stderr)
                 return 1
             return error.code or 0
+        except PacelineError:
+            raise
+        except Exception as error:
+            traceback = _traceback_of_script(error)
+            sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+            return 1
         return 0
 
     def cancel(self) -> None:
@@ -217,6 +242,14 @@ class InProcessJob:
             sys.argv = before
             with suppress(ValueError):
                 sys.path.remove(imports_from)
+
+
+def _traceback_of_script(error: Exception) -> TracebackType | None:
+    """Return the part of a traceback that Python shows where it runs the script: no frames of ours or of runpy."""
+    traceback, own = error.__traceback__, (__file__, runpy.__file__, "<frozen runpy>")
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in own:
+        traceback = traceback.tb_next
+    return traceback
 
 
 # --- Processes under torchrun's agent: ``python -m torch.distributed.run`` ---
@@ -245,6 +278,12 @@ class Torchrun(LocalLauncher):
                 raise ConfigError(f"--rdzv-backend must be c10d or static, but is {options.rdzv_backend!r}.")
             if options.rdzv_backend == "static" and options.node_rank is None:
                 raise ConfigError("--rdzv-backend static needs --node-rank: this machine's number is fixed.")
+            for text in options.torchrun:
+                name = text.removeprefix("--").partition("=")[0].replace("_", "-")
+                if name in TORCHRUN_EQUALS:
+                    raise ConfigError(f"--torchrun {text} is not allowed. Use {TORCHRUN_EQUALS[name]}.")
+                if name not in TORCHRUN_OTHERS:
+                    raise ConfigError(f"--torchrun {text}: torchrun has {', '.join(TORCHRUN_OTHERS)}.")
         return replace(spec, recover="restart") if spec.max_restarts and not spec.is_task else spec
 
     def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
@@ -273,7 +312,7 @@ class Torchrun(LocalLauncher):
             title=f"torchrun, {nproc} processes",
             argv=(
                 *(*shell, python or sys.executable, "-m", module),
-                *(*_meeting(spec, own.rdzv_backend), f"--nproc-per-node={nproc}"),
+                *(*_meeting(spec, own), f"--nproc-per-node={nproc}"),
                 # Its default lacks Slurm's warning, of which it would die, and its workers with it.
                 f"--signals-to-handle={signals}",
                 *(*restarts, *([] if python else ["--no-python"]), *arguments),
@@ -298,8 +337,22 @@ class Torchrun(LocalLauncher):
         )
 
 
-def _meeting(spec: LaunchSpec, backend: str) -> list[str]:
-    """Return torchrun's options for the rendezvous of the agents."""
+def _meeting(spec: LaunchSpec, own: TorchrunOptions) -> list[str]:
+    """Return torchrun's options for the rendezvous of the agents, and the user's own."""
+    words = [f"--{text.removeprefix('--')}" for text in own.torchrun]
+    # Of several --rdzv-conf torchrun takes the last one.
+    is_conf = [re.match("--rdzv[-_]conf=", word) is not None for word in words]
+    conf = ",".join(word.partition("=")[2] for word, is_one in zip(words, is_conf, strict=True) if is_one)
+    others = [word for word, is_one in zip(words, is_conf, strict=True) if not is_one]
+    meeting = _rendezvous(spec, own.rdzv_backend)
+    if conf:
+        ours = [word for word in meeting if word.startswith("--rdzv-conf=")]
+        meeting = [word for word in meeting if word not in ours]
+        meeting.append(",".join([*(ours or ["--rdzv-conf="]), conf]).replace("=,", "=", 1))
+    return [*meeting, *others]
+
+
+def _rendezvous(spec: LaunchSpec, backend: str) -> list[str]:
     least, most = spec.nodes
     if most == 1:
         if spec.master_port is None:

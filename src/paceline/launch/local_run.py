@@ -19,6 +19,7 @@ from paceline.core.option_sets import merge_resumed_config
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
 from paceline.core.task_loading import check_spec
 from paceline.launch.launcher import Launcher, LaunchSpec, RenderedJob, get_launcher
+from paceline.launch.local import visible_gpus
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, describe_stop
 
@@ -30,7 +31,6 @@ _STARTED_BY: dict[str, str] = {
     "mpi": "mpirun has started",
     "slurm": "srun has started",
 }
-_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def prepare_local_run(
@@ -179,14 +179,14 @@ def _recovery(job: WorkerConfig, name: str, directory: RunDirectory) -> Recovery
     if directory.exists() and config.resume != "never":
         recorded = config_from_mapping(directory.read_manifest().get("config", {}), str(directory.manifest))
         config = RunConfig(**merge_resumed_config(vars(config), job.explicit_options, recorded))
-    if config.device == "cuda" and name == "spawn" and not _visible_gpus():
+    if config.device == "cuda" and name == "spawn" and not visible_gpus():
         raise ConfigError("--device cuda: there is no GPU on this node. Use --device cpu or auto.")
     survivors = [
         obstacle
         for obstacle, there in (
             (f"--reduction {config.reduction}", config.reduction == "ddp"),
             *((obstacle, True) for obstacle in config.non_elastic_options),
-            ("a GPU", config.device != "cpu" and _visible_gpus() > 0),
+            ("a GPU", config.device != "cpu" and visible_gpus() > 0),
         )
         if there
     ]
@@ -239,13 +239,5 @@ def available_processes(config: RunConfig) -> int:
     """Resolve ``--nproc auto``: one process per GPU, else one per core; one alone for dp."""
     if "dp" in config.strategies:
         return 1
-    gpus = _visible_gpus() if config.device != "cpu" else 0
+    gpus = visible_gpus() if config.device != "cpu" else 0
     return gpus or len(os.sched_getaffinity(0))
-
-
-def _visible_gpus() -> int:
-    """Count the NVIDIA GPUs, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    return len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0

@@ -31,6 +31,39 @@ class TorchrunOptions(RendezvousOptions):
     local_rank_argument: bool = option(
         "Pass --local-rank=N to each script, as torch.distributed.launch did without --use-env.", False
     )
+    torchrun: tuple[str, ...] = option("KEY=VALUE or KEY for torchrun, such as tee=3; may be repeated.", ())
+
+
+TORCHRUN_EQUALS = {
+    "nproc-per-node": "--nproc",
+    "nnodes": "--nodes",
+    "master-addr": "--rdzv-endpoint HOST:PORT",
+    "master-port": "--rdzv-endpoint HOST:PORT, or on one node --master-port",
+    "standalone": "no option: on one node each job has a rendezvous of its own",
+    "use-env": "no option: LOCAL_RANK is always set",
+    "no-python": "no option: the command may be any program",
+    "module": "-m MODULE after --",
+    "signals-to-handle": "no option: the agent handles all that ask a job to stop",
+    **{name: f"--{name}" for name in ("node-rank", "rdzv-endpoint", "rdzv-id", "rdzv-backend", "max-restarts")},
+}
+"""torchrun's options that have an equal, and what to give instead."""
+
+TORCHRUN_OTHERS = (
+    *("tee", "redirects", "log-dir", "role", "rdzv-conf", "local-ranks-filter", "monitor-interval", "start-method"),
+    *("event-log-handler", "logs-specs", "local-addr", "numa-binding", "shutdown-timeout", "virtual-local-rank"),
+    *("duplicate-stdout-filters", "duplicate-stderr-filters"),
+)
+"""torchrun's options that ``--torchrun`` passes on."""
+
+
+def torchrun_equal(text: str) -> str | None:
+    """Return a sentence on an option of torchrun's, such as ``--nproc_per_node``; None for any other."""
+    text = text.partition("=")[0]
+    name = text.lstrip("-").replace("_", "-")
+    if name in TORCHRUN_OTHERS:
+        return f"{text} is torchrun's. Give it to --on torchrun as --torchrun {name}=VALUE."
+    equal = TORCHRUN_EQUALS.get(name)
+    return None if equal is None or text == equal else f"{text} is torchrun's. Use {equal}."
 
 
 # --- ``--on slurm`` ---

@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import secrets
+import shlex
 import shutil
 import sys
 import time
@@ -247,6 +249,50 @@ def normal_command(words: Sequence[str], python: str, place_of: Callable[[str], 
     if others and others[0].endswith(".py"):
         others[0] = place_of(others[0])
     return (first, *others)
+
+
+_STARTERS = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate": "torchrun",
+    "accelerate.commands.launch": "torchrun",
+    "fabric": "torchrun",
+    "deepspeed": "torchrun",
+    "horovodrun": "horovod",
+    "mpirun": "mpi",
+    "mpiexec": "mpi",
+}
+"""Programs that start ranks themselves, and the launcher in their place."""
+
+_PROCESSES = re.compile(
+    r"(?:--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|devices|num-proc)|-np?|-g)(?:=|\0)(\d+)\0"
+)
+
+
+def refuse_starters(command: Sequence[str], env_style: EnvStyle) -> None:
+    """Refuse a command that starts ranks itself: each of Paceline's processes would start all of them.
+
+    With ``--env-style none`` a process finds no rank, so a command with the node's number in it may do so.
+
+    Raises:
+        ConfigError: the command is one; the message says what to write instead.
+    """
+    words = list(command)
+    if "-m" in words[:2]:
+        words = words[words.index("-m") + 1 :]
+    starter = Path(words[0]).name if words else ""
+    if starter not in _STARTERS or env_style == "none" or (starter == "fabric" and words[1:2] != ["run"]):
+        return
+    script = next((number for number, word in enumerate(words) if number and word.endswith(".py")), None)
+    found = _PROCESSES.search("\0".join(words[1:script]) + "\0")
+    on = _STARTERS[starter]
+    instead = shlex.join(words[script:]) if script is not None else "COMMAND"
+    raise ConfigError(
+        f"{starter} starts processes itself, and each of Paceline's would start all of them. Write: paceline launch "
+        f"--on {on} --nproc {found[1] if found is not None else 'N'} -- {instead} (on Slurm: --on slurm "
+        f"--rank-launcher {on}). Where it should run once on each node, add --env-style none."
+    )
 
 
 def remote_task(spec: str, place_of: Callable[[str], str]) -> str:
