@@ -23,6 +23,7 @@ from paceline.core.errors import ConfigError, TaskError
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.registry import make_options
 from paceline.launch.submit import JobRecord
+from paceline.launch.submitit import SubmititOptions, executor_parameters
 from paceline.launch.submitit_running import check_private, make_private
 
 TRAIN = (
@@ -48,12 +49,13 @@ executor.update_parameters(
     nodes=2,
     tasks_per_node=1,
     timeout_min=90,
+    stderr_to_stdout=True,
     gpus_per_node=4,
     cpus_per_task=16,
     slurm_partition='main',
     slurm_setup=['module load cuda'],
-    slurm_additional_parameters={'signal': 'USR1@90', 'nice': '10'},
-    stderr_to_stdout=True,
+    slurm_srun_args=['--cpu-bind=cores'],
+    slurm_additional_parameters={'signal': 'USR1@300', 'nice': '10'},
 )
 command = ['/opt/python', '-m', 'paceline.launch.node', '--rank-launcher', 'torchrun', '--nodes', '2',
  '--nproc', '4', '--', 'python', 'train.py', '--lr', '0.1']
@@ -83,8 +85,17 @@ def rendered(job: LaunchSpec, **options: object) -> str:
 
 def test_the_whole_text() -> None:
     job = spec(nodes=(2, 2), nproc=(4,), gpus_per_node=4, cpus_per_task=4, walltime_s=5400, env={"NAME": "a b"})
-    text = rendered(job, partition="main", setup=("module load cuda",), slurm=("nice=10",))
+    more = {"srun_args": ("--cpu-bind=cores",), "signal_delay_s": 300}
+    text = rendered(job, partition="main", setup=("module load cuda",), slurm=("nice=10",), **more)
     assert text.replace(sys.executable, "PYTHON") == WHOLE_TEXT
+
+
+def test_an_array_of_functions_has_what_submitit_calls_the_same() -> None:
+    options = SubmititOptions(array_parallelism=4, stderr_to_stdout=True)
+    job = {"name": "add", "nodes": 1, "tasks_per_node": 1, "cpus_per_task": None, "gpus_per_node": None}
+    parameters = executor_parameters(options, **job, walltime_s=None, signal_name="USR2")
+    assert (parameters["slurm_array_parallelism"], parameters["stderr_to_stdout"]) == (4, True)
+    assert "cpus_per_task" not in parameters
 
 
 def test_a_task_of_slurms_for_each_rank() -> None:
@@ -104,6 +115,9 @@ def test_a_task_of_slurms_for_each_rank() -> None:
         ({"nodes": (2, 2), "nproc": (1, 2), "rank_launcher": "srun"}, {}, "--nproc is a list"),
         ({"rank_launcher": "srun"}, {"executor": "local"}, "--rank-launcher srun needs Slurm"),
         ({}, {"executor": "local", "partition": "main"}, "--partition is for Slurm"),
+        ({}, {"executor": "local", "signal_delay_s": 9}, "--signal-delay-s is for Slurm"),
+        ({}, {"signal_delay_s": 0}, "--signal-delay-s must be at least 1, but is 0"),
+        ({}, {"array_parallelism": 2}, "--array-parallelism is for paceline.submit_array"),
         ({}, {"executor": "pbs"}, "--executor must be slurm or local"),
         ({}, {"slurm": ("nice",)}, "--slurm must be KEY=VALUE"),
         ({}, {"colour": "red"}, "--colour is not supported by --on submitit"),

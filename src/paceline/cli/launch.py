@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,6 +68,7 @@ def launch(
     from paceline.cli.job_start import start
     from paceline.launch.launcher import LaunchSpec, get_launcher, job_name
     from paceline.launch.registry import make_options
+    from paceline.launch.script_warnings import script_warnings
     from paceline.launch.submit import (
         choose_env_style,
         choose_rank_launcher,
@@ -115,4 +117,6 @@ def launch(
             "python": interpreter,
         }
     )
+    for warning in script_warnings(spec):
+        print(f"paceline: {warning}", file=sys.stderr)
     return start(launcher, spec, own, job, dry_run=dry_run, json=json)

@@ -11,13 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import psutil
 
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.options import flag
 from paceline.launch.job_logs import StatusPoller, follow_files
 from paceline.launch.launcher import Command, JobHandle, JobStatus, Launcher, LaunchSpec, RenderedJob
 from paceline.launch.node import node_command
@@ -53,13 +54,19 @@ class SubmititOptions:
     mem: str | None = option("Memory of a node, such as 64G.")
     setup: tuple[str, ...] = option("Shell line to run first, such as 'module load cuda'; may be repeated.", ())
     slurm: tuple[str, ...] = option("KEY=VALUE, any other option of sbatch; may be repeated.", ())
+    srun_args: tuple[str, ...] = option("An argument of the srun that starts the tasks; may be repeated.", ())
+    signal_delay_s: int = option("How long before the time limit Slurm signals. Default: 90.", 90)
+    array_parallelism: int | None = option("Of submit_array(): how many of the jobs may run at once.")
+    stderr_to_stdout: bool = option("A function's error output in its output file, as a command's is.", False)
     max_requeues: int = option("How often to requeue a job after its time limit.", 100)
 
     def __post_init__(self) -> None:
         if self.executor not in get_args(Executor):
             raise ConfigError(f"--executor must be slurm or local, but is {self.executor!r}.")
-        if self.max_requeues < 0:
-            raise ConfigError(f"--max-requeues must be 0 or more, but is {self.max_requeues}.")
+        for name, least in (("max_requeues", 0), ("signal_delay_s", 1), ("array_parallelism", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{flag(name)} must be at least {least}, but is {value}.")
         for word in self.slurm:
             if not word.partition("=")[1]:
                 raise ConfigError(f"--slurm must be KEY=VALUE, such as --slurm nice=100, but is {word!r}.")
@@ -107,16 +114,17 @@ def executor_parameters(
         "nodes": nodes,
         "tasks_per_node": tasks_per_node,
         "timeout_min": max(1, math.ceil(limit_s / 60)),
+        "stderr_to_stdout": options.stderr_to_stdout,
     }
     if gpus_per_node is not None:
         parameters["gpus_per_node"] = gpus_per_node
     if options.executor == "local":
         if nodes > 1:
             raise ConfigError(f"--executor local has one machine, but --nodes is {nodes}. Use --executor slurm.")
-        given = [f.name for f in fields(options) if f.name in (*_SBATCH, "slurm", "setup")]
-        for field in given:
-            if getattr(options, field):
-                raise ConfigError(f"--{field} is for Slurm, but --executor is local. Leave it out.")
+        of_slurm = (*_SBATCH, "slurm", "setup", "srun_args", "signal_delay_s", "array_parallelism")
+        for field in fields(options):
+            if field.name in of_slurm and getattr(options, field.name) != field.default:
+                raise ConfigError(f"{flag(field.name)} is for Slurm, but --executor is local. Leave it out.")
         return parameters
     if cpus_per_task is not None:
         parameters["cpus_per_task"] = cpus_per_task
@@ -124,7 +132,12 @@ def executor_parameters(
     parameters |= {f"slurm_{key}": value for key in _SBATCH if (value := getattr(options, key)) is not None}
     if options.setup:
         parameters["slurm_setup"] = list(options.setup)
-    parameters["slurm_additional_parameters"] = {"signal": f"{signal_name}@90", **_plain(others)}
+    if options.srun_args:
+        parameters["slurm_srun_args"] = list(options.srun_args)
+    if options.array_parallelism is not None:
+        parameters["slurm_array_parallelism"] = options.array_parallelism
+    signal_option = {"signal": f"{signal_name}@{options.signal_delay_s}"}
+    parameters["slurm_additional_parameters"] = {**signal_option, **_plain(others)}
     return parameters
 
 
@@ -306,7 +319,9 @@ class Submitit(Launcher):
 
     def render(self, spec: LaunchSpec, options: SubmititOptions | None = None) -> RenderedJob:
         """Render the program that submits it."""
-        options = options or SubmititOptions()
+        options = replace(options or SubmititOptions(), stderr_to_stdout=True)
+        if options.array_parallelism is not None:
+            raise ConfigError("--array-parallelism is for paceline.submit_array(); a command is one job. Leave it out.")
         if spec.nodes[0] != spec.nodes[1]:
             raise ConfigError(
                 f"--on submitit takes a fixed number of machines, but --nodes is {spec.nodes[0]}:{spec.nodes[1]}."
@@ -332,7 +347,7 @@ class Submitit(Launcher):
         command = rank_command(spec) if spec.starts_each_rank else node_command(spec)
         program = _PROGRAM.format(
             arguments=_keywords({"folder": str(spec.directory / FOLDER), **executor_arguments(options, spec.python)}),
-            parameters=_keywords({**parameters, "stderr_to_stdout": True}),
+            parameters=_keywords(parameters),
             each="rank" if spec.starts_each_rank else "machine",
             command=pprint.pformat(list(command), width=100, compact=True),
         )

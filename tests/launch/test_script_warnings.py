@@ -1,0 +1,45 @@
+"""What ``paceline launch`` says about a script before it starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.launch import script_warnings
+from paceline.launch.launcher import LaunchSpec
+
+LIGHTNING = "import lightning.pytorch as pl\ntrainer = pl.Trainer({})\n"
+KERAS = "import tensorflow as tf\nwith tf.distribute.MultiWorkerMirroredStrategy().scope():\n    model.fit(x)\n"
+
+
+def warnings(path: Path, text: str, **fields: Any) -> list[str]:
+    (path / "train.py").write_text(text)
+    spec = LaunchSpec(command=("python", str(path / "train.py")), **{"nproc": (2,), **fields})
+    return list(script_warnings.script_warnings(spec))
+
+
+def test_lightning_s_trainer_needs_its_devices(tmp_path: Path) -> None:
+    [warning] = warnings(tmp_path, LIGHTNING.format("max_epochs=1"), nodes=(3, 3))
+    assert "each of the 6 processes may train a copy by itself" in warning
+    assert "Trainer(devices=2, num_nodes=3)" in warning
+    assert not warnings(tmp_path, LIGHTNING.format("max_epochs=1"), nproc=(1,))
+    assert not warnings(tmp_path, LIGHTNING.format("devices=2"))
+    assert not warnings(tmp_path, LIGHTNING.format("**options"))
+    assert not warnings(tmp_path, "from transformers import Trainer\nTrainer()\n")
+
+
+def test_fit_on_several_workers_needs_keras_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_warnings.metadata, "version", lambda name: "3.12.0")
+    [warning] = warnings(tmp_path, KERAS, env_style="tensorflow")
+    assert "fails with Keras 3.12.0. Install tf_keras and give --env TF_USE_LEGACY_KERAS=1." in warning
+    assert not warnings(tmp_path, KERAS, env_style="tensorflow", env={"TF_USE_LEGACY_KERAS": "1"})
+    assert not warnings(tmp_path, f"import tf_keras\n{KERAS}", env_style="tensorflow")
+    monkeypatch.setattr(script_warnings.metadata, "version", lambda name: "2.15.0")
+    assert not warnings(tmp_path, KERAS, env_style="tensorflow")
+
+
+def test_a_script_that_cannot_be_read_is_not_judged(tmp_path: Path) -> None:
+    assert not warnings(tmp_path, "def broken(:\n")
+    assert not list(script_warnings.script_warnings(LaunchSpec(command=("python", "/nowhere/train.py"))))
