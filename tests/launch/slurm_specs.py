@@ -1,4 +1,4 @@
-"""Jobs for tests of what is rendered for Slurm."""
+"""Jobs for tests of what is rendered for Slurm, and of what runs there."""
 
 from __future__ import annotations
 
@@ -25,6 +25,27 @@ TASK = dataclasses.replace(
     rank_launcher="agent",
     is_task=True,
 )
+
+# A rank that needs the longer to save, the higher its number is.
+SAVES = """
+import os, signal, sys, time
+
+name = f"{sys.argv[1]}-{os.environ['RANK']}"
+if os.path.exists(name):
+    sys.exit(0)
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: heard.append(signal.Signals(number).name))
+open(f"ready-{name}", "w").close()
+while not heard:
+    time.sleep(0.05)
+end = time.monotonic() + 0.5 + int(os.environ["RANK"])
+while time.monotonic() < end:
+    time.sleep(0.05)
+with open(name, "w") as file:
+    file.write(" ".join(heard))
+sys.exit(75)
+"""
 
 
 def text(spec: LaunchSpec, options: SlurmOptions | None = None, **changes: Any) -> str:

@@ -15,6 +15,7 @@ import pytest
 from tests.elastic.recovery_nodes.runs import OPTIONS, PATIENT, TASK
 from tests.lab.machines import Node
 from tests.lab.slurm_cluster import SlurmCluster
+from tests.launch.slurm_specs import SAVES
 
 from paceline.data.audit import audit
 from paceline.runs.directory import RunDirectory
@@ -83,26 +84,6 @@ case $1-$starts in
   2-1) exit 75 ;;
   2-2) while others; do sleep 0.1; done; exit 75 ;;
 esac
-"""
-# A rank that needs the longer to save, the higher its number is.
-SAVES = """
-import os, signal, sys, time
-
-name = f"{sys.argv[1]}-{os.environ['RANK']}"
-if os.path.exists(name):
-    sys.exit(0)
-heard = []
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, frame: heard.append(signal.Signals(number).name))
-open(f"ready-{name}", "w").close()
-while not heard:
-    time.sleep(0.05)
-end = time.monotonic() + 0.5 + int(os.environ["RANK"])
-while time.monotonic() < end:
-    time.sleep(0.05)
-with open(name, "w") as file:
-    file.write(" ".join(heard))
-sys.exit(75)
 """
 WHO_SUMS = {
     "rank 0 local 0 on node1 has 10",
