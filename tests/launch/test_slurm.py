@@ -469,6 +469,13 @@ def test_in_an_allocation_the_job_is_a_step(jobs: Jobs) -> None:
         for layout, nodes in (("2,2", (1, 1, 2, 2)), ("3,1", (1, 1, 1, 2)), ("torchrun", (1, 1, 1, 2)))
         for rank, node in enumerate(nodes)
     ]
+    # Without tasks, it gives two GPUs and one.
+    gpus = ("salloc", "--quiet", "--nodes=2", "--gpus=3")
+    where = ("--", "sh", "-c", "echo $RANK $(hostname) $CUDA_VISIBLE_DEVICES")
+    done = jobs.cluster.run(
+        *gpus, *launch, "--threads", "1", "--rank-launcher", "srun", "--nproc", "auto", *where, env=env
+    )
+    assert sorted(done.stdout.splitlines()) == ["0 node1 0,1", "1 node1 0,1", "2 node2 0"], done.stderr
     done = jobs.cluster.run(*salloc, *launch, "--nodes", "3", "--", "sums.py", env=env)
     assert done.returncode == 2
     assert "--nodes 3, but this allocation of Slurm's has 2" in done.stderr

@@ -90,7 +90,7 @@ def launch(
     node_range, counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), own)
     if counts is None:
         raise ConfigError(
-            f"--nproc auto does not work with --on {on}, except in a Slurm allocation with -n. Give a number."
+            f"--nproc auto does not work with --on {on}, except in a Slurm allocation with -n or GPUs. Give a number."
         )
     interpreter = nodes_python(launcher, python)
     words = normal_command(command, interpreter, partial(launcher.remote_path, options=own))

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.core.environment import allocation_nodes, allocation_tasks
+from paceline.core.environment import allocation_nodes, allocation_tasks, expand_hosts
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.launch.job_logs import StatusPoller, follow_files
 from paceline.launch.launcher import (
@@ -374,15 +374,28 @@ class Slurm(Launcher):
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
         """Return, for ``--nproc auto`` in an allocation, its own tasks, such as those of ``salloc --nodes 2 -n 4``.
 
-        ``--nodes 1``, the default, then means all its nodes.
+        Without tasks they are its GPUs, of which its nodes may have different numbers. ``--nodes 1``, the default, then
+        means all its nodes.
         """
         least, most = nodes
-        tasks = allocation_tasks() if nproc is None and least == most else None
+        is_open = nproc is None and least == most
+        tasks = (allocation_tasks() or self._allocated_gpus()) if is_open else None
         if tasks is None or most > len(tasks):
             return nodes, nproc
         if most > 1:
             tasks = tasks[:most]
         return (len(tasks), len(tasks)), tasks if len(set(tasks)) > 1 else tasks[:1]
+
+    def _allocated_gpus(self) -> tuple[int, ...] | None:
+        """Return the allocation's GPUs on each node; None without GPUs on every node."""
+        if self.allocated is None:
+            return None
+        shown = run_slurm("scontrol", "--details", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]).stdout
+        counts: dict[str, int] = {}
+        for hosts, gres in re.findall(r"\sNodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S*)", shown):
+            gpus = sum(map(int, re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", gres)))
+            counts |= dict.fromkeys(expand_hosts(hosts), gpus)
+        return tuple(counts.values()) if counts and all(counts.values()) else None
 
     def common_directory(self, spec: LaunchSpec, options: SlurmOptions | None) -> Path:
         """Return the job's path; for an array, one for each of its jobs, which may begin at once."""
