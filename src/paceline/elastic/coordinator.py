@@ -87,7 +87,8 @@ class WorkerSlot:
 # one may still act in it; the agent kills members that do not leave.
 #
 # Workers run on *nodes*, each with an agent. Nodes come and go, together with all their workers. While the agents have
-# no agreed set of nodes, no group is formed.
+# no agreed set of nodes, no group is formed. A node that the leader reaches, but another one does not, is *excluded*:
+# its workers leave their group and wait, with the state that they have, until it is included again.
 #
 # A worker that ends normally, because the run is finished or stops, does not break its group, because the other members
 # are about to end too. A member that loses it before that requests a new group.
@@ -117,6 +118,7 @@ class Coordinator:
         frozen: whether forming groups is suspended.
         may_spawn: whether missing workers are started.
         wait_for_all: whether the next group waits for all workers, as the first one did.
+        excluded: the nodes whose workers are in no group.
     """
 
     nodes: dict[str, int]
@@ -129,6 +131,7 @@ class Coordinator:
     frozen: bool = False
     may_spawn: bool = True
     wait_for_all: bool = False
+    excluded: frozenset[str] = frozenset()
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)  # workers that ended normally
     _vacant: int = 0  # active places on lost nodes, for spares to fill
@@ -203,9 +206,15 @@ class Coordinator:
         self.wait_for_all = len(self.members()) < self._full
         return self._decide()
 
+    def exclude(self, nodes: frozenset[str]) -> list[Action]:
+        """Form groups without these nodes, and only these, from now on; a group that one of them is in is broken."""
+        self.excluded = nodes
+        return self._decide()
+
     def node_lost(self, node: str) -> list[Action]:
         """Remove a node and all its workers."""
         self._vacant += self.nodes.pop(node, 0)
+        self.excluded -= {node}
         self._workers = {w: worker for w, worker in self._workers.items() if worker.node != node}
         return self._decide()
 
@@ -226,7 +235,8 @@ class Coordinator:
     @property
     def _full(self) -> int:
         """The size of a complete group."""
-        return min(self.target, self.max_workers + self.spares)
+        target = sum(nproc for node, nproc in self.nodes.items() if node not in self.excluded) + self.spares
+        return min(target, self.max_workers + self.spares)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -269,9 +279,14 @@ class Coordinator:
                 self._broken = self.group.generation
                 actions.append(BreakGroup(self.group.generation, tuple(acting)))
             return actions
-        if not self.frozen and len(self.nodes) >= (self.initial_nodes if self.group is None else self.min_nodes):
+        if not self.frozen and not self.lacks_nodes:
             self._form(members, actions)
         return actions
+
+    @property
+    def lacks_nodes(self) -> bool:
+        """Whether there are too few nodes for the next group."""
+        return len(self.nodes.keys() - self.excluded) < (self.initial_nodes if self.group is None else self.min_nodes)
 
     def _staff(self) -> list[Action]:
         """Start the missing workers of each node, and mark surplus ones.
@@ -315,7 +330,8 @@ class Coordinator:
         if self._invalid_view == self.group.generation:
             return True
         lost = [w for w in self.group.members if w not in members and w not in self._done]
-        return bool(lost) or any(self._workers[w].status == "waiting" for w in members)
+        is_excluded = any(self.node(w) in self.excluded for w in members)
+        return bool(lost) or is_excluded or any(self._workers[w].status == "waiting" for w in members)
 
     def _ask_for_change(self, members: tuple[int, ...], actions: list[Action]) -> None:
         """Request a re-form of a healthy group if workers wait to join or should leave."""
@@ -332,7 +348,8 @@ class Coordinator:
         """Form the next group of all waiting workers, unless it must wait for more."""
         waiting = self._eligible(("waiting",))
         for_all = self.wait_for_all or not survivors
-        if for_all and len(waiting) < min(self._full, len(self._workers)):
+        included = [worker for worker in self._workers.values() if worker.node not in self.excluded]
+        if for_all and len(waiting) < min(self._full, len(included)):
             return
         for worker in survivors:
             if self._workers[worker].retiring:
@@ -355,5 +372,5 @@ class Coordinator:
         return tuple(order[: self.max_workers + self.spares])
 
     def _eligible(self, statuses: tuple[Status, ...]) -> list[int]:
-        workers = self._workers
-        return [w for w in self.workers if workers[w].status in statuses and not workers[w].retiring]
+        workers = {w: worker for w, worker in self._workers.items() if worker.node not in self.excluded}
+        return [w for w in self.workers if w in workers and workers[w].status in statuses and not workers[w].retiring]

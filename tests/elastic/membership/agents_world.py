@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.elastic.consensus.messages import NodeSet, Term
+from paceline.elastic.consensus.connectivity import LinkMap
+from paceline.elastic.consensus.messages import NodeSet, Term, meets_every_quorum
 from paceline.elastic.consensus.paxos import (
     AcquireWitness,
     Action,
@@ -405,14 +406,15 @@ class World:
     def acts_in(self, node: str, view: View) -> bool:
         return node in self.drivers and self.drivers[node].acts == view
 
-    def settle(self, seen: set[Any] | None = None) -> None:
-        """No more faults: links come back, what is due happens, and who waits loses patience."""
+    def settle(self, cut: Set[frozenset[str]] = frozenset()) -> None:
+        """No more faults: links come back but for ``cut``, what is due happens, and who waits loses patience."""
         self.cuts = self.crashes = self.haste = self.forms = self.dismissals = self.heals = 0
         self.joins = 0
         quiet = 0
         for _ in range(600):
             self.check()
-            event = next(iter(self.due()), None) or next((("heal", *p) for p in self.healable()), None)
+            healable = (pair for pair in self.healable() if frozenset(pair) not in cut)
+            event = next(iter(self.due()), None) or next((("heal", *pair) for pair in healable), None)
             if event is not None:
                 self.happens(event)
                 continue
@@ -452,6 +454,34 @@ class World:
         for name in set(self.agents) - alive:
             # Where nobody leads, there may be nobody to tell it that it is out.
             assert self.agents[name].role in ("out", "outside") or not leaders
+
+    def form_largest(self, cut: Set[frozenset[str]]) -> tuple[str, ...]:
+        """Have the one leader form a view of the largest wholly connected set, as its driver does; return that set.
+
+        What is left out stays in the roster unless it could decide alone.
+        """
+        [name] = (name for name, agent in self.agents.items() if agent.role == "leading")
+        for _ in self.agents:
+            agent = self.agents[name]
+            assert agent.committed
+            members = [node for node in agent.committed.nodes if node == name or node in agent.reachable]
+            reports = {node: self.agents[node].reachable for node in members if node != name}
+            excluded = LinkMap(name, reports).excluded(members, ())
+            included = tuple(node for node in members if node not in excluded)
+            assert not any(frozenset(pair) in cut for pair in itertools.combinations(included, 2))
+            if meets_every_quorum(agent.committed, set(included), agent.ties, None):
+                break
+            for node in sorted(excluded):
+                self.perform(name, agent.dismiss(node))
+            self.settle(cut)
+        if not self.acting() or set(self.acting()[0].nodes) != set(included):
+            for node in self.agents:  # the coordinator breaks a view that an excluded node is in
+                self.drivers[node] = replace(self.drivers[node], must_leave=self.drivers[node].acts is not None)
+            self.settle(cut)
+            self.form(name, included)
+            self.settle(cut)
+        self.check()
+        return included
 
     def clone(self) -> World:
         other = copy.copy(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import partial
@@ -382,6 +383,41 @@ def test_many_interleavings(world: Callable[..., World], ties: bool) -> None:
 def test_random_walks(world: Callable[..., World], ties: bool) -> None:
     for seed in range(80):
         walk(world(ties=ties), random.Random(seed), steps=120)
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["no-lease", "lease"])
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+def test_the_largest_connected_set_continues_while_pairs_are_cut_and_all_once_they_are_healed(
+    names: str, ties: bool
+) -> None:
+    """Whatever pairs are cut for good, in any order: who leads has a view; at most one acts at any time."""
+    pairs = [frozenset(pair) for pair in itertools.combinations(names, 2)]
+    for number in range(2 ** len(pairs)):
+        cut = frozenset(pair for index, pair in enumerate(pairs) if number >> index & 1)
+        rng = random.Random(number)
+        world = World.at_work(names, ties=ties, haste=2)
+        for pair in rng.sample(sorted(map(sorted, cut)), len(cut)):
+            world.end_links([frozenset(pair)])
+            for _ in range(rng.randrange(6)):
+                if due := sorted(world.due()):
+                    world.happens(rng.choice(due))
+                    world.check()
+        world.settle(cut)
+        leaders = [name for name, agent in world.agents.items() if agent.role == "leading"]
+        assert len(leaders) <= 1
+        for name, agent in world.agents.items():
+            # Nodes may have been removed before the last pairs were cut.
+            nodes = agent.committed.nodes if agent.committed and agent.role != "out" else ()
+            if 2 * sum(frozenset((name, node)) not in cut for node in nodes) > len(nodes):
+                assert leaders, f"nobody continues without {cut}"
+        if leaders:
+            world.form_largest(cut)
+            [acting] = world.acting()
+            assert leaders[0] in acting.nodes
+            if len(cut) == 1:
+                assert len(acting.nodes) == len(names) - 1
+        world.settle()
+        world.check_at_rest()
 
 
 def walk(world: World, rng: random.Random, steps: int) -> None:
