@@ -22,6 +22,7 @@ import pytest
 from tests.lab.warm_start import CHANGE_DIRECTORY, is_template
 
 _SUBNET = "10.77.0"
+_NOBODYS_MAC = "02:00:00:00:00:ff"
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 # SIGCHLD ignored: a node's first process inherits orphans, and the kernel is to reap them.
 _FIRST_PROCESS = """
@@ -208,6 +209,20 @@ class Node:
     def heal(self) -> None:
         """Put the cable back."""
         self.lab.switch.run(f"ip link set {self._port} up")
+
+    def cut_from(self, *others: Node) -> None:
+        """Lose all packets between this node and these others, both ways; nobody is told."""
+        for one, other in ((one, other) for node in others for one, other in ((self, node), (node, self))):
+            one._command(f"ip neigh replace {other.address} lladdr {_NOBODYS_MAC} nud permanent dev eth0")
+
+    def heal_with(self, *others: Node) -> None:
+        """End what :meth:`cut_from` began."""
+        for one, other in ((one, other) for node in others for one, other in ((self, node), (node, self))):
+            one._command(f"ip neigh del {other.address} dev eth0")
+
+    def _command(self, script: str) -> None:
+        assert self._first is not None, f"{self.name} was killed"
+        self._first.run(script)
 
     def slow(self, mbit_per_s: float | None) -> None:
         """Let no more than this reach the node; None for no limit. (Not every kernel can delay packets.)"""

@@ -19,8 +19,9 @@ from paceline.core.errors import LaunchError, RunDirectoryError
 from paceline.core.launch_spec import Command, LaunchSpec
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.elastic.control import ControlApi, ControlSocket
-from paceline.elastic.controller import Controller, SingleNodeController, print_status
+from paceline.elastic.controller import Controller, SingleNodeController
 from paceline.elastic.node import NodeWorkers
+from paceline.elastic.recovery_log import print_status
 from paceline.runs.directory import RunLock
 
 _LONGEST_S = 60.0
@@ -100,7 +101,11 @@ class Agent:
         return () if self._node is None else self._node.pids
 
     def wait(self) -> int:
-        """Watch the job to its end; print one message if it failed; return its exit code."""
+        """Watch the job to its end; print one message if it failed; return its exit code.
+
+        Raises:
+            NodeRemovedError: the job continues on other nodes, without this one, which can join it again.
+        """
         assert self._node is not None
         assert self._controller is not None
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, NodeRemovedError
 from paceline.core.files import write_atomically
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.launch_spec import Recovery
@@ -104,6 +104,8 @@ def prepare_local_run(
 def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory]:
     """Start a run and wait for its end; return the exit code and the run's directory.
 
+    A node that the others of its job have removed, because they could not reach it, joins them again.
+
     Args:
         job: the job.
         joins: whether this node joins a run that is active on others.
@@ -114,7 +116,23 @@ def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory
         RunDirectoryError: the run's directory cannot be written, or another process uses it.
         LaunchError: a process could not be started.
     """
-    asked = job
+    while True:
+        try:
+            return _launch_once(job, joins=joins)
+        except NodeRemovedError as removed:
+            print(f"paceline: {removed} It joins again once it reaches them.", file=sys.stderr, flush=True)
+        job, joins = _rejoining(job), True
+
+
+def _rejoining(job: WorkerConfig) -> WorkerConfig:
+    """Return the job of a node that finds the others by the run's directory, and not by its first command."""
+    counts = parse_nproc(job.config.nproc)
+    nproc = _processes_here(job.config, counts) if counts else job.config.nproc
+    config = dataclasses.replace(job.config, nproc=nproc, node_rank=None, rdzv_endpoint=None)
+    return dataclasses.replace(job, config=config)
+
+
+def _launch_once(asked: WorkerConfig, *, joins: bool) -> tuple[int, RunDirectory]:
     launcher, rendered, job, directory = prepare_local_run(asked, joins=joins)
     while asked.config.run_dir is None and not directory.reserve():
         launcher, rendered, job, directory = prepare_local_run(asked, joins=joins)

@@ -266,6 +266,10 @@ def describe(event: Event) -> str:
             return f"machines that take part: {', '.join(map(str, nodes))}"
         case {"event": "takeover", "node": node}:
             return f"the agent of machine {node} takes the lead"
+        case {"event": "excluded", "node": node, "cut": [*others]}:
+            return f"machine {node} waits: it and {', '.join(map(str, others))} cannot reach each other"
+        case {"event": "included", "node": node}:
+            return f"machine {node} takes part again"
         case {"event": "paused", "node": node, "why": why}:
             return f"machine {node} waits: {why}"
         case {"event": "joined", "generation": generation, "seconds": int() | float() as seconds}:

@@ -1,4 +1,7 @@
-"""Runs an agent over scripted workers: ``driver.py NPROC MAX_RESTARTS RECOVER``, in the run's directory."""
+"""Runs an agent over scripted workers: ``driver.py NPROC MAX_RESTARTS RECOVER [PORT]``, in the run's directory.
+
+With a port, it is the first of two nodes, which waits one second for the other one.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,9 @@ spec = LaunchSpec(
     grace_s=5,
     threads=1,
     recover=sys.argv[3],
+    nodes=(2, 2) if sys.argv[4:] else (1, 1),
+    rdzv_endpoint=f"127.0.0.1:{sys.argv[4]}" if sys.argv[4:] else None,
+    init_timeout_s=1.0,
     max_restarts=max_restarts,
     # Whoever is not told to be silent may be kept from the processor for as long as it takes.
     heartbeat_s=1.5 if any(kind == "stop" for _, kind in faults) else 60.0,

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -38,11 +39,13 @@ class Job:
         steps: int = 200,
         max_restarts: int = 8,
         recover: str = "inplace",
+        port: int | None = None,
     ) -> subprocess.Popen[str]:
         script = {"steps": steps, "world": nproc, "faults": faults}
         (self.path / "job.json").write_text(json.dumps(script))
         started: subprocess.Popen[str] = self.processes.start(
-            [sys.executable, DRIVER, str(nproc), str(max_restarts), recover], cwd=self.path
+            [sys.executable, DRIVER, str(nproc), str(max_restarts), recover, *([] if port is None else [str(port)])],
+            cwd=self.path,
         )
         return started
 
@@ -103,6 +106,15 @@ def test_without_a_fault_there_is_one_view_and_no_event(job: Job) -> None:
     assert not (job.path / "events.jsonl").exists()
 
 
+def test_a_start_without_enough_nodes_ends_after_its_time_limit(job: Job) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    done = job.run(1, {}, port=port)
+    assert done.returncode == 2, done.stderr
+    assert "the run begins with 2 nodes (--nodes). After 1 s (--init-timeout)" in done.stderr
+    assert "reach each other is 1. Start all nodes within that time" in done.stderr
+
+
 def test_killed_and_stopped_members_are_replaced(job: Job) -> None:
     done = job.run(3, {"0:1": [50, "kill"], "2:1": [120, "stop"]}, steps=400)
     assert (done.returncode, done.stderr) == (0, "")
@@ -131,14 +143,15 @@ def test_a_worker_for_which_there_is_no_log_prints_to_the_terminal(job: Job) -> 
 
 @pytest.mark.integration
 def test_a_stderr_on_a_full_disk_does_not_end_the_agent() -> None:
-    says = "from paceline.elastic.controller import print_status; print_status('the run continues.')"
+    says = "from paceline.elastic.recovery_log import print_status; print_status('the run continues.')"
     program = f"{says}; print('so does the agent')"
     with open("/dev/full", "w") as full:
         popen = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full)
         assert popen.communicate(timeout=60)[0] == b"so does the agent\n"
 
 
-def test_why_a_lease_cannot_be_taken_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def peers(tmp_path: Path) -> PeerDirectory:
+    """The peers of an agent whose witness directory is not there."""
     directory = RunDirectory(tmp_path)
     meeting = DiscoveryInfo(
         name="a",
@@ -151,7 +164,21 @@ def test_why_a_lease_cannot_be_taken_is_said_once(tmp_path: Path, capsys: pytest
         hello={},
         witness=FileWitness(tmp_path / "nowhere", "0" * 32),
     )
-    company = PeerDirectory(LaunchSpec(command=("job.toml",), log_directory=directory), directory, meeting, None)
+    return PeerDirectory(LaunchSpec(command=("job.toml",), log_directory=directory), directory, meeting, None)
+
+
+def test_an_agent_of_another_start_of_the_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    company = peers(tmp_path)
+    assert company.sees_directory_of("b", {"lease": "0" * 32})
+    assert company.sees_directory_of("c", {})  # it does not know yet
+    assert not capsys.readouterr().err
+    for _ in range(3):
+        assert not company.sees_directory_of("d", {"lease": "1" * 32})
+    assert capsys.readouterr().err.count("d belongs to another start of this run") == 1
+
+
+def test_why_a_lease_cannot_be_taken_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    company = peers(tmp_path)
     for _ in range(3):
         assert company.acquire_witness(NodeSet(1, ("a", "b")), frozenset("a")) is None
     assert capsys.readouterr().err.count("cannot be used: No such file or directory") == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -58,11 +60,19 @@ def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> No
     run.wait_until(lambda: not alive(node), "its workers' end")
     run.hold(14)
     run.wait_for("joined", lambda event: True, survivor)
+    if victim == 0:
+        # Its old command finds the run in use, and leaves the file alone by which nodes join.
+        agents = run.directory.agents.read_bytes()
+        second_start = run.train(node, "2", "1")
+        assert second_start.wait(60) == 2, second_start.text
+        assert "use" in second_start.text
+        assert run.directory.agents.read_bytes() == agents
     assert finish(run, undisturbed, survivor)["world_size"] == 1
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_agent_that_was_stopped_finds_itself_left_out(run: Run, undisturbed: str, victim: int) -> None:
+    """And joins again."""
     processes = run.begin(nproc="1")
     stopped, survivor = processes[victim], processes[1 - victim]
     stopped.send_signal(signal.SIGSTOP)
@@ -70,28 +80,67 @@ def test_an_agent_that_was_stopped_finds_itself_left_out(run: Run, undisturbed: 
     run.hold(14)
     run.wait_for("joined", lambda event: True, survivor)
     stopped.send_signal(signal.SIGCONT)
-    assert stopped.wait(60) == 1, stopped.text
-    assert "this node was removed from the run" in stopped.text
-    assert finish(run, undisturbed, survivor)["world_size"] == 1
+    rejoin(run, survivor, stopped)
+    assert finish(run, undisturbed, survivor, stopped)["world_size"] == 2
+
+
+def rejoin(run: Run, winner: NodeProcess, loser: NodeProcess) -> None:
+    """Wait until a side that was removed takes part again."""
+    run.wait_until(lambda: "this node was removed from the run" in loser.text, "the removal")
+    leader = next(node for node in run.lab.nodes if winner in node.processes)
+    run.wait_for_joiners(1, winner, loser, leader=leader)
+    generation = run.generation()
+    run.step_until("view", lambda event: event["nodes"] == 2 and event["generation"] > generation, winner, loser)
 
 
 def test_a_side_that_was_cut_off_finds_itself_left_out(run: Run, undisturbed: str) -> None:
-    """And takes part again once it joins anew."""
+    """And joins again once it is reached."""
     processes = run.begin(nproc="1")
     run.lab.nodes[1].cut()
     run.wait_for("paused", lambda event: True, *processes)
     run.hold(14)
     run.wait_for("joined", lambda event: True, *processes)
     run.lab.nodes[1].heal()
-    run.wait_until(lambda: None in (codes := [p.poll() for p in processes]) and codes != [None, None], "an end")
-    winner, loser = sorted(processes, key=lambda process: process.poll() is not None)
-    assert loser.wait() == 1
-    assert "this node was removed from the run" in loser.text
-    again = run.paceline(run.lab.nodes[processes.index(loser)], "join", "run")
-    run.wait_for_joiners(1, winner, again, leader=run.lab.nodes[processes.index(winner)])
-    generation = run.generation()
-    run.step_until("view", lambda event: event["nodes"] == 2 and event["generation"] > generation, winner, again)
-    assert finish(run, undisturbed, winner, again)["world_size"] == 2
+    winner, loser = sorted(processes, key=lambda process: "the run pauses" in process.text)
+    rejoin(run, winner, loser)
+    assert finish(run, undisturbed, winner, loser)["world_size"] == 2
+
+
+@pytest.mark.parametrize("run", [3], indirect=True)
+def test_of_two_machines_that_cannot_reach_each_other_one_waits(run: Run, undisturbed: str) -> None:
+    """Though both reach the leading one; it takes part again once the network has healed."""
+    processes = run.begin(nproc="1", nodes="3")
+    second, third = run.lab.nodes[1:]
+    second.cut_from(third)
+    run.hold(14)
+    run.wait_for("view", lambda event: event["nodes"] == 2, *processes)
+    run.wait_for("excluded", lambda event: True, *processes)
+    second.heal_with(third)
+    run.step_until("view", lambda event: event["nodes"] == 3 and event["generation"] > 1, *processes)
+    assert finish(run, undisturbed, *processes)["world_size"] == 3
+    [waited] = [process for process in processes if "this node takes no part" in process.text]
+    assert waited is not processes[0]
+    assert not any(event["event"] in ("node lost", "hang") for event in run.directory.read_events())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("run", [3], indirect=True)
+def test_random_pairs_are_cut_and_all_take_part_again(run: Run, undisturbed: str) -> None:
+    processes = run.begin(nproc="1", nodes="3")
+    rng = random.Random(20)
+    for _ in range(6):
+        one, other = rng.sample(run.lab.nodes, 2)
+        generation = run.generation() if any(e["event"] == "view" for e in run.directory.read_events()) else 0
+        one.cut_from(other)
+        run.step_until("view", lambda event, last=generation: event["generation"] > last, *processes)
+        time.sleep(rng.uniform(0, 10))
+        one.heal_with(other)
+        generation = run.generation()
+        run.step_until(
+            "view", lambda event, last=generation: event["nodes"] == 3 and event["generation"] > last, *processes
+        )
+    assert finish(run, undisturbed, *processes)["world_size"] == 3
 
 
 @pytest.mark.parametrize("run", [3], indirect=True)

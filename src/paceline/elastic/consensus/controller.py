@@ -12,24 +12,29 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, NodeRemovedError
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.signals import ECHO_S, StopRequests
+from paceline.elastic.consensus.connectivity import LinkMap
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory
 from paceline.elastic.consensus.messages import (
     AddressBook,
     ElectionMessage,
+    Excluded,
     JobFinished,
     MessageError,
     NodeCommand,
     NodeSet,
+    PeersReached,
     Quiesced,
     Rejected,
+    RemoteNode,
     Removed,
     SignalReceived,
     Term,
     WorkerEvent,
     WorkerList,
+    meets_every_quorum,
     read,
 )
 from paceline.elastic.consensus.paxos import (
@@ -46,42 +51,12 @@ from paceline.elastic.consensus.paxos import (
     StopLeading,
 )
 from paceline.elastic.consensus.transport import PeerNetwork
-from paceline.elastic.controller import JobController, append_event, make_coordinator, print_status
-from paceline.elastic.node import Ended, NodeWorkers, Order, Said
+from paceline.elastic.controller import JobController, make_coordinator
+from paceline.elastic.node import Ended, NodeWorkers, Said
+from paceline.elastic.recovery_log import append_event, print_status
 from paceline.elastic.worker_channel import GroupBroken
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED
-
-# --- Another node, as seen by its leader. No torch ---
-
-
-class RemoteNode:
-    """Sends :class:`~paceline.elastic.node.NodeCommands` to the agent that executes them.
-
-    Args:
-        send: sends over the connection to that agent.
-        term: the leader's.
-    """
-
-    def __init__(self, send: Callable[[NodeCommand], None], term: Term) -> None:
-        self._send = send
-        self._term = term
-
-    def start(self, number: int, local_index: int) -> None:
-        self._send(NodeCommand(self._term, "start", (number, local_index)))
-
-    def send(self, number: int, order: Order) -> None:
-        self._send(NodeCommand(self._term, "send", (number, order)))
-
-    def kill(self, number: int, why: str) -> None:
-        self._send(NodeCommand(self._term, "kill", (number, why)))
-
-    def stop(self, number: int) -> None:
-        self._send(NodeCommand(self._term, "stop", (number,)))
-
-    def kill_all(self, why: str) -> None:
-        self._send(NodeCommand(self._term, "kill_all", (why,)))
-
 
 # --- The follower: this node's workers obey the leader, which receives their reports. No torch
 
@@ -147,6 +122,7 @@ class Follower:
 
 
 _TIMEOUT_S = 1.0
+_SETTLE_S = 2.0  # nodes connect to the leader first, and to the others a little later
 _NUMBERS_A_TERM = 1 << 20  # worker numbers that one leader can assign
 
 
@@ -158,7 +134,7 @@ class ConsensusDriver:
         directory: the run's.
         node: this node's workers.
         company: the other agents.
-        leave: called with the reason and the exit code when this node leaves the job.
+        leave: called with the reason and the exit code when this node leaves the job; None: to join it again.
 
     Attributes:
         leader: decides for the workers of all nodes; None if this agent does not lead.
@@ -173,7 +149,7 @@ class ConsensusDriver:
         directory: RunDirectory,
         node: NodeWorkers,
         company: PeerDirectory,
-        leave: Callable[[str, int], None],
+        leave: Callable[[str, int | None], None],
     ) -> None:
         self._spec, self._directory, self._node, self._peers = spec, directory, node, company
         self._leave = leave
@@ -183,14 +159,21 @@ class ConsensusDriver:
         self._acting = False
         self._timeout_at = math.inf
         self._paused = ""
+        self._links = LinkMap(self._name)
+        self._links_changed = False  # since the excluded nodes were determined, or since the last report to the leader
+        self._told: dict[str, tuple[str, ...]] = {}  # the last messages: excluded nodes, and which they cannot reach
+        self._tell_at = math.inf
+        self._start_by = math.inf
         self.leader: JobController | None = None
         self.follower = Follower(spec.local_world_size, node, company, partial(self.clear, self._name))
         self.node_set = NodeSet(0, (self._name,))
         self.is_removed = False
+        self._is_joining = spec.joins
 
     def begin(self) -> None:
         """Lead, if this is the first agent."""
         if self._peers.is_first:
+            self._start_by = time.monotonic() + self._spec.init_timeout_s
             self._leadership, actions = Leadership.bootstrap(self._name, ties=True)
             self._act(actions)
 
@@ -202,10 +185,19 @@ class ConsensusDriver:
     @property
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
-        return self._timeout_at
+        return 0.0 if self._links_changed else min(self._timeout_at, self._tell_at, self._start_by)
 
     def expire(self, now: float) -> None:
-        """Handle the timeout of nodes that do not answer."""
+        """Handle changed links, and the timeout of nodes that do not answer."""
+        if self._links_changed:
+            self._links_changed = False
+            self._review_links()
+        if now >= self._tell_at:
+            self._tell_at = math.inf
+            self._settle_excluded()
+        if now >= self._start_by:
+            self._start_by = math.inf
+            self._give_up_start()
         if now < self._timeout_at:
             return
         self._timeout_at = math.inf
@@ -214,15 +206,43 @@ class ConsensusDriver:
             return
         self._act(self._leadership.on_timeout())
 
+    def _give_up_start(self) -> None:
+        """End the job on all its nodes, if there were too few for the first group all the time."""
+        if self.leader is None or self.leader.coordinator.group is not None or not self.leader.coordinator.lacks_nodes:
+            return
+        cuts = [f"{name} and {', '.join(others)} cannot reach each other" for name, others in self._cut_from.items()]
+        included = len(self.leader.nodes - self.leader.coordinator.excluded)
+        reason = (
+            f"the run begins with {self._spec.nodes[0]} nodes (--nodes). After {self._spec.init_timeout_s:g} s "
+            f"(--init-timeout), the number of nodes that all reach each other is {included}"
+            f"{': ' if cuts else ''}{'; '.join(cuts)}. "
+            "Start all nodes within that time, check the network between them, or begin with fewer: --nodes MIN:MAX."
+        )
+        for peer in self.followers:
+            self._peers.send(peer, Rejected(reason))
+        self.leader.shutdown.kill_all()
+        self._leave(reason, 2)
+
     # Messages of the other agents.
 
     def linked(self, peer: str) -> None:
         """Handle a new connection."""
+        self._links_changed = True
         self._act(self._leadership.linked(peer))
 
     def lost(self, peer: str) -> None:
         """Handle the end of a connection."""
+        self._links_changed = True
+        self._links.reports.pop(peer, None)
+        self._told.pop(peer, None)
         self._act(self._leadership.lost(peer))
+        if self._leadership.role == "outside" and self.leading_node is None:
+            self._peers.look()
+
+    def reached(self, peer: str, peers: tuple[str, ...]) -> None:
+        """Handle the report of a follower's connections."""
+        self._links_changed = True
+        self._links.reports[peer] = frozenset(peers)
 
     def voted(self, peer: str, message: ElectionMessage) -> None:
         """Handle an election message."""
@@ -250,6 +270,7 @@ class ConsensusDriver:
             # A repeated list may be older than orders sent since.
             remote = RemoteNode(partial(self._peers.send, peer), self._leadership.promised)
             seats = {worker: seat for worker, (_, seat) in workers.seats.items()}
+            self._links_changed = True
             self.leader.node_joins(peer, remote, workers.nproc, seats)
         self._settle()
 
@@ -259,6 +280,50 @@ class ConsensusDriver:
         """Update the node set for changes of workers, if this agent leads."""
         self._admit()
         self._remove()
+
+    def _review_links(self) -> None:
+        """Exclude the nodes outside of the largest set that is wholly connected, or report this node's links for that.
+
+        Excluded nodes stay in the node set, and vote.
+        """
+        if self.leader is None:
+            if self.leading_node is not None:
+                self._peers.send(self.leading_node, PeersReached(tuple(sorted(self._leadership.reachable))))
+            return
+        nodes = list(self.leader.coordinator.nodes)
+        members = [name for name in self.node_set.nodes if name in nodes]
+        self.leader.exclude(self._links.excluded(members, [name for name in nodes if name not in members]))
+        self.review()
+        self._settle()
+        if self._cut_from != self._told:
+            self._tell_at = min(self._tell_at, time.monotonic() + _SETTLE_S)
+
+    @property
+    def _cut_from(self) -> dict[str, tuple[str, ...]]:
+        """The included nodes that each excluded one cannot reach."""
+        if self.leader is None:
+            return {}
+        coordinator = self.leader.coordinator
+        included = [name for name in coordinator.nodes if name not in coordinator.excluded]
+        return {name: self._links.unreachable(name, included) for name in sorted(coordinator.excluded)}
+
+    def _settle_excluded(self) -> None:
+        """Tell excluded nodes that they are, and remove them if they could decide without the others."""
+        cut_from = self._cut_from
+        for name in [name for name in cut_from | self._told if cut_from.get(name) != self._told.get(name)]:
+            unreachable = cut_from.get(name, ())
+            self._peers.send(name, Excluded(unreachable))
+            append_event(self._directory, "excluded" if unreachable else "included", node=name, cut=list(unreachable))
+            if unreachable:
+                print_status(f"{name} waits, because it and {', '.join(unreachable)} cannot reach each other.")
+            else:
+                print_status(f"{name} takes part again.")
+        self._told = cut_from
+        included = frozenset(self.node_set.nodes) - cut_from.keys()
+        if not meets_every_quorum(self.node_set, included, True, None):
+            for name in cut_from.keys() & frozenset(self.node_set.nodes):
+                if self.leader is not None:
+                    self._act(self._leadership.dismiss(name))
 
     def _admit(self) -> None:
         """Admit nodes to the node set once they have workers that can take part."""
@@ -289,6 +354,8 @@ class ConsensusDriver:
     def may_form(self, nodes: frozenset[str]) -> bool:
         """Return whether a group of workers on these nodes may be formed now."""
         assert self.leader is not None
+        if self._links_changed:
+            return False  # not before the excluded nodes are known
         for name in self.leader.nodes & frozenset(self.node_set.nodes) - self.leader.coordinator.nodes_acting:
             self._act(self._leadership.clear(name))
         return bool(nodes) and self._leadership.may_form(nodes)
@@ -348,9 +415,8 @@ class ConsensusDriver:
                 self._leave("this node has left the run; the other nodes continue.", 0)
             case Out():
                 self._leave(
-                    "this node was removed from the run, because the other nodes could not reach it. They continue. "
-                    f"To rejoin: paceline join {self._directory.path}",
-                    1,
+                    "this node was removed from the run, because not all other nodes could reach it. They continue.",
+                    None,
                 )
 
     def _lead(self, term: Term, node_set: NodeSet) -> None:
@@ -361,6 +427,7 @@ class ConsensusDriver:
             coordinator.take_over(term.number * _NUMBERS_A_TERM, self._spec.local_world_size * len(node_set.nodes))
             append_event(self._directory, "takeover", node=self._name, term=term.number)
         self.node_set = node_set
+        self._links, self._told = LinkMap(self._name), {}
         self.leader = JobController(
             self._spec, self._directory, coordinator, self, self._node, self._peers.address, follows=follows
         )
@@ -383,12 +450,17 @@ class ConsensusDriver:
         for name in removed & (self.leader.nodes if self.leader is not None else frozenset()):
             assert self.leader is not None
             self.leader.node_lost(name, "has left, as asked")
+        self._links_changed = True
         self._settle()
 
     def _follow(self, term: Term, leader: str, node_set: NodeSet) -> None:
         self.node_set = node_set
         self._peers.stop_looking()
         self._resumed()
+        if self._is_joining and self._name in node_set.nodes:
+            self._is_joining = False
+            print_status("this node takes part in the run.")
+        self._review_links()
         self.follower.follow(term, leader)
 
     def _pause(self, reason: str) -> None:
@@ -397,6 +469,16 @@ class ConsensusDriver:
             self._paused = reason
             append_event(self._directory, "paused", node=self._name, why=reason)
             print_status(f"the run pauses: {reason}.")
+
+    def excluded(self, unreachable: tuple[str, ...]) -> None:
+        """Tell the user that this node is excluded, or no longer."""
+        if unreachable:
+            print_status(
+                f"this node takes no part: it and {', '.join(unreachable)} cannot reach each other, and the largest "
+                "set of nodes that all reach each other continues. It waits, and takes part again once they do."
+            )
+        else:
+            print_status("this node takes part again.")
 
     def _resumed(self) -> None:
         if self._paused:
@@ -437,6 +519,7 @@ class AgentController:
         self._peers = PeerDirectory(spec, directory, discovery, self._network)
         self._consensus = ConsensusDriver(spec, directory, node, self._peers, self._leave)
         self._code: int | None = None
+        self._removed = ""  # why the other nodes have removed this one, so that it joins again
         self._requests = StopRequests(ECHO_S)  # Ctrl-C may reach the agents of all nodes
         self._stop_signal: int | None = None  # the stop signal of this node
 
@@ -468,10 +551,16 @@ class AgentController:
     @property
     def over(self) -> bool:
         """Whether the job has ended for this node."""
-        return self._code is not None or (self.leader is not None and self.leader.over)
+        return bool(self._removed) or self._code is not None or (self.leader is not None and self.leader.over)
 
     def conclude(self) -> int:
-        """Print one message if the job failed; tell the other agents; return the exit code."""
+        """Print one message if the job failed; tell the other agents; return the exit code.
+
+        Raises:
+            NodeRemovedError: this node can join again.
+        """
+        if self._removed:
+            raise NodeRemovedError(self._removed)
         if self._code is None:
             assert self.leader is not None
             self._code = self.leader.conclude()
@@ -485,6 +574,7 @@ class AgentController:
         In an elastic job this node leaves after a step, and the others continue.
         """
         if self.leader is not None:
+            self._stop_signal = number
             self.leader.shutdown.signalled(number)
         elif self._consensus.leading_node is not None:
             match self._requests.hear(number):
@@ -503,10 +593,14 @@ class AgentController:
         else:
             self._node.kill_all("was ordered to end")
 
-    def _leave(self, why: str, code: int) -> None:
-        print_status(why)
+    def _leave(self, why: str, code: int | None) -> None:
         self._node.kill_all("was ordered to end")
+        if code is None and self._stop_signal is None:
+            self._removed = why
+            return
+        print_status(why)
         requeue, interrupted = STOPPED
+        code = code or 0
         if code == 0 and self._stop_signal is not None and not self._directory.result.is_file():
             code = interrupted if self._stop_signal == signal.SIGINT else requeue
         self._code = code
@@ -523,7 +617,7 @@ class AgentController:
         """Run what is due."""
         reason = self._peers.expire(now)
         if reason:
-            self._leave(reason, 2)
+            self._leave(reason, 0 if self._spec.joins and self._directory.result.is_file() else 2)
             return
         if self.leader is not None:
             self.leader.expire(now)
@@ -595,6 +689,11 @@ class AgentController:
                 self._consensus.reported(peer, content)
             case Quiesced(term):
                 self._consensus.clear(peer, term)
+            case PeersReached(peers):
+                self._consensus.reached(peer, peers)
+            case Excluded(unreachable):
+                if from_leader:
+                    self._consensus.excluded(unreachable)
             case SignalReceived(number):
                 self._on_signalled(peer, number)
             case AddressBook():

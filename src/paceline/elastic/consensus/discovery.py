@@ -32,7 +32,7 @@ from paceline.core.sockets import (
 from paceline.elastic.consensus.messages import AddressBook, Message, NodeSet, write
 from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork
 from paceline.elastic.consensus.witness import FileWitness
-from paceline.elastic.controller import print_status
+from paceline.elastic.recovery_log import print_status
 from paceline.runs.directory import RunDirectory
 
 # --- Discovery by an address, a shared directory and a secret in it. No torch
@@ -118,7 +118,6 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     if is_first:
         witness = FileWitness.create(directory.path / "agents")
         hello["lease"] = witness.key
-        record_agents(directory, [(name, (listener.host, listener.port))], spec.command[-1])
     return DiscoveryInfo(
         name=name,
         is_first=is_first,
@@ -227,6 +226,7 @@ def _versions() -> dict[str, str]:
 
 
 _SHOWS_S = 10.0  # maximum delay of a shared file system
+_LOOK_AGAIN_S = 5.0
 
 
 class PeerDirectory:
@@ -253,27 +253,41 @@ class PeerDirectory:
         self.is_first = discovery.is_first
         self._witness = discovery.witness
         self._book: list[tuple[str, Address]] = []  # the agents' addresses, in the order of their arrival
-        self._give_up_at = math.inf  # deadline of the search for the others
+        self._give_up_at = math.inf  # deadline of the search for the leader
+        self._look_at = math.inf  # when a node that joins reads the agents' addresses again
+        self._is_told = False  # whether the user knows that others answer, but no leader
         self._unseen_until = math.inf  # deadline for seeing the first agent's directory
         self._unseen_by = ""
+        self._strangers: set[str] = set()  # agents of other starts of this run
         self._no_witness = ""  # why the witness could not be taken
 
     def begin(self) -> None:
-        """Connect to the others, unless this agent is the first."""
-        if not self.is_first:
-            self._give_up_at = time.monotonic() + self._spec.init_timeout_s
+        """Connect to the others; the first agent tells them where it is."""
+        if self.is_first:
+            # Not before it holds the run's lock: another agent's file must stay as it is.
+            self.add_self()
+            record_agents(self._directory, self._book, self._spec.command[-1])
+        else:
             self._network.call(self._discovery.endpoints)
+            self.look()
+
+    def look(self) -> None:
+        """Search for the leader, within the time limit."""
+        if self._give_up_at == math.inf:
+            self._give_up_at = time.monotonic() + self._spec.init_timeout_s
+            self._look_at = time.monotonic() + _LOOK_AGAIN_S if self._spec.joins else math.inf
 
     def stop_looking(self) -> None:
-        """End the search, because the others are found."""
-        self._give_up_at = math.inf
+        """End the search, because the leader is found."""
+        self._give_up_at = self._look_at = math.inf
+        self._is_told = False
 
     # Timeouts.
 
     @property
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
-        return min(self._network.deadline, self._give_up_at, self._unseen_until)
+        return min(self._network.deadline, self._give_up_at, self._look_at, self._unseen_until)
 
     def expire(self, now: float) -> str:
         """Run what is due; return why to give up, or ""."""
@@ -286,6 +300,11 @@ class PeerDirectory:
                 "survives the loss of nodes needs a directory that all of them share. Give its path with "
                 "--run-dir DIR, or use --recover none."
             )
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_AGAIN_S
+            if self._directory.result.is_file():
+                return "the other nodes have finished the run."
+            self._look_again()
         if now >= self._give_up_at:
             self._give_up_at = math.inf
             where = ", ".join(f"{host}:{port}" for host, port in self._discovery.endpoints)
@@ -295,6 +314,25 @@ class PeerDirectory:
                 "to wait."
             )
         return ""
+
+    def _look_again(self) -> None:
+        """Read the agents' addresses again; wait without a limit while one answers that has no leader for this node."""
+        with suppress(ConfigError):
+            agents, _ = read_agents(self._directory)
+            self._network.call(self._earlier(agents))
+        connected = self._network.connected
+        if connected:
+            self._give_up_at = time.monotonic() + self._spec.init_timeout_s
+            if not self._is_told:
+                self._is_told = True
+                print_status(
+                    f"this node waits: {', '.join(connected)} of this run can be reached, but not a node that leads it."
+                )
+
+    def _earlier(self, agents: Iterable[Agent]) -> list[Address]:
+        """Return the addresses of the agents that came before this one, which connects to them."""
+        names = [name for name, _ in agents]
+        return [a for _, a in agents][: names.index(self.name) if self.name in names else None]
 
     # Connections.
 
@@ -311,10 +349,15 @@ class PeerDirectory:
         """Return whether this node's run directory is the one that a newly connected peer uses.
 
         A file system may show it late: then drop the connection and check again with the next one, until the limit in
-        :meth:`expire`.
+        :meth:`expire`. An agent of another start of the run has another witness.
         """
-        if self._witness is not None or "lease" not in hello:
+        if "lease" not in hello:
             return True
+        if self._witness is not None:
+            if self._witness.key != hello["lease"] and peer not in self._strangers:
+                self._strangers.add(peer)
+                print_status(f"{peer} belongs to another start of this run, which this node does not take part in.")
+            return self._witness.key == str(hello["lease"])
         witness = FileWitness(self._directory.path / "agents", str(hello["lease"]))
         if not witness.is_shared():
             self._unseen_by = peer
@@ -363,11 +406,13 @@ class PeerDirectory:
             self._book.append((self.name, (listener.host, listener.port)))
 
     def add(self, peer: str, nodes: Iterable[str]) -> None:
-        """Record a peer's address, and send the address book to all ``nodes``."""
+        """Record a peer's address, and send the address book to all ``nodes``; a known peer may have an older one."""
         address = self._network.address_of(peer)
         if address is not None and peer not in dict(self._book):
             self._book.append((peer, address))
             self._share_book(nodes)
+        else:
+            self.send(peer, AddressBook(tuple(self._book)))
 
     def remove(self, peer: str, nodes: Iterable[str]) -> None:
         """Remove a lost peer, and send the address book to all ``nodes``."""
@@ -386,9 +431,4 @@ class PeerDirectory:
     def update(self, book: AddressBook) -> None:
         """Connect to all agents that came earlier; later ones connect to this one."""
         self._book = list(book.agents)
-        earlier = []
-        for name, address in self._book:
-            if name == self.name:
-                break
-            earlier.append(address)
-        self._network.call(earlier)
+        self._network.call(self._earlier(self._book))

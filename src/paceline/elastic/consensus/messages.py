@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -181,6 +181,34 @@ class NodeCommand(AgentMessage, frozen=True, tag="order"):
         getattr(node, self.order)(*self.arguments)
 
 
+class RemoteNode:
+    """Sends :class:`~paceline.elastic.node.NodeCommands` to the agent that executes them.
+
+    Args:
+        send: sends over the connection to that agent.
+        term: the leader's.
+    """
+
+    def __init__(self, send: Callable[[NodeCommand], None], term: Term) -> None:
+        self._send = send
+        self._term = term
+
+    def start(self, number: int, local_index: int) -> None:
+        self._send(NodeCommand(self._term, "start", (number, local_index)))
+
+    def send(self, number: int, order: Order) -> None:
+        self._send(NodeCommand(self._term, "send", (number, order)))
+
+    def kill(self, number: int, why: str) -> None:
+        self._send(NodeCommand(self._term, "kill", (number, why)))
+
+    def stop(self, number: int) -> None:
+        self._send(NodeCommand(self._term, "stop", (number,)))
+
+    def kill_all(self, why: str) -> None:
+        self._send(NodeCommand(self._term, "kill_all", (why,)))
+
+
 class WorkerEvent(AgentMessage, frozen=True, tag="said"):
     """Follower to leader: a message of a worker on its node."""
 
@@ -205,6 +233,18 @@ class Quiesced(AgentMessage, frozen=True, tag="clear"):
     """To the node of the promised term: no worker here acts in an earlier group."""
 
     term: Term
+
+
+class PeersReached(AgentMessage, frozen=True, tag="reaches"):
+    """Follower to leader: all agents that its node is connected to, whenever that changes."""
+
+    peers: tuple[str, ...]
+
+
+class Excluded(AgentMessage, frozen=True, tag="excluded"):
+    """Leader to follower: these nodes and its own cannot reach each other, so its workers wait; empty: no longer."""
+
+    unreachable: tuple[str, ...]
 
 
 class SignalReceived(AgentMessage, frozen=True, tag="signalled"):
@@ -241,6 +281,8 @@ Message = (
     | Ended
     | WorkerList
     | Quiesced
+    | PeersReached
+    | Excluded
     | SignalReceived
     | AddressBook
     | JobFinished
@@ -263,6 +305,8 @@ _Sent = (
     | Ended
     | _WorkerRows
     | Quiesced
+    | PeersReached
+    | Excluded
     | SignalReceived
     | AddressBook
     | JobFinished

@@ -565,6 +565,11 @@ class PeerNetwork:
         self._dial()
 
     @property
+    def connected(self) -> tuple[str, ...]:
+        """The peers with an open connection."""
+        return tuple(self._peers)
+
+    @property
     def last_error(self) -> str:
         """Why an address cannot be reached; "" if all can, or were not tried yet."""
         return next((call.last_error for call in self._calls.values() if call.last_error), "")
