@@ -84,26 +84,26 @@ def test_an_agent_that_was_stopped_finds_itself_left_out(run: Run, undisturbed: 
     assert finish(run, undisturbed, survivor, stopped)["world_size"] == 2
 
 
-def rejoin(run: Run, winner: NodeProcess, loser: NodeProcess) -> None:
-    """Wait until a side that was removed takes part again."""
+def rejoin(run: Run, winner: NodeProcess, loser: NodeProcess, nproc: int = 1) -> None:
+    """Wait until a side that was removed takes part again, with all its processes."""
     run.wait_until(lambda: "this node was removed from the run" in loser.text, "the removal")
     leader = next(node for node in run.lab.nodes if winner in node.processes)
-    run.wait_for_joiners(1, winner, loser, leader=leader)
+    run.wait_for_joiners(nproc, winner, loser, leader=leader)
     generation = run.generation()
     run.step_until("view", lambda event: event["nodes"] == 2 and event["generation"] > generation, winner, loser)
 
 
 def test_a_side_that_was_cut_off_finds_itself_left_out(run: Run, undisturbed: str) -> None:
-    """And joins again once it is reached."""
-    processes = run.begin(nproc="1")
+    """And joins again once it is reached, with as many processes as before."""
+    processes = run.begin(nproc="2,1")
     run.lab.nodes[1].cut()
     run.wait_for("paused", lambda event: True, *processes)
     run.hold(14)
     run.wait_for("joined", lambda event: True, *processes)
     run.lab.nodes[1].heal()
     winner, loser = sorted(processes, key=lambda process: "the run pauses" in process.text)
-    rejoin(run, winner, loser)
-    assert finish(run, undisturbed, winner, loser)["world_size"] == 2
+    rejoin(run, winner, loser, nproc=2 if loser is processes[0] else 1)
+    assert finish(run, undisturbed, winner, loser)["world_size"] == 3
 
 
 @pytest.mark.parametrize("run", [3], indirect=True)

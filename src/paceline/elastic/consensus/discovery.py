@@ -255,7 +255,8 @@ class PeerDirectory:
         self._book: list[tuple[str, Address]] = []  # the agents' addresses, in the order of their arrival
         self._give_up_at = math.inf  # deadline of the search for the leader
         self._look_at = math.inf  # when a node that joins reads the agents' addresses again
-        self._is_told = False  # whether the user knows that others answer, but no leader
+        self._endpoints: Sequence[Address] = discovery.endpoints  # of the search
+        self._waits_for = ""  # what a node that joins waits for, as the user last read it
         self._unseen_until = math.inf  # deadline for seeing the first agent's directory
         self._unseen_by = ""
         self._strangers: set[str] = set()  # agents of other starts of this run
@@ -268,7 +269,7 @@ class PeerDirectory:
             self.add_self()
             record_agents(self._directory, self._book, self._spec.command[-1])
         else:
-            self._network.call(self._discovery.endpoints)
+            self._network.call(self._endpoints)
             self.look()
 
     def look(self) -> None:
@@ -280,7 +281,7 @@ class PeerDirectory:
     def stop_looking(self) -> None:
         """End the search, because the leader is found."""
         self._give_up_at = self._look_at = math.inf
-        self._is_told = False
+        self._waits_for = ""
 
     # Timeouts.
 
@@ -307,9 +308,8 @@ class PeerDirectory:
             self._look_again()
         if now >= self._give_up_at:
             self._give_up_at = math.inf
-            where = ", ".join(f"{host}:{port}" for host, port in self._discovery.endpoints)
             return (
-                f"no agent of this run answers at {where} ({self._network.last_error or 'no answer'}). "
+                f"no agent of this run answers at {self._where} ({self._network.last_error or 'no answer'}). "
                 "Start the first node, and check the address and the firewall. --init-timeout sets how long "
                 "to wait."
             )
@@ -317,17 +317,22 @@ class PeerDirectory:
 
     def _look_again(self) -> None:
         """Read the agents' addresses again; wait without a limit while one answers that has no leader for this node."""
-        with suppress(ConfigError):
-            agents, _ = read_agents(self._directory)
-            self._network.call(self._earlier(agents))
         connected = self._network.connected
+        waits_for = f"no agent of this run answers at {self._where} yet"
         if connected:
             self._give_up_at = time.monotonic() + self._spec.init_timeout_s
-            if not self._is_told:
-                self._is_told = True
-                print_status(
-                    f"this node waits: {', '.join(connected)} of this run can be reached, but not a node that leads it."
-                )
+            waits_for = f"{', '.join(sorted(connected))} of this run can be reached, but not a node that leads it"
+        if waits_for != self._waits_for:
+            self._waits_for = waits_for
+            print_status(f"this node waits: {waits_for}.")
+        with suppress(ConfigError):
+            agents, _ = read_agents(self._directory)
+            self._endpoints = self._earlier(agents)
+            self._network.call(self._endpoints)
+
+    @property
+    def _where(self) -> str:
+        return ", ".join(f"{host}:{port}" for host, port in self._endpoints)
 
     def _earlier(self, agents: Iterable[Agent]) -> list[Address]:
         """Return the addresses of the agents that came before this one, which connects to them."""
