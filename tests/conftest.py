@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from tests.lab.slurm_cluster import SlurmCluster
 from tests.lab.slurm_cluster import why_not as why_no_slurm
 from tests.lab.warm_start import WarmStarts, is_template
 
+from paceline.core.owned_names import SHARED_MEMORY, remove_leftovers
 from paceline.launch.local import bound_loopback_socket
 
 # A shell starts what it runs in the background with SIGINT ignored, and every process of these tests would
@@ -263,8 +266,16 @@ _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 _warm_starts = WarmStarts(share)
 
 
+_temporary = Path(tempfile.mkdtemp(prefix="pt-"))  # short: names of sockets begin with it
+
+
 def pytest_sessionstart() -> None:
-    """Where workers share the cores, threads that wait for each other can take a hundred times as long."""
+    """Where workers share the cores, threads that wait for each other can take a hundred times as long.
+
+    The temporary directory of these processes distinguishes what they name from what another worker's do.
+    """
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.tempdir = str(_temporary)
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
@@ -282,11 +293,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, b
 def pytest_sessionfinish() -> None:
     """Nothing outlives the tests."""
     _warm_starts.close()
+    shutil.rmtree(_temporary, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    """Fail a test that leaves a variable, a child process or a thread behind."""
+    """Fail a test that leaves a variable, a child process, a thread or a file in ``/dev/shm`` behind."""
     variables = dict(os.environ)
     threads = set(threading.enumerate())
     yield
@@ -314,6 +326,9 @@ def nothing_leaks() -> Iterator[None]:
             if not helper:
                 problems.append(f"process {child.pid}: {command}")
                 child.kill()
+    shared_memory = [path.name for path in remove_leftovers() if path.parent == SHARED_MEMORY]
+    if shared_memory:
+        problems.append(f"files in /dev/shm: {shared_memory}")
     assert not problems, f"this test leaks {'; '.join(problems)}"
 
 

@@ -43,7 +43,8 @@ def gc(
 
     Never removed: active runs; the newest checkpoint of a run that verifies, and its best; packages with a tag,
     and those that a roll-back would restore; sources of runs and packages that are kept; damaged checkpoints;
-    links. The exit code is 0 if everything selected was removed.
+    links. Files that killed processes left in /dev/shm and in the temporary directory are removed, too, unless
+    --only is given. The exit code is 0 if everything selected was removed.
 
     Parameters
     ----------
@@ -62,6 +63,7 @@ def gc(
     json
         Print one JSON object.
     """
+    from paceline.core import owned_names
     from paceline.insight.gc import Policy, decide, packages_in, remove, runs_in
     from paceline.runs.package_registry import Registry
     from paceline.runs.status import check_folder
@@ -87,17 +89,23 @@ def gc(
             checkpoints, damaged = _checkpoints(runs, kept, policy, progress)
             removals += checkpoints
         failures: dict[str, str] = {}
+        leftovers = owned_names.leftovers(everywhere=True) if only == _WHAT else []
         if yes:
+            owned_names.remove_names(leftovers)
             remove(removals, root.resolve(), registry, _on_removed(removals, failures, progress))
     # Items that could not be removed, or came into use meanwhile, are listed separately.
     removed = [item for item in removals if str(item.path) not in failures]
     if json:
-        print(json_module.dumps(_as_json(removals, verdicts, failures, damaged, only, yes=yes)))
+        print(json_module.dumps(_as_json(removals, verdicts, failures, damaged, leftovers, only, yes=yes)))
     else:
         _print(removals, verdicts, failures, only)
         for name in damaged:
             print(f"{name} is damaged and is kept; see: paceline checkpoint verify")
-        print(_summarize(removed, failures, yes=yes))
+        if leftovers:
+            what = "were removed" if yes else "can be removed; give --yes"
+            print(f"{len(leftovers)} files that killed processes left in /dev/shm and temporary directories {what}.")
+        if removals or not leftovers:
+            print(_summarize(removed, failures, yes=yes))
     return 1 if failures else 0
 
 
@@ -210,6 +218,7 @@ def _as_json(
     verdicts: list[Decision],
     failures: dict[str, str],
     damaged: list[str],
+    leftovers: list[Path],
     only: tuple[str, ...],
     *,
     yes: bool,
@@ -231,4 +240,5 @@ def _as_json(
         ],
         "stays": [{**record(v.item), "reason": v.reason} for v in _selected(verdicts, only)],
         "damaged_checkpoints": damaged,
+        "leftovers": [str(path) for path in leftovers],
     }

@@ -26,17 +26,16 @@ import gc
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.owned_names import Owner, name_multiprocessing, remove_leftovers, remove_names_of
 from paceline.core.signals import WORKER_STOP_SIGNALS
 
 _LONGEST = 65536
@@ -171,7 +170,6 @@ class ForkServerProcess:
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ)
         self._pids: dict[int, int] = {}  # by pidfd
-        self._folders: dict[int, str] = {}  # multiprocessing's temporary files, by process id
 
     def serve(self) -> Child | None:
         """Serve until the client has gone; in a forked child, return what it must run."""
@@ -202,20 +200,13 @@ class ForkServerProcess:
         sys.stderr.flush()
         # A child may be asked to stop before it handles signals: it would ignore that as this process does.
         signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_STOP_SIGNALS)
-        folder = None
-        if self._kill_groups:
-            with suppress(OSError):  # on a full disk the child makes its own when it needs one
-                folder = tempfile.mkdtemp(prefix="pymp-")
         try:
             pid = os.fork()
         except OSError as error:
-            _remove(folder)
             self._answer({"failed": number, "error": str(error)})
         else:
             if pid == 0:
-                return self._become_child(request, descriptors, folder)
-            if folder is not None:
-                self._folders[pid] = folder
+                return self._become_child(request, descriptors)
             pidfd = os.pidfd_open(pid)  # only this process reaps it, so the number is still its own
             self._pids[pidfd] = pid
             self._selector.register(pidfd, selectors.EVENT_READ)
@@ -225,14 +216,11 @@ class ForkServerProcess:
             os.close(descriptor)
         return None
 
-    def _become_child(self, request: Mapping[str, Any], descriptors: list[int], folder: str | None) -> Child:
+    def _become_child(self, request: Mapping[str, Any], descriptors: list[int]) -> Child:
         """Keep nothing of the parent's but the request."""
         os.setsid()
-        if folder is not None:
-            # A killed process removes nothing, so this one's parent does. Processes that it starts use the folder too.
-            from multiprocessing import process
-
-            process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+        if self._kill_groups:
+            name_multiprocessing()
         self._selector.close()
         self._requests.close()
         for pidfd in self._pids:
@@ -247,8 +235,8 @@ class ForkServerProcess:
             # Not reaped yet, a dead leader still holds its group's number: no stranger can be hit.
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
             _kill_group(pid)
+            remove_names_of(Owner.of(pid))
         _, status = os.waitpid(pid, 0)
-        _remove(self._folders.pop(pid, None))
         self._selector.unregister(pidfd)
         os.close(pidfd)
         self._answer({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
@@ -264,13 +252,7 @@ class ForkServerProcess:
                 _kill_group(pid)
             for pid in self._pids.values():
                 os.waitpid(pid, 0)
-            for folder in self._folders.values():
-                _remove(folder)
-
-
-def _remove(folder: str | None) -> None:
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+            remove_leftovers()
 
 
 def _kill_group(pid: int) -> None:

@@ -34,6 +34,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from paceline.core.errors import DataError
+from paceline.core.owned_names import register_process
 from paceline.core.stack_dump import install_dump_handler
 from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class
@@ -741,6 +742,7 @@ def _prepare_worker(started: Connection, worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     install_dump_handler()
+    register_process()
     started.send_bytes(b"1")
     threading.Thread(target=_end_with_trainer, daemon=True).start()
 

@@ -17,6 +17,7 @@ from types import FrameType
 
 from paceline.core.errors import LaunchError, RunDirectoryError
 from paceline.core.launch_spec import Command, LaunchSpec
+from paceline.core.owned_names import remove_leftovers
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.elastic.control import ControlApi, ControlSocket
 from paceline.elastic.controller import Controller, SingleNodeController
@@ -50,6 +51,7 @@ class Agent:
         self._stack = ExitStack()
         try:
             directory.create()
+            remove_leftovers()
             self._selector = self._stack.enter_context(selectors.DefaultSelector())
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._stack.callback(os.close, self._wake)
@@ -182,3 +184,4 @@ class Agent:
         if self._controller is not None:
             self._controller.close()
         self._stack.close()
+        remove_leftovers()  # of workers whose fork server was killed

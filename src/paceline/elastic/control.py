@@ -8,7 +8,6 @@ import selectors
 import shutil
 import socket
 import struct
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import msgspec
 from paceline.core.errors import ConfigError, PacelineError, RunDirectoryError
 from paceline.core.files import write_atomically
 from paceline.core.launch_spec import LaunchSpec
+from paceline.core.owned_names import make_directory
 from paceline.elastic.controller import Controller, JobController
 from paceline.elastic.node import NodeWorkers
 from paceline.runs.directory import RunDirectory
@@ -34,7 +34,6 @@ from paceline.runs.directory import RunDirectory
 
 
 _LONGEST = 131072  # bytes per packet; a member takes about a hundred
-_LONGEST_PATH = 107  # of a Unix socket's address, by the kernel
 _MOST_CLIENTS = 16
 _ANSWER_S = 10.0
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -291,15 +290,10 @@ def _describe_no_agent(directory: RunDirectory, error: Exception) -> str:
 
 def _private_directory() -> Path:
     """Create a directory that only this user can enter, with a path short enough for a socket."""
-    parents = (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp")
-    longest = _LONGEST_PATH - len(f"/paceline-????????/{_NAME}")
-    for parent in parents:
-        if parent and len(os.fsencode(parent)) <= longest and os.access(parent, os.W_OK):
-            return Path(tempfile.mkdtemp(prefix="paceline-", dir=parent))
-    raise RunDirectoryError(
-        f"no directory for the agent's socket: none of {', '.join(filter(None, parents))} is both writable and "
-        f"at most {longest} bytes long. Set TMPDIR."
-    )
+    try:
+        return make_directory("agent", longest=len(f"/{_NAME}"), parents=(os.environ.get("XDG_RUNTIME_DIR"),))
+    except OSError as error:
+        raise RunDirectoryError(f"the agent's socket cannot be created: {error}.") from error
 
 
 def _user_of(connection: socket.socket) -> int:

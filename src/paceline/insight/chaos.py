@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import ConfigError, LaunchError, RunDirectoryError
 from paceline.core.files import WriteFaults
 from paceline.core.options import parse_nodes, parse_nproc
+from paceline.core.owned_names import own_prefix, remove_leftovers
 from paceline.core.stats import percentile
 from paceline.data.audit import AuditReport, audit
 from paceline.elastic.control import AgentConnection
@@ -86,6 +88,7 @@ class ChaosReport:
         repeated_steps: recomputed because all their holders were lost.
         samples_lost, samples_duplicated: by the ledger's audit.
         audit: verdict of the audit; "" if there was none.
+        leaks: what the run under faults left behind in ``/dev/shm`` and in its temporary directory.
         clean_sha256, chaos_sha256: of the final models; None if the run did not finish.
     """
 
@@ -102,6 +105,7 @@ class ChaosReport:
     samples_duplicated: int
     audit_clean: bool
     audit: str
+    leaks: tuple[str, ...]
     capacity: Capacity | None
     clean_sha256: str
     chaos_sha256: str | None
@@ -129,6 +133,8 @@ class ChaosReport:
             )
         if not self.audit_clean:
             phrases.append(f"audit: {self.audit or 'there is no ledger'}")
+        if self.leaks:
+            phrases.append(f"left behind after the run: {', '.join(self.leaks)}")
         if self.chaos_sha256 is not None and not self.same_model:
             phrases.append("the final model differs from that of the run without faults")
         return tuple(phrases)
@@ -256,8 +262,10 @@ def run_chaos(request: ChaosRequest, tell: Callable[[str], None]) -> ChaosReport
     plan = plan_faults(request.kinds, faults=request.faults, seed=config.seed, nproc=nproc, steps=result["steps"])
     duration = f"{result['steps']} steps in {result['seconds']:.1f} s"
     tell(f"{duration}; run with {len(plan)} faults, in {faulty.path}")
-    injected, code = _train_under_faults(faulty, chaos_options, plan, result["steps"], tell)
-    return _report(config, clean, faulty, plan, injected, code)
+    with tempfile.TemporaryDirectory(prefix=own_prefix("chaos")) as temporary:
+        injected, code = _train_under_faults(faulty, chaos_options, plan, result["steps"], temporary, tell)
+        leaks = [*remove_leftovers(temporary), *Path(temporary).glob("pymp-*")]
+    return _report(config, clean, faulty, plan, injected, code, leaks)
 
 
 def _resolve(request: ChaosRequest) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
@@ -294,11 +302,12 @@ def _train_under_faults(
     options: Mapping[str, Any],
     plan: Sequence[Fault],
     steps: int,
+    temporary: str,
     tell: Callable[[str], None],
 ) -> tuple[list[Injection], int]:
-    """Train under faults; return the injected faults and the exit code."""
+    """Train under faults, with a temporary directory; return the injected faults and the exit code."""
     write_faults = WriteFaults(directory.path / "write-faults")
-    with _training(directory, options, write_faults.environment) as process:
+    with _training(directory, options, {**write_faults.environment, "TMPDIR": temporary}) as process:
         agent = _connect(directory, process)
         with agent:
             injector = FaultInjector(
@@ -328,6 +337,7 @@ def _report(
     plan: Sequence[Fault],
     injected: Sequence[Injection],
     code: int,
+    leaks: Sequence[Path],
 ) -> ChaosReport:
     nproc = _nproc(config)
     expected, result = clean.read_result(), faulty.read_result()
@@ -357,6 +367,7 @@ def _report(
         samples_duplicated=duplicated,
         audit_clean=ledger_audit is not None and ledger_audit.clean,
         audit=verdict,
+        leaks=tuple(map(str, leaks)),
         capacity=None
         if result is None
         else capacity(

@@ -25,6 +25,7 @@ from paceline.core import parent_death
 from paceline.core.errors import LaunchError, PacelineError
 from paceline.core.files import write_atomically
 from paceline.core.launch_spec import Command
+from paceline.core.owned_names import remove_leftovers
 from paceline.core.parent_death import set_child_subreaper
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
 from paceline.launch.job_logs import follow_files
@@ -172,6 +173,7 @@ class SupervisedJob:
         self._stopping = False
         self._deadline: float | None = None
         check_program(commands[0].argv[0])
+        remove_leftovers()
         if self._directory is not None:
             self._directory.create()
             for old in self._directory.logs.glob("rank-*.error.json"):
@@ -302,6 +304,7 @@ class SupervisedJob:
             self._reap(running)
         if self._orphanage is not None:
             self._orphanage.close()
+        remove_leftovers()
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1

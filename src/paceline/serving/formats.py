@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from paceline.core.errors import ExportError, PackageError
 from paceline.core.inference import InferenceSignature
+from paceline.core.owned_names import own_prefix
 from paceline.core.task import Task
 from paceline.core.task_loading import BUILT_IN_TASKS, TaskReference, load_task_class
 from paceline.runs.package import Package, read_trusted
@@ -247,7 +248,7 @@ def run_layer(layer: nn.Module, kind: str, arguments: tuple[Any, ...]) -> Tensor
         with torch.no_grad():
             return cast(Tensor, layer(*arguments))
     program = trace(_NamedLayer(layer), arguments)
-    with tempfile.TemporaryDirectory(prefix="paceline-layer-") as directory:
+    with tempfile.TemporaryDirectory(prefix=own_prefix("layer")) as directory:
         path = Path(directory) / PROGRAM_FILES[kind]
         if kind == "pt2":
             save_pt2(program, path)

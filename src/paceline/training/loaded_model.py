@@ -17,6 +17,7 @@ from paceline.core.callback import Callback, RankInfo
 from paceline.core.config import Lora, RunConfig
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import CheckpointError, DataError
+from paceline.core.owned_names import own_prefix
 from paceline.core.task import Task
 from paceline.parallel.world import ParallelDims, World, open_world
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences
@@ -163,7 +164,7 @@ def load_evaluable_model(
     alone = Environment()
     with (
         preserve_numerics(),
-        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        tempfile.TemporaryDirectory(prefix=own_prefix("model")) as scratch,
         open_world(alone, device=device) as world,
     ):
         request = RunRequest(

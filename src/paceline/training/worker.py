@@ -29,6 +29,7 @@ from paceline.core.files import DISK_ERRORS
 from paceline.core.hash_seed import restart_with_hash_seed
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.options import parse_duration_s, parse_hang_timeout
+from paceline.core.owned_names import name_multiprocessing, remove_leftovers
 from paceline.core.signals import WORKER_STOP_SIGNALS, die_with_parent, dump_stacks_on_signal, handle_signals
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import describe, exit_code_of, failure_of, read_failure, record_failure
@@ -180,6 +181,9 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
     # A script may train several runs; after a restart it repeats them in the same order.
     key = f"paceline/run/{next(_runs)}"
     task = _load_task(job) if task is None else task
+    name_multiprocessing()
+    if environment.local_rank == 0:
+        remove_leftovers()
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
         stack.enter_context(preserve_numerics())

@@ -21,6 +21,7 @@ from paceline.core.errors import ConfigError, PacelineError, TaskError
 from paceline.core.files import read_json_lines
 from paceline.core.job import default_run_path
 from paceline.core.options import Interval, flag, parse_best, parse_interval
+from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.task import Task
 from paceline.core.task_loading import build_task, load_task_class, parse_assignments
@@ -79,7 +80,7 @@ def probe(search: Search) -> TaskProfile:
     Raises:
         ConfigError: the task, its fields or the options are wrong.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-probe-", dir="/tmp") as name:
+    with tempfile.TemporaryDirectory(prefix=own_prefix("probe"), dir="/tmp") as name:
         directory = SearchDirectory(Path(name))
         directory.write(search)
         done = subprocess.run(

@@ -20,6 +20,7 @@ from ray.tune import Callback
 from rich.live import Live
 
 from paceline.core.errors import RESTART_EXIT_CODE, LaunchError, PacelineError, RunDirectoryError
+from paceline.core.owned_names import own_prefix
 from paceline.core.rich_console import Console
 from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.launch.ray_cluster import connect, import_ray
@@ -416,7 +417,7 @@ def _tune(
     # It warns about missing files that its own loggers would have written.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     monitor.scheduler = make_scheduler(search, journal.results)
-    with tempfile.TemporaryDirectory(prefix="paceline-tune-", dir="/tmp", ignore_cleanup_errors=True) as storage:
+    with tempfile.TemporaryDirectory(prefix=own_prefix("tune"), dir="/tmp", ignore_cleanup_errors=True) as storage:
         try:
             # Not tune.Tuner, which pickles all its arguments.
             tune.run(

@@ -35,6 +35,7 @@ from paceline.core.fork_server import (
 )
 from paceline.core.hash_seed import with_hash_seed
 from paceline.core.job import WorkerConfig
+from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import die_with_parent, kill_with_parent_command
 from paceline.launch.ray import own_variables
 from paceline.runs.directory import RunDirectory
@@ -186,7 +187,7 @@ class RunningTrial:
         self._exit_code: int | None = None
         self._told_to_stop = False
         # A socket's path is at most 107 characters long, and a run's directory may be on a network's disk.
-        self._private = Path(tempfile.mkdtemp(prefix="paceline-tune-", dir="/tmp"))
+        self._private = Path(tempfile.mkdtemp(prefix=own_prefix("trial"), dir="/tmp"))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self._private / "referee"))
         self._listener.listen()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core import owned_names
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.elastic import control
 from paceline.elastic.control import AgentConnection, AgentGone, ControlSocket, RunStatus, WorkerStatus
@@ -178,7 +179,7 @@ def test_a_note_that_is_no_note_is_an_error_in_words(directory: RunDirectory) ->
 
 def test_without_a_short_folder_it_says_which_to_set(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(control.tempfile, "gettempdir", lambda: "/long" * 40)
-    monkeypatch.setattr(control.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(owned_names.tempfile, "gettempdir", lambda: "/long" * 40)
+    monkeypatch.setattr(owned_names.os, "access", lambda path, mode: False)
     with pytest.raises(RunDirectoryError, match="Set TMPDIR"):
         control._private_directory()

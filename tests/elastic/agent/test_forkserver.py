@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 SLOW = """
-import os, signal, socket, sys, time
+import multiprocessing, os, signal, socket, sys, time
 from multiprocessing import util
 from paceline.core.fork_server import ForkServerProcess
 from paceline.core.signals import WORKER_STOP_SIGNALS
@@ -28,7 +28,9 @@ def late():
 os.setsid = late
 
 def main(job, *arguments):
-    print(util.get_temp_dir(), file=open(job.with_name("started"), "w"), flush=True)
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    names = util.get_temp_dir(), f"/dev/shm/sem.{semaphore._semlock.name[1:]}"
+    print(*names, file=open(job.with_name("started"), "w"), flush=True)
     time.sleep(600)
 
 worker.main_member = main
@@ -55,16 +57,18 @@ def test_a_worker_heeds_what_it_is_sent_as_soon_as_it_is_there(
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         os.close(pidfd)
         assert json.loads(ours.recv(4096)) == {"exited": told["pid"], "code": -signal.SIGTERM}
-        # What a killed worker has put into multiprocessing's temporary folder goes with it.
+        # What a killed worker has put into multiprocessing's temporary folder goes with it, and what it has named.
         socket.send_fds(ours, [json.dumps(request).encode()], [other.fileno()])
         content, (pidfd,), _, _ = socket.recv_fds(ours, 4096, 1)
         told = json.loads(content)
         started = tmp_path / "started"
         wait_until(lambda: started.is_file() and started.read_text().endswith("\n"), "the worker runs")
-        folder = Path(started.read_text().strip())
+        folder, semaphore = map(Path, started.read_text().split())
         assert folder.is_dir()
+        assert semaphore.is_file()
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
         assert json.loads(ours.recv(4096)) == {"exited": told["pid"], "code": -signal.SIGKILL}
         assert not folder.exists()
+        assert not semaphore.exists()
     assert run_processes.finish(popen).returncode == 0

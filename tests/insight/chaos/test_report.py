@@ -77,6 +77,7 @@ GOOD = ChaosReport(
     samples_duplicated=0,
     audit_clean=True,
     audit="Clean.",
+    leaks=(),
     capacity=None,
     clean_sha256="x",
     chaos_sha256="x",
@@ -90,6 +91,7 @@ GOOD = ChaosReport(
         ({"kinds": kind_reports(["kill"], [("kill", None)])}, "1 of 1 faults were not recovered from"),
         ({"kinds": kind_reports(["kill"], [])}, "1 of 1 faults were not injected"),
         ({"audit_clean": False, "audit": "Not clean: x"}, "audit: Not clean: x"),
+        ({"leaks": ("/dev/shm/sem.a",)}, "left behind after the run: /dev/shm/sem.a"),
         ({"chaos_sha256": "y"}, "the final model differs from that of the run without faults"),
     ],
 )

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError, UserError
+from paceline.core.owned_names import own_prefix
 from paceline.insight.verify.cases import (
     FIXED,
     GroupPlan,
@@ -275,7 +276,7 @@ def verify(request: VerificationRequest, tell: Tell) -> VerificationReport:
         KeyboardInterrupt: a stop was requested; all processes have been ended.
     """
     request.check()
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
+    with tempfile.TemporaryDirectory(prefix=own_prefix("verify")) as name:
         return _Verification(request, Path(name), tell).report()
 
 

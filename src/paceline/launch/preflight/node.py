@@ -22,6 +22,7 @@ from paceline.core.access import create_token, read_token
 from paceline.core.environment import detect_environment
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import write_atomically
+from paceline.core.owned_names import own_prefix
 from paceline.core.signals import ECHO_S, STOP_SIGNALS, StopRequests, handle_signals
 from paceline.elastic.consensus.transport import Listener, PeerConnectionError
 from paceline.launch.preflight.checks import chosen_interface, run_checks
@@ -247,7 +248,7 @@ def stoppable() -> Iterator[None]:
 
 def coordinate_single_node(spec: PreflightSpec, place: NodePlace) -> PreflightReport:
     """Check the only node, without using the spec's directory."""
-    with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as directory:
+    with tempfile.TemporaryDirectory(prefix=own_prefix("doctor")) as directory:
         return coordinate(dataclasses.replace(spec, directory=Path(directory)), place)
 
 

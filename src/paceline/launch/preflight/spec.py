@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.core.options import parse_nproc
+from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.rich_console import Console
 from paceline.core.signals import ECHO_S, STOP_SIGNALS, StopRequests, handle_signals
@@ -354,7 +355,7 @@ def run_before(command: Sequence[str]) -> tuple[int, str | None]:
 
     with (
         handle_signals(STOP_SIGNALS, stop),
-        tempfile.TemporaryDirectory(prefix="paceline-preflight-") as directory,
+        tempfile.TemporaryDirectory(prefix=own_prefix("preflight")) as directory,
     ):
         file = Path(directory) / "interface"
         process = subprocess.Popen(kill_with_parent_command(command), env={**os.environ, _FILE: str(file)})
