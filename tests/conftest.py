@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
 
@@ -293,7 +294,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, b
 def pytest_sessionfinish() -> None:
     """Nothing outlives the tests."""
     _warm_starts.close()
-    shutil.rmtree(_temporary, ignore_errors=True)
+    # After multiprocessing has removed its own folder there.
+    util.Finalize(None, shutil.rmtree, (_temporary, True), exitpriority=-200)
 
 
 @pytest.fixture(autouse=True)
