@@ -25,13 +25,15 @@ from __future__ import annotations
 import gc
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,6 +279,28 @@ def redirect_output(descriptor: int) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
+@contextmanager
+def _end_with_client(descriptor: int) -> Iterator[None]:
+    """End this process as soon as its client has gone: imports take seconds, in which it reads no request."""
+    done, end = os.pipe()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLRDHUP)
+        poll.register(done, 0)  # the closing of the other end is reported without being asked for
+        if descriptor in (ready for ready, _ in poll.poll()):
+            os._exit(1)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(end)
+        thread.join()  # a thread does not survive a fork
+        os.close(done)
+
+
 def run_fork_server(
     descriptor: int, preload: Callable[[], None], prepare: PrepareChild, *, kill_groups: bool = True
 ) -> int:
@@ -290,7 +314,8 @@ def run_fork_server(
     """
     for number in WORKER_STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    preload()
+    with _end_with_client(descriptor):
+        preload()
     # What is here now stays; a child that collects garbage need not copy it.
     gc.collect()
     gc.freeze()

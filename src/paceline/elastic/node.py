@@ -312,10 +312,13 @@ class NodeWorkers:
             self._kill(self._workers[number], why)
 
     def stop(self, number: int) -> None:
-        """Signal all workers, including those not forked yet."""
+        """Signal all workers; one that was not forked yet has nothing to save, and ends at once."""
         self._stop = number
-        for worker in self._workers.values():
-            worker.signal(number)
+        for worker in list(self._workers.values()):
+            if worker.pid is None:
+                self._ended(worker, -number)
+            else:
+                worker.signal(number)
 
     def kill_all(self, why: str) -> None:
         for worker in list(self._workers.values()):

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 from paceline.core import errors
-from paceline.core.fork_server import ForkServerProcess
+from paceline.core.fork_server import run_fork_server
 from paceline.elastic.forkserver import prepare_child
 from paceline.elastic.worker_channel import AgentClient, Retired, WorkerChannel
 from paceline.runs.directory import RunDirectory
@@ -112,7 +111,13 @@ def end(kind: str) -> None:
 
 worker.main_member = main_member
 
+
+def preload() -> None:
+    """Import no torch, which takes seconds; or take longer than any test waits, where the script says so."""
+    if json.loads(Path("job.json").read_text()).get("imports_long"):
+        Path("imports").touch()
+        time.sleep(600)
+
+
 if __name__ == "__main__":
-    # As the real one does, but without torch: that takes seconds to import.
-    child = ForkServerProcess(socket.socket(fileno=int(sys.argv[1])), prepare_child).serve()
-    sys.exit(0 if child is None else child())
+    sys.exit(run_fork_server(int(sys.argv[1]), preload, prepare_child))

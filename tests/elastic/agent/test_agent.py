@@ -40,8 +40,9 @@ class Job:
         max_restarts: int = 8,
         recover: str = "inplace",
         port: int | None = None,
+        imports_long: bool = False,
     ) -> subprocess.Popen[str]:
-        script = {"steps": steps, "world": nproc, "faults": faults}
+        script = {"steps": steps, "world": nproc, "faults": faults, "imports_long": imports_long}
         (self.path / "job.json").write_text(json.dumps(script))
         started: subprocess.Popen[str] = self.processes.start(
             [sys.executable, DRIVER, str(nproc), str(max_restarts), recover, *([] if port is None else [str(port)])],
@@ -256,6 +257,19 @@ def test_a_signal_is_passed_on_once_and_nobody_is_started_after_it(job: Job, num
     passed_on = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
     assert {(job.path / f"asked-{slot}").read_text() for slot in range(2)} == {str(passed_on)}
     assert len(job.pids(0)) == len(job.pids(1)) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_while_the_fork_server_imports_ends_all(job: Job, number: signal.Signals) -> None:
+    popen = job.start(2, {}, imports_long=True)
+    job.wait_until((job.path / "imports").exists, "the imports")
+    family = [child.pid for child in children(popen.pid, recursive=True)]
+    assert family
+    popen.send_signal(number)
+    done = job.finish(popen)
+    # The kernel ends the agent on SIGQUIT, which it does not handle.
+    assert (done.returncode, done.stderr) == (-number if number == signal.SIGQUIT else 128 + number, "")
+    job.wait_gone(family)
 
 
 def test_a_second_signal_kills(job: Job) -> None:
