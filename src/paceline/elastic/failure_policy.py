@@ -243,9 +243,9 @@ class FailurePolicy:
         if exit_class == "fault" and stopping and end.killed:
             exit_class = "asked"
         if exit_class == "done":
-            self._exits.append(ProcessExit(end.local_index, max(end.code, 0), time.time()))
+            self._exits.append(_exit_of(end, code=max(end.code, 0)))
         elif exit_class != "fault":
-            self._exits.append(ProcessExit(end.local_index, end.code, time.time(), stopped=exit_class == "asked"))
+            self._exits.append(_exit_of(end, stopped=exit_class == "asked"))
         return exit_class
 
     def rejection_message(self, end: Ended) -> str:
@@ -272,12 +272,12 @@ class FailurePolicy:
         else:
             self.recoveries += 1
             if not hiring:
-                self._lost.append(ProcessExit(end.local_index, end.code, time.time()))
+                self._lost.append(_exit_of(end))
                 return True
             if end.retired or self.budget.spend():
                 return True
         if not shared:
-            self._exits.append(ProcessExit(end.local_index, end.code, time.time()))
+            self._exits.append(_exit_of(end))
         members = () if view is None else view.members
         self.reason = describe_crash_loop(
             self._directory,
@@ -297,6 +297,11 @@ class FailurePolicy:
             asked: the signal that requested the stop.
         """
         return report_job_failure(self._directory, self._exits or self._lost, asked, self.reason)
+
+
+def _exit_of(end: Ended, *, code: int | None = None, stopped: bool = False) -> ProcessExit:
+    code = end.code if code is None else code
+    return ProcessExit(end.local_index, code, time.time(), stopped, failure=end.failure)
 
 
 def describe_end(end: Ended) -> str:

@@ -27,6 +27,7 @@ from paceline.elastic.worker_channel import (
     Assignment,
     ChannelError,
     ExitRequest,
+    Failed,
     GroupBroken,
     Joined,
     Ready,
@@ -115,6 +116,7 @@ class WorkerProcess:
         status: as known by the coordinator.
         generation: of its last group, -1 for none.
         retired: whether the agent ordered it to end.
+        failure: its error, if it could not be recorded in the run's directory.
     """
 
     def __init__(self, number: int, local_index: int, log: Path | None) -> None:
@@ -128,6 +130,7 @@ class WorkerProcess:
         self.ending = False
         self.beats = True
         self.retired = False
+        self.failure: FailureRecord | None = None
         self._expected, self._limit_s, self._expected_by = "start", math.inf, math.inf
         self._leave_by = math.inf
         self.status: Status = "starting"
@@ -476,6 +479,9 @@ class NodeWorkers:
                     worker.leave_group()
                 case Joined() | StallSnapshot():
                     pass
+                case Failed(failure):
+                    worker.failure = failure
+                    continue
                 case _:
                     self._kill(worker, f"sent a message that is the agent's: {message}")
                     return
@@ -498,6 +504,6 @@ class NodeWorkers:
                 silent_s=round(time.monotonic() - worker.heard_at, 4),
                 step=worker.step,
                 retired=worker.retired,
-                failure=read_failure(self._directory.error_of(worker.local_index)),
+                failure=read_failure(self._directory.error_of(worker.local_index)) or worker.failure,
             )
         )

@@ -22,6 +22,7 @@ from paceline.core.stack_dump import (
     stacks_of,
 )
 from paceline.parallel.progress import ProgressTracker
+from paceline.runs.failures import FailureRecord
 
 # --- The messages: one JSON object per packet, over a socket pair. No torch
 #
@@ -104,6 +105,12 @@ class Joined(ChannelMessage, frozen=True, tag="joined"):
     generation: int
 
 
+class Failed(ChannelMessage, frozen=True, tag="failed"):
+    """Worker to agent, before it exits: the error that ends it, which the disk did not take."""
+
+    failure: FailureRecord
+
+
 class Assignment(ChannelMessage, frozen=True, tag="view"):
     """Agent to worker: the group to form, and the worker's place in it.
 
@@ -152,6 +159,7 @@ Message = (
     | WorkerHeartbeat
     | StallSnapshot
     | Joined
+    | Failed
     | Assignment
     | ReformRequest
     | GroupBroken
@@ -373,6 +381,10 @@ class AgentClient:
         """Send a heartbeat now."""
         pulse = self.pulse
         self._channel.send(WorkerHeartbeat(pulse.step, pulse.version, pulse.phase, self.progress_tracker.overdue))
+
+    def fail(self, failure: FailureRecord) -> None:
+        """Report the error that ends this process."""
+        self._channel.send(Failed(failure))
 
     def leave(self) -> None:
         """Announce the exit, because the interpreter's end may take seconds without heartbeats."""

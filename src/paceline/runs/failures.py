@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,15 @@ import msgspec
 
 import paceline
 from paceline.core import errors
-from paceline.core.errors import RESTART_EXIT_CODE, DataError, HangError, PacelineError, PeerLostError, UserError
+from paceline.core.errors import (
+    RESTART_EXIT_CODE,
+    CheckpointError,
+    DataError,
+    HangError,
+    PacelineError,
+    PeerLostError,
+    UserError,
+)
 from paceline.core.files import open_regular, read_document, write_atomically
 from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.runs.directory import RunDirectory
@@ -94,15 +102,30 @@ def exit_code_of(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def record_failure(directory: RunDirectory, rank: int, error: BaseException) -> int:
-    """Record a rank's error for its launcher; return the exit code."""
+def record_failure(
+    directory: RunDirectory,
+    rank: int,
+    error: BaseException,
+    report: Callable[[FailureRecord], None] | None = None,
+) -> int:
+    """Record a rank's error for its launcher; return the exit code.
+
+    Args:
+        directory: the run's.
+        rank: the rank.
+        error: that ends it.
+        report: called if the disk takes no record; default: print the error.
+    """
     failure = failure_of(rank, error)
     try:
         directory.logs.mkdir(parents=True, exist_ok=True)
         write_atomically(directory.error_of(rank), json.dumps(asdict(failure), indent=2).encode())
     except OSError as problem:
         # A full disk may be the root cause, so its error must not replace the recorded one.
-        print(f"the error of rank {rank} could not be recorded: {problem}", file=sys.stderr)
+        if report is not None:
+            report(failure)
+        else:
+            print(f"{describe(failure, None)}\nThis could not be recorded: {problem}", file=sys.stderr)
     return failure.exit_code
 
 
@@ -129,8 +152,8 @@ def describe(failure: FailureRecord, directory: RunDirectory | None) -> str:
         lines = [f"{rank_name} had to end: {failure.message}. See the output and the log of that rank for the cause."]
     elif failure.type == errors.SilentDataCorruptionError.__name__:
         lines = [failure.message]  # names the rank itself
-    elif failure.type == HangError.__name__:
-        # It names the rank that hangs, which need not be the one that reports it.
+    elif failure.type in (HangError.__name__, CheckpointError.__name__):
+        # It names the rank that hangs, which need not be the one that reports it; a disk's fault is not a rank's.
         return failure.message
     elif failure.type in _DELIBERATE:
         lines = [f"{rank_name} failed first: {failure.message}"]
@@ -162,6 +185,7 @@ class ProcessExit:
         time: Unix time.
         stopped: whether its launcher stopped it.
         starter: its name, if it is a launcher process without a rank.
+        failure: the error of the rank, if it could not be recorded.
     """
 
     rank: int | None
@@ -169,6 +193,7 @@ class ProcessExit:
     time: float
     stopped: bool = False
     starter: str = ""
+    failure: FailureRecord | None = None
 
 
 def report_job_failure(
@@ -223,7 +248,7 @@ def first_failure(directory: RunDirectory | None, exits: Sequence[ProcessExit]) 
             continue
         recorded = None
         if directory is not None and end.rank is not None:
-            recorded = read_failure(directory.error_of(end.rank))
+            recorded = read_failure(directory.error_of(end.rank)) or end.failure
         if recorded is not None:
             if recorded.exit_code not in STOPPED:  # otherwise it had finished, and was killed while exiting
                 failures.append(recorded)

@@ -97,7 +97,7 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
         if isinstance(error, UserError | NonFiniteLossError | CheckpointError) and directory.exists():
             with suppress(OSError):
                 directory.append_event("failed", slot=slot, error=str(error).partition("\n")[0])
-        return record_failure(directory, slot, error)
+        return record_failure(directory, slot, error, member.fail)
     finally:
         member.leave()
     return 0

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.core.callback import BatchInfo
+from paceline.training import checkpoint_manager
 
 FEATURES, CLASSES = 8, 3
 
@@ -47,6 +48,11 @@ class Filling(Small):
     ballast: str = ""
     full: int = 5
     free: int = 12
+    delays_s: tuple[float, ...] = ()  # before another try of the last save; default: as always
+
+    def build_model(self) -> nn.Module:
+        checkpoint_manager.LAST_TRIES_S = self.delays_s or checkpoint_manager.LAST_TRIES_S
+        return super().build_model()
 
     def on_batch_begin(self, info: BatchInfo) -> None:
         self.info = info

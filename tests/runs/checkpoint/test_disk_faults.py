@@ -217,3 +217,19 @@ def test_a_disk_that_is_really_full_for_a_while(
     assert "the next try is after step" in done.stderr
     result = paceline.Result.of(json.loads((run / "result.json").read_text()))
     assert_equal(result, undisturbed, run)
+
+
+def test_a_disk_that_is_really_full_at_the_end_is_one_error(small_disk: Path, run_processes: Any) -> None:
+    run = small_disk / "run"
+    done = run_processes.paceline(
+        *("train", f"{TASK}:Filling", "--set", f"ballast={small_disk / 'ballast'}", "--set", "free=1000"),
+        *("--set", "delays_s=(0.1,)", "--nproc", "2", "--max-steps", "10", "--threads", "1", "--run-dir", run),
+    )
+    assert done.returncode == 1
+    # Not even the error's record had room.
+    assert not list((run / "logs").glob("*.error.json"))
+    errors = [line for line in done.stderr.splitlines() if "This was the last save" in line]
+    assert len(errors) == 1, done.stderr
+    assert errors[0].startswith("paceline: cannot save the checkpoint of step 10 in ")
+    assert "tried 2 times; the newest checkpoint kept is step-00000004" in errors[0]
+    assert done.stderr.count("Trying again in 0.1 s") == 1, "a replacement had tried again"
