@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ def settled(memory: int, config: RunConfig = CONFIG, **changes: Any) -> tuple[Ru
     return choose_strategy(config, Counted(), **arguments)
 
 
+@pytest.mark.integration
 def test_what_clearly_fits_is_ddp_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.parallel.planning.recommend.make_plan", lambda *_, **__: pytest.fail("measured"))
     before = torch.get_rng_state()
@@ -79,23 +80,37 @@ def test_what_was_asked_for_stays(options: dict[str, Any], world: int) -> None:
     assert settled(MIB, config, world_size=world) == (config, None)
 
 
+@pytest.mark.integration
 def test_a_model_that_cannot_be_built_without_content_is_left_to_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "build_model", lambda self: torch.zeros(1).item())
     assert settled(MIB) == (CONFIG, None)
 
 
-@functools.lru_cache
-def cached_weights() -> torch.Tensor:
-    return torch.ones(3)
+kept: dict[str, torch.Tensor] = {}
 
 
-def test_tensors_without_data_stay_in_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counted, "build_model", lambda self: nn.ParameterList([cached_weights()]))
-    settled(1024 * MIB)
-    assert cached_weights().device.type == "cpu"
-    kept = cached_weights()
-    settled(1024 * MIB)
-    assert cached_weights() is kept
+def kept_weights() -> torch.Tensor:
+    return kept.setdefault("weights", torch.ones(3))
+
+
+@pytest.mark.integration
+def test_what_a_task_keeps_of_the_count_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_model(self: Counted) -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        self.built += 1
+        return nn.ParameterList([kept_weights()])
+
+    monkeypatch.setattr(Counted, "build_model", build_model)
+    task = Counted()
+    assert choose_strategy(CONFIG, task, world_size=2, memory=1024 * MIB, device="cpu") == (CONFIG, None)
+    assert (task.built, kept, torch.get_default_dtype()) == (0, {}, torch.float32)
+
+
+@pytest.mark.integration
+def test_a_count_that_dies_names_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "build_model", lambda self: os._exit(7))
+    with pytest.raises(ConfigError, match=r"ended with exit code 7\. Give a strategy, such as --strategy ddp"):
+        settled(1024 * MIB)
 
 
 def test_in_place_recovery_names_what_to_give() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import _lru_cache_wrapper
+import multiprocessing
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -16,7 +13,6 @@ import torch
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
-from paceline.data.samples import preserve_rng_state
 
 _FITS_FACTOR = 16
 """Bytes for each byte of a parameter that are enough for training under ddp: its gradient's sums, what an
@@ -54,28 +50,33 @@ def choose_strategy(
     """
     if config.strategy != "auto" or config.mesh is not None or world_size == 1 or config.reduction == "ddp":
         return config, None
+    return _call_in_child(lambda: _choose(config, task, world_size=world_size, memory=memory, device=device))
+
+
+def _choose(
+    config: RunConfig, task: Task, *, world_size: int, memory: int, device: str
+) -> tuple[RunConfig, str | None]:
     parameters = _parameter_bytes(task)
     if parameters is None or _FITS_FACTOR * parameters <= memory:
         return config, None
     from paceline.parallel.planning.recommend import ClusterSpec, PlanRow, choose_plan, make_plan
 
     assert isinstance(config.microbatches, int)
-    with _drop_cached_results():
-        plan = make_plan(
-            task,
-            config.task,
-            ClusterSpec(
-                gpus=world_size,
-                nodes=1,
-                memory=memory,
-                bandwidth=_BANDWIDTH[device],
-                flops_per_s=_FLOPS_PER_S[device],
-                device="cuda" if device == "cuda" else "cpu",
-            ),
-            assignments={},
-            global_batch_size=config.global_batch_size,
-            microbatches=config.microbatches,
-        )
+    plan = make_plan(
+        task,
+        config.task,
+        ClusterSpec(
+            gpus=world_size,
+            nodes=1,
+            memory=memory,
+            bandwidth=_BANDWIDTH[device],
+            flops_per_s=_FLOPS_PER_S[device],
+            device="cuda" if device == "cuda" else "cpu",
+        ),
+        assignments={},
+        global_batch_size=config.global_batch_size,
+        microbatches=config.microbatches,
+    )
     precision = "fp32" if config.precision == "fp32" else "bf16"  # fp16 takes what bf16 takes
     again = config.checkpoint_activations != "none"
 
@@ -129,32 +130,47 @@ def _with(config: RunConfig, row: object) -> RunConfig | None:
 
 
 def _parameter_bytes(task: Task) -> int | None:
-    """Count the bytes of the task's model without memory or random numbers; None if it cannot be built so.
-
-    The task itself is left alone, and so are ``functools`` caches: both may keep what is built.
-    """
-    dtype = torch.get_default_dtype()
+    """Count the bytes of the task's model without memory; None if it cannot be built so."""
     try:
-        with preserve_rng_state(), _drop_cached_results(), torch.device("meta"):
-            module = copy.deepcopy(task).build_model()
+        with torch.device("meta"):
+            module = task.build_model()
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     except Exception:  # it will be said when the model is built for real
         return None
-    finally:
-        torch.set_default_dtype(dtype)
 
 
-@contextmanager
-def _drop_cached_results() -> Iterator[None]:
-    """Clear the ``functools`` caches that were filled within, since tensors on the meta device have no data."""
-    before = {id(cache): cache.cache_info().misses for cache in _functools_caches()}
-    try:
-        yield
-    finally:
-        for cache in _functools_caches():
-            if cache.cache_info().misses > before.get(id(cache), 0):
-                cache.cache_clear()
+def _call_in_child(choose: Callable[[], tuple[RunConfig, str | None]]) -> tuple[RunConfig, str | None]:
+    """Call ``choose`` in a forked process.
 
+    A task may keep what it builds, in itself or in any cache, and tensors on the meta device have no data to train
+    with. In a fork they, the random numbers and the default dtype that it sets are gone with the process.
 
-def _functools_caches() -> list[Any]:
-    return [each for each in gc.get_objects() if type(each) is _lru_cache_wrapper]
+    Raises:
+        ConfigError: the process died.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def answer() -> None:
+        torch.set_num_threads(1)  # no thread of this process's pools is in the fork
+        try:
+            sender.send((choose(), None))
+        except Exception as error:
+            sender.send((None, error))
+
+    process = multiprocessing.get_context("fork").Process(target=answer)
+    process.start()
+    sender.close()
+    with receiver:
+        try:
+            chosen, error = receiver.recv()
+        except EOFError:
+            process.join()
+            raise ConfigError(
+                f"the process that measures the model for --strategy auto ended with exit code {process.exitcode}. "
+                "Give a strategy, such as --strategy ddp."
+            ) from None
+    process.join()
+    if error is not None:
+        raise error
+    assert chosen is not None
+    return chosen
