@@ -112,6 +112,7 @@ def print_package(package: Package, title: str) -> None:
         "run": f"{manifest.provenance.run}, step {manifest.provenance.step}",
         "metrics": ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items()),
         "quantized": ", ".join(filter(None, (manifest.quantization, manifest.quantized_size))) or "no",
+        **({} if manifest.inferred_signature is None else {"signature": f"inferred: {manifest.inferred_signature}"}),
     }
     for name, value in rows.items():  # foreign text must not look like a row
         console.print(f"  {name:<10}{escape_controls(value)}", markup=False, soft_wrap=True)

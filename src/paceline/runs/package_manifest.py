@@ -13,6 +13,9 @@ from paceline.core.errors import CheckpointError, PackageError
 from paceline.core.inference import TensorSpec
 from paceline.runs.checkpoint_manifest import FileRecord
 
+INFERRED = "inferred_signature"
+"""In ``provenance.data``: true if the task declares no signature, and the export inferred it."""
+
 # --- Checked access to the fields of an untrusted JSON document ---
 
 
@@ -248,6 +251,17 @@ class PackageManifest:
     def digest(self) -> str:
         """The package's digest, in hexadecimal."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @property
+    def inferred_signature(self) -> str | None:
+        """The inputs and outputs as text, if they were inferred; None if the task declares them."""
+        if not self.provenance.data.get(INFERRED):
+            return None
+        sides = (
+            ", ".join(f"{name} {spec.dtype} ({', '.join(['batch', *map(str, spec.shape)])})" for name, spec in side)
+            for side in (self.inputs.items(), self.outputs.items())
+        )
+        return " -> ".join(sides)
 
     @property
     def size_bytes(self) -> int:

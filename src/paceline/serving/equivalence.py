@@ -13,6 +13,7 @@ from paceline.core.errors import ExportError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.runs.package_manifest import FormatDifference
 from paceline.serving.formats import Compute
+from paceline.serving.inferred_signature import InferredModule
 from paceline.serving.trained_source import TrainedSource
 
 ROUNDING = 1e-4
@@ -155,8 +156,8 @@ def batch_inputs(trained: TrainedSource, batch: Any) -> list[Tensor]:
     Raises:
         ExportError: they are not the inputs of inference_signature.
     """
-    actual, _ = trained.task.inference_batch(batch)
-    inputs = list(actual)
+    inferred = isinstance(trained.inference.module, InferredModule)
+    inputs = [batch[0]] if inferred else list(trained.task.inference_batch(batch)[0])
     specs = trained.inference.inputs
     if len(inputs) != len(specs):
         raise ExportError(

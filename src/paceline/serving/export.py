@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.package import Package, trust, verify_package
 from paceline.runs.package_manifest import (
     FLOAT_WEIGHTS_BYTES,
+    INFERRED,
     FormatDifference,
     PackageManifest,
     Provenance,
@@ -48,6 +50,7 @@ from paceline.serving.formats import (
     save_pt2,
     weights_bytes,
 )
+from paceline.serving.inferred_signature import InferredModule, restore_signature
 from paceline.serving.model import example
 from paceline.serving.trained_source import (
     EVALUATION,
@@ -62,7 +65,7 @@ from paceline.serving.trained_source import (
 # --- The model card ---
 
 
-_NOT_IN_TABLE = (INTERVALS, PACKAGE_METRICS, EVALUATION, FLOAT_WEIGHTS_BYTES)
+_NOT_IN_TABLE = (INTERVALS, PACKAGE_METRICS, EVALUATION, FLOAT_WEIGHTS_BYTES, INFERRED)
 
 
 def model_card(manifest: PackageManifest, task: Task) -> str:
@@ -91,6 +94,8 @@ def model_card(manifest: PackageManifest, task: Task) -> str:
             + [("output", name, spec.dtype, _shape(spec)) for name, spec in manifest.outputs.items()],
         ),
     ]
+    if manifest.inferred_signature is not None:
+        parts.append(f"These were inferred from the data and the model: {manifest.inferred_signature}.")
     if manifest.labels:
         parts.append("Classes: " + ", ".join(f"{number} {label}" for number, label in enumerate(manifest.labels)) + ".")
     parts += [
@@ -306,6 +311,8 @@ def export(
                 raise _export_error(source, reloaded, kind, problem, request)
         differences = {kind: difference for kind, (difference, _) in compared.items()}
         data = {**source.data, INTERVALS: _intervals(metrics)}
+        if isinstance(source.inference.module, InferredModule):
+            data[INFERRED] = True
         if request.quantization is not None:
             on_stage(f"evaluating {source.split}, {request.quantization}")
             data[FLOAT_WEIGHTS_BYTES] = len(weights_bytes(source.model))
@@ -341,7 +348,8 @@ def _reload(
     """Build the model and its inference signature from the stored weights and the task."""
     model = source.task.build_model().eval().requires_grad_(False)
     load_weights(model, weights, quantization)
-    return model, inference_of(source.task, model)
+    inferred = partial(restore_signature, inputs=source.inference.inputs, outputs=source.inference.outputs)
+    return model, inference_of(source.task, model, lambda task, model: inferred(model))
 
 
 def _as_compute(inference: InferenceSignature) -> Compute:

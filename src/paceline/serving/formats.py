@@ -6,6 +6,7 @@ import io
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
@@ -24,6 +25,7 @@ from paceline.core.task import Task
 from paceline.core.task_loading import BUILT_IN_TASKS, TaskReference, load_task_class
 from paceline.runs.package import Package, read_trusted
 from paceline.runs.rank_log import silence_logger_and_warnings
+from paceline.serving.inferred_signature import restore_signature
 from paceline.serving.replica import open_onnx
 from paceline.serving.trained_source import inference_of
 
@@ -321,7 +323,9 @@ def load_with_task(package: Package, task: Task | str | None = None) -> Inferenc
     model = task.build_model()
     model.eval().requires_grad_(False)
     load_weights(model, package.read_weights(), package.manifest.quantization)
-    return inference_of(task, model)
+    manifest = package.manifest
+    inferred = partial(restore_signature, inputs=manifest.inputs, outputs=manifest.outputs)
+    return inference_of(task, model, lambda task, model: inferred(model))
 
 
 def task_of(package: Package, task: str | None) -> str:

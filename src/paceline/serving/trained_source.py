@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from paceline.data.samples import MicroBatch
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import Provenance
 from paceline.runs.purity import read_purity
+from paceline.serving.inferred_signature import infer_signature
 from paceline.training.evaluation import MetricIntervals
 from paceline.training.loaded_model import (
     EvaluableModel,
@@ -148,12 +150,12 @@ def open_source(run: Path, checkpoint: str | None, task: str = "") -> Iterator[T
     directory = RunDirectory(run)
     manifest = directory.read_complete_manifest()
     with load_trained_model(directory, checkpoint, device="cpu", task=task) as trained:
-        inference = inference_of(trained.run.task, trained.module)
+        split = _compared_split(trained)
         yield TrainedSource(
             trained=trained,
             manifest=manifest,
-            inference=inference,
-            split=_compared_split(trained),
+            inference=_inference_on(trained, split),
+            split=split,
             step=trained.info.step,
             state_version=trained.info.state_version,
             purity=str(read_purity(directory)),
@@ -194,27 +196,43 @@ def open_exported(package: Path, origin: Provenance, spec: str, load: Load) -> I
         yield TrainedSource(
             trained=evaluated,
             manifest=manifest,
-            inference=inference_of(evaluated.run.task, evaluated.module),
+            inference=_inference_on(evaluated, split),
             split=split,
             step=origin.step,
             state_version=origin.state_version,
         )
 
 
-def inference_of(task: Task, model: nn.Module) -> InferenceSignature:
+def _inference_on(trained: EvaluableModel, split: str) -> InferenceSignature:
+    """Return the signature of the model of a run, from the data of a split if the task defines none."""
+    return inference_of(trained.run.task, trained.module, partial(_infer, trained, split))
+
+
+def _infer(trained: EvaluableModel, split: str, task: Task, model: nn.Module) -> InferenceSignature:
+    batches = trained.run.build_eval_batches(split)
+    assert batches is not None
+    with closing(batches):
+        return infer_signature(task, model, next(iter(batches.read(range(1)))).batch)
+
+
+def inference_of(
+    task: Task, model: nn.Module, infer: Callable[[Task, nn.Module], InferenceSignature]
+) -> InferenceSignature:
     """Return a task's inference signature in evaluation mode, without gradients.
 
+    Args:
+        task: the task.
+        model: its model.
+        infer: returns the signature if the task defines none.
+
     Raises:
-        ExportError: the task has none, or an invalid one.
+        ExportError: the task has an invalid one, or none, and none can be inferred.
     """
     name = type(task).__name__
     model.eval().requires_grad_(False)
     inference = task.inference_signature(model)
     if inference is None:
-        raise ExportError(
-            f"{name} has no inference signature. Define inference_signature(self, model) and "
-            "inference_batch(self, batch) in the task; the run need not be trained again for this."
-        )
+        inference = infer(task, model)
     if not inference.inputs or not inference.outputs:
         raise ExportError(
             f"{name}.inference_signature must declare inputs and outputs, but returned {inference!r:.80}."

@@ -114,6 +114,13 @@ class Silent(Shapes):
         return None
 
 
+class Scaling(Silent):
+    """It does not say that pictures are scaled before the model sees them."""
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return super().loss(model, [batch[0] * 2, batch[1]])
+
+
 class Misnamed(Shapes):
     """Its inputs are not of the type that it says."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -203,7 +204,12 @@ def as_task(run_directory: Path, target: Path, name: str) -> Path:
     [
         ("Drifting", (), r"does not compute the same .* the first layer that differs is model\.1 \(Drift\)"),
         ("Branching", (), "cannot trace Classifier"),
-        ("Silent", (), "has no inference signature"),
+        (
+            "Scaling",
+            (),
+            r"Scaling has no inference signature, and none can be inferred: loss\(\) calls the model with something "
+            r"else than the first tensor of the batch\. Define inference_signature\(self, model\) and inference_batch",
+        ),
         ("Misnamed", (), r"'image' must be float32 \(64, 1, 6, 6\), .* is float64 \(64, 1, 6, 6\)"),
         ("Untested", (), "neither a test nor a val split"),
         (
@@ -262,6 +268,36 @@ def test_each_checkpoint_can_be_exported(
     monkeypatch.setattr(sys, "argv", ["paceline", "registry", "rollback", "shapes", "--json"])
     assert main() == 0
     assert open_package("shapes").manifest.provenance.step == 3
+
+
+def test_a_signature_is_inferred_where_the_model_takes_the_first_of_a_pair(
+    run_directory: Path,
+    home: Path,
+    tmp_path: Path,
+    trained: TrainedSource,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PACELINE_REGISTRY", str(tmp_path / "registry"))
+    run = as_task(run_directory, tmp_path / "run", "Silent")
+    monkeypatch.setattr(sys, "argv", ["paceline", "export", str(run)])
+    assert main() == 0
+    inferred = "input float32 (batch, 1, 6, 6) -> output float32 (batch, 3), label int64 (batch)"
+    assert f"signature inferred: {inferred}" in capsys.readouterr().out
+    silent = open_package("silent")
+    assert inferred in silent.read("README.md").decode()
+    assert silent.manifest.label == "label"
+    assert silent.manifest.differences["pt2"].equal_labels == 1
+    expected = trained.inference.module(images(5))
+    for outputs in (load_program(silent, "pt2")([images(5)]), load_with_task(silent).module(images(5))):
+        assert torch.equal(outputs["label"], expected["label"])
+        torch.testing.assert_close(outputs["output"].softmax(dim=1), expected["probabilities"])
+    rows = tmp_path / "rows.npy"
+    numpy.save(rows, images(3).numpy())
+    monkeypatch.setattr(sys, "argv", ["paceline", "predict", "silent", str(rows), "--json"])
+    assert main() == 0
+    predicted = json.loads(capsys.readouterr().out)
+    assert [row["label"] for row in predicted["predictions"]] == trained.inference.module(images(3))["label"].tolist()
 
 
 class Bags(nn.Module):

@@ -160,6 +160,7 @@ def _call_in_child(choose: Callable[[], tuple[RunConfig, str | None]]) -> tuple[
     process = multiprocessing.get_context("fork").Process(target=answer)
     process.start()
     sender.close()
+    chosen: tuple[RunConfig, str | None] | None
     with receiver:
         try:
             chosen, error = receiver.recv()
