@@ -68,7 +68,7 @@ def test_ctrl_c_ends_all_processes(run_processes: Any, tmp_path: Path, wait_unti
     popen = run_processes.start([*command, "--steps", "100000", "--strategies", "ddp"], env={"TMPDIR": str(tmp_path)})
 
     def at_work() -> bool:
-        traces = tmp_path.glob("paceline-verify-*/*/trace-*.jsonl")
+        traces = tmp_path.glob("paceline-*-verify-*/*/trace-*.jsonl")
         return any(trace.stat().st_size for trace in traces)
 
     wait_until(at_work, "a step", timeout_s=120)
