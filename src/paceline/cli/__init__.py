@@ -8,7 +8,15 @@ import sys
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from typing import TextIO, cast
 
-from cyclopts import App, CoercionError, CycloptsError, Group, UnknownOptionError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CoercionError,
+    CycloptsError,
+    Group,
+    MissingArgumentError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, PacelineError
@@ -160,6 +168,15 @@ def _explain_unknown_option(error: UnknownOptionError) -> str:
     return f"{error} {owners}".rstrip()
 
 
+def _explain_missing(option: str, *, is_positional: bool) -> str:
+    from paceline.core.plugins import all_names
+
+    if is_positional:
+        return f"{option.lstrip('-').replace('-', '_').upper()} is missing."
+    names = f", one of {', '.join(all_names('paceline.launchers'))}" if option == "--on" else ""
+    return f"{option} needs a value{names}."
+
+
 def _explain(error: CycloptsError) -> str:
     """Return a sentence that says what is wrong with the command line."""
     from paceline.core.config import RunConfig, config_from_mapping
@@ -168,6 +185,8 @@ def _explain(error: CycloptsError) -> str:
         return f"unexpected argument: {' '.join(map(repr, error.unused_tokens or ()))}."
     if isinstance(error, UnknownOptionError):
         return _explain_unknown_option(error)
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        return _explain_missing(error.argument.name, is_positional=error.argument.field_info.is_positional)
     if isinstance(error, CoercionError) and error.token is not None:
         field = (error.token.keyword or "").lstrip("-").replace("-", "_")
         if field in RunConfig.__dataclass_fields__:

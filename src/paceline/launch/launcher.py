@@ -120,7 +120,8 @@ def nodes_of(
         assert nproc is not None
         given = ",".join(map(str, nproc))
         raise ConfigError(
-            f"{flag('nproc')} {given} contradicts --hosts, which says {','.join(map(str, said))}. Give one of them."
+            f"{flag('nproc')} {given} contradicts --hosts, which says {','.join(map(str, said))}: it counts the "
+            "processes of a node. Leave it out."
         )
     if len(counts) > 1 and least < most:
         raise ConfigError(f"--nodes {least}:{most} needs the same number of processes on every host.")
