@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import runs
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from paceline.core.errors import DataError
@@ -479,3 +480,41 @@ def test_a_gpu_gets_the_same(make: Any, workers: int, fits: bool, monkeypatch: p
             fetched = loader.fetch(0, step, range(3))
             assert all(t.device == gpu for m in fetched for t in m.batch)
             assert flat(fetched) == flat(expected.fetch(0, step, range(3)))
+
+
+EARLY = """
+    import os, signal, time, torch
+    from torch.utils.data import default_collate
+    from paceline.data.loader import build_loader
+    from paceline.data.order import DeterministicSampler
+
+    class Items:
+        def __len__(self): return 20
+        def __getitem__(self, k): return k
+        def __getstate__(self): return {"trainer": os.getpid()}
+        def __setstate__(self, state):
+            print(os.getpid(), os.getppid(), flush=True)
+            os.kill(state["trainer"], signal.SIGKILL)
+            while os.path.exists(f"/proc/{state['trainer']}"):
+                time.sleep(0.01)
+
+    if __name__ == "__main__":
+        build_loader(Items(), DeterministicSampler(20, 20, 2, seed=0), seed=0, device=torch.device("cpu"),
+                     workers=1, collate=default_collate).fetch(0, 0, range(2))
+"""
+
+
+def test_a_worker_ends_whose_trainer_is_killed_before_it_has_started(
+    tmp_path: Path, run_processes: Any, wait_until: Callable[..., None]
+) -> None:
+    script = tmp_path / "early.py"
+    script.write_text(textwrap.dedent(EARLY))
+    trainer = run_processes.start([sys.executable, script])
+    worker, server = map(int, trainer.stdout.readline().split())
+    assert trainer.wait(60) == -signal.SIGKILL
+    try:
+        wait_until(lambda: not (runs(worker) or runs(server)), "the end of the worker and its server")
+    finally:
+        for pid in (worker, server):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

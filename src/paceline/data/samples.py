@@ -739,16 +739,17 @@ def _semaphore_names() -> dict[str, Callable[[], object]]:
 
 def _prepare_worker(started: Connection, worker: int) -> None:
     """Ignore Ctrl-C and a scheduler's signals, because the trainer decides when the worker ends."""
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     install_dump_handler()
     register_process()
     started.send_bytes(b"1")
-    threading.Thread(target=_end_with_trainer, daemon=True).start()
 
 
 def _end_with_trainer() -> None:
-    # The DataLoader watches the parent's process id, but the parent is the fork server.
+    # The DataLoader watches the parent's process id, but the parent is the fork server. It also keeps a worker that
+    # fails to start, to report that: it would wait for a trainer that was killed before.
     trainer = multiprocessing.parent_process()
     if trainer is not None:
         wait([trainer.sentinel])
