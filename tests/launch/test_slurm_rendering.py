@@ -500,6 +500,7 @@ def test_in_an_allocation_a_step_has_no_more_than_was_asked_for(monkeypatch: pyt
     assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 $cpus ' in script
 
 
+@pytest.mark.integration  # without tasks, scontrol is asked for GPUs
 @pytest.mark.parametrize(
     ("variables", "nodes", "nproc", "sizes"),
     [

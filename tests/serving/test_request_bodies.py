@@ -18,6 +18,7 @@ from paceline.core.inference import TensorSpec
 from paceline.serving import protocol
 from paceline.serving.batching import InvalidRequest, RequestFailure
 from paceline.serving.model import DATATYPES, Array, ModelSpec
+from paceline.serving.openapi import describe
 from paceline.serving.request_bodies import RequestBodies
 
 
@@ -175,7 +176,7 @@ def test_a_range_of_the_schema_is_checked() -> None:
     head = b'{"inputs": [{"name": "x", "datatype": "INT64", "shape": [1, 2], "parameters": {"binary_data_size": 16}}]}'
     with pytest.raises(InvalidRequest, match="between 0 and 255"):
         protocol.parse_request(spec, head + content, str(len(head)))
-    described = protocol.describe([spec])["paths"]["/v2/models/m/infer"]["post"]["requestBody"]["content"]
+    described = describe([spec])["paths"]["/v2/models/m/infer"]["post"]["requestBody"]["content"]
     body = described["application/json"]
     [described] = body["schema"]["properties"]["inputs"]["items"]["anyOf"]
     assert described["properties"]["data"]["items"]["anyOf"][0] == {"type": "integer", "minimum": 0, "maximum": 255}

@@ -22,7 +22,6 @@
     ├── PeerLostError             another rank is gone: a secondary failure, never the root cause
     ├── HangError                 a step exceeded its timeout; names the rank that blocks it
     ├── LaunchError               a worker failed; carries the first failure
-    ├── NodeRemovedError          the job's other nodes continue without this one, which can join again
     ├── ServingError              a server or one of its replicas failed
     └── StopRequested             a signal requested a stop; the state is saved (exit code 75 or 130)
 """
@@ -127,10 +126,6 @@ class LaunchError(PacelineError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-class NodeRemovedError(PacelineError):
-    """The job's other nodes could not reach this one, and continue without it. It can join them again."""
 
 
 class ServingError(PacelineError):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment
-from paceline.core.errors import ConfigError, NodeRemovedError
+from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.launch_spec import Recovery
@@ -21,7 +21,7 @@ from paceline.core.task_loading import check_spec
 from paceline.launch.launcher import Launcher, LaunchSpec, RenderedJob, get_launcher
 from paceline.launch.local import visible_gpus
 from paceline.runs.directory import RunDirectory
-from paceline.runs.failures import STOPPED, describe_stop
+from paceline.runs.failures import STOPPED, NodeRemovedError, describe_stop
 
 _STARTED_BY: dict[str, str] = {
     "caller": "a script has numbered",

@@ -93,6 +93,10 @@ def failure_of(rank: int, error: BaseException) -> FailureRecord:
     )
 
 
+class NodeRemovedError(PacelineError):
+    """The job's other nodes could not reach this one, and continue without it. It joins them again."""
+
+
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a process that ends with ``error``."""
     if isinstance(error, PacelineError):

@@ -113,7 +113,7 @@ def test_a_task_that_cannot_be_imported(run_processes: Any, tmp_path: Path) -> N
     [
         (["nowhere.py:Task"], "there is no file"),
         (["--on", "nowhere"], "there is no launcher 'nowhere'. Choose one of:"),
-        (["--nproc", "auto"], "--nproc auto is not supported by paceline doctor"),
+        (["--on", "slurm", "--nproc", "auto"], "--nproc auto is not supported by paceline doctor"),
         (["--nproc", "2,1"], "--nproc 2,1 lists 2 nodes, but --nodes is 1."),
         (["--nodes", "2"], "run the same command on each node, with --rdzv-endpoint"),
         (["--checkpoint-size", "large"], "--checkpoint-size must be such as 500MB or 2GiB, but is 'large'."),

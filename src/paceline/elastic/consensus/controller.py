@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import ConfigError, NodeRemovedError
+from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.signals import ECHO_S, StopRequests
 from paceline.elastic.consensus.connectivity import LinkMap
@@ -56,7 +56,7 @@ from paceline.elastic.node import Ended, NodeWorkers, Said
 from paceline.elastic.recovery_log import append_event, print_status
 from paceline.elastic.worker_channel import GroupBroken
 from paceline.runs.directory import RunDirectory
-from paceline.runs.failures import STOPPED
+from paceline.runs.failures import STOPPED, NodeRemovedError
 
 # --- The follower: this node's workers obey the leader, which receives their reports. No torch
 
