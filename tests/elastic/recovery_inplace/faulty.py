@@ -217,10 +217,13 @@ class Faulty(paceline.Task):
 
     defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=21, microbatches=6, epochs=2)
 
-    def build_model(self) -> nn.Module:
+    def __post_init__(self) -> None:
+        """Hook before the first group is formed, which tells the rank."""
         if self.plan and harm.plan != Path(self.plan):
             harm.plan = Path(self.plan)
             _hooked()
+
+    def build_model(self) -> nn.Module:
         return nn.Sequential(
             nn.Conv2d(1, 4, 3),
             nn.BatchNorm2d(4),
