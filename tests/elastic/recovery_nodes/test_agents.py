@@ -62,7 +62,9 @@ def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> No
     run.hold(14)
     run.wait_for("joined", lambda event: True, survivor)
     if victim == 0:
-        # Its old command finds the run in use, and leaves the file alone by which nodes join.
+        # Its old command finds the run in use, once the survivor holds its lock, and leaves the file alone by which
+        # nodes join.
+        run.wait_until(run.directory.is_running, "the run's lock")
         agents = run.directory.agents.read_bytes()
         second_start = run.train(node, "2", "1")
         assert second_start.wait(60) == 2, second_start.text
