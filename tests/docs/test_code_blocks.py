@@ -105,8 +105,12 @@ def code_blocks(markdown: str) -> list[Block]:
 
 
 def commands(console: str) -> list[str]:
-    """The commands of a console block; one that ends in a backslash goes on in the next line."""
-    return re.findall(r"^\$ ((?:.*\\\n)*.*)$", console, flags=re.MULTILINE)
+    """The commands of a console block; one that ends in a backslash goes on in the next line, and a loop is several."""
+    found = []
+    for command in re.findall(r"^\$ ((?:.*\\\n)*.*)$", console, flags=re.MULTILINE):
+        loop = re.fullmatch(r"for (\w+) in ([\w ]+); do ([^;&|]+); done", command)
+        found += [command] if loop is None else [loop[3].replace(f"${loop[1]}", each) for each in loop[2].split()]
+    return found
 
 
 def words_of(command: str) -> list[str]:
@@ -206,6 +210,7 @@ x = 1
        --second
    output
    $ third
+   $ for w in 1 2; do fourth $w --at run-$w; done
    ```
 
 <!-- dry run: a further strategy -->
@@ -217,7 +222,7 @@ $ paceline train fashion-mnist --max-steps 0
     assert (titled.dry_run, indented.dry_run, further.dry_run) == (None, None, "a further strategy")
     assert (titled.language, titled.title, titled.not_run, titled.text) == ("python", "a.py", None, "x = 1\n")
     assert (indented.language, indented.not_run, indented.line) == ("console", "needs a GPU", 9)
-    assert commands(indented.text) == ["first \\\n    --second", "third"]
+    assert commands(indented.text) == ["first \\\n    --second", "third", "fourth 1 --at run-1", "fourth 2 --at run-2"]
 
 
 @pytest.mark.parametrize(
