@@ -130,7 +130,7 @@ class _PendingRequest:
         self.lost_replicas = 0
 
 
-class _LargeRequest:
+class _DividedRequest:
     """A request of more rows than a batch.
 
     Attributes:
@@ -242,14 +242,14 @@ class Batcher:
         max_batch = self._options.max_batch
         if rows <= max_batch:
             return self._enqueue(inputs)
-        large = _LargeRequest(inputs, rows)
+        large = _DividedRequest(inputs, rows)
         self.waiting_rows += rows
         answer = asyncio.ensure_future(self._compute_large(large))
         # A task that is cancelled before it starts cannot do this itself.
         answer.add_done_callback(lambda _: self._drop_large(large))
         return answer
 
-    async def _compute_large(self, large: _LargeRequest) -> dict[str, Array]:
+    async def _compute_large(self, large: _DividedRequest) -> dict[str, Array]:
         """Compute a request of many batches; a few pieces at a time are in the queue, as each takes memory."""
         for start in range(0, large.rows, self._options.max_batch):
             piece = {name: array[start : start + self._options.max_batch] for name, array in large.inputs.items()}
@@ -262,7 +262,7 @@ class Batcher:
             large.add(await large.pieces[0])
         return large.outputs
 
-    def _drop_large(self, large: _LargeRequest) -> None:
+    def _drop_large(self, large: _DividedRequest) -> None:
         self.waiting_rows -= large.unqueued_rows
         large.unqueued_rows = 0
         for piece in large.pieces:
