@@ -29,10 +29,12 @@ from tests.lab.warm_start import WarmStarts, is_template
 from paceline.core.owned_names import SHARED_MEMORY, remove_leftovers
 from paceline.launch.local import bound_loopback_socket
 
-# A shell starts what it runs in the background with SIGINT ignored, and every process of these tests would
-# inherit that: Ctrl-C could not be tried.
+# A shell starts what it runs in the background with SIGINT and SIGQUIT ignored, and every process of these tests
+# would inherit that: Ctrl-C and Ctrl-\ could not be tried.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # A process without buffers writes a line in pieces, between which those of other processes fall.
 os.environ.pop("PYTHONUNBUFFERED", None)
