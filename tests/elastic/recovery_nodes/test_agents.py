@@ -52,6 +52,14 @@ def test_a_worker_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     assert started["world_size"] == 3  # and nobody went back to a checkpoint
 
 
+def holds_lock(run: Run, process: NodeProcess) -> bool:
+    """Whether it has taken the run's lock, which what is left of a killed agent may still hold."""
+    file = str(run.directory.lock.stat().st_ino)
+    locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    holders = [words[4] for words in locks if words[1] == "FLOCK" and words[5].endswith(f":{file}")]
+    return str(process.tree()[0].pid) in holders
+
+
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     processes = run.begin(nproc="1")
@@ -64,7 +72,7 @@ def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> No
     if victim == 0:
         # Its old command finds the run in use, once the survivor holds its lock, and leaves the file alone by which
         # nodes join.
-        run.wait_until(run.directory.is_running, "the run's lock")
+        run.wait_until(lambda: holds_lock(run, survivor), "the run's lock")
         agents = run.directory.agents.read_bytes()
         second_start = run.train(node, "2", "1")
         assert second_start.wait(60) == 2, second_start.text
