@@ -105,7 +105,7 @@ def code_blocks(markdown: str) -> list[Block]:
 
 
 def commands(console: str) -> list[str]:
-    """The commands of a console block; one that ends in a backslash goes on in the next line, and a loop is several."""
+    """Return the commands of a console block: those of several lines as one, and each turn of a loop by itself."""
     found = []
     for command in re.findall(r"^\$ ((?:.*\\\n)*.*)$", console, flags=re.MULTILINE):
         loop = re.fullmatch(r"for (\w+) in ([\w ]+); do ([^;&|]+); done", command)

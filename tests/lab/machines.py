@@ -211,7 +211,7 @@ class Node:
         self.lab.switch.run(f"ip link set {self._port} up")
 
     def cut_from(self, *others: Node) -> None:
-        """Lose all packets between this node and these others, both ways; nobody is told."""
+        """Lose all packets between this node and these others, both ways, as a cable that is cut does."""
         for one, other in ((one, other) for node in others for one, other in ((self, node), (node, self))):
             one._command(f"ip neigh replace {other.address} lladdr {_NOBODYS_MAC} nud permanent dev eth0")
 

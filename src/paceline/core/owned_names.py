@@ -48,6 +48,12 @@ class Owner:
         start = _start_time(pid)
         return None if start is None else cls(pid, start, _namespace(), _scope(tempfile.gettempdir()))
 
+    @classmethod
+    def parse(cls, name: str) -> Owner | None:
+        """Return the owner that a file's name begins with; None if it begins with none."""
+        match = _NAME.match(name)
+        return None if match is None else cls(*(int(digits, 16) for digits in match.groups()))
+
     @property
     def prefix(self) -> str:
         """What all its names begin with."""
@@ -132,9 +138,9 @@ def leftovers(temporary: str | None = None, *, everywhere: bool = False) -> list
     return [path for path, owner in _names(temporary) if owner.has_ended and (everywhere or owner.scope == scope)]
 
 
-def remove_leftovers(temporary: str | None = None, *, everywhere: bool = False) -> list[Path]:
+def remove_leftovers(temporary: str | None = None) -> list[Path]:
     """Remove and return :func:`leftovers`. A job calls it when it starts, and when its processes have ended."""
-    found = leftovers(temporary, everywhere=everywhere)
+    found = leftovers(temporary)
     remove_names(found)
     return found
 
@@ -148,10 +154,10 @@ def _names(temporary: str | None = None) -> Iterator[tuple[Path, Owner]]:
     for place in dict.fromkeys(filter(None, places)):
         with suppress(OSError), os.scandir(place) as entries:
             for entry in entries:
-                match = _NAME.match(entry.name)
+                owner = Owner.parse(entry.name)
                 with suppress(OSError):
-                    if match is not None and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
-                        yield Path(entry.path), Owner(*(int(digits, 16) for digits in match.groups()))
+                    if owner is not None and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        yield Path(entry.path), owner
 
 
 def remove_names(paths: list[Path]) -> None:
@@ -167,13 +173,12 @@ def remove_names(paths: list[Path]) -> None:
 
 
 def _remove_torch_memory(member: str) -> None:
-    match = _NAME.match(member)
-    if match is not None:
-        owner = Owner(*(int(digits, 16) for digits in match.groups()))
-        if _start_time(owner.pid) in (None, owner.start):  # otherwise the number is another process's by now
-            for segment in SHARED_MEMORY.glob(f"torch_{owner.pid}_*"):
-                with suppress(OSError):
-                    segment.unlink()
+    owner = Owner.parse(member)
+    # If another process has the number by now, the memory is that one's.
+    if owner is not None and _start_time(owner.pid) in (None, owner.start):
+        for segment in SHARED_MEMORY.glob(f"torch_{owner.pid}_*"):
+            with suppress(OSError):
+                segment.unlink()
 
 
 def _start_time(pid: int, *, zombie: bool = True) -> int | None:

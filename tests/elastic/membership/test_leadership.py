@@ -409,7 +409,7 @@ def test_the_largest_connected_set_continues_while_pairs_are_cut_and_all_once_th
             # Nodes may have been removed before the last pairs were cut.
             nodes = agent.committed.nodes if agent.committed and agent.role != "out" else ()
             if 2 * sum(frozenset((name, node)) not in cut for node in nodes) > len(nodes):
-                assert leaders, f"nobody continues without {cut}"
+                assert leaders, f"no node leads with the cuts {cut}"
         if leaders:
             world.form_largest(cut)
             [acting] = world.acting()
