@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from paceline.core.callback import BatchInfo
 from paceline.core.environment import detect_environment
 from paceline.core.files import write_atomically
 from paceline.core.task import Defaults, Task
@@ -149,6 +151,44 @@ class Timed(Task):
         if done and (not dist.is_initialized() or dist.get_rank() == 0):
             self.probe.write(Path(self.report), float(loss.detach()))
         return loss
+
+
+@dataclass
+class Stamped(Task):
+    """Mixed into a task, rank 0 notes when each step begins.
+
+    Attributes:
+        stamps: the file that rank 0 appends to: CLOCK_MONOTONIC seconds, doubles of 8 bytes.
+    """
+
+    stamps: str = "stamps"
+
+    defaults: ClassVar[Defaults] = Defaults()
+
+    def __post_init__(self) -> None:
+        self._is_first = detect_environment().rank == 0
+        self._step = -1
+
+    def build_dataset(self, split: str) -> Any:
+        """The built-in task's training split; no other, so that there is no evaluation."""
+        return super().build_dataset(split) if split == "train" else None
+
+    def on_batch_begin(self, info: BatchInfo) -> None:
+        """Note the time of a new step's first micro-batch."""
+        if self._is_first and info.step != self._step:
+            self._step = info.step
+            with open(self.stamps, "ab", buffering=0) as file:
+                file.write(struct.pack("d", time.monotonic()))
+
+
+@dataclass
+class StampedConvNet(Stamped, FashionMNIST):
+    """Fashion-MNIST by the two-layer ConvNet."""
+
+
+@dataclass
+class StampedMLP(Stamped, FashionMNISTMLP):
+    """Fashion-MNIST by the 784-32-10 MLP."""
 
 
 @dataclass

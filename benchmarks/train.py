@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,12 @@ from benchmarks.results import (
     BenchComparison,
     BenchResult,
     Progress,
+    compare,
     measure,
+    sample_printer,
 )
 from benchmarks.rounds import BenchCommand, Sample, Variant, read_json, read_report
+from benchmarks.turns import STAMPS, take_turns
 from benchmarks.workloads import (
     BATCH_SIZE,
     CONVNET,
@@ -169,23 +173,45 @@ def bench_overhead(*, rounds: int, steps: int | None, progress: Progress) -> Ben
     return _result("overhead", {"rounds": rounds, **_steps_of([workload])}, [comparison])
 
 
-def bench_guard(*, rounds: int, steps: int | None, progress: Progress) -> BenchResult:
+def bench_guard(*, rounds: int, turns: int, turn_s: float = 1.0, progress: Progress) -> BenchResult:
     """What the purity guard costs, its first two checks in the warm-up. Ratios are to ``--purity off``.
+
+    The two runs take turns (:mod:`benchmarks.turns`), since the guard costs less than the machine's speed changes
+    between two runs.
+
+    Args:
+        rounds: how often each is measured.
+        turns: of each run in a round.
+        turn_s: seconds of a turn.
+        progress: shows each round.
 
     Raises:
         ConfigError: a number is out of range.
         LaunchError: a process failed.
     """
-    _check(rounds=rounds, steps=steps)
-    workloads = _resized([CONVNET, MLP], steps, None)
+    _check(rounds=rounds, turns=turns)
     comparisons = []
-    for workload in workloads:
+    for workload, task in ((CONVNET, "StampedConvNet"), (MLP, "StampedMLP")):
         contenders = [
-            _option_contender(workload, purity, title, purity=purity)
+            Variant(name=purity, title=title, commands=functools.partial(_stamped_commands, task, purity))
             for purity, title in (("off", "no guard"), ("warn", "the purity guard"))
         ]
-        comparisons.append(measure(workload.title, [MS_PER_STEP], contenders, rounds, progress))
-    return _result("guard", {"rounds": rounds, **_steps_of(workloads)}, comparisons)
+        samples = take_turns(
+            contenders,
+            warmup=workload.warmup,
+            rounds=rounds,
+            turns=turns,
+            turn_s=turn_s,
+            on_sample=sample_printer(workload.title, MS_PER_STEP, rounds, progress),
+        )
+        comparisons.append(compare(workload.title, [MS_PER_STEP], contenders, samples))
+    return _result("guard", {"rounds": rounds, "turns": turns, "turn_s": turn_s}, comparisons)
+
+
+def _stamped_commands(task: str, purity: str, directory: Path) -> Sequence[BenchCommand]:
+    options = {"--nproc": RANKS, "--microbatches": RANKS, "--epochs": 1000, "--purity": purity}
+    fields = {"stamps": directory / STAMPS}
+    return [BenchCommand(train_command(f"benchmarks.tasks:{task}", directory, options, fields))]
 
 
 def bench_memory(*, rounds: int, progress: Progress) -> BenchResult:
@@ -351,9 +377,12 @@ def _steps_of(workloads: Sequence[Workload]) -> dict[str, dict[str, int]]:
     }
 
 
-def _check(*, rounds: int, steps: int | None = None, warmup: int | None = None, microbatches: int = RANKS) -> None:
-    if rounds < 1:
-        raise ConfigError(f"--rounds must be at least 1, but is {rounds}.")
+def _check(
+    *, rounds: int, turns: int = 1, steps: int | None = None, warmup: int | None = None, microbatches: int = RANKS
+) -> None:
+    for option, number in (("rounds", rounds), ("turns", turns)):
+        if number < 1:
+            raise ConfigError(f"--{option} must be at least 1, but is {number}.")
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps must be at least 1, but is {steps}.")
     if warmup is not None and warmup < 0:

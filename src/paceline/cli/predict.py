@@ -29,7 +29,6 @@ def predict(
     output: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     nproc: int = 1,
     chunk: int = 1024,
-    max_batch: int = 32,
     devices: str = "cpu",
     program: Literal["auto", "pt2", "onnx"] = "auto",
     task: str = "",
@@ -57,8 +56,6 @@ def predict(
         Processes that predict; with a server, the number of connections.
     chunk
         Rows that are predicted and saved together.
-    max_batch
-        Rows per batch, with a package.
     devices
         Devices of a package's processes, in turn: cpu, or cuda:0,cuda:1.
     program
@@ -72,7 +69,7 @@ def predict(
     json
         Print JSON.
     """
-    for option, value in (("nproc", nproc), ("chunk", chunk), ("max-batch", max_batch)):
+    for option, value in (("nproc", nproc), ("chunk", chunk)):
         if value < 1:
             raise ConfigError(f"--{option} must be at least 1, but is {value}.")
     for path in (*inputs, *([] if output is None else [output])):
@@ -96,16 +93,9 @@ def predict(
     else:
         opened = open_model(model, program=program, task=task)
         spec = opened.spec
-        options = ServingOptions(
-            replicas=nproc, devices=tuple(devices.split(",")), max_batch=max_batch, max_queue=UNBOUNDED
-        )
+        options = ServingOptions(replicas=nproc, devices=tuple(devices.split(",")), max_queue=UNBOUNDED, exact=True)
         engine = replicas(opened, options)
-        job = {
-            "digest": opened.source.digest,
-            "kind": opened.source.kind,
-            "task": task,
-            "max_batch": max_batch,
-        }
+        job = {"digest": opened.source.digest, "kind": opened.source.kind, "task": task}
     rows = read_rows(inputs, spec)
     with _progress(len(rows.names), quiet=json) as on_rows:
         if output is not None and not is_piped:

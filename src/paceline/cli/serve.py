@@ -44,6 +44,7 @@ def serve(
     max_batch: Annotated[int, _COMMON] = 32,
     max_queue: Annotated[int, _COMMON] = 256,
     timeout: Annotated[str, _COMMON] = "30s",
+    exact: Annotated[bool, _COMMON] = False,
     trust: Annotated[bool, _COMMON] = False,
     on: Annotated[Literal["embedded", "ray", "kserve"], _COMMON] = "embedded",
     json: Annotated[bool, _COMMON] = False,
@@ -87,6 +88,9 @@ def serve(
         Rows that may wait, fewer while the server is slow; further requests get 429 and Retry-After.
     timeout
         Time limit of a request; a request may set a shorter one (Request-Timeout-Ms).
+    exact
+        Answer a row with the same bits whatever else the server computes with it: batches have sizes at which that was
+        proved when the model was loaded.
     trust
         Trust these packages' pt2 programs from now on; loading one can run any code.
     on
@@ -140,6 +144,7 @@ def serve(
         startup_timeout_s=parse_duration_s(startup_timeout, "startup_timeout"),
         hang_timeout_s=parse_duration_s(hang_timeout, "hang_timeout"),
         drain_delay_s=parse_duration_s(drain_delay, "drain_delay"),
+        exact=exact,
     )
     if on == "kserve":
         if grpc_port is not None or token_file is not None or (host, port) != (_HOST, _PORT):

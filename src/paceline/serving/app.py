@@ -29,6 +29,7 @@ from paceline.serving.protocol import (
     SERVER_NAME,
     Headers,
     build_response,
+    exact_headers,
     find_deployment,
     model_metadata,
     parse_request,
@@ -502,8 +503,8 @@ class App:
             future = deployment.submit(request.inputs)
             outputs = await _await_result(min(times), future, scope)
             if is_large or sum(array.nbytes for array in outputs.values()) > LARGE_BYTES:
-                return 200, *await bodies.run(build_response, deployment.spec, request, outputs)
-            return 200, *build_response(deployment.spec, request, outputs)
+                return 200, *await bodies.run(build_response, deployment, request, outputs)
+            return 200, *build_response(deployment, request, outputs)
 
     def _check_head(self, headers: Mapping[bytes, bytes], deployment: Deployment) -> None:
         """Refuse a request before its body is read, since an overloaded server has little time."""
@@ -529,7 +530,8 @@ class App:
             outputs = await _await_result(timeout_s, deployment.submit(inputs), scope)
         spec = deployment.spec
         predictions = list(table_records(outputs, spec, other_columns, 0))
-        return _json({"model_name": spec.name, "model_version": spec.version, "predictions": predictions})
+        answer = {"model_name": spec.name, "model_version": spec.version, "predictions": predictions}
+        return 200, [JSON_TYPE, *exact_headers(deployment)], orjson.dumps(answer)
 
     async def _load(self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str) -> Answer:
         self._access.check_admin(scope, headers)

@@ -20,13 +20,16 @@ from paceline.serving.app import Models
 from paceline.serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
 from paceline.serving.model import DATATYPES, Arrays, ModelSpec, ServingOptions
 from paceline.serving.protocol import (
+    EXACT,
     SERVER_NAME,
     InferRequest,
+    describe_exact,
     find_deployment,
     model_metadata,
     parse_document,
     require_version,
 )
+from paceline.serving.replicas import Deployment
 from paceline.serving.request_bodies import LARGE_BYTES
 
 # --- Protobuf messages: requests checked by the same rules as JSON, and answers ---
@@ -156,16 +159,19 @@ def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(parameters[name], kind) for name, kind in choices.items() if kind is not None}
 
 
-def build_message(spec: ModelSpec, request: InferRequest, outputs: Arrays, *, raw: bool) -> Any:
+def build_message(deployment: Deployment, request: InferRequest, outputs: Arrays, *, raw: bool) -> Any:
     """Build a ``ModelInferResponse``.
 
     Args:
-        spec: of the model.
+        deployment: of the model.
         request: the request.
         outputs: of the model.
         raw: send tensors as bytes, like the request's; else in ``contents`` if that can hold them.
     """
+    spec = deployment.spec
     answer = service_pb2.ModelInferResponse(model_name=spec.name, model_version=spec.version, id=request.id or "")
+    if deployment.exact_sizes:
+        answer.parameters[EXACT].string_param = describe_exact(deployment)
     datatypes = {name: DATATYPES[outputs[name].dtype.name] for name in request.outputs}
     raw = raw or not _FIELDS.keys() >= set(datatypes.values())
     for name, datatype in datatypes.items():
@@ -326,8 +332,8 @@ class Service:
             status = 200
             build = partial(build_message, raw=bool(message.raw_input_contents))
             if is_large:
-                return await bodies.run(build, deployment.spec, request, outputs)
-            return build(deployment.spec, request, outputs)
+                return await bodies.run(build, deployment, request, outputs)
+            return build(deployment, request, outputs)
         except RequestFailure as failure:
             status = failure.status
             raise

@@ -62,6 +62,7 @@ class ServingOptions:
         startup_timeout_s: how long a replica may take to load its model.
         hang_timeout_s: a replica that computes one batch for longer is killed.
         threads: CPU threads of a replica.
+        exact: answer a row with the same bits whatever else is in its batch (:mod:`paceline.serving.exact`).
     """
 
     replicas: int = 1
@@ -76,6 +77,7 @@ class ServingOptions:
     startup_timeout_s: float = 120.0
     hang_timeout_s: float = 60.0
     threads: int = 1
+    exact: bool = False
 
     def __post_init__(self) -> None:
         self._check("replicas", self.replicas, 1, _MAX_REPLICAS)
@@ -91,6 +93,8 @@ class ServingOptions:
             kind, _, index = device.partition(":")
             if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or device == "cuda:":
                 raise ConfigError(f"--devices must be cpu, cuda or cuda:N, but is {device!r}.")
+        if self.exact and len({device.partition(":")[0] for device in self.devices}) > 1:
+            raise ConfigError("--exact: a CPU and a GPU compute other bits. Give --devices of one kind.")
 
     def words(self) -> tuple[str, ...]:
         """Return the options that are not the default as command-line arguments, without replicas and devices."""
@@ -104,6 +108,8 @@ class ServingOptions:
                 words += [f"--{name.replace('_', '-')}", f"{1000 * seconds:.15g}ms"]
         if self.max_body_bytes != ServingOptions.max_body_bytes:
             words += ["--max-body", str(self.max_body_bytes // 2**20)]
+        if self.exact:
+            words.append("--exact")
         return tuple(words)
 
     def _check(self, name: str, value: Any, least: float, most: float) -> None:

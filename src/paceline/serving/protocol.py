@@ -465,10 +465,16 @@ _PIECE_ELEMENTS = 32 * 1024
 Headers = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
+EXACT = "exact_batch_sizes"
+"""The parameter of a model's metadata, and of a gRPC response, if bits do not depend on the other requests."""
+
+EXACT_HEADER = b"paceline-exact-batch-sizes"
+"""The same in a response by HTTP."""
 
 
-def build_response(spec: ModelSpec, request: InferRequest, outputs: Arrays) -> tuple[Headers, bytes]:
+def build_response(deployment: Deployment, request: InferRequest, outputs: Arrays) -> tuple[Headers, bytes]:
     """Return the headers and the body of an answer; NaN and infinities are null in JSON."""
+    spec = deployment.spec
     entries = []
     binary: list[bytes] = []
     for name, in_binary in request.outputs.items():
@@ -486,10 +492,10 @@ def build_response(spec: ModelSpec, request: InferRequest, outputs: Arrays) -> t
         document["id"] = request.id
     header = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     if not binary:
-        return [JSON_TYPE], header
+        return [JSON_TYPE, *exact_headers(deployment)], header
     length = str(len(header)).encode()
     headers = [(b"content-type", b"application/octet-stream"), (b"inference-header-content-length", length)]
-    return headers, b"".join((header, *binary))
+    return headers + exact_headers(deployment), b"".join((header, *binary))
 
 
 def _json_list(flat: Array) -> Array | orjson.Fragment:
@@ -510,6 +516,17 @@ def _bytes_of(array: Array) -> bytes:
 
 
 SERVER_NAME = "paceline"
+
+
+def describe_exact(deployment: Deployment) -> str:
+    """Return the sizes of the batches of ``--exact``, such as "32,16"; empty without it."""
+    return ",".join(map(str, deployment.exact_sizes))
+
+
+def exact_headers(deployment: Deployment) -> Headers:
+    """Return the header of responses that tells the sizes; none without ``--exact``."""
+    sizes = describe_exact(deployment)
+    return [(EXACT_HEADER, sizes.encode())] if sizes else []
 
 
 def find_deployment(deployments: Mapping[str, Deployment], name: str, version: str | None = None) -> Deployment:
@@ -546,7 +563,12 @@ def model_metadata(deployment: Deployment) -> dict[str, Any]:
         ]
         for side, specs in (("inputs", spec.inputs), ("outputs", spec.outputs))
     }
-    parameters = {"labels": spec.labels, "label": spec.label, "probabilities": spec.probabilities}
+    parameters = {
+        "labels": spec.labels,
+        "label": spec.label,
+        "probabilities": spec.probabilities,
+        EXACT: deployment.exact_sizes,
+    }
     return {
         "name": spec.name,
         "versions": [spec.version],

@@ -65,6 +65,8 @@ class RayServeOptions:
                     "nodes, with --ray-address HOST:PORT or auto."
                 )
             parse_endpoint(address, "--ray-address")
+        if options.exact:
+            raise ConfigError("--exact is not supported by --on ray: its nodes may compute other bits.")
         if len(set(options.devices)) > 1 or ":" in options.devices[0]:
             raise ConfigError(
                 f"--devices {','.join(options.devices)}: must be cpu or cuda with --on ray, which gives each "
@@ -266,6 +268,7 @@ class RayDeployment(Deployment):
             "device": device,
             "threads": self._options.threads,
             "max_batch": self._options.max_batch,
+            "exact": False,
         }
         deployment = serve.deployment(RayServeReplica).options(
             name=_DEPLOYMENT, ray_actor_options=self._resources(device), **self._settings()

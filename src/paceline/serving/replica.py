@@ -19,6 +19,7 @@ import msgspec
 from paceline.core.errors import ConfigError, PacelineError, PackageError
 from paceline.runs.package import Package, read_manifest
 from paceline.serving import frames
+from paceline.serving.exact import ExactServable
 from paceline.serving.model import Array, Arrays, ModelLocation, ModelSpec, Servable, example
 
 # --- Loading of models. Torch and onnxruntime are imported only when a model needs them ---
@@ -177,7 +178,8 @@ def _load_and_serve(channel: socket.socket) -> int:
         traceback.print_exc()
         frames.send(channel, frames.encode({"failed": f"{type(error).__name__}: {error}"}))
         return 1
-    frames.send(channel, frames.encode({"ready": os.getpid()}))
+    sizes = servable.example_sizes if isinstance(servable, ExactServable) else ()
+    frames.send(channel, frames.encode({"ready": os.getpid(), "exact_sizes": sizes}))
     while True:
         request = frames.receive(channel)
         if request is None:
@@ -212,6 +214,8 @@ def load_warm(header: Mapping[str, Any]) -> Servable:
 
         torch.set_num_threads(header["threads"])
     servable = load(ModelLocation(**header["source"]), spec, header["device"])
+    if header["exact"]:
+        servable = ExactServable(servable, spec)
     # The first calls allocate memory and choose kernels, which clients should not wait for.
     for rows in (1, header["max_batch"]):
         servable.predict({name: example(tensor, rows) for name, tensor in spec.inputs.items()})

@@ -201,7 +201,10 @@ class ReplicaProcess:
 
     Attributes:
         in_flight: batches that it was sent and has not answered.
+        exact_sizes: with ``--exact``, the sizes of the batches that it computes.
     """
+
+    exact_sizes: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -293,6 +296,7 @@ class ReplicaProcess:
             "device": device,
             "threads": options.threads,
             "max_batch": options.max_batch,
+            "exact": options.exact,
         }
         try:
             self._writer.writelines(frames.encode(header))
@@ -303,6 +307,7 @@ class ReplicaProcess:
             ) from None
         if "failed" in answer:
             raise ServingError(f"{spec.name} cannot be loaded: {answer['failed']}")
+        self.exact_sizes = tuple(answer["exact_sizes"])
 
     async def _receive(self) -> tuple[dict[str, Any], dict[str, Array]]:
         lengths = await self._reader.readexactly(frames.LENGTHS.size)

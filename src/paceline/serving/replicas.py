@@ -37,7 +37,10 @@ class Deployment(ABC):
         spec: for clients.
         batcher: with the queue.
         restarts: number of replicas that died and were restarted.
+        exact_sizes: with ``--exact``, the sizes of the batches that replicas compute, the largest first.
     """
+
+    exact_sizes: tuple[int, ...] = ()
 
     def __init__(self, model: ServedModel, options: ServingOptions, observer: DeploymentEvents) -> None:
         self.spec = model.spec
@@ -87,9 +90,14 @@ class LocalDeployment(Deployment):
         started = await asyncio.gather(*map(self._start_replica, devices), return_exceptions=True)
         replicas = [replica for replica in started if isinstance(replica, ReplicaProcess)]
         failures = [failure for failure in started if isinstance(failure, BaseException)]
+        if len({replica.exact_sizes for replica in replicas}) > 1:
+            failures.append(
+                ServingError(f"{self.spec.name}: --exact: the devices compute other bits. Use devices of one model.")
+            )
         if failures:
             await asyncio.gather(*(replica.end() for replica in replicas))
             raise failures[0]
+        self.exact_sizes = replicas[0].exact_sizes
         for replica, device in zip(replicas, devices, strict=True):
             self.batcher.add(replica)
             self._keep_alive_tasks.append(asyncio.create_task(self._keep_alive(replica, device)))
