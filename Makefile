@@ -63,6 +63,10 @@ chaos: install ## Train Fashion-MNIST under 50 faults, and prove that nothing is
 	@$(BIN)/paceline chaos fashion-mnist --nproc 4 --faults 50 --kinds kill,stop,leave,join --seed 1 \
 		--max-steps 400 $(ARGS)
 
+.PHONY: fuzz
+fuzz: install-dev ## Send damaged requests, packages, runs and options for some minutes (ARGS="--minutes 30")
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+
 .PHONY: docs
 docs: install-dev ## Build the documentation into site/ (ARGS=serve shows it while you write)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --strict --quiet)

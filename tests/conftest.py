@@ -144,7 +144,8 @@ class Processes:
 
 
 @contextmanager
-def _processes_in(directory: Path) -> Iterator[Processes]:
+def processes_in(directory: Path) -> Iterator[Processes]:
+    """Start commands in a directory, which end with the context."""
     processes = Processes(directory)
     try:
         yield processes
@@ -155,21 +156,21 @@ def _processes_in(directory: Path) -> Iterator[Processes]:
 @pytest.fixture
 def run_processes(tmp_path: Path) -> Iterator[Processes]:
     """Start commands under ``tmp_path``; see :class:`Processes`."""
-    with _processes_in(tmp_path) as processes:
+    with processes_in(tmp_path) as processes:
         yield processes
 
 
 @pytest.fixture(scope="module")
 def module_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """The same for a whole module, whose tests look at what one run did."""
-    with _processes_in(tmp_path_factory.mktemp("module")) as processes:
+    with processes_in(tmp_path_factory.mktemp("module")) as processes:
         yield processes
 
 
 @pytest.fixture(scope="session")
 def session_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """The same for all tests, as of a server that many of them ask."""
-    with _processes_in(tmp_path_factory.mktemp("session")) as processes:
+    with processes_in(tmp_path_factory.mktemp("session")) as processes:
         yield processes
 
 

@@ -237,4 +237,8 @@ def _recorded_task(run_toml: Path) -> dict[str, Any]:
     task = tomllib.loads(run_toml.read_text(encoding="utf-8")).get("task")
     if not isinstance(task, dict) or "spec" not in task:
         return {}
-    return {"task": task["spec"], "set": tuple(f"{n}={v}" for n, v in task.get("fields", {}).items())}
+    fields = task.get("fields")
+    return {
+        "task": task["spec"],
+        "set": tuple(f"{n}={v}" for n, v in fields.items()) if isinstance(fields, dict) else (),
+    }

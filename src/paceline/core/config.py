@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import tomllib
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.errors import ConfigError
+from paceline.core.files import parse_toml
 from paceline.core.options import (
     Requirement,
     at_least,
@@ -527,12 +527,15 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing, is not TOML, or contains an unknown option.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = parse_toml(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: there is no such file.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
-    return check_keys(document.get("config", document), str(path))
+    options = document.get("config", document)
+    if not isinstance(options, dict):
+        raise ConfigError(f"--config {path}: config must be a table of options.")
+    return check_keys(options, str(path))
 
 
 def non_defaults(config: RunConfig) -> dict[str, Any]:

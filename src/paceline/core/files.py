@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import stat
+import tomllib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -97,6 +98,30 @@ def read_document(path: Path, limit: int = _MAX_DOCUMENT_BYTES) -> bytes:
     return content
 
 
+def parse_json(content: bytes | str, **options: Any) -> Any:
+    """Parse JSON that anything may have written; ``options`` are those of ``json.loads``.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(content, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Parse TOML that anything may have written.
+
+    Raises:
+        ValueError: it is not TOML, or nested too deeply.
+    """
+    try:
+        return tomllib.loads(content.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json_lines(path: Path, *, errors: Literal["strict", "replace"] = "strict") -> list[dict[str, Any]]:
     """Return the records that a JSONL file has now, without torn lines; none if the file is missing.
 
@@ -117,8 +142,8 @@ def read_json_lines(path: Path, *, errors: Literal["strict", "replace"] = "stric
     records = []
     for line in lines:
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = parse_json(line)
+        except ValueError:
             continue
         if isinstance(record, dict):
             records.append(record)

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import time
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 import tomli_w
 
 from paceline.core.config import RunConfig, check_keys, non_defaults
+from paceline.core.errors import ConfigError
+from paceline.core.files import parse_json, parse_toml, read_document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +62,23 @@ class WorkerConfig:
         """Read a job.
 
         Raises:
-            ConfigError: an option is unknown or wrong.
+            ConfigError: the file is damaged, or an option is unknown or wrong.
         """
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-        fields = document.get("fields")
-        return cls(
-            config=RunConfig(**check_keys(document["config"], str(path))),
-            explicit_options=frozenset(document["explicit_options"]),
-            fields=None if fields is None else json.loads(fields),
-            quiet=document["quiet"],
-            supervised=document["supervised"],
-            world_size=document.get("world_size"),
-            started=document["started"],
-            trial_scheduler=document.get("trial_scheduler"),
-        )
+        try:
+            document = parse_toml(read_document(path))
+            fields = document.get("fields")
+            return cls(
+                config=RunConfig(**check_keys(document["config"], str(path))),
+                explicit_options=frozenset(document["explicit_options"]),
+                fields=None if fields is None else parse_json(fields),
+                quiet=document["quiet"],
+                supervised=document["supervised"],
+                world_size=document.get("world_size"),
+                started=document["started"],
+                trial_scheduler=document.get("trial_scheduler"),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"the job file {path} is damaged: {error!r:.200}. Start the run again.") from error
 
 
 def default_run_path(spec: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import RunDirectoryError
+from paceline.core.files import parse_json, read_document
 from paceline.data.ledger import LedgerEntry, read_ledger
 from paceline.data.order import DeterministicSampler, with_saved_sizes
 
@@ -463,7 +463,7 @@ class _LineageAuditor:
 
 def _result_steps(run: RunDirectory) -> int | None:
     try:
-        result = json.loads(run.result.read_bytes())
+        result = parse_json(read_document(run.result))
         steps = result["steps"]
     except FileNotFoundError:
         return None

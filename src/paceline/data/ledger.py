@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from paceline.core.errors import RunDirectoryError, RunDirectoryWriteError, UserError
-from paceline.core.files import fsync_directory
+from paceline.core.files import fsync_directory, open_regular
 from paceline.core.options import Shuffle
 from paceline.data.order import DeterministicSampler
 
@@ -176,7 +176,7 @@ def generations(directory: Path) -> list[int]:
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the complete lines of a file; a crash or an active writer leaves an incomplete last one."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for line in file:
                 if line.endswith(b"\n"):
                     yield line

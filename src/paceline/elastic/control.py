@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from paceline.core.errors import ConfigError, PacelineError, RunDirectoryError
-from paceline.core.files import write_atomically
+from paceline.core.files import parse_json, read_document, write_atomically
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.owned_names import make_directory
 from paceline.elastic.controller import Controller, JobController
@@ -158,7 +158,7 @@ class ControlSocket:
         self._clients.clear()
         with suppress(OSError, ValueError, KeyError, TypeError):
             # Another node's agent may lead by now, and have written its own file.
-            if json.loads(self._address_file.read_bytes())["socket"] == str(self._socket_directory / _NAME):
+            if parse_json(read_document(self._address_file))["socket"] == str(self._socket_directory / _NAME):
                 self._address_file.unlink()
         shutil.rmtree(self._socket_directory, ignore_errors=True)
 
@@ -217,7 +217,7 @@ class AgentConnection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_ANSWER_S)
         try:
-            path = json.loads(directory.agent.read_bytes())["socket"]
+            path = parse_json(read_document(directory.agent))["socket"]
             self._socket.connect(path)
             if _user_of(self._socket) != os.geteuid():
                 raise PermissionError("it is another user's")

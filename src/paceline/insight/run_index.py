@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import secrets
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from paceline.core.errors import RunDirectoryError
-from paceline.core.files import open_regular
+from paceline.core.files import open_regular, parse_json
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import (
     FOREIGN,
@@ -140,7 +139,7 @@ class Curves:
 
     def _read(self, line: bytes) -> None:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             step = int(record["step"])
             if record["kind"] == "train":
                 rows = record.get("ranks")

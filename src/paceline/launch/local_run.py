@@ -150,7 +150,7 @@ def _launch_once(asked: WorkerConfig, *, joins: bool) -> tuple[int, RunDirectory
         raise directory.unwritable(error) from error
     code = launcher.submit(rendered).wait()
     if code in STOPPED and job.supervised and not job.quiet:
-        last = directory.read_intact_events()[-1:]
+        last = directory.read_events()[-1:]
         # Interrupted before its ranks had met, a job has saved nothing.
         if last and last[0]["event"] == "stopped":
             print(f"paceline: {describe_stop(last[0], directory)}", file=sys.stderr)

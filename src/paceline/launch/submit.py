@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 from paceline.core.config import RunConfig, non_defaults, to_flags
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.files import write_atomically
+from paceline.core.files import parse_json, read_document, write_atomically
 from paceline.core.job import default_run_path
 from paceline.core.option_sets import select
 from paceline.core.options import parse_interval
@@ -191,7 +191,7 @@ def read_records() -> list[JobRecord]:
     records = []
     for path in jobs_directory().glob("*.json"):
         try:
-            values = json.loads(path.read_bytes())
+            values = parse_json(read_document(path))
             records.append(JobRecord(**{**values, "command": tuple(values["command"])}))
         except (OSError, ValueError, TypeError, KeyError):
             continue

@@ -23,7 +23,6 @@ import json
 import secrets
 import threading
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -33,7 +32,16 @@ from typing import Any
 import tomli_w
 
 from paceline.core.errors import RunDirectoryError, RunInUseError
-from paceline.core.files import DISK_ERRORS, _append, open_regular, read_document, read_json_lines, write_atomically
+from paceline.core.files import (
+    DISK_ERRORS,
+    _append,
+    open_regular,
+    parse_json,
+    parse_toml,
+    read_document,
+    read_json_lines,
+    write_atomically,
+)
 
 _MOST_EVENTS = 1000
 _unwritten: dict[Path, list[str]] = {}
@@ -192,10 +200,10 @@ class RunDirectory:
             RunDirectoryError: it is missing or damaged.
         """
         try:
-            return tomllib.loads(read_document(self.manifest).decode())
+            return parse_toml(read_document(self.manifest))
         except FileNotFoundError:
             raise RunDirectoryError(f"{self.path} is not a run directory: it has no run.toml.") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise RunDirectoryError(
                 f"{self.manifest} cannot be read: {error}. Restore it from a copy, or choose another --run-dir DIR."
             ) from error
@@ -235,14 +243,18 @@ class RunDirectory:
             RunDirectoryError: it is damaged.
         """
         try:
-            result = json.loads(read_document(self.result))
+            result = parse_json(read_document(self.result))
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise RunDirectoryError(
-                f"{self.result} is damaged: {error}. Remove it, then resume the run to write it again."
-            ) from error
-        return dict(result)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        else:
+            if isinstance(result, dict):
+                return result
+            problem = "it is not an object"
+        raise RunDirectoryError(
+            f"{self.result} is damaged: {problem}. Remove it, then resume the run to write it again."
+        )
 
     def append_event(self, kind: str, **fields: Any) -> None:
         """Append one record to ``events.jsonl``; queue records while the disk fails."""
@@ -260,18 +272,18 @@ class RunDirectory:
                 del _unwritten[self.events.absolute()]
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return the records of ``events.jsonl``, without a last line cut short by a crash.
+        """Return the records of ``events.jsonl`` that are not damaged: a run must not stop for the others.
 
         Raises:
-            UnicodeDecodeError: the file is damaged.
+            RunDirectoryError: it cannot be read.
         """
-        return read_json_lines(self.events)
-
-    def read_intact_events(self) -> list[dict[str, Any]]:
-        """Return the records of ``events.jsonl`` that are not damaged: a run must not stop for the others."""
+        try:
+            records = read_json_lines(self.events, errors="replace")
+        except OSError as error:
+            raise RunDirectoryError(f"{self.events} cannot be read: {error}. Move it away.") from error
         return [
             event
-            for event in read_json_lines(self.events, errors="replace")
+            for event in records
             if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
         ]
 

@@ -26,7 +26,7 @@ from paceline.core.errors import (
     PeerLostError,
     UserError,
 )
-from paceline.core.files import open_regular, read_document, write_atomically
+from paceline.core.files import open_regular, parse_json, read_document, write_atomically
 from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.runs.directory import RunDirectory
 
@@ -136,7 +136,7 @@ def record_failure(
 def read_failure(path: Path) -> FailureRecord | None:
     """Read a recorded failure; None if it is missing or unreadable."""
     try:
-        return msgspec.convert(json.loads(read_document(path)), FailureRecord)
+        return msgspec.convert(parse_json(read_document(path)), FailureRecord)
     except (OSError, ValueError):
         return None
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.core.errors import PackageError, UntrustedError
+from paceline.core.files import open_regular
 from paceline.core.printable import escape_controls
 from paceline.runs.checkpoint_manifest import open_listed, require_equal
 from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
@@ -38,7 +39,7 @@ def read_trusted() -> frozenset[str]:
     """
     path = trust_file()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             _check(path, os.fstat(file.fileno()))
             return frozenset(file.read().decode("ascii", "replace").split())
     except FileNotFoundError:

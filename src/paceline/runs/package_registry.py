@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.core.errors import PackageError
-from paceline.core.files import fsync_directory, write_atomically
+from paceline.core.files import fsync_directory, open_regular, write_atomically
 from paceline.runs.checkpoint_manifest import temporary_directory, write_file
 from paceline.runs.checkpoint_store import remove_stale
 from paceline.runs.package_manifest import MANIFEST, PackageManifest, canonical_json, parse_object, plain_name
@@ -188,7 +188,7 @@ class Registry:
         """
         file = self._file_of(reference)
         try:
-            with file.open("rb") as opened:
+            with open_regular(file) as opened:
                 return Tag.from_bytes(opened.read(MAX_TAG_BYTES), str(file))
         except FileNotFoundError:
             return None

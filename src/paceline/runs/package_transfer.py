@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
 
 from paceline.core.errors import PackageError
-from paceline.core.files import fsync_directory
+from paceline.core.files import fsync_directory, open_regular
 from paceline.runs.checkpoint_manifest import FileRecord
 from paceline.runs.package import verify_package
 from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
@@ -81,7 +81,7 @@ class DirectorySource:
 
     def read(self, path: str, limit: int) -> bytes | None:
         try:
-            with (self._root / path).open("rb") as file:
+            with open_regular(self._root / path) as file:
                 content = file.read(limit + 1)
         except FileNotFoundError:
             return None
@@ -94,7 +94,7 @@ class DirectorySource:
 
     def _read_on(self, path: Path, start: int) -> Iterator[bytes]:
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(start)
                 while piece := file.read(_DOWNLOAD_PIECE_BYTES):
                     yield piece
@@ -357,7 +357,7 @@ def _fetch_file(
 def _hash_so_far(target: Path, size: int) -> tuple[hashlib._Hash, int]:
     hashed, size_so_far = hashlib.sha256(), 0
     try:
-        with target.open("rb") as file:
+        with open_regular(target) as file:
             while piece := file.read(_PIECE_BYTES):
                 hashed.update(piece)
                 size_so_far += len(piece)

@@ -52,5 +52,5 @@ def read_purity(directory: RunDirectory) -> PuritySummary:
     """
     recorded = (directory.read_result() or {}).get("purity", {})
     mode = recorded.get("mode", directory.read_manifest().get("config", {}).get("purity"))
-    found = [str(event["message"]) for event in directory.read_intact_events() if event["event"] == "impure"]
+    found = [str(event["message"]) for event in directory.read_events() if event["event"] == "impure"]
     return PuritySummary(mode, recorded.get("checks", {}), tuple(dict.fromkeys(found)))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.files import open_regular, read_document
+from paceline.core.files import open_regular, parse_json, read_document
 from paceline.core.options import parse_best
 from paceline.runs.directory import RunDirectory
 
@@ -125,7 +125,7 @@ def read_beats(directory: RunDirectory) -> list[HeartbeatRecord]:
 
 def _read(path: Path) -> HeartbeatRecord | None:
     try:
-        return msgspec.convert(json.loads(read_document(path)), HeartbeatRecord)
+        return msgspec.convert(parse_json(read_document(path)), HeartbeatRecord)
     except (OSError, ValueError):
         return None
 
@@ -242,7 +242,7 @@ def _summarise(directory: RunDirectory) -> RunSummary:
     config, task = manifest.get("config", {}), manifest.get("task", {})
     events = directory.read_events()
     records = last_records(directory.metrics)
-    result = json.loads(read_document(directory.result)) if directory.result.is_file() else {}
+    result = parse_json(read_document(directory.result)) if directory.result.is_file() else {}
     started: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "started"), {})
     steps = [r["step"] for r in (*events, *records) if r.get("step") is not None]
     state = _state(directory, events)
@@ -324,7 +324,7 @@ def last_records(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in lines[1:] if size > _TAIL_BYTES else lines:  # the first one may be cut
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue
         if isinstance(record, dict):

@@ -20,7 +20,7 @@ from paceline import __version__
 from paceline.core.access import TOKEN_BYTES, create_token, read_token
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.files import write_atomically
+from paceline.core.files import parse_json, read_document, write_atomically
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.sockets import (
     address_towards,
@@ -149,7 +149,7 @@ def read_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
         ConfigError: the directory does not contain them.
     """
     try:
-        content = json.loads(directory.agents.read_bytes())
+        content = parse_json(read_document(directory.agents))
         agents = [(str(name), (str(host), int(port))) for name, host, port in content["agents"]]
         if agents:
             return agents, directory.path / content["job"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import RunDirectoryError
-from paceline.core.files import fsync_directory
+from paceline.core.files import fsync_directory, parse_json, read_document
 from paceline.elastic.consensus.messages import NodeSet
 
 _KEY = re.compile(r"[0-9a-f]{32}")
@@ -95,7 +95,7 @@ class FileWitness:
 
     def _read(self, witness_file: Path, node_set: NodeSet) -> frozenset[str]:
         try:
-            content = json.loads(witness_file.read_bytes())
+            content = parse_json(read_document(witness_file))
             winners = frozenset(content["winners"])
             is_intact = content["nodes"] == list(node_set.nodes) and winners < set(node_set.nodes)
         except (ValueError, KeyError, TypeError):
