@@ -30,7 +30,7 @@ _ALL_RECOVERERS: tuple[RecovererName, ...] = get_args(RecovererName)
 
 SuiteName = Literal["fsdp", "tp", "pp", "schedules", "memory", "pipeline", "pipedream", "slow-link", "slow-worker"]
 
-ServingSuiteName = Literal["json", "binary", "predict", "overload", "swap", "drain", "kill"]
+ServingSuiteName = Literal["json", "binary", "predict", "overload", "swap", "drain", "kill", "exact"]
 
 Rounds = Annotated[int, Parameter(help="How often each is measured, in turns.")]
 Steps = Annotated[int | None, Parameter(help="Steps to measure. Default: some seconds' worth.")]

@@ -11,7 +11,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -41,15 +41,17 @@ class _StoppableRun:
     def stop(self) -> None:
         """Stop all of its processes."""
         self.check()
-        self._members = self._members or family({process.pid for process in self.processes})
+        self._members = family({process.pid for process in self.processes})
         for member in self._members:
-            member.suspend()
+            with suppress(psutil.NoSuchProcess):
+                member.suspend()
 
     def resume(self) -> None:
         """Let its processes continue."""
         self.check()
         for member in self._members:
-            member.resume()
+            with suppress(psutil.NoSuchProcess):
+                member.resume()
 
     def check(self) -> None:
         """Raise if a process has ended."""
@@ -157,5 +159,6 @@ def _all_started(contenders: Sequence[Variant]) -> Iterator[Sequence[_StoppableR
         finally:
             processes = [process for run in runs for process in run.processes]
             for member in family({process.pid for process in processes}):
-                member.kill()  # a stopped process does not end politely
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()  # a stopped process does not end politely
             end_processes(processes)

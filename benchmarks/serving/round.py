@@ -30,6 +30,7 @@ ROWS_PER_S = 45_000
 
 _OVERLOAD_CONNECTIONS = 1000
 _WARMUP_S = 3.0
+_TURN_S, _TURN_WARMUP_S = 1.0, 0.3
 _INFER = f"/v2/models/{RECIPE}/infer"
 
 
@@ -55,6 +56,11 @@ def main(name: str, directory: Path, seconds: float) -> None:
                 with server(name, directory) as (port, pid):
                     os.sched_setaffinity(0, ours)
                     report = runner.run(_overload(port, pid, seconds))
+            case "paceline-exact":
+                for folder in (free := directory / "free", exact := directory / "exact"):
+                    folder.mkdir()
+                with server(name, free) as (free_port, _), server(name, exact, "--exact") as (exact_port, _):
+                    report = runner.run(_take_turns(free_port, exact_port, seconds))
             case _:
                 with server(name, directory) as (port, _):
                     report = runner.run(_load(name, port, seconds))
@@ -112,6 +118,19 @@ async def _load(name: str, port: int, seconds: float) -> dict[str, float]:
         return {**_report(times, seconds), "rows_per_s": BATCH * times.count(200) / seconds}
     request = _infer_one(port) if name == "paceline" else _predict_one(port)
     return _report(await closed_loop(port, request, CONNECTIONS, _WARMUP_S, seconds), seconds)
+
+
+async def _take_turns(free_port: int, exact_port: int, seconds: float) -> dict[str, float]:
+    """Load two servers in turns, each for ``seconds`` in all: the machine's speed changes less within a turn."""
+    answered = {free_port: 0, exact_port: 0}
+    turns = max(2, round(seconds / _TURN_S))
+    for turn in range(turns):
+        for port in list(answered) if turn % 2 else reversed(answered):
+            times = await closed_loop(port, _infer_one(port), CONNECTIONS, _TURN_WARMUP_S, _TURN_S)
+            _report(times, _TURN_S)
+            answered[port] += times.count(200)
+    measured_s = turns * _TURN_S
+    return {"requests_per_s": answered[exact_port] / measured_s, "free_per_s": answered[free_port] / measured_s}
 
 
 async def _overload(port: int, pid: int, seconds: float) -> dict[str, float]:

@@ -90,15 +90,15 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(name: str, directory: Path) -> Iterator[tuple[int, int]]:
-    """A contender's server that answers; its port and its process."""
+def server(name: str, directory: Path, *words: str) -> Iterator[tuple[int, int]]:
+    """A contender's server that answers, with more options for ours; its port and its process."""
     port = free_port()
     if name in ("fastapi", "litserve"):
         process = _popen([f"benchmarks.serving.{name}_peer", str(port)])
         address = f"http://127.0.0.1:{port}/docs"
     else:
         write_package(directory / "package")
-        process = start_paceline(directory / "package", port)
+        process = start_paceline(directory / "package", port, ("--drain-delay", "1ms", *words))
         address = ready_address(port)
     try:
         wait(process, address)

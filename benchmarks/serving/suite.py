@@ -113,6 +113,11 @@ _SUITES = {
         _KILLS,
         (("paceline-kill-1", "kill -9 of 1 replica"), ("paceline-kill-2", "kill -9, 1 of 2 replicas")),
     ),
+    "exact": _Suite(
+        "exact",
+        (Quantity("requests_per_s", "requests/s with --exact", 0), Quantity("free_per_s", "without", 0)),
+        (("paceline-exact", "two servers in turns of a second, 32 connections"),),
+    ),
 }
 SUITES = tuple(_SUITES)
 
@@ -224,6 +229,11 @@ def _kill(samples: Samples) -> list[TargetResult]:
     return found
 
 
+def _exact(samples: Samples) -> list[TargetResult]:
+    ratio = Spread.of([sample["requests_per_s"] / sample["free_per_s"] for sample in samples["paceline-exact"]])
+    return [TargetResult("exact", "requests/s against without --exact", ratio, 0.85)]
+
+
 def _most(suite: str, title: str, rounds: Sequence[Sample], key: str, bar: float, unit: str) -> TargetResult:
     return TargetResult(suite, title, Spread.of([sample[key] for sample in rounds]), bar, at_most=True, unit=unit)
 
@@ -236,4 +246,5 @@ _OF: Mapping[str, Callable[[Samples], list[TargetResult]]] = {
     "swap": _swap,
     "drain": _drain,
     "kill": _kill,
+    "exact": _exact,
 }

@@ -220,7 +220,7 @@ def _correct_digests(package: Path) -> None:
                 content = (package / name).read_bytes()
                 record |= {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
         (package / MANIFEST).write_text(json.dumps(manifest))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # it is too damaged to be corrected
 
 

@@ -102,6 +102,10 @@ def test_a_job_set() -> None:
         ({"secret": ("HF_TOKEN=abc",)}, {}, "--secret must be VARIABLE=SECRET/KEY"),
         ({"label": ("a b=c",)}, {}, "--label must be KEY=VALUE"),
         ({"node_selector": ("zone",)}, {}, "--node-selector must be KEY=VALUE"),
+        ({"toleration": ("gpu:Never",)}, {}, "--toleration must be KEY"),
+        ({"resource": ("rdma/hca",)}, {}, "--resource must be NAME=COUNT"),
+        ({"priority_class": "Very High"}, {}, "--priority-class must be the name of a class"),
+        ({"image_pull_secret": ("a/b",)}, {}, "--image-pull-secret must be the name of a secret"),
         ({"grace": "0s"}, {}, "--grace must be a duration such as 90s"),
         ({}, {"env": {"HF_TOKEN": "x"}}, "--secret VARIABLE=SECRET/KEY"),
         ({}, {"directory": Path("/state/1train")}, "Give another --name"),
@@ -115,6 +119,103 @@ def test_what_kubernetes_would_refuse_is_refused_before(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         render(options, **fields)
+
+
+def pod_of(rendered: RenderedJob, kind: str) -> Any:
+    """The pods' specification, wherever the kind has it."""
+    [found] = [each for each in objects_of(rendered) if each["kind"] == kind]
+    spec = found["spec"]
+    if kind == "Job":
+        return spec["template"]["spec"]
+    job_set = spec["template"]["spec"] if kind == "TrainingRuntime" else spec
+    return job_set["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+def objects_of(rendered: RenderedJob) -> list[Any]:
+    """The manifests."""
+    return list(yaml.safe_load_all(rendered.files["job.yaml"]))
+
+
+@pytest.mark.parametrize(("kind", "holder"), [("job", "Job"), ("jobset", "JobSet"), ("trainjob", "TrainingRuntime")])
+def test_where_pods_may_run_and_what_they_get(kind: str, holder: str) -> None:
+    options = {
+        "kind": kind,
+        "toleration": ("nvidia.com/gpu:NoSchedule", "team=vision", "spot="),
+        "priority_class": "research",
+        "image_pull_secret": ("registry", "mirror"),
+        "host_network": True,
+        "resource": ("rdma/hca=2", "hugepages-2Mi=1Gi"),
+    }
+    rendered = render(options, gpus_per_node=4)
+    pod = pod_of(rendered, holder)
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "team", "operator": "Equal", "value": "vision"},
+        {"key": "spot", "operator": "Equal", "value": ""},
+    ]
+    assert pod["priorityClassName"] == "research"
+    assert pod["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    trainer = objects_of(rendered)[-1]["spec"].get("trainer")
+    resources = pod["containers"][0]["resources"] if trainer is None else trainer["resourcesPerNode"]
+    assert resources["limits"] == {"nvidia.com/gpu": "4", "rdma/hca": "2", "hugepages-2Mi": "1Gi"}
+
+
+def test_a_patch_is_merged_by_kind_and_name(tmp_path: Path) -> None:
+    path = tmp_path / "patch.yaml"
+    path.write_text(
+        """
+kind: Job
+metadata: {annotations: {owner: me}}
+spec:
+  ttlSecondsAfterFinished: 600
+  template:
+    spec:
+      affinity: {nodeAffinity: {}}
+      terminationGracePeriodSeconds: null
+      containers:
+        - name: node
+          securityContext: {capabilities: {add: [IPC_LOCK]}}
+          env: [{name: NCCL_DEBUG, value: INFO}, {name: PYTHONUNBUFFERED, $patch: delete}]
+          volumeMounts: [{mountPath: /data, name: data}]
+        - {name: sidecar, image: "metrics:1"}
+      volumes: [{name: data, emptyDir: {}}]
+"""
+    )
+    plain, patched = render({"kind": "job"}), render({"kind": "job", "patch": str(path)})
+    before, after = pod_of(plain, "Job"), pod_of(patched, "Job")
+    assert [each["kind"] for each in objects_of(patched)] == ["Service", "Job"]
+    job = objects_of(patched)[-1]
+    assert job["metadata"]["annotations"] == {"owner": "me"}
+    assert job["metadata"]["name"] == "t-1"
+    assert job["spec"]["ttlSecondsAfterFinished"] == 600
+    assert after["affinity"] == {"nodeAffinity": {}}
+    assert "terminationGracePeriodSeconds" in before.keys() - after.keys()
+    [node, sidecar] = after["containers"]
+    [old] = before["containers"]
+    assert node["image"] == old["image"]
+    assert node["env"] == [*old["env"][1:], {"name": "NCCL_DEBUG", "value": "INFO"}]
+    assert node["volumeMounts"] == [*old["volumeMounts"], {"mountPath": "/data", "name": "data"}]
+    assert sidecar == {"name": "sidecar", "image": "metrics:1"}
+    assert after["volumes"] == [*before["volumes"], {"name": "data", "emptyDir": {}}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("kind: Pod", "this job has no 'Pod', but Service, Job"),
+        ("spec: {}", "each document must be an object with a kind, one of Service, Job"),
+        ("kind: Job\nmetadata: {name: x}", "leave name and namespace out"),
+        ("kind: [", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_patch_that_changes_nothing_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "patch.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        render({"kind": "job", "patch": str(path)})
 
 
 @pytest.mark.parametrize("run", [None, "runs/a"])

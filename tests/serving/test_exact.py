@@ -66,8 +66,8 @@ def ulp_by_neighbour(x: Array) -> Array:
 @pytest.mark.parametrize(
     ("formula", "sizes"),
     [
-        (lambda x: x.sum(1), (32, 16, 8, 4, 2, 1)),
-        (ulp_by_size, (32, 16)),
+        (lambda x: x.sum(1), (32, 24, 16, 12, 8, 4, 2, 1)),
+        (ulp_by_size, (32, 24, 16)),
         (ulp_by_place, (1,)),
         (ulp_by_neighbour, (4, 2, 1)),
         (lambda x: x.sum(1) + np.random.rand(len(x)).astype("f4"), (1,)),

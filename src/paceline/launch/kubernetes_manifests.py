@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline.core.environment import HOSTS, NODES
 from paceline.core.errors import RESTART_EXIT_CODE, ConfigError
+from paceline.launch.kubernetes_patches import apply_patches
 from paceline.launch.launcher import LaunchSpec
 from paceline.launch.node import node_command
 from paceline.launch.options import KubernetesOptions, parse_claims
@@ -49,6 +50,11 @@ def manifests(spec: LaunchSpec, options: KubernetesOptions) -> list[Manifest]:
         raise ConfigError(
             "--nodes MIN:MAX needs --rank-launcher torchrun or a task: nodes cannot join or leave with spawn."
         )
+    objects = _objects(name, spec, options)
+    return objects if options.patch is None else apply_patches(objects, Path(options.patch))
+
+
+def _objects(name: str, spec: LaunchSpec, options: KubernetesOptions) -> list[Manifest]:
     refuse_secrets(spec.env, "Keep it in a Kubernetes secret, and give --secret VARIABLE=SECRET/KEY.")
     if options.kind == "trainjob":
         return _train_job(name, spec, options)
@@ -168,6 +174,14 @@ def _pod_settings(options: KubernetesOptions) -> Manifest:
         settings["serviceAccountName"] = options.service_account
     if options.selector():
         settings["nodeSelector"] = options.selector()
+    if options.tolerations():
+        settings["tolerations"] = options.tolerations()
+    if options.priority_class is not None:
+        settings["priorityClassName"] = options.priority_class
+    if options.image_pull_secret:
+        settings["imagePullSecrets"] = [{"name": name} for name in options.image_pull_secret]
+    if options.host_network:
+        settings |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}  # else pods' names are unknown
     # Data loaders and gloo use shared memory between processes; the default is 64 MiB.
     volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     for number, claim in enumerate(options.claims()):
@@ -223,6 +237,7 @@ def _resources(spec: LaunchSpec, options: KubernetesOptions) -> Manifest:
         requests["memory"] = limits["memory"] = options.memory
     if spec.gpus_per_node:
         limits[options.gpu_resource] = str(spec.gpus_per_node)
+    limits |= options.resources()
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
 
 

@@ -123,6 +123,11 @@ _LABEL = re.compile(rf"(?:[a-z0-9.-]+/)?{_LABEL_NAME}=(?:{_LABEL_NAME})?")
 _SECRET = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([a-z0-9.-]+)/([A-Za-z0-9._-]+)")
 _CLAIM = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?):(/.+)")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
+_TOLERATION = re.compile(
+    rf"((?:[a-z0-9.-]+/)?{_LABEL_NAME})(?:=({_LABEL_NAME}|))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?"
+)
+_RESOURCE = re.compile(rf"((?:[a-z0-9.-]+/)?{_LABEL_NAME})=([0-9]+(?:m|[kMGTPE]|[KMGTPE]i)?)")
+_OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +147,20 @@ class KubernetesOptions:
     )
     label: tuple[str, ...] = option("KEY=VALUE: label everything that is created; may be repeated.", ())
     node_selector: tuple[str, ...] = option("KEY=VALUE, a label of the nodes to run on; may be repeated.", ())
+    toleration: tuple[str, ...] = option(
+        "KEY[=VALUE][:EFFECT], a taint of nodes on which the pods may run, such as nvidia.com/gpu:NoSchedule; may be "
+        "repeated.",
+        (),
+    )
+    priority_class: str | None = option("Priority class of the pods.")
+    image_pull_secret: tuple[str, ...] = option("Secret with which to pull the image; may be repeated.", ())
+    host_network: bool = option("Use the nodes' own network, as InfiniBand may need.", False)
+    resource: tuple[str, ...] = option(
+        "NAME=COUNT, a further resource of each pod, such as rdma/hca_shared_devices_a=1; may be repeated.", ()
+    )
+    patch: str | None = option(
+        "A YAML file of partial objects (kind, and what to change), merged into the manifests as by kubectl patch."
+    )
     workdir: str | None = option("Working directory in the image. Default: the image's own.")
     grace: str = option("How long a pod may take to save when it is stopped. Default: 5min.", "5min")
     runtime: str | None = option("An existing ClusterTrainingRuntime. Default: create one for the job.")
@@ -163,6 +182,13 @@ class KubernetesOptions:
         self.secrets()
         self.labels()
         self.selector()
+        self.tolerations()
+        self.resources()
+        for name in self.image_pull_secret:
+            if not _OBJECT_NAME.fullmatch(name):
+                raise ConfigError(f"--image-pull-secret must be the name of a secret, but is {name!r}.")
+        if self.priority_class is not None and not _OBJECT_NAME.fullmatch(self.priority_class):
+            raise ConfigError(f"--priority-class must be the name of a class, but is {self.priority_class!r}.")
         if self.grace_s() < 1:
             raise ConfigError(f"--grace must be at least 1s, but is {self.grace!r}.")
 
@@ -187,6 +213,31 @@ class KubernetesOptions:
     def selector(self) -> dict[str, str]:
         """Return the labels of the nodes to run on."""
         return _pairs("--node-selector", self.node_selector)
+
+    def tolerations(self) -> list[dict[str, str]]:
+        """Return the tolerations of the pods."""
+        tolerations = []
+        for word in self.toleration:
+            match = _TOLERATION.fullmatch(word)
+            if match is None:
+                raise ConfigError(
+                    "--toleration must be KEY[=VALUE][:EFFECT], such as gpu=a100:NoSchedule (or PreferNoSchedule, "
+                    f"NoExecute), but is {word!r}."
+                )
+            key, value, effect = match.groups()
+            operator = {"operator": "Exists"} if value is None else {"operator": "Equal", "value": value}
+            tolerations.append({"key": key, **operator, **({} if effect is None else {"effect": effect})})
+        return tolerations
+
+    def resources(self) -> dict[str, str]:
+        """Return the further resources of each pod."""
+        resources = {}
+        for word in self.resource:
+            match = _RESOURCE.fullmatch(word)
+            if match is None:
+                raise ConfigError(f"--resource must be NAME=COUNT, such as rdma/hca=1, but is {word!r}.")
+            resources[match[1]] = match[2]
+        return resources
 
     def grace_s(self) -> int:
         """Return the seconds between SIGTERM and SIGKILL."""

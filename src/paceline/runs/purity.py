@@ -50,7 +50,13 @@ def read_purity(directory: RunDirectory) -> PuritySummary:
     Raises:
         RunDirectoryError: this is not a run.
     """
-    recorded = (directory.read_result() or {}).get("purity", {})
-    mode = recorded.get("mode", directory.read_manifest().get("config", {}).get("purity"))
-    found = [str(event["message"]) for event in directory.read_events() if event["event"] == "impure"]
-    return PuritySummary(mode, recorded.get("checks", {}), tuple(dict.fromkeys(found)))
+    recorded = _mapping((directory.read_result() or {}).get("purity"))
+    mode = recorded.get("mode", _mapping(directory.read_manifest().get("config")).get("purity"))
+    found = [str(event.get("message")) for event in directory.read_events() if event["event"] == "impure"]
+    checks = {name: count for name, count in _mapping(recorded.get("checks")).items() if type(count) is int}
+    return PuritySummary(mode, checks, tuple(dict.fromkeys(found)))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return what should be a mapping; an empty one if the file says something else."""
+    return value if isinstance(value, dict) else {}

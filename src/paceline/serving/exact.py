@@ -22,7 +22,7 @@ from paceline.core.inference import TensorSpec
 from paceline.serving.model import Array, Arrays, ModelSpec, Servable, example, rows_of
 
 # They do not depend on --max-batch, so that no option of the server changes a bit.
-_SIZES = (32, 16, 8, 4, 2, 1)
+_SIZES = (32, 24, 16, 12, 8, 4, 2, 1)
 _SIZES_OF_OPEN_SHAPES = (8, 4, 2, 1)  # proved again for each shape that is sent
 _ORDERS = 8  # in which the test rows are computed
 _KNOWN_SHAPES = 64
@@ -84,7 +84,7 @@ def find_exact_sizes(
         servable: computes a batch.
         inputs: of the model.
         shape: of the rows.
-        candidates: descending, divisors of the first; the last one is 1.
+        candidates: descending; the last one is 1.
 
     Returns:
         The largest size at which a row's bits depend on the row alone, and the smaller ones with the same bits.
