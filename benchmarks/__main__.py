@@ -91,17 +91,11 @@ def overhead(*, rounds: Rounds = 5, steps: Steps = None, json: Json = False, mar
 
 
 @app.command
-def guard(
-    *,
-    rounds: Rounds = 10,
-    turns: Annotated[int, Parameter(help="Seconds that each run trains in a round, a second at a time.")] = 10,
-    json: Json = False,
-    markdown: Markdown = False,
-) -> int:
-    """What the purity guard costs, on the ConvNet and the MLP, with and without it second by second."""
+def guard(*, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False) -> int:
+    """What the purity guard costs, on the ConvNet and the MLP: blocks of steps with and without it, in turns."""
     from benchmarks.train import bench_guard
 
-    return show(bench_guard(rounds=rounds, turns=turns, progress=_progress), json=json, markdown=markdown)
+    return show(bench_guard(rounds=rounds, steps=steps, progress=_progress), json=json, markdown=markdown)
 
 
 @app.command

@@ -147,19 +147,12 @@ def take_samples(
     title: str, quantity: Quantity, contenders: Sequence[Variant], rounds: int, progress: Progress
 ) -> dict[str, list[Sample]]:
     """Measure contenders in turns, and tell of each sample's ``quantity``."""
-    return interleave(contenders, rounds, sample_printer(title, quantity, rounds, progress))
 
-
-def sample_printer(
-    title: str, quantity: Quantity, rounds: int, progress: Progress
-) -> Callable[[int, Variant, Sample], None]:
-    """Return a function that shows a sample's ``quantity``, given the round's number and the contender."""
-
-    def show(number: int, contender: Variant, sample: Sample) -> None:
+    def on_sample(number: int, contender: Variant, sample: Sample) -> None:
         value = f"{quantity.text(sample[quantity.key])} {quantity.title}"
         progress(f"round {number}/{rounds}  {title}  {contender.title}  {value}")
 
-    return show
+    return interleave(contenders, rounds, on_sample)
 
 
 def compare(

@@ -124,8 +124,19 @@ def _run_to_the_end(contender: Variant, directory: Path) -> None:
     throttles = ExitStack()
     try:
         for index, command in enumerate(contender.commands(directory)):
-            with interrupt_at_exit((signal.SIGINT, signal.SIGTERM)):
-                process = started(command, directory, index)
+            with (
+                (directory / f"process-{index}.log").open("wb") as log,
+                interrupt_at_exit((signal.SIGINT, signal.SIGTERM)),
+            ):
+                process = subprocess.Popen(
+                    command.argv,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **command.variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # A Ctrl-C in the terminal is for us alone; we end the others below.
+                    process_group=0,
+                )
                 processes.append(process)
             if command.half_speed:
                 throttles.enter_context(_half_speed(process))
@@ -133,20 +144,6 @@ def _run_to_the_end(contender: Variant, directory: Path) -> None:
     finally:
         throttles.close()  # a stopped process could not be ended politely
         end_processes(processes)
-
-
-def started(command: BenchCommand, directory: Path, index: int) -> subprocess.Popen[bytes]:
-    """Start a process of a round, which writes what it prints into ``process-INDEX.log``."""
-    with (directory / f"process-{index}.log").open("wb") as log:
-        return subprocess.Popen(
-            command.argv,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **command.variables},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            # A Ctrl-C in the terminal is for us alone; we end the others.
-            process_group=0,
-        )
 
 
 @contextmanager
@@ -190,11 +187,11 @@ def _wait(contender: Variant, processes: Sequence[subprocess.Popen[bytes]], dire
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End what still runs, with all descendants: first politely, then for certain."""
-    members = family({process.pid for process in processes})
+    family = _family({process.pid for process in processes})
     for process in processes:
         if process.poll() is None:
             process.terminate()
-    _, stubborn = psutil.wait_procs(members, timeout=_GRACE_S)
+    _, stubborn = psutil.wait_procs(family, timeout=_GRACE_S)
     for member in stubborn:
         with suppress(psutil.NoSuchProcess):
             member.kill()
@@ -203,17 +200,17 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def family(leaders: set[int]) -> list[psutil.Process]:
-    """Return every live process of the leaders' process groups, and all descendants of these."""
-    found: dict[int, psutil.Process] = {}
+def _family(leaders: set[int]) -> list[psutil.Process]:
+    """Every live process of the leaders' process groups, and all descendants of these."""
+    family: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
             if os.getpgid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE:
                 members = [process, *process.children(recursive=True)]
-                found.update((member.pid, member) for member in members)
+                family.update((member.pid, member) for member in members)
         except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
             continue
-    return list(found.values())
+    return list(family.values())
 
 
 def log_tails(directory: Path) -> str:

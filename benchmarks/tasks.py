@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import struct
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,10 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline.core.callback import BatchInfo
+from paceline.core.callback import Callback
 from paceline.core.environment import detect_environment
 from paceline.core.files import write_atomically
 from paceline.core.task import Defaults, Task
+from paceline.training.group_context import GroupContext
+from paceline.training.purity import PurityCheck
+from paceline.training.step import StepHook
 from paceline.training.tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP
 
 _MEMORY = Path("/proc/self/status")
@@ -154,40 +157,83 @@ class Timed(Task):
 
 
 @dataclass
-class Stamped(Task):
-    """Mixed into a task, rank 0 notes when each step begins.
+class GuardByTurns(Task):
+    """Mixed into a task, the purity guard is in every other block of steps, and rank 0 measures the blocks.
+
+    Both kinds of step meet the same process and the same minutes, which differ by more than the guard costs.
 
     Attributes:
-        stamps: the file that rank 0 appends to: CLOCK_MONOTONIC seconds, doubles of 8 bytes.
+        warmup: steps before the first block, all with the guard, whose first checks are among them.
+        block: steps of a block.
+        steps: steps that are measured; the run must be one step longer.
+        report: the file that rank 0 writes.
     """
 
-    stamps: str = "stamps"
+    warmup: int = 0
+    block: int = 10
+    steps: int = 20
+    report: str = "report.json"
 
     defaults: ClassVar[Defaults] = Defaults()
-
-    def __post_init__(self) -> None:
-        self._is_first = detect_environment().rank == 0
-        self._step = -1
 
     def build_dataset(self, split: str) -> Any:
         """The built-in task's training split; no other, so that there is no evaluation."""
         return super().build_dataset(split) if split == "train" else None
 
-    def on_batch_begin(self, info: BatchInfo) -> None:
-        """Note the time of a new step's first micro-batch."""
-        if self._is_first and info.step != self._step:
-            self._step = info.step
-            with open(self.stamps, "ab", buffering=0) as file:
-                file.write(struct.pack("d", time.monotonic()))
+    def build_callback(self, model: nn.Module, schedule: Any) -> Callback:
+        """Let the guard take turns."""
+        return _GuardSwitch(self)
+
+
+class _GuardSwitch(Callback):
+    def __init__(self, task: GuardByTurns) -> None:
+        self._task = task
+        self._hooks: list[list[StepHook]] = []
+        self._guards: list[StepHook] = []
+        self._stamps: list[float] = []
+        build = GroupContext._build_hooks
+
+        def build_hooks(group: GroupContext, stack: ExitStack) -> list[StepHook]:
+            hooks = build(group, stack)
+            self._hooks = [hooks]
+            self._guards = [hook for hook in hooks if isinstance(hook, PurityCheck)]
+            return hooks
+
+        GroupContext._build_hooks = build_hooks  # type: ignore[method-assign]  # only this process measures
+
+    def on_step_begin(self, step: int, step_in_epoch: int) -> None:
+        """Take the guard out of the steps, or in again, where a block begins."""
+        measured = step - self._task.warmup
+        if 0 <= measured <= self._task.steps:
+            self._stamps.append(time.perf_counter())
+            if measured % self._task.block == 0:
+                [hooks] = self._hooks
+                others = [hook for hook in hooks if hook not in self._guards]
+                hooks[:] = others if _is_free(measured // self._task.block) else [*self._guards, *others]
+        if measured == self._task.steps and (not dist.is_initialized() or dist.get_rank() == 0):
+            write_atomically(Path(self._task.report), json.dumps(self._measure()).encode())
+
+    def _measure(self) -> dict[str, float]:
+        sums = {"off": 0.0, "warn": 0.0}
+        block = self._task.block
+        for number in range(self._task.steps // block):
+            began, ended = self._stamps[number * block], self._stamps[(number + 1) * block]
+            sums["off" if _is_free(number) else "warn"] += ended - began
+        return {name: 1000 * seconds / (self._task.steps / 2) for name, seconds in sums.items()}
+
+
+def _is_free(block: int) -> bool:
+    """Whether a block is without the guard: with, without, without, with, and so on."""
+    return block % 4 in (1, 2)
 
 
 @dataclass
-class StampedConvNet(Stamped, FashionMNIST):
+class GuardedConvNet(GuardByTurns, FashionMNIST):
     """Fashion-MNIST by the two-layer ConvNet."""
 
 
 @dataclass
-class StampedMLP(Stamped, FashionMNISTMLP):
+class GuardedMLP(GuardByTurns, FashionMNISTMLP):
     """Fashion-MNIST by the 784-32-10 MLP."""
 
 

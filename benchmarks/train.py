@@ -20,12 +20,12 @@ from benchmarks.results import (
     BenchComparison,
     BenchResult,
     Progress,
+    Quantity,
     compare,
     measure,
-    sample_printer,
+    take_samples,
 )
-from benchmarks.rounds import BenchCommand, Sample, Variant, read_json, read_report
-from benchmarks.turns import STAMPS, take_turns
+from benchmarks.rounds import REPORT, BenchCommand, Sample, Variant, read_json, read_report
 from benchmarks.workloads import (
     BATCH_SIZE,
     CONVNET,
@@ -47,6 +47,8 @@ from paceline.launch.local import free_master_port
 
 INSTALL = "pip install 'paceline[bench]'"
 """The command that installs every peer."""
+
+_GUARD_BLOCK = 10
 
 UNBALANCED_MICROBATCHES = 12
 """Micro-batches that ranks of unequal speed share."""
@@ -173,44 +175,35 @@ def bench_overhead(*, rounds: int, steps: int | None, progress: Progress) -> Ben
     return _result("overhead", {"rounds": rounds, **_steps_of([workload])}, [comparison])
 
 
-def bench_guard(*, rounds: int, turns: int, turn_s: float = 1.0, progress: Progress) -> BenchResult:
-    """What the purity guard costs, its first two checks in the warm-up. Ratios are to ``--purity off``.
+def bench_guard(*, rounds: int, steps: int | None, progress: Progress) -> BenchResult:
+    """What the purity guard costs, its first two checks in the warm-up. Ratios are to the steps without it.
 
-    The two runs take turns (:mod:`benchmarks.turns`), since the guard costs less than the machine's speed changes
-    between two runs.
-
-    Args:
-        rounds: how often each is measured.
-        turns: of each run in a round.
-        turn_s: seconds of a turn.
-        progress: shows each round.
+    One run a round, in which blocks of ten steps are in turn with and without the guard: it costs less than two
+    processes that do the same differ by.
 
     Raises:
         ConfigError: a number is out of range.
         LaunchError: a process failed.
     """
-    _check(rounds=rounds, turns=turns)
+    _check(rounds=rounds, steps=steps)
     comparisons = []
-    for workload, task in ((CONVNET, "StampedConvNet"), (MLP, "StampedMLP")):
+    for workload, task in ((CONVNET, "GuardedConvNet"), (MLP, "GuardedMLP")):
+        blocks = 4 * max(1, (steps or workload.steps) // (4 * _GUARD_BLOCK))
+        fields = {"warmup": workload.warmup, "block": _GUARD_BLOCK, "steps": blocks * _GUARD_BLOCK}
+        commands = functools.partial(_guard_commands, task, fields)
+        run = Variant(name="guard", title="in turns", commands=commands, read=lambda path: read_json(path / REPORT))
+        measured = take_samples(workload.title, Quantity("warn", "ms/step with it", 2), [run], rounds, progress)
         contenders = [
-            Variant(name=purity, title=title, commands=functools.partial(_stamped_commands, task, purity))
-            for purity, title in (("off", "no guard"), ("warn", "the purity guard"))
+            dataclasses.replace(run, name=n, title=t) for n, t in (("off", "no guard"), ("warn", "the guard"))
         ]
-        samples = take_turns(
-            contenders,
-            warmup=workload.warmup,
-            rounds=rounds,
-            turns=turns,
-            turn_s=turn_s,
-            on_sample=sample_printer(workload.title, MS_PER_STEP, rounds, progress),
-        )
+        samples = {each.name: [{MS_PER_STEP.key: s[each.name]} for s in measured["guard"]] for each in contenders}
         comparisons.append(compare(workload.title, [MS_PER_STEP], contenders, samples))
-    return _result("guard", {"rounds": rounds, "turns": turns, "turn_s": turn_s}, comparisons)
+    return _result("guard", {"rounds": rounds, "block": _GUARD_BLOCK, **_steps_of([CONVNET, MLP])}, comparisons)
 
 
-def _stamped_commands(task: str, purity: str, directory: Path) -> Sequence[BenchCommand]:
-    options = {"--nproc": RANKS, "--microbatches": RANKS, "--epochs": 1000, "--purity": purity}
-    fields = {"stamps": directory / STAMPS}
+def _guard_commands(task: str, fields: Mapping[str, Any], directory: Path) -> Sequence[BenchCommand]:
+    options = {"--nproc": RANKS, "--microbatches": RANKS, "--max-steps": fields["warmup"] + fields["steps"] + 1}
+    fields = {**fields, "report": directory / REPORT}
     return [BenchCommand(train_command(f"benchmarks.tasks:{task}", directory, options, fields))]
 
 
@@ -377,12 +370,9 @@ def _steps_of(workloads: Sequence[Workload]) -> dict[str, dict[str, int]]:
     }
 
 
-def _check(
-    *, rounds: int, turns: int = 1, steps: int | None = None, warmup: int | None = None, microbatches: int = RANKS
-) -> None:
-    for option, number in (("rounds", rounds), ("turns", turns)):
-        if number < 1:
-            raise ConfigError(f"--{option} must be at least 1, but is {number}.")
+def _check(*, rounds: int, steps: int | None = None, warmup: int | None = None, microbatches: int = RANKS) -> None:
+    if rounds < 1:
+        raise ConfigError(f"--rounds must be at least 1, but is {rounds}.")
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps must be at least 1, but is {steps}.")
     if warmup is not None and warmup < 0:
