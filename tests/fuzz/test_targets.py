@@ -19,6 +19,7 @@ CONTENTS = {
     "number": b'{"step": ' + b"9" * 5000 + b"}\n",
     "not text": b'{"event": "\x95\xff"}\n' * 3,
     "another type": b'["event", 1]\n',
+    "no time": b'{"event": "started", "time": NaN}\n{"event": "started", "time": 1e300, "step": Infinity}\n',
     "empty": b"",
 }
 

@@ -44,6 +44,7 @@ from paceline.core.files import (
 )
 
 _MOST_EVENTS = 1000
+_YEAR_9999 = 253_402_300_799  # the last one of a calendar
 _unwritten: dict[Path, list[str]] = {}
 _appending = threading.Lock()
 
@@ -284,7 +285,9 @@ class RunDirectory:
         return [
             event
             for event in records
-            if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
+            if isinstance(event.get("event"), str)
+            and isinstance(event.get("time"), int | float)
+            and 0 <= event["time"] <= _YEAR_9999
         ]
 
     def is_running(self) -> bool:
