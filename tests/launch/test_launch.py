@@ -331,7 +331,7 @@ def test_a_job_whose_process_was_killed_has_failed(
         ("--on spawn --rank-launcher srun -- place.py", "--rank-launcher srun does not work with --on spawn"),
         ("--on spawn --env-style mpi -- place.py", "--env-style mpi does not work with --on spawn"),
         ("--on spawn --env 1=2 -- place.py", "--env must be NAME=VALUE"),
-        ("--on spawn --nproc 2,1 -- place.py", "--nproc 2,1 lists 2 machines, but --nodes is 1"),
+        ("--on spawn --nproc 2,1 -- place.py", "--nproc 2,1 lists 2 nodes, but --nodes is 1"),
         ("--on inprocess --nproc 2 -- place.py", "--on inprocess runs one process"),
         ("--on inprocess -- echo a b", "runs a script or -m MODULE, not 'echo a b'. Use --on spawn"),
         ("--on inprocess -- python -u place.py", "not 'python -u place.py'. Use --on spawn"),

@@ -62,7 +62,7 @@ def test_a_machine_that_replaces_another_one_joins_without_a_preflight(
     tmp_path: Path, became: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as agent:
-        record_agents(RunDirectory(tmp_path), [("other", agent.getsockname())], "job")
+        record_agents(RunDirectory(tmp_path), [("other", agent.getsockname())], Path("job"))
         assert start(tmp_path, index=1, nodes="2", most=2, monkeypatch=monkeypatch) == BECAME
     assert became == [("python", "-m", "paceline", "join", str(tmp_path), "--nproc", "2")]
     assert not (tmp_path / "preflight").exists()

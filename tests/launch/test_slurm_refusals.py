@@ -80,7 +80,7 @@ TRAIN = ("train", "fashion-mnist", "--on", "slurm", "--dry-run")
             ("--nodes", "4", "--nproc", "4", "--microbatches", "12"),
             "16 processes cannot share --microbatches 12",
         ),
-        (("--nproc", "4,4"), "--nproc 4,4 lists 2 machines, but --nodes is 1"),
+        (("--nproc", "4,4"), "--nproc 4,4 lists 2 nodes, but --nodes is 1"),
         (("--nproc", "4", "--gpus-per-node", "2"), "--nproc 4 processes cannot have a GPU each"),
         (("--walltime", "20min", "--checkpoint-every", "30min"), "--walltime 20min is over before the first"),
         (("--hosts", "a,b"), "hosts"),

@@ -6,6 +6,7 @@ import dataclasses
 import json as json_module
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +22,8 @@ from paceline.core.option_sets import CLASSIFICATIONS, merge_resumed_config, req
 from paceline.core.options import parse_duration_s, parse_nproc
 
 if TYPE_CHECKING:
-    from paceline.core.job import WorkerConfig
     from paceline.launch.launcher import Command
+    from paceline.launch.local_run import LocalRun
 
 _COMMON_OF_RESUME = ("epochs", "max_steps", "nproc", "nodes", "on", "strategy", "device", "checkpoint_every")
 
@@ -81,7 +82,8 @@ def train(
         if (replaced := CLASSIFICATIONS[name].replaces) is not None:
             values.pop(replaced, None)
     values |= overrides
-    return _start(values, job, explicit_options(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
+    own = explicit_options(launcher_options)
+    return _start(values, frozenset(values), job, own, dry_run=dry_run, json=json, quiet=quiet)
 
 
 def resume(
@@ -114,11 +116,13 @@ def resume(
     overrides = {**explicit_options(options), "run_dir": run, "resume": "must"}
     require_unchanged(overrides, overrides, recorded)
     values = merge_resumed_config(overrides, overrides, recorded)
-    return _start(values, job, explicit_options(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
+    own = explicit_options(launcher_options)
+    return _start(values, frozenset(overrides), job, own, dry_run=dry_run, json=json, quiet=quiet)
 
 
 def _start(
     values: Mapping[str, Any],
+    explicit: frozenset[str],
     job_options: JobOptions | None,
     own: Mapping[str, Any],
     *,
@@ -126,9 +130,10 @@ def _start(
     json: bool,
     quiet: bool,
 ) -> int:
+    """Start or continue a run; ``explicit`` are the names of the values that the user gave."""
     from paceline.core.environment import detect_environment
     from paceline.core.job import WorkerConfig
-    from paceline.launch.local_run import launch, require_recovery
+    from paceline.launch.local_run import prepare_local_run, require_recovery
 
     config = config_from_mapping(values, "the command line")
     if config.on not in _LOCAL_LAUNCHERS:
@@ -136,7 +141,7 @@ def _start(
     preflight = explicit_options(job_options) == {"preflight": True}
     if own or not (job_options is None or preflight):
         refuse_job_options(config.on, job_options, own)
-    job = WorkerConfig(config=config, explicit_options=frozenset(values), quiet=quiet)
+    job = WorkerConfig(config=config, explicit_options=explicit, quiet=quiet)
     environment = detect_environment(rdzv_endpoint=config.rdzv_endpoint)
     if preflight and environment.source != "single":
         raise ConfigError("--preflight runs once per node: give it to the command that starts the ranks.")
@@ -149,61 +154,59 @@ def _start(
         if json and result is not None and environment.rank == 0:
             print(json_module.dumps(result), flush=True)
         return code
-    first = _preflight(job) if preflight else None
+    run = prepare_local_run(job, reserve=not dry_run)
+    checks = _preflight(run, parse_nproc(config.nproc)) if preflight else None
     if dry_run:
-        _print_dry_run(job, first, json=json)
+        _print_dry_run(run, checks, json=json)
         return 0
-    if first is not None:
+    if checks is not None:
         from paceline.launch.preflight.spec import run_before
 
-        code, interface = run_before(first.argv)
+        code, interface = run_before(checks.argv)
         if code:
+            if config.run_dir is None:
+                with suppress(OSError):  # it contains a report if there are several nodes
+                    run.directory.path.rmdir()
             return code
-        if config.interface is None:
-            job = dataclasses.replace(job, config=dataclasses.replace(config, interface=interface))
-    code, directory = launch(job)
+        run = run.on_interface(interface)
+    code = run.launch()
     if code == 0 and json:
-        print(json_module.dumps(directory.read_result()), flush=True)
+        print(json_module.dumps(run.directory.read_result()), flush=True)
     return code
 
 
-def _print_dry_run(job: WorkerConfig, preflight: Command | None, *, json: bool) -> None:
-    from paceline.launch.local_run import prepare_local_run
-
-    _, rendered, job, directory = prepare_local_run(job)
+def _print_dry_run(run: LocalRun, checks: Command | None, *, json: bool) -> None:
+    job_file, text = run.rendered.spec.job_file, run.job.to_toml()
     if json:
-        commands = rendered.commands if preflight is None else (preflight, *rendered.commands)
-        files = {str(directory.path / "job.toml"): job.to_toml()}
-        print(json_module.dumps({"files": files, "commands": [command.to_json() for command in commands]}))
+        commands = run.rendered.commands if checks is None else (checks, *run.rendered.commands)
+        document = {"files": {str(job_file): text}, "commands": [command.to_json() for command in commands]}
+        print(json_module.dumps(document))
         return
-    if preflight is not None:
-        print(preflight.text)
-    print(f"# {directory.path}/job.toml")
-    print("".join(f"#   {line}\n" for line in job.to_toml().splitlines()))
-    print(rendered.text, end="")
+    if checks is not None:
+        print(checks.text)
+    print(f"# {job_file}")
+    print("".join(f"#   {line}\n" for line in text.splitlines()))
+    print(run.rendered.text, end="")
 
 
-def _preflight(job: WorkerConfig) -> Command:
+def _preflight(run: LocalRun, nproc: tuple[int, ...] | None) -> Command:
     """Return the command that checks this node, and all nodes that the same command runs on, before the run."""
-    from paceline.launch.local_run import prepare_local_run
     from paceline.launch.preflight.job import preflight_command
     from paceline.launch.preflight.spec import PreflightSpec
 
-    config = job.config
-    launcher, rendered, _, directory = prepare_local_run(job)
-    spec = rendered.spec
-    preflight_spec = PreflightSpec(
-        directory=directory.path.absolute() / "doctor",
-        run=directory.path.absolute(),
+    config, spec, path = run.job.config, run.rendered.spec, run.directory.path.absolute()
+    preflight = PreflightSpec(
+        directory=path / "doctor",
+        run=path,
         task=config.task,
-        nproc=parse_nproc(config.nproc) or spec.nproc,
+        nproc=nproc or spec.nproc,
         threads=spec.threads,
         interface=spec.interface,
         keep=config.keep_checkpoints,
-        agents=launcher.name == "spawn" and spec.recover != "none",
-        timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
+        agents=run.launcher.name == "spawn" and spec.recover != "none",
+        timeout_s=spec.init_timeout_s,
     )
-    return preflight_command(preflight_spec, spec.nodes[0], spec.node_rank, spec.rdzv_endpoint)
+    return preflight_command(preflight, spec.nodes[0], spec.node_rank, spec.rdzv_endpoint)
 
 
 def _submit(config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool) -> int:

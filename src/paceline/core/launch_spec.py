@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.runs.directory import RunDirectory
 
 ONCE_A_RANK: tuple[RankLauncher, ...] = ("srun", "mpi", "horovod")
-"""These start each rank themselves; under the others one command is started on each machine."""
+"""These start each rank themselves; under the others one command is started on each node."""
 
 Recovery = Literal["inplace", "restart", "none"]
 
@@ -46,7 +46,8 @@ class LaunchSpec:
         env_style: the set of rank variables.
         roles: with the tensorflow env style: the role of each rank, such as ``("chief", "worker", "ps")``.
         is_task: the command trains a Paceline task: ``paceline train``, which the agent may start, or a worker.
-        run: the run's directory, of a task.
+        run: the run directory of a task.
+        job_file: the file with the configuration of a task's workers; None if the command is not their program.
         interface: the network interface to the other nodes.
         master_port: the port on which rank 0 listens; default: derived from the job's number, so that jobs do not
             clash; on one node a free one.
@@ -76,7 +77,7 @@ class LaunchSpec:
         grace_s: how long the others may take to end after one rank failed.
         heartbeat_s: a worker or an agent that is silent for this long counts as lost.
         spares: processes, over all nodes, that hold the state and compute only once others are lost.
-        task_code: a digest of the task's code and options; equal on all nodes of a job.
+        task_digest: a digest of the task's code and options; equal on all nodes of a job.
         token_file: holds the secret that the job's agents share; default: in the run's directory.
         init_timeout_s: time limit of the search for the other nodes.
     """
@@ -98,6 +99,7 @@ class LaunchSpec:
     roles: tuple[str, ...] = ()
     is_task: bool = False
     run: Path | None = None
+    job_file: Path | None = None
     interface: str | None = None
     master_port: int | None = None
     workdir: Path = field(default_factory=Path.cwd)
@@ -117,7 +119,7 @@ class LaunchSpec:
     grace_s: float = 10.0
     heartbeat_s: float = 2.0
     spares: int = 0
-    task_code: str = ""
+    task_digest: str = ""
     token_file: Path | None = None
     init_timeout_s: float = 300.0
 
@@ -130,7 +132,7 @@ class LaunchSpec:
                 raise ConfigError(f"--{name} must be at least 1, but is {number}.")
         if len(self.nproc) > 1 and not least == most == len(self.nproc):
             raise ConfigError(
-                f"--nproc {','.join(map(str, self.nproc))} lists {len(self.nproc)} machines, but --nodes is "
+                f"--nproc {','.join(map(str, self.nproc))} lists {len(self.nproc)} nodes, but --nodes is "
                 f"{least if least == most else f'{least}:{most}'}."
             )
         for name in ("gpus_per_node", "cpus_per_task", "threads"):
@@ -145,7 +147,7 @@ class LaunchSpec:
 
     @property
     def world_size(self) -> int:
-        """Processes over the least number of machines."""
+        """Processes over the least number of nodes."""
         return sum(self.nproc) if len(self.nproc) > 1 else self.nproc[0] * self.nodes[0]
 
     @property
@@ -165,13 +167,13 @@ class LaunchSpec:
 
     @property
     def least_nodes(self) -> int:
-        """With fewer machines a job that recovers waits for others; one of a fixed size continues with one."""
+        """With fewer nodes a job that recovers waits for others; one of a fixed size continues with one."""
         least, most = self.nodes
         return least if most > least else 1
 
     @property
     def starts_each_rank(self) -> bool:
-        """Whether the command is started once for each rank, not once on each machine."""
+        """Whether the command is started once for each rank, not once on each node."""
         return self.rank_launcher in ONCE_A_RANK
 
     @property

@@ -1,4 +1,4 @@
-"""The agent: keeps a job's workers on this node alive, and never ends survivors. No torch.
+"""The agent: starts a job's workers on this node, and replaces those that die or restarts all of them. No torch.
 
 One loop drives two parts: :class:`~paceline.elastic.node.NodeWorkers`, which owns the workers, and a
 :class:`~paceline.elastic.controller.Controller`, which decides for them. On one node that is a
@@ -33,12 +33,13 @@ class Agent:
     """A job whose workers are replaced when they die; see :class:`~paceline.launch.supervisor.ProcessGroup`.
 
     Args:
-        spec: the job; the last word of its command is the worker's file.
+        spec: the job, with its ``job_file`` and ``log_directory``.
         forkserver: the command of the process that forks workers.
     """
 
     def __init__(self, spec: LaunchSpec, forkserver: Command) -> None:
         assert spec.log_directory is not None
+        assert spec.job_file is not None
         if shutil.which(forkserver.argv[0]) is None:
             raise LaunchError(f"{forkserver.argv[0]}: command not found or not executable.")
         self._signals: list[int] = []  # not handled yet
@@ -72,7 +73,7 @@ class Agent:
                     stale_record.unlink(missing_ok=True)
             node = self._node = NodeWorkers(
                 forkserver,
-                spec.command[-1],
+                spec.job_file,
                 directory,
                 self._selector,
                 heartbeat_s=spec.heartbeat_s,

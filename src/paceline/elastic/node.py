@@ -232,7 +232,7 @@ class NodeWorkers:
 
     Args:
         fork_server: the command of the fork server.
-        job: the file of the workers' configuration.
+        job_file: the workers' configuration.
         directory: for logs and error records.
         selector: of the agent's loop; handlers are the registered data.
         heartbeat_s: a member that is silent for this long is killed.
@@ -249,7 +249,7 @@ class NodeWorkers:
     def __init__(
         self,
         fork_server: Command,
-        job: str,
+        job_file: Path,
         directory: RunDirectory,
         selector: selectors.BaseSelector,
         *,
@@ -258,7 +258,7 @@ class NodeWorkers:
         inherited: tuple[int, ...] = (),
         interface: str = "",
     ) -> None:
-        self._rendered, self._job, self._directory, self._selector = fork_server, job, directory, selector
+        self._rendered, self._job_file, self._directory, self._selector = fork_server, job_file, directory, selector
         self._heartbeat_s, self._grace_s, self._inherited = heartbeat_s, grace_s, inherited
         self._interface = interface
         self._workers: dict[int, WorkerProcess] = {}
@@ -392,7 +392,9 @@ class NodeWorkers:
         return self._forkserver
 
     def _fork(self, worker: WorkerProcess) -> None:
-        self._running_forkserver().fork(worker.number, worker.descriptors, slot=worker.local_index, job=self._job)
+        self._running_forkserver().fork(
+            worker.number, worker.descriptors, slot=worker.local_index, job=str(self._job_file)
+        )
 
     def _on_report(self, fork_server: ForkServer) -> None:
         match fork_server.report():

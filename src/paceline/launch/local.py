@@ -100,12 +100,12 @@ class LocalLauncher(ForegroundLauncher):
         place: RendezvousOptions | LaunchSpec = options or spec
         if most > least and self.name != "torchrun" and spec.recover == "none":
             raise ConfigError(
-                f"--nodes {least}:{most}: the number of machines is fixed here. Give one number, or use --on torchrun."
+                f"--nodes {least}:{most}: the number of nodes is fixed here. Give one number, or use --on torchrun."
             )
         if most > 1 and place.rdzv_endpoint is None and not spec.joins:
-            raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
+            raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
         if len(spec.nproc) > 1 and place.node_rank is None:
-            raise ConfigError("--nproc with a list needs --node-rank, which says which machine this is.")
+            raise ConfigError("--nproc with a list needs --node-rank, which says which node this is.")
         if options is not None:
             spec = replace(
                 spec, node_rank=options.node_rank, rdzv_endpoint=options.rdzv_endpoint, rdzv_id=options.rdzv_id
@@ -205,7 +205,7 @@ class InProcessJob:
             if command[0] == "-m":
                 here = os.getcwd()
                 with self._started_with(command[1:], here), warnings.catch_warnings():
-                    # A script that calls fit() has imported the worker; to run it once more is meant.
+                    # A script that calls fit() has imported the worker; running it again is intended.
                     warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
                     runpy.run_module(command[1], run_name="__main__", alter_sys=True)
             else:
@@ -277,7 +277,7 @@ class Torchrun(LocalLauncher):
             if options.rdzv_backend not in ("c10d", "static"):
                 raise ConfigError(f"--rdzv-backend must be c10d or static, but is {options.rdzv_backend!r}.")
             if options.rdzv_backend == "static" and options.node_rank is None:
-                raise ConfigError("--rdzv-backend static needs --node-rank: this machine's number is fixed.")
+                raise ConfigError("--rdzv-backend static needs --node-rank: this node's number is fixed.")
             for text in options.torchrun:
                 name = text.removeprefix("--").partition("=")[0].replace("_", "-")
                 if name in TORCHRUN_EQUALS:
@@ -313,7 +313,7 @@ class Torchrun(LocalLauncher):
             argv=(
                 *(*shell, python or sys.executable, "-m", module),
                 *(*_meeting(spec, own), f"--nproc-per-node={nproc}"),
-                # Its default lacks Slurm's warning, of which it would die, and its workers with it.
+                # Its default omits SIGUSR1, Slurm's warning, which would kill it and its workers.
                 f"--signals-to-handle={signals}",
                 *(*restarts, *([] if python else ["--no-python"]), *arguments),
             ),
@@ -370,7 +370,7 @@ def _rendezvous(spec: LaunchSpec, backend: str) -> list[str]:
     is_host, local_addr = [], []
     if spec.node_rank is not None:
         is_host = [f"--rdzv-conf=is_host={int(spec.node_rank == 0)}"]
-        # Workers meet at the address of one of the agents, which by itself says its own name for its machine.
+        # Workers meet at the address of one of the agents, which by default reports its hostname.
         local_addr = [f"--local-addr={host}" for host in spec.hosts[spec.node_rank : spec.node_rank + 1]]
     return [
         f"--nnodes={least}:{most}" if most > least else f"--nnodes={least}",
@@ -512,7 +512,7 @@ class Spawn(LocalLauncher):
         if nodes > 1:
             if spec.node_rank is None:
                 raise ConfigError(
-                    f"--on spawn with --nodes {nodes} needs --node-rank: 0 on the machine of "
+                    f"--on spawn with --nodes {nodes} needs --node-rank: 0 on the node of "
                     f"--rdzv-endpoint, 1 to {nodes - 1} on the others."
                 )
             assert spec.rdzv_endpoint is not None
@@ -586,7 +586,7 @@ def _rank(spec: LaunchSpec, command: tuple[str, ...], local_rank: int, host: str
 
 def _forkserver(spec: LaunchSpec) -> Command:
     return Command(
-        title=f"forks {spec.local_world_size} workers of {spec.command[-1]}, and replaces those that die",
+        title=f"forks {spec.local_world_size} workers of {spec.job_file}, and replaces those that die",
         argv=(spec.command[0], "-m", "paceline.elastic.forkserver"),
         env={**spec.thread_variables(), **spec.env},
     )

@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.config import RunConfig, config_from_mapping
@@ -33,16 +34,83 @@ _STARTED_BY: dict[str, str] = {
 }
 
 
-def prepare_local_run(
-    job: WorkerConfig, *, joins: bool = False
-) -> tuple[Launcher, RenderedJob, WorkerConfig, RunDirectory]:
-    """Return the launcher, the rendered commands, the resolved job, and the run's directory.
+@dataclass(frozen=True, kw_only=True)
+class LocalRun:
+    """A run on this node, resolved and rendered; :meth:`launch` starts it.
 
-    Nothing is touched.
+    Attributes:
+        launcher: starts the processes.
+        rendered: the description of their job, and its commands.
+        job: the workers' configuration.
+        directory: the run directory.
+    """
+
+    launcher: Launcher
+    rendered: RenderedJob
+    job: WorkerConfig
+    directory: RunDirectory
+
+    def on_interface(self, interface: str | None) -> LocalRun:
+        """Return this run on a network interface, unless its options name one."""
+        if interface is None or self.job.config.interface is not None:
+            return self
+        job = dataclasses.replace(self.job, config=dataclasses.replace(self.job.config, interface=interface))
+        rendered = self.launcher.render(dataclasses.replace(self.rendered.spec, interface=interface))
+        return dataclasses.replace(self, rendered=rendered, job=job)
+
+    def launch(self) -> int:
+        """Start the run and wait for its end; return the exit code.
+
+        A node that the others of its job have removed, because they could not reach it, joins them again.
+
+        Raises:
+            RunDirectoryError: the run directory cannot be written, or another process uses it.
+            LaunchError: a process could not be started.
+        """
+        run = self
+        while True:
+            try:
+                return run._launch_once()
+            except NodeRemovedError as removed:
+                print(f"paceline: {removed} It joins again once it reaches them.", file=sys.stderr, flush=True)
+            # This time it discovers the others through the run directory.
+            config = dataclasses.replace(run.job.config, node_rank=None, rdzv_endpoint=None)
+            run = prepare_local_run(dataclasses.replace(run.job, config=config), joins=True)
+
+    def _launch_once(self) -> int:
+        job, spec, directory = self.job, self.rendered.spec, self.directory
+        # Another node of the job may use the shared directory already.
+        if not (spec.node_rank or spec.joins or _lacks_node_rank(spec.node_rank, spec.nodes)):
+            if directory.is_running():
+                raise directory.in_use()
+            directory.check_resume(job.config.resume)
+        directory.create()
+        assert spec.job_file is not None
+        try:
+            write_atomically(spec.job_file, job.to_toml().encode())
+        except OSError as error:
+            raise directory.unwritable(error) from error
+        code = self.launcher.submit(self.rendered).wait()
+        if code in STOPPED and job.supervised and not job.quiet:
+            last = directory.read_events()[-1:]
+            # A job that is interrupted before its ranks have connected has saved nothing.
+            if last and last[0]["event"] == "stopped":
+                print(f"paceline: {describe_stop(last[0], directory)}", file=sys.stderr)
+        return code
+
+
+def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool = False) -> LocalRun:
+    """Resolve and render a run; it starts nothing.
+
+    Args:
+        job: the job.
+        joins: whether this node joins a run that is active on others.
+        reserve: create a directory that the user has not named, so that no other command takes its name.
 
     Raises:
         ConfigError: no launcher can run this.
         TaskError: there is no such task; a wrong name fails before any process starts.
+        RunDirectoryError: the directory cannot be created.
     """
     config = job.config
     check_task(config)
@@ -50,15 +118,14 @@ def prepare_local_run(
     counts = parse_nproc(config.nproc) or (available_processes(config),)
     nproc = _processes_here(config, counts)
     several_nodes = most_nodes > 1
-    several = nproc > 1 or several_nodes
-    name = config.on if config.on != "auto" else "spawn" if several else "inprocess"
+    name = config.on if config.on != "auto" else "spawn" if nproc > 1 or several_nodes else "inprocess"
     if several_nodes and config.rdzv_endpoint is None and not joins:
-        raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
+        raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
     directory = RunDirectory(Path(config.run_dir or default_run_path(config.task)))
     recover = _recovery(job, name, directory)
     if recover == "none" and most_nodes > first_nodes:
         raise ConfigError(
-            f"--nodes {config.nodes}: machines can only join and leave a run that recovers. "
+            f"--nodes {config.nodes}: nodes can only join and leave a run that recovers. "
             "Use --on spawn, and leave out --recover none."
         )
     if recover != "none" and several_nodes and config.run_dir is None:
@@ -66,18 +133,19 @@ def prepare_local_run(
             "a run on several nodes needs --run-dir DIR, a directory that all of them share; "
             "without one use --recover none."
         )
-    config = dataclasses.replace(config, run_dir=str(directory.path), nproc=nproc)
-    job = dataclasses.replace(
+    if _lacks_node_rank(config.node_rank, (first_nodes, most_nodes)):
+        job_file = directory.path / f"job-{socket.gethostname()}-{os.getpid()}.toml"
+    else:  # each node has its own
+        job_file = directory.path / (f"job-{config.node_rank}.toml" if config.node_rank else "job.toml")
+    resolved = dataclasses.replace(
         job,
-        config=config,
+        config=dataclasses.replace(config, run_dir=str(directory.path), nproc=nproc),
         supervised=name != "inprocess",
         world_size=sum(counts[:first_nodes]) if len(counts) > 1 else nproc * first_nodes,
     )
     spec = LaunchSpec(
-        command=(
-            *(sys.executable, "-m", "paceline.training.worker"),
-            str(_job_file(config, directory, unnumbered=several_nodes)),
-        ),
+        command=(sys.executable, "-m", "paceline.training.worker", str(job_file)),
+        job_file=job_file,
         nodes=(first_nodes, most_nodes),
         nproc=(nproc,),
         threads=config.threads,
@@ -93,68 +161,29 @@ def prepare_local_run(
         max_restarts=config.max_restarts,
         heartbeat_s=config.heartbeat,
         spares=config.hot_spares,
-        task_code=_task_code(job),
+        task_digest=_task_digest(job),
         token_file=None if config.token_file is None else Path(config.token_file),
         init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
     )
     launcher = get_launcher(name)
-    return launcher, launcher.render(spec), job, directory
+    run = LocalRun(launcher=launcher, rendered=launcher.render(spec), job=resolved, directory=directory)
+    if reserve and config.run_dir is None and not directory.reserve():
+        return prepare_local_run(job, joins=joins, reserve=True)  # under the next free name
+    return run
 
 
 def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory]:
-    """Start a run and wait for its end; return the exit code and the run's directory.
-
-    A node that the others of its job have removed, because they could not reach it, joins them again.
+    """Prepare a run, start it and wait for its end; return the exit code and the run directory.
 
     Args:
         job: the job.
         joins: whether this node joins a run that is active on others.
 
     Raises:
-        ConfigError: no launcher can run this.
-        TaskError: there is no such task.
-        RunDirectoryError: the run's directory cannot be written, or another process uses it.
-        LaunchError: a process could not be started.
+        UserError: as :func:`prepare_local_run` and :meth:`LocalRun.launch`.
     """
-    while True:
-        try:
-            return _launch_once(job, joins=joins)
-        except NodeRemovedError as removed:
-            print(f"paceline: {removed} It joins again once it reaches them.", file=sys.stderr, flush=True)
-        job, joins = _rejoining(job), True
-
-
-def _rejoining(job: WorkerConfig) -> WorkerConfig:
-    """Return the job of a node that finds the others by the run's directory, and not by its first command."""
-    counts = parse_nproc(job.config.nproc)
-    nproc = _processes_here(job.config, counts) if counts else job.config.nproc
-    config = dataclasses.replace(job.config, nproc=nproc, node_rank=None, rdzv_endpoint=None)
-    return dataclasses.replace(job, config=config)
-
-
-def _launch_once(asked: WorkerConfig, *, joins: bool) -> tuple[int, RunDirectory]:
-    launcher, rendered, job, directory = prepare_local_run(asked, joins=joins)
-    while asked.config.run_dir is None and not directory.reserve():
-        launcher, rendered, job, directory = prepare_local_run(asked, joins=joins)
-    config, spec = job.config, rendered.spec
-    # Another node of the job may use the shared directory already.
-    unnumbered = config.node_rank is None and spec.nodes[1] > 1 and spec.recover != "none"
-    if not (config.node_rank or joins or unnumbered):
-        if directory.is_running():
-            raise directory.in_use()
-        directory.check_resume(config.resume)
-    directory.create()
-    try:
-        write_atomically(Path(spec.command[-1]), job.to_toml().encode())
-    except OSError as error:
-        raise directory.unwritable(error) from error
-    code = launcher.submit(rendered).wait()
-    if code in STOPPED and job.supervised and not job.quiet:
-        last = directory.read_events()[-1:]
-        # Interrupted before its ranks had met, a job has saved nothing.
-        if last and last[0]["event"] == "stopped":
-            print(f"paceline: {describe_stop(last[0], directory)}", file=sys.stderr)
-    return code, directory
+    run = prepare_local_run(job, joins=joins, reserve=True)
+    return run.launch(), run.directory
 
 
 def check_task(config: RunConfig) -> None:
@@ -168,7 +197,7 @@ def check_task(config: RunConfig) -> None:
 
 
 def require_recovery(config: RunConfig, environment: Environment) -> None:
-    """Reject a recovery that no process performs for a rank that another launcher has started.
+    """Reject values of ``--recover`` that need Paceline's agent where another launcher has started the ranks.
 
     Raises:
         ConfigError: the user gave the option.
@@ -181,7 +210,7 @@ def require_recovery(config: RunConfig, environment: Environment) -> None:
     raise ConfigError(
         f"--recover {config.recover} does not work where {_STARTED_BY[environment.source]} the processes: "
         f"it needs Paceline's agent. Use {ways} here, or have Paceline start them: give the command once on "
-        "each machine, with --on spawn."
+        "each node, with --on spawn."
     )
 
 
@@ -189,7 +218,7 @@ def _recovery(job: WorkerConfig, name: str, directory: RunDirectory) -> Recovery
     """Return the response to the death of a worker.
 
     Raises:
-        ConfigError: something was asked for that cannot be.
+        ConfigError: ``--recover`` or ``--device`` cannot work here.
     """
     config = job.config
     if config.recover == "none":
@@ -199,37 +228,31 @@ def _recovery(job: WorkerConfig, name: str, directory: RunDirectory) -> Recovery
         config = RunConfig(**merge_resumed_config(vars(config), job.explicit_options, recorded))
     if config.device == "cuda" and name == "spawn" and not visible_gpus():
         raise ConfigError("--device cuda: there is no GPU on this node. Use --device cpu or auto.")
-    survivors = [
-        obstacle
-        for obstacle, there in (
-            (f"--reduction {config.reduction}", config.reduction == "ddp"),
-            *((obstacle, True) for obstacle in config.non_elastic_options),
-            ("a GPU", config.device != "cpu" and visible_gpus() > 0),
-        )
-        if there
-    ]
+    obstacles = list(config.non_elastic_options)  # to recovery in place
+    if config.reduction == "ddp":
+        obstacles.insert(0, f"--reduction {config.reduction}")
+    if config.device != "cpu" and visible_gpus() > 0:
+        obstacles.append("a GPU")
     if name == "torchrun" and config.recover == "restart":
         return "restart"
     if config.recover == "auto":
-        return "none" if name != "spawn" else "restart" if survivors else "inplace"
+        return "none" if name != "spawn" else "restart" if obstacles else "inplace"
     if name != "spawn":
         raise ConfigError(
             f"--recover {config.recover} does not work with --on {name}: it needs Paceline's agent, which "
-            "--on spawn starts on each machine. Use --recover none, or with --on torchrun restart."
+            "--on spawn starts on each node. Use --recover none, or with --on torchrun restart."
         )
-    if config.recover == "inplace" and survivors:
+    if config.recover == "inplace" and obstacles:
         raise ConfigError(
-            f"--recover inplace does not work with {', '.join(survivors)}: a survivor that waits there for a "
+            f"--recover inplace does not work with {', '.join(obstacles)}: a survivor that waits there for a "
             "lost rank cannot be freed. Use --recover restart."
         )
     return config.recover
 
 
-def _job_file(config: RunConfig, directory: RunDirectory, *, unnumbered: bool) -> Path:
-    """Return the path of the job's file; each node has its own."""
-    if config.node_rank is None and unnumbered:
-        return directory.path / f"job-{socket.gethostname()}-{os.getpid()}.toml"
-    return directory.path / (f"job-{config.node_rank}.toml" if config.node_rank else "job.toml")
+def _lacks_node_rank(node_rank: int | None, nodes: tuple[int, int]) -> bool:
+    """Return whether this is one of several nodes, and its number is not known."""
+    return node_rank is None and nodes[1] > 1
 
 
 def _processes_here(config: RunConfig, counts: tuple[int, ...]) -> int:
@@ -244,7 +267,7 @@ def _processes_here(config: RunConfig, counts: tuple[int, ...]) -> int:
     return counts[config.node_rank]
 
 
-def _task_code(job: WorkerConfig) -> str:
+def _task_digest(job: WorkerConfig) -> str:
     """Return a digest of the task's code and options: nodes that differ in it must not join."""
     spec = job.config.task
     file = Path(spec.rpartition(":")[0])

@@ -17,7 +17,8 @@ from paceline.runs.directory import RunDirectory
 nproc, max_restarts = (int(word) for word in sys.argv[1:3])
 faults = json.loads(Path("job.json").read_text())["faults"].values()
 spec = LaunchSpec(
-    command=(sys.executable, "-m", "paceline.training.worker", str(Path("job.json").resolve())),
+    command=(sys.executable, "-m", "paceline.training.worker"),
+    job_file=Path("job.json").resolve(),
     nproc=(nproc,),
     log_directory=RunDirectory(Path.cwd()),
     grace_s=5,

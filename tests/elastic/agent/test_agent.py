@@ -165,7 +165,8 @@ def peers(tmp_path: Path) -> PeerDirectory:
         hello={},
         witness=FileWitness(tmp_path / "nowhere", "0" * 32),
     )
-    return PeerDirectory(LaunchSpec(command=("job.toml",), log_directory=directory), directory, meeting, None)
+    spec = LaunchSpec(command=("worker",), job_file=tmp_path / "job.toml", log_directory=directory)
+    return PeerDirectory(spec, directory, meeting, None)
 
 
 def test_an_agent_of_another_start_of_the_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,12 +162,34 @@ def test_a_job_that_preflight_stops(run_processes: Any, tmp_path: Path) -> None:
 
 
 def test_a_task_that_preflight_lets_go(run_processes: Any, tmp_path: Path) -> None:
-    words = ("train", "fashion-mnist", "--preflight", "--max-steps", "2", "--threads", "1", "--quiet")
-    done = run_processes.paceline(*words, "--run-dir", "run", "--json")
+    # The preflight imports the task in a child of the process that has the directory in its command.
+    (tmp_path / "small.py").write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "from tests.training.tasks import Points\n"
+        "command = Path(f'/proc/{os.getppid()}/cmdline').read_text().split('\\0')\n"
+        "if '--run-dir' in command:\n"
+        "    Path('checked').write_text(command[command.index('--run-dir') + 1])\n"
+        "class Small(Points):\n"
+        "    pass\n"
+    )
+    words = ("train", "small.py:Small", "--preflight", "--max-steps", "2", "--threads", "1", "--quiet", "--json")
+    done = run_processes.paceline(*words)
     assert done.returncode == 0, done.stderr
     assert "preflight" not in done.stderr, "nothing is wrong"
-    assert json.loads(done.stdout)["steps"] == 2
-    assert not (tmp_path / "run/doctor").exists()
+    result = json.loads(done.stdout)
+    assert result["steps"] == 2
+    run = tmp_path / result["run"]
+    assert (tmp_path / "checked").read_text() == str(run), "it checked the directory of another run"
+    assert not (run / "doctor").exists()
+
+
+def test_a_task_that_preflight_stops(run_processes: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    done = run_processes.paceline("train", "broken.py:Task", "--preflight", "--threads", "1")
+    assert done.returncode == 1
+    assert "nothing_of_this_name" in done.stderr
+    assert not list(tmp_path.glob("runs/*")), "a run that has not started leaves a directory"
 
 
 def test_what_preflight_runs_on_a_cluster(run_processes: Any, tmp_path: Path) -> None:

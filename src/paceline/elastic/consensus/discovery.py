@@ -98,7 +98,7 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     else:
         address = address_towards(host, port)
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
-    versions = {**_versions(), "task": spec.task_code}
+    versions = {**_versions(), "task": spec.task_digest}
     hello: dict[str, Any] = {"name": name, "versions": versions}
     may_be_first = not spec.joins and (spec.node_rank == 0 or (spec.node_rank is None and is_ours(host)))
     token = _token(spec, directory, creates=may_be_first)
@@ -136,9 +136,9 @@ def _listen_address(host: str, address: str, interface: str | None) -> str:
     return address if interface is None else socket.gethostbyname(meeting_address(host, interface))
 
 
-def record_agents(directory: RunDirectory, agents: Sequence[Agent], job: str) -> None:
+def record_agents(directory: RunDirectory, agents: Sequence[Agent], job_file: Path) -> None:
     """Write the agents' addresses, and the job's file, for nodes that join by the directory alone."""
-    content = {"job": Path(job).name, "agents": [[name, *address] for name, address in agents]}
+    content = {"job": job_file.name, "agents": [[name, *address] for name, address in agents]}
     write_atomically(directory.agents, (json.dumps(content) + "\n").encode())
 
 
@@ -267,7 +267,7 @@ class PeerDirectory:
         if self.is_first:
             # Not before it holds the run's lock: another agent's file must stay as it is.
             self.add_self()
-            record_agents(self._directory, self._book, self._spec.command[-1])
+            self._record_agents()
         else:
             self._network.call(self._endpoints)
             self.look()
@@ -425,9 +425,13 @@ class PeerDirectory:
             self._book = [(name, address) for name, address in self._book if name != peer]
             self._share_book(nodes)
 
+    def _record_agents(self) -> None:
+        assert self._spec.job_file is not None
+        record_agents(self._directory, self._book, self._spec.job_file)
+
     def _share_book(self, nodes: Iterable[str]) -> None:
         with suppress(OSError):
-            record_agents(self._directory, self._book, self._spec.command[-1])
+            self._record_agents()
         for peer in nodes:
             self.send(peer, AddressBook(tuple(self._book)))
 
