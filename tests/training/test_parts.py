@@ -224,12 +224,12 @@ def test_early_stopping_counts_evaluations_without_a_better_one(
 def test_what_one_rank_says_all_obey() -> None:
     rows = [
         ControlFlags().row(),
-        ControlFlags(stop=15, more=False).row(),
-        ControlFlags(save=True, more=False).row([1.0] * 4),
+        ControlFlags(stop=15, has_next_batch=False).row(),
+        ControlFlags(save=True, has_next_batch=False).row([1.0] * 4),
     ]
     assert {len(row) for row in rows} == {ROW_LENGTH}
-    assert merge(rows) == ControlFlags(stop=15, save=True, more=True)
-    assert merge(rows[1:]).more is False
+    assert merge(rows) == ControlFlags(stop=15, save=True, has_next_batch=True)
+    assert merge(rows[1:]).has_next_batch is False
     assert statuses(rows)[2] == [1.0] * 4
 
 

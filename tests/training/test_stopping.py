@@ -143,7 +143,7 @@ def test_an_evaluation_is_foreseen(eval_every: str) -> None:
     schedule, progress = Schedule(config, data), TrainProgress()
     foreseen, made = [], []
     for _ in range(20):
-        foreseen.append(schedule.evaluation_follows(progress, more=True))
+        foreseen.append(schedule.evaluation_follows(progress, has_next_batch=True))
         progress.step += 1
         progress.step_in_epoch += 1
         if schedule.epoch_ends(progress):

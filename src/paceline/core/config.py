@@ -192,7 +192,7 @@ def parse_lora(text: str) -> Lora:
     return Lora(rank=rank, alpha=alpha, dropout=dropout, targets=targets)
 
 
-# --- The configuration of a run: one flat dataclass, whose fields are the options of every entry point ---
+# --- The configuration of a run: its fields, with those of its base classes, are the options of every entry point ---
 #
 # ``paceline train --global-batch-size 96``, ``paceline.fit(task, global_batch_size=96)`` and
 # ``global_batch_size = 96`` in a ``run.toml`` are the same field. ``--help`` shows the help

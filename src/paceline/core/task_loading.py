@@ -25,7 +25,7 @@ BUILT_IN_TASKS = BUILT_IN["paceline.tasks"]
 
 @dataclass(frozen=True)
 class TaskReference:
-    """A task by name, with the values of its fields; the form that is sent to every worker.
+    """A task by name, with the values of its fields.
 
     Attributes:
         spec: ``file.py:Name``, ``package.module:Name`` or a built-in task's name.

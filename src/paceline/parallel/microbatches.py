@@ -44,7 +44,7 @@ class MicrobatchStrategy:
         """Return the layout of the model: complete on each rank, unless the strategy overrides it.
 
         Raises:
-            ConfigError: it cannot lie so on so many.
+            ConfigError: the model cannot be laid out on this number of ranks.
         """
         return Replicated()
 

@@ -92,7 +92,7 @@ class ServerTransport:
         self._nodes = [(rank, index) for rank, nodes in enumerate(plan.subtrees) for index in range(len(nodes))]
         self.grad_buffers: list[GradBuffer] = [
             {dtype: torch.zeros(numel, dtype=dtype, device=world.device) for dtype, numel in lanes.items()}
-            for _ in range(plan.grad_buffers[world.rank])
+            for _ in range(plan.num_grad_buffers[world.rank])
         ]
 
     def launch(self, bucket: int) -> None:

@@ -71,7 +71,7 @@ class StepHeader:
         weights = _to_host([sums.weight for sums in microbatches_sums])
         losses = _to_host([sums.loss_sum for sums in microbatches_sums])
         bad_microbatch = _NO_MICROBATCH
-        node_sums = [[0.0] * _NODE_FIELDS for _ in range(self._plan.grad_buffers[self._rank])]
+        node_sums = [[0.0] * _NODE_FIELDS for _ in range(self._plan.num_grad_buffers[self._rank])]
         # The same additions in the same order as for the gradients, in float64.
         for step, sums, weight, loss in zip(
             self._plan.accumulation(self._rank, microbatches), microbatches_sums, weights, losses, strict=True
@@ -407,7 +407,7 @@ class GradientReducer:
         Raises:
             TaskError: it has.
         """
-        # One parameter tells: zero_grad() of a model or an optimizer removes all of its gradients.
+        # Checking one parameter is enough: zero_grad() of a model or an optimizer removes all of its gradients.
         if self._parameters and self._parameters[-1].grad is not self._gradients[self._grad_buffer][-1]:
             raise TaskError(
                 "the loss removed the gradients of the step's earlier micro-batches. Do not call zero_grad() there: "
@@ -418,7 +418,7 @@ class GradientReducer:
         """Collect the micro-batch's gradients, buffers and sums."""
         step = self._steps[-1]
         self._accumulated = None
-        # After the first step, hooks on each parameter would cost too much. Where all parameters are used, this tells.
+        # After the first step, hooks per parameter would cost too much; a count finds it if all parameters are used.
         if not self._missing and self._count_writes() - self._writes > len(self._parameters):
             raise _gradient_in_parts()
         microbatch = self._microbatches.pop()
@@ -637,7 +637,7 @@ def make_transport(
         timeout_s: how long a rank may keep the others waiting.
     """
     if world.world_size == 1:
-        return LocalTransport(plan.grad_buffers[0], lanes, world.device)
+        return LocalTransport(plan.num_grad_buffers[0], lanes, world.device)
     if supported(world):
         try:
             return SharedMemoryTransport(world, plan, lanes, header_length, timeout_s)

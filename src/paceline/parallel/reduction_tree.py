@@ -117,7 +117,7 @@ class ReductionPlan:
         return tuple(whole_subtrees(microbatches) for microbatches in ranges)
 
     @functools.cached_property
-    def grad_buffers(self) -> tuple[int, ...]:
+    def num_grad_buffers(self) -> tuple[int, ...]:
         """Maximum number of gradient buffers of each rank; a spare needs one, for the total."""
         return tuple(
             max((position + _depth(node, self.kind) for position, node in enumerate(nodes)), default=1)

@@ -132,7 +132,7 @@ class GroupTransport:
         self._nodes = [(rank, index) for rank, nodes in enumerate(plan.subtrees) for index in range(len(nodes))]
         self.grad_buffers: list[GradBuffer] = [
             {dtype: torch.zeros(numel, dtype=dtype, device=world.device) for dtype, numel in lanes.items()}
-            for _ in range(plan.grad_buffers[world.rank])
+            for _ in range(plan.num_grad_buffers[world.rank])
         ]
         self._sent: dict[int, _Sending] = {}
 
@@ -298,7 +298,7 @@ class SharedMemoryTransport:
         header_bytes = _round_up(header_length * 8)
         headers_at = world.world_size * _CACHE_LINE
         buffers_at = headers_at + 2 * world.world_size * header_bytes
-        memory = map_shared(world, buffers_at + sum(plan.grad_buffers) * grad_buffer_bytes)
+        memory = map_shared(world, buffers_at + sum(plan.num_grad_buffers) * grad_buffer_bytes)
 
         words = memoryview(memory)
         arrivals = words[:headers_at].cast("q")[:: _CACHE_LINE // 8]
@@ -308,7 +308,7 @@ class SharedMemoryTransport:
         self._headers, self._next_headers = headers[: world.world_size], headers[world.world_size :]
         all_buffers: list[list[GradBuffer]] = []
         offset = buffers_at
-        for num_buffers in plan.grad_buffers:
+        for num_buffers in plan.num_grad_buffers:
             all_buffers.append([])
             for _ in range(num_buffers):
                 grad_buffer: GradBuffer = {}

@@ -185,8 +185,8 @@ class RankStatus(NamedTuple):
     utilisation: float
 
 
-ROW_WIDTH = len(RankStatus._fields)
-"""Numbers (float64) in a rank's row."""
+STATUS_WIDTH = len(RankStatus._fields)
+"""Numbers (float64) in a rank's status."""
 
 
 class Telemetry:

@@ -8,8 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -17,7 +16,7 @@ from paceline.core.errors import RESTART_EXIT_CODE
 from paceline.core.signals import ECHO_S, WORKER_STOP_SIGNALS, StopRequests
 from paceline.parallel.load_balancing import SPEED_WIDTH
 from paceline.parallel.world import World
-from paceline.runs.metrics import ROW_WIDTH, finite
+from paceline.runs.metrics import STATUS_WIDTH, finite
 
 # --- The trial scheduler: decides after each evaluation whether this run continues ---
 #
@@ -37,7 +36,7 @@ class TrialSchedulerClient:
         address: the path of the socket.
     """
 
-    def __init__(self, address: Path) -> None:
+    def __init__(self, address: str) -> None:
         self._address = address
         self._socket: socket.socket | None = None
 
@@ -66,7 +65,7 @@ class TrialSchedulerClient:
             if self._socket is None:
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._socket.settimeout(_CONNECT_S)
-                self._socket.connect(str(self._address))
+                self._socket.connect(self._address)
                 self._socket.settimeout(None)
                 self._answers = self._socket.makefile("rb")
             self._socket.sendall((json.dumps(evaluation) + "\n").encode())
@@ -89,19 +88,15 @@ class TrialSchedulerClient:
 # the same rows, and obey alike.
 
 
-_CONTROL_WIDTH = 8
-ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH + SPEED_WIDTH
-"""Numbers in a rank's row: the control flags, then its status and its speed."""
-
 WALLTIME = 1000
-"""What asks for a stop where no signal does: no signal has this number."""
+"""The stop cause of ``--walltime``, above all numbers of signals."""
 
 TRIAL_SCHEDULER = 1001
-"""What asks for a stop where other runs are better; see :mod:`paceline.training.control`."""
+"""The stop cause of a trial scheduler that ends this trial; see :class:`TrialSchedulerClient`."""
 
 _CAUSES = {WALLTIME: "walltime", TRIAL_SCHEDULER: "the search"}
 
-_NO_STATUS = [0.0] * ROW_WIDTH
+_NO_STATUS = [0.0] * STATUS_WIDTH
 _NO_SPEED = [0.0] * SPEED_WIDTH
 
 
@@ -112,58 +107,55 @@ class ControlFlags:
     Attributes:
         stop: the number of the signal that asks for a stop, or ``WALLTIME``; 0 for none.
         save: a save is due by the clock.
-        more: there is another step's data in this epoch (streams; else always true).
+        has_next_batch: there is another step's data in this epoch (streams; else always true).
         reform: the ranks shall leave their group after this step, for another one.
-        computed, recomputed: fingerprints of the micro-batch that is verified in this step: of the rank that has
-            it, and of another one; 0 elsewhere.
+        computed, recomputed: fingerprints of the gradient that is verified in this step: of the rank that has its
+            micro-batch, and of another one; 0 elsewhere.
         impure: the purity guard found something that the ranks have to settle.
-        samples: a fingerprint of some samples, as this rank reads them; 0 if it does not know. Merged: negative if two
+        samples_fingerprint: of some samples, as this rank reads them; 0 if it does not know. Merged: negative if two
             ranks have different ones.
     """
 
     stop: int = 0
     save: bool = False
-    more: bool = True
+    has_next_batch: bool = True
     reform: bool = False
     computed: int = 0
     recomputed: int = 0
     impure: bool = False
-    samples: int = 0
+    samples_fingerprint: int = 0
 
     def row(self, status: Sequence[float] | None = None, speed: Sequence[float] | None = None) -> list[float]:
         """Return the rank's row, with its status if a record is due, and its speed if it has a measurement."""
         return [
-            float(self.stop),
-            float(self.save),
-            float(self.more),
-            float(self.reform),
-            float(self.computed),
-            float(self.recomputed),
-            float(self.impure),
-            float(self.samples),
+            *map(float, vars(self).values()),
             *(_NO_STATUS if status is None else status),
             *(_NO_SPEED if speed is None else speed),
         ]
+
+
+_CONTROL_WIDTH = len(fields(ControlFlags))
+ROW_LENGTH = _CONTROL_WIDTH + STATUS_WIDTH + SPEED_WIDTH
+"""Numbers in a rank's row: the control flags, then its status and its speed."""
 
 
 def merge(rows: Sequence[Sequence[float]]) -> ControlFlags:
     """Merge the control flags that all ranks obey; without any row, no flag is set."""
     if not rows:
         return ControlFlags()
+    *columns, samples = zip(*(map(int, row[:_CONTROL_WIDTH]) for row in rows), strict=True)
+    stop, save, has_next_batch, reform, computed, recomputed, impure = map(max, columns)
+    known = {fingerprint for fingerprint in samples if fingerprint}
     return ControlFlags(
-        stop=int(max(row[0] for row in rows)),
-        save=any(row[1] for row in rows),
-        more=any(row[2] for row in rows),
-        reform=any(row[3] for row in rows),
-        computed=int(max(row[4] for row in rows)),
-        recomputed=int(max(row[5] for row in rows)),
-        impure=any(row[6] for row in rows),
-        samples=_merge_samples({int(row[7]) for row in rows if row[7]}),
+        stop=stop,
+        save=bool(save),
+        has_next_batch=bool(has_next_batch),
+        reform=bool(reform),
+        computed=computed,
+        recomputed=recomputed,
+        impure=bool(impure),
+        samples_fingerprint=-1 if len(known) > 1 else max(known, default=0),
     )
-
-
-def _merge_samples(fingerprints: set[int]) -> int:
-    return -1 if len(fingerprints) > 1 else max(fingerprints, default=0)
 
 
 def statuses(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:

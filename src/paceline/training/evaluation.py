@@ -263,7 +263,7 @@ class Evaluator:
         module: nn.Module,
         stop: Callable[[], int],
         *,
-        in_step: bool = False,
+        is_collective: bool = False,
         observe: Observe | None = None,
     ) -> dict[str, float]:
         """Metrics by name, among them ``loss``. All ranks evaluate together.
@@ -272,8 +272,8 @@ class Evaluator:
             mesh: the ranks.
             module: the evaluated module.
             stop: called after each batch; if it returns anything but 0 on any rank, all of them stop.
-            in_step: whether ranks must call the model together: a rank without a batch then repeats its last one and
-                discards the result.
+            is_collective: whether all ranks must call the model together: a rank without a batch then repeats its last
+                one and discards the result.
             observe: receives each of this rank's batches, in the run's precision.
 
         Raises:
@@ -290,7 +290,7 @@ class Evaluator:
         mine = range(data.rank, num_blocks, computing) if data.rank < computing else range(0)
         rounds = -(-num_blocks // computing)
         own = len(mine)
-        blocks = self._batches.read([*mine, *[num_blocks - 1] * (rounds - own if in_step else 0)])
+        blocks = self._batches.read([*mine, *[num_blocks - 1] * (rounds - own if is_collective else 0)])
         sums: dict[str, list[tuple[float, float]]] = {}
         began, glance_at = time.perf_counter(), 1
         for number in range(rounds):
@@ -415,7 +415,7 @@ class Validation:
         monitor: Monitor,
         stop: Callable[[], int],
         *,
-        in_step: bool = False,
+        is_collective: bool = False,
     ) -> dict[str, float]:
         """Evaluate; nothing changes.
 
@@ -424,7 +424,7 @@ class Validation:
             state: its model is evaluated.
             monitor: shows the status.
             stop: returns the cause of a stop request, as in the control flags.
-            in_step: whether ranks must call the model together.
+            is_collective: whether ranks must call the model together.
 
         Returns:
             The metrics, by name.
@@ -437,7 +437,7 @@ class Validation:
         began = time.monotonic()
         state.callback.on_eval_begin("val", state.evaluated_module)
         try:
-            return self._evaluator.run(mesh, state.evaluated_module, stop, in_step=in_step)
+            return self._evaluator.run(mesh, state.evaluated_module, stop, is_collective=is_collective)
         finally:
             self._deadline.evaluation_took(time.monotonic() - began)
 

@@ -61,7 +61,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
                     group.mesh,
                     trainer.state.evaluated_module,
                     group.stop_reason,
-                    in_step=trainer.states.in_step,
+                    is_collective=trainer.states.is_collective,
                 )
             except EvaluationStopped as stopped:
                 trainer.stop(group, stopped.stop)
@@ -133,7 +133,7 @@ def _load_best(trainer: Trainer, world: World) -> None:
     if progress.best_version is None or progress.best_step == progress.step:
         return
     trainer.states.valid = False  # from here on the model is not that of the run's end
-    if trainer.states.in_step:
+    if trainer.states.is_collective:
         # Each rank takes its part from the directory that all share.
         state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
         _load_evaluated(trainer, state)

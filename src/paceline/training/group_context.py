@@ -174,7 +174,7 @@ class GroupContext:
                     progress,
                     states.recent,
                     checkpointer,
-                    copies=member is not None and not states.in_step,
+                    copies=member is not None and not states.is_collective,
                 )
             )
             self.profiler = run.build_profiler(self.monitor, progress.step)
@@ -233,7 +233,7 @@ class GroupContext:
         )
 
     def close(self) -> None:
-        """Leave the group; a step that is not whole is undone."""
+        """Leave the group; roll back an unfinished step."""
         self._resources.close()
 
     def _keep_phases(self) -> None:
@@ -312,7 +312,7 @@ class GroupContext:
         self._carryover.samples += sums.samples
 
     def _report_progress(self) -> None:
-        """Have the agent and a hang's diagnosis know where this rank stands."""
+        """Report step and version to the agent and to the hang diagnosis."""
         progress = self._states.state.progress
         self.world.progress_tracker.step = progress.step
         if self._member is not None:

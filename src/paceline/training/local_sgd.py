@@ -40,13 +40,13 @@ class StepRecord:
 
 
 class LocalSGD(StepHook):
-    """Averages the state of ranks that train apart, at the end of each round.
+    """Averages the state of ranks that train independently, at the end of each sync interval.
 
     Parameters, buffers and what optimizers keep of each parameter become the mean over the ranks, weighted by
     their numbers of micro-batches (McMahan et al., "Communication-Efficient Learning of Deep Networks from
     Decentralized Data", 2017; Yu et al., "On the Linear Speedup Analysis of Communication Efficient Momentum
     SGD", 2019, for momenta). So all ranks hold the same state then, and a checkpoint is anybody's. The rows
-    and the ledger's checksums of the round travel along, in the one exchange.
+    and the ledger's checksums of the interval travel along, in the one exchange.
 
     Args:
         run: the run.
@@ -59,7 +59,7 @@ class LocalSGD(StepHook):
         self._mesh, self._state = mesh, state
         self._sync_schedule, self._order = run.schedule.sync_schedule, run.data.order
         self._averager = ParameterAverager(mesh.world, shares, ROW_LENGTH + self._sync_schedule.every, _TIMEOUT_S)
-        self._round: list[StepRecord] = []
+        self._interval: list[StepRecord] = []
         if state.outer is not None:
             state.outer.begin()
 
@@ -79,7 +79,7 @@ class LocalSGD(StepHook):
     def commit(
         self, epoch: int, step_in_epoch: int, sums: StepSums, row: Sequence[float], record: RecordStep
     ) -> StepSums:
-        """Take in a step; where it is its round's last, average the state and record the round's steps.
+        """Record a step; at the end of a sync interval, average the state and write the interval's steps to the ledger.
 
         Args:
             epoch: the step's.
@@ -89,20 +89,20 @@ class LocalSGD(StepHook):
             record: enters a step into the ledger.
 
         Returns:
-            The sums with every rank's row, where a round ends; within a round with none.
+            The sums: with every rank's row at the end of an interval, else with none.
 
         Raises:
             PeerLostError: a rank is gone.
         """
         progress = self._state.progress
-        self._round.append(StepRecord(dataclasses.replace(progress), epoch, step_in_epoch, sums))
+        self._interval.append(StepRecord(dataclasses.replace(progress), epoch, step_in_epoch, sums))
         if not self._sync_schedule.is_sync_step(progress):
             return dataclasses.replace(sums, rows=[])
-        checksums = [float(step.sums.checksum) for step in self._round]
+        checksums = [float(step.sums.checksum) for step in self._interval]
         headers = self._averager.average(tensors_to_average(self._state), [*row, *checksums])
         if self._state.outer is not None:
             self._state.outer.step()
-        steps, self._round = self._round, []
+        steps, self._interval = self._interval, []
         for number, step in enumerate(steps):
             # The ledger has the checksum of all micro-batches.
             checksum = int(sum(header[ROW_LENGTH + number] for header in headers))

@@ -230,7 +230,7 @@ class PurityCheck(StepHook):
         samples, self._samples = self._samples, 0
         if not samples and not self._run.purity.has_news:
             return flags  # a step of a small model takes 400 us, and a new object 3 us
-        return replace(flags, impure=self._run.purity.has_news, samples=samples)
+        return replace(flags, impure=self._run.purity.has_news, samples_fingerprint=samples)
 
     def filter_request(self, flags: ControlFlags) -> ControlFlags:
         """Settle what any rank found.
@@ -238,18 +238,18 @@ class PurityCheck(StepHook):
         Raises:
             PurityError: before the first checkpoint, with ``--purity error``.
         """
-        if not flags.samples and not flags.impure:
+        if not flags.samples_fingerprint and not flags.impure:
             return flags
         progress, purity = self._state.progress, self._run.purity
-        if flags.samples > 0:
-            progress.data_fingerprint = progress.data_fingerprint or flags.samples
+        if flags.samples_fingerprint > 0:
+            progress.data_fingerprint = progress.data_fingerprint or flags.samples_fingerprint
             purity.checks["data"] = 1
-        is_other = not flags.impure and flags.samples not in (0, progress.data_fingerprint)
+        is_other = not flags.impure and flags.samples_fingerprint not in (0, progress.data_fingerprint)
         if is_other:
-            purity.add(self._other_data(between_ranks=flags.samples < 0))
+            purity.add(self._other_data(between_ranks=flags.samples_fingerprint < 0))
         if is_other or flags.impure:  # the same on all ranks
             purity.settle(self._world, self._run.directory)
-        return replace(flags, impure=False, samples=0)
+        return replace(flags, impure=False, samples_fingerprint=0)
 
     @property
     def _is_deterministic(self) -> bool:

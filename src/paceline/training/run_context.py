@@ -77,17 +77,17 @@ class RunContext:
 
     @cached_property
     def run_id(self) -> str:
-        """What no other run is called, from ``run.toml``: there once the run is created."""
+        """The run's unique id; ``run.toml`` holds it once the run is created."""
         return str(self.directory.read_complete_manifest()["id"])
 
     @cached_property
     def purity(self) -> PurityRecord:
-        """What this process has checked of the task, and found."""
+        """This process's checks of the task, and what they found."""
         return PurityRecord(self.config.purity)
 
     @property
     def backup(self) -> Path | None:
-        """Where the checkpoints are copied to: a folder of the run's own in ``--backup-to``."""
+        """The run's own folder in ``--backup-to``; None without it."""
         return backup_path(self.config.backup_to, self.run_id)
 
     @property
@@ -179,7 +179,7 @@ class RunContext:
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples of a block of an evaluation."""
+        """Samples of an evaluation batch."""
         return _EVAL_MICROBATCHES * -(-self.global_batch_size // self.num_microbatches)
 
     def build_eval_batches(self, split: str) -> EvalBatches | None:
@@ -222,7 +222,7 @@ class RunContext:
             rehearsal: the parts of the task that may be tried for it.
 
         Raises:
-            ConfigError: it cannot lie so on so many.
+            ConfigError: the model cannot be laid out on this number of ranks.
         """
         return build_layout(self.config, mesh, self.task, rehearsal)
 

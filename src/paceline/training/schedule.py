@@ -182,7 +182,7 @@ class Schedule:
         data: gives the run's length.
 
     Attributes:
-        rounds: evaluations happen at their ends only.
+        sync_schedule: evaluations happen at the ends of its intervals only.
     """
 
     def __init__(self, config: RunConfig, data: DataSetup) -> None:
@@ -211,22 +211,22 @@ class Schedule:
         if progress.step == progress.evaluated_step:
             return False
         every = self._evaluate_every
-        # A run may come from another strategy, in the middle of a round.
+        # A run may come from another strategy, in the middle of an interval.
         since = max(self.sync_schedule.interval_start(progress), progress.evaluated_step)
         return is_due(every, progress, since) or (self.finished(progress) and every != Interval())
 
-    def evaluation_follows(self, progress: TrainProgress, *, more: bool) -> bool:
+    def evaluation_follows(self, progress: TrainProgress, *, has_next_batch: bool) -> bool:
         """Return whether an evaluation will be due after the current step.
 
         Args:
             progress: before that step.
-            more: there is another step's data in this epoch (streams).
+            has_next_batch: there is another step's data in this epoch (streams).
         """
         after = dataclasses.replace(
             progress,
             step=progress.step + 1,
             step_in_epoch=progress.step_in_epoch + 1,
-            epoch_ended=not more,
+            epoch_ended=not has_next_batch,
         )
         if self.epoch_ends(after):
             after.epoch, after.step_in_epoch = after.epoch + 1, 0

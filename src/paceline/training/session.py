@@ -340,7 +340,7 @@ def _something_is_lost(trainer: Trainer, world: World) -> bool:
 
 
 def _give_best(checkpointer: Checkpointer, world: World, holder: int) -> None:
-    """Copy the best model to rank 0, which owes it to the disk from now on."""
+    """Copy the best model to rank 0, which must write it from now on."""
     held = checkpointer.in_memory() if world.rank == holder else None
     info = world.broadcast_object(held and dataclasses.asdict(held.manifest.info), holder)
     given = StateSource(holder, info["state_version"], (0,))

@@ -172,7 +172,7 @@ class TrainingState:
         }
         self.scaler = _gradient_scaler(config, device) if config.precision == "fp16" else None
         if self.scaler is not None:
-            # It gets its tensors with the first loss, and a rank may have no micro-batch in its first step.
+            # It creates its tensors on the first scale(), and a rank may have no micro-batch in its first step.
             self.scaler.scale(torch.zeros((), device=device))
         self.ema: EMA | None = None
         if config.ema is not None:
@@ -186,7 +186,7 @@ class TrainingState:
 
     @contextmanager
     def all_trainable(self) -> Iterator[None]:
-        """Within, each parameter that was built trainable is so, even if the task has turned it off meanwhile."""
+        """Inside the context, set ``requires_grad`` on all initially trainable parameters, also those frozen since."""
         flags = [(parameter, parameter.requires_grad) for _, parameter in self._trained]
         for parameter, _ in flags:
             parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""One rank's copy of all that training changes: begun, taken from elsewhere, or given away."""
+"""This rank's training state: initialized, loaded from a checkpoint or from another rank, exported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StateManager:
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._layout: ParameterLayout = Replicated()
-        self._weights: Mapping[str, Tensor] | None = None  # another run's, while a state is begun with them
+        self._weights: Mapping[str, Tensor] | None = None  # of another run, while a state is initialized with them
         # If each rank holds the complete state, it is built here, so that an error is raised before others wait for
         # this rank. A new run with pretrained weights has to wait for these.
         waits = run.config.init_from is not None and not run.directory.exists()
@@ -229,8 +229,8 @@ class StateManager:
             self.valid = True
 
     @property
-    def in_step(self) -> bool:
-        """Return whether ranks must call the model together."""
+    def is_collective(self) -> bool:
+        """Whether all ranks must call the model together, because each holds a part of it."""
         return self._layout.is_collective
 
     def export_state(self) -> dict[str, Any]:

@@ -320,7 +320,7 @@ class DummyMicrobatch(StepHook):
     def _run_one(self, strategy: Strategy) -> None:
         run = self._run
         if self._batch is None:
-            # With another loader, because the streams of the run's must keep their positions.
+            # With another loader, so that the run's own keeps its position in streams.
             with closing(run.build_loader()) as loader:
                 first = loader.fetch(self._state.progress.epoch, 0, range(run.num_microbatches))
             if not first:
@@ -362,7 +362,7 @@ class ExampleBatch:
             TaskError: the task returned no loss.
         """
         if self._microbatch is None:
-            # With another loader, because the streams of the run's must keep their positions.
+            # With another loader, so that the run's own keeps its position in streams.
             with closing(self._run.build_loader(workers=0)) as loader:
                 there = loader.fetch(0, 0, range(self._run.num_microbatches))
             if not there:

@@ -121,7 +121,7 @@ class ComposedStep(TrainStep):
         self, embed: Callable[[nn.Module, Any], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]
     ) -> float:
         strategy = self._group.strategy
-        if not isinstance(strategy, ReducerStrategy) or self._states.in_step:
+        if not isinstance(strategy, ReducerStrategy) or self._states.is_collective:
             raise ConfigError(
                 f"--strategy {', '.join(self._run.config.strategies)} shards the model, so all ranks must call it "
                 "together, and step.backward_over_batch does not. Use --strategy ddp or zero1."

@@ -32,7 +32,7 @@ from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
 from paceline.training.train_step import ComposedStep, overrides_train_step, require_train_step_support
 
-# --- The step, by all ranks together; other engines, by each rank alone, are in asynchronous.py and its users ---
+# --- The step, computed by all ranks together; the engines of parameter servers and Hogwild have their own files ---
 
 
 class SyncEngine(Engine):
@@ -73,7 +73,7 @@ class SyncEngine(Engine):
         flags = control.merge(sums.rows)
         for hook in group.hooks:
             flags = hook.filter_request(flags)
-        progress.epoch_ended = not flags.more
+        progress.epoch_ended = not flags.has_next_batch
         return flags
 
     def end_interval(self, group: GroupContext) -> None:
@@ -153,12 +153,12 @@ class SyncEngine(Engine):
         """Return the row that travels with the step's sums: control flags, and this rank's status and speed if due."""
         progress, strategy = self._states.state.progress, group.strategy
         loader, schedule, monitor = self._states.loader, self._run.schedule, group.monitor
-        more = not (isinstance(loader, StreamLoader) and loader.exhausted(strategy.microbatches))
-        evaluates = self._run.deadline.is_set and schedule.evaluation_follows(progress, more=more)
+        has_next_batch = not (isinstance(loader, StreamLoader) and loader.exhausted(strategy.microbatches))
+        evaluates = self._run.deadline.is_set and schedule.evaluation_follows(progress, has_next_batch=has_next_batch)
         flags = ControlFlags(
             stop=group.stop_reason(evaluates=evaluates),
             save=group.checkpoint_manager.is_due_by_clock(),
-            more=more,
+            has_next_batch=has_next_batch,
             reform=group.should_reform,
         )
         for hook in group.hooks:
@@ -331,7 +331,7 @@ class Trainer:
         buffers = {} if self.run.config.purity == "off" else bits_by_name(module.named_buffers())
         try:
             metrics = self.validation.measure(
-                group.mesh, self.state, group.monitor, group.stop_reason, in_step=self.states.in_step
+                group.mesh, self.state, group.monitor, group.stop_reason, is_collective=self.states.is_collective
             )
         except EvaluationStopped as stopped:
             # It changed nothing, and the resumed run repeats it.
@@ -381,8 +381,8 @@ class Trainer:
             stop: the cause, as in the control flags.
 
         Raises:
-            StopRequested: always, except for
-            ConfigError: the time was over before a single step was done, and would be so again.
+            StopRequested: always, but for the next case.
+            ConfigError: ``--walltime`` was over before a single step was done, and would be so again.
         """
         run, world, step = self.run, group.world, self.state.progress.step
         if stop == control.WALLTIME and world.broadcast_object(not self.carryover.samples):

@@ -1,4 +1,4 @@
-"""The one function that every launcher starts: ``python -m paceline.training.worker JOB.toml``."""
+"""The program of a worker: ``python -m paceline.training.worker JOB.toml``, or a fork of an agent's fork server."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def execute(plan: ReductionPlan, present: Set[int]) -> str:
     values, held = [], []
     for rank in range(plan.world_size):
         microbatches = [microbatch for microbatch in plan.microbatches_of(rank) if microbatch in present]
-        slots = ["garbage"] * plan.grad_buffers[rank]
+        slots = ["garbage"] * plan.num_grad_buffers[rank]
         steps = plan.accumulation(rank, microbatches)
         assert len(steps) == len(microbatches)
         for microbatch, step in zip(microbatches, steps, strict=True):
@@ -84,7 +84,7 @@ def test_exact_adds_along_one_tree_whatever_the_shares(world: tuple[tuple[int, .
         *range(sum(shares))
     ]
     assert plan.active == tuple(rank for rank, nodes in enumerate(plan.subtrees) if nodes)
-    assert all(slots >= 1 for slots in plan.grad_buffers)
+    assert all(slots >= 1 for slots in plan.num_grad_buffers)
 
 
 @given(shared_worlds())
@@ -94,7 +94,7 @@ def test_fast_needs_one_buffer_whatever_the_shares(world: tuple[tuple[int, ...],
     assert sorted(map(int, execute(plan, present).strip("()").replace("(", "").replace(")", "").split("+"))) == (
         sorted(present)
     )
-    assert plan.grad_buffers == (1,) * len(shares)
+    assert plan.num_grad_buffers == (1,) * len(shares)
 
 
 def test_exact_adds_along_one_tree_for_every_short_batch_up_to_24_microbatches() -> None:
@@ -122,7 +122,7 @@ def test_fast_adds_microbatches_from_left_to_right_then_ranks(world: tuple[int, 
     ]
     expected = left_to_right([left_to_right(microbatches) for microbatches in of_ranks if microbatches])
     assert execute(plan, present) == expected
-    assert plan.grad_buffers == (1,) * world_size
+    assert plan.num_grad_buffers == (1,) * world_size
 
 
 @given(st.integers(1, LARGEST), st.data())
@@ -153,7 +153,7 @@ def test_the_buffers_of_a_rank_are_as_many_as_documented(world: tuple[int, int, 
     plan = ReductionPlan(num_microbatches, world_size)
     for rank, nodes in enumerate(plan.subtrees):
         allowed = max(i + max(1, node.size.bit_length() - 1) for i, node in enumerate(nodes))
-        assert plan.grad_buffers[rank] == allowed
+        assert plan.num_grad_buffers[rank] == allowed
         used = {step.slot for step in plan.accumulation(rank, sorted(present & set(plan.microbatches_of(rank))))}
         assert used <= set(range(allowed))
 
@@ -162,7 +162,7 @@ def test_every_buffer_is_needed_when_all_microbatches_are_there() -> None:
     for num_microbatches in range(1, LARGEST + 1):
         plan = ReductionPlan(num_microbatches, 1)
         used = {step.slot for step in plan.accumulation(0, range(num_microbatches))}
-        assert used == set(range(plan.grad_buffers[0]))
+        assert used == set(range(plan.num_grad_buffers[0]))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_equal_ranges_send_few_nodes(num_microbatches: int, most: int) -> None:
 )
 def test_the_documented_table_of_buffers(num_microbatches: int, by_world_size: tuple[int, ...]) -> None:
     for world_size, most in enumerate(by_world_size, start=1):
-        assert max(ReductionPlan(num_microbatches, world_size).grad_buffers) == most
+        assert max(ReductionPlan(num_microbatches, world_size).num_grad_buffers) == most
 
 
 def test_any_ranges_send_at_most_five_nodes_of_12_microbatches_and_seven_of_24() -> None:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from paceline.runs.metrics import ROW_WIDTH, RankStatus, Telemetry, imbalance
+from paceline.runs.metrics import STATUS_WIDTH, RankStatus, Telemetry, imbalance
 from paceline.runs.phases import PhaseTimer
 
 
@@ -42,7 +42,7 @@ def test_utilisation_tells_work_from_rest() -> None:
 
 def test_a_row_is_flat_floats() -> None:
     status = Telemetry("cpu", PhaseTimer()).sample(1)
-    assert len(status) == ROW_WIDTH
+    assert len(status) == STATUS_WIDTH
     assert all(isinstance(value, float) for value in status)
 
 

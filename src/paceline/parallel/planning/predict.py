@@ -271,7 +271,7 @@ def _of_rank(
     # The optimizer steps when the activations are gone.
     return Memory(
         parameters=part.parameter_bytes + part.buffer_bytes,
-        gradients=max(plan.grad_buffers) * slot,
+        gradients=max(plan.num_grad_buffers) * slot,
         optimizer=optimizer,
         activations=peak + others + m.batch_bytes,
         temporary=part.buffer_bytes + max(received, part.optimizer_temporary - peak - others),
