@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim import Adafactor, NAdam
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.core.job import WorkerConfig
 from paceline.insight.verify.reference import simulated_compression, simulated_model
 from paceline.runs.directory import RunDirectory
 from paceline.training.control import StopSignals
@@ -317,12 +317,9 @@ def simulated(
     specification.loader.exec_module(tasks)
     config = RunConfig(threads=1, run_dir=str(directory / "run"), **job["options"])
     request = RunRequest(
-        config=config,
-        explicit_options=frozenset(),
+        job=WorkerConfig(config=config, quiet=True),
         task=getattr(tasks, job["task"])(**job.get("fields", {})),
-        started=time.time(),
         default_threads=1,
-        quiet=True,
     )
     with preserve_numerics():
         run, _ = setup_run(

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,13 +21,14 @@ from torch.utils.data import TensorDataset
 from paceline.core.callback import RunSchedule
 from paceline.core.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, TaskError
+from paceline.core.option_sets import resume_config
 from paceline.core.task import Defaults, Loss, Task
 from paceline.data.loader import EvalBatches
 from paceline.parallel.world import ParallelDims, World
 from paceline.training.control import ROW_LENGTH, ControlFlags, StopSignals, exit_code, merge, statuses
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.reproducibility import seed_microbatch
-from paceline.training.resolve import check_world, resolve_config, resume_config, set_up_data
+from paceline.training.resolve import check_world, resolve_config, set_up_data
 from paceline.training.schedule import ModelSelector
 from paceline.training.state import TrainingState, TrainProgress, build_task_model
 
@@ -109,40 +110,40 @@ def test_more_processes_than_microbatches_are_refused() -> None:
         check_world(RunConfig(microbatches=4), 5)
 
 
+def resumed(config: RunConfig, explicit: Collection[str], recorded: RunConfig) -> RunConfig:
+    return resume_config(vars(config), explicit, recorded)
+
+
 def test_a_continued_run_keeps_its_options_and_takes_over_what_decides_no_bits() -> None:
     recorded = RunConfig(microbatches=4, seed=7, epochs=3, nproc=1, threads=1)
-    config = resume_config(
-        RunConfig(nproc=2, num_workers=0, seed=7, run_dir="a"), {"nproc", "num_workers", "seed"}, recorded
-    )
+    config = resumed(RunConfig(nproc=2, num_workers=0, seed=7, run_dir="a"), {"nproc", "num_workers", "seed"}, recorded)
     assert (config.seed, config.microbatches, config.epochs) == (7, 4, 3)
     assert (config.nproc, config.num_workers, config.run_dir, config.threads) == (2, 0, "a", 1)
 
 
 def test_another_strategy_continues_a_run_whose_parameters_were_gathered_in_low_precision() -> None:
     recorded = RunConfig(microbatches=4, strategy="fsdp", precision="bf16", fsdp_mixed_precision=True)
-    config = resume_config(RunConfig(strategy="ddp", run_dir="a"), {"strategy"}, recorded)
+    config = resumed(RunConfig(strategy="ddp", run_dir="a"), {"strategy"}, recorded)
     assert (config.strategy, config.precision, config.fsdp_mixed_precision) == ("ddp", "bf16", False)
-    again = resume_config(RunConfig(precision="bf16", fsdp_mixed_precision=False), {"fsdp_mixed_precision"}, recorded)
+    again = resumed(RunConfig(precision="bf16", fsdp_mixed_precision=False), {"fsdp_mixed_precision"}, recorded)
     assert not again.fsdp_mixed_precision
 
 
 def test_a_continued_run_refuses_another_accumulation_which_would_have_no_effect() -> None:
     recorded = RunConfig(microbatches=4, grad_accumulation=2)
     with pytest.raises(ConfigError, match="--grad-accumulation: 2 when the run was created, 4 now"):
-        resume_config(RunConfig(grad_accumulation=4, run_dir="runs/a"), {"grad_accumulation"}, recorded)
+        resumed(RunConfig(grad_accumulation=4, run_dir="runs/a"), {"grad_accumulation"}, recorded)
     assert (
-        resume_config(
-            RunConfig(grad_accumulation=2, run_dir="runs/a"), {"grad_accumulation"}, recorded
-        ).grad_accumulation
+        resumed(RunConfig(grad_accumulation=2, run_dir="runs/a"), {"grad_accumulation"}, recorded).grad_accumulation
         == 2
     )
-    assert resume_config(RunConfig(run_dir="runs/a"), (), recorded).grad_accumulation == 2
+    assert resumed(RunConfig(run_dir="runs/a"), (), recorded).grad_accumulation == 2
 
 
 def test_a_continued_run_refuses_what_decides_bits() -> None:
     recorded = RunConfig(microbatches=4, seed=7, epochs=3)
     with pytest.raises(ConfigError) as caught:
-        resume_config(
+        resumed(
             RunConfig(seed=8, epochs=3, precision="bf16", run_dir="runs/a"),
             {"seed", "epochs", "precision"},
             recorded,
@@ -164,7 +165,7 @@ def test_the_length_of_a_run() -> None:
     assert planned(RunConfig(), train=points(20)).total_steps == 3 * 3
     assert planned(RunConfig(max_steps=4), train=points(20)).total_steps == 4
     carved = planned(RunConfig(val_fraction=0.2), train=points(20))
-    assert (carved.total_steps, len(carved.carved.val), carved.order.num_samples) == (3 * 2, 4, 16)
+    assert (carved.total_steps, len(carved.train_val_split.val), carved.order.num_samples) == (3 * 2, 4, 16)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, explicit_options, group, run_options
 from paceline.core.config import RunConfig, config_from_mapping, read_config_file
 from paceline.core.errors import ConfigError
-from paceline.core.option_sets import CLASSIFICATIONS, merge_resumed_config, require_unchanged
+from paceline.core.option_sets import CLASSIFICATIONS, resume_config
 from paceline.core.options import parse_duration_s, parse_nproc
 
 if TYPE_CHECKING:
@@ -114,8 +114,7 @@ def resume(
     manifest = RunDirectory(Path(run)).read_complete_manifest()
     recorded = config_from_mapping(manifest["config"], f"{run}/run.toml")
     overrides = {**explicit_options(options), "run_dir": run, "resume": "must"}
-    require_unchanged(overrides, overrides, recorded)
-    values = merge_resumed_config(overrides, overrides, recorded)
+    values = vars(resume_config(overrides, overrides, recorded))
     own = explicit_options(launcher_options)
     return _start(values, frozenset(overrides), job, own, dry_run=dry_run, json=json, quiet=quiet)
 

@@ -30,6 +30,16 @@ def select(predicate: Callable[[Classification], bool]) -> tuple[str, ...]:
 _LAYOUT = ("strategy", "mesh")
 
 
+def resume_config(current: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> RunConfig:
+    """Return the options of a resumed run; the arguments are those of :func:`merge_resumed_config`.
+
+    Raises:
+        ConfigError: an option that decides the model's bits was given another value.
+    """
+    require_unchanged(current, explicit, recorded)
+    return RunConfig(**merge_resumed_config(current, explicit, recorded))
+
+
 def merge_resumed_config(current: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> dict[str, Any]:
     """Return all options of a resumed run, each merged as its ``resume`` says.
 

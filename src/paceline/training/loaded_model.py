@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from paceline.core.callback import Callback, RankInfo
 from paceline.core.config import Lora, RunConfig
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import CheckpointError, DataError
+from paceline.core.job import WorkerConfig
 from paceline.core.owned_names import own_prefix
 from paceline.core.task import Task
 from paceline.parallel.world import ParallelDims, World, open_world
@@ -168,12 +168,9 @@ def load_evaluable_model(
         open_world(alone, device=device) as world,
     ):
         request = RunRequest(
-            config=RunConfig(run_dir=str(directory.path), device=device, task=task),
-            explicit_options=frozenset(),
+            job=WorkerConfig(config=RunConfig(run_dir=str(directory.path), device=device, task=task), quiet=True),
             task=None,
-            started=time.time(),
             default_threads=default_threads(alone),
-            quiet=True,
         )
         run, _ = setup_run(request, manifest, directory, StopSignals(), device=world.device, world_size=1, processes=1)
         seed_model(run.config.seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, DataError
-from paceline.core.option_sets import merge_resumed_config, require_unchanged
 from paceline.core.options import parse_shuffle
 from paceline.core.task import Task
 from paceline.data.order import (
@@ -26,7 +24,7 @@ from paceline.training.reproducibility import build_split
 
 
 def resolve_config(config: RunConfig, task: Task, world_size: int) -> tuple[RunConfig, list[str]]:
-    """Fill in what the task recommends and what ``auto`` means; also what to say aloud about it.
+    """Return the options with the task's defaults, and lines to print about them.
 
     Raises:
         ConfigError: the result cannot work.
@@ -57,7 +55,7 @@ def resolve_config(config: RunConfig, task: Task, world_size: int) -> tuple[RunC
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Refuse processes that the mesh is not for, and more of them than micro-batches.
+    """Reject a number of processes that does not fit the mesh, or exceeds the micro-batches.
 
     Raises:
         ConfigError: says which numbers work.
@@ -72,21 +70,6 @@ def check_world(config: RunConfig, world_size: int) -> None:
         )
 
 
-def resume_config(config: RunConfig, given: Collection[str], recorded: RunConfig) -> RunConfig:
-    """Return the options of a continued run: the recorded ones, and the changed ones that may change.
-
-    Args:
-        config: the options now.
-        given: the names of those that were asked for.
-        recorded: the options with which the run was created.
-
-    Raises:
-        ConfigError: an option that decides the model's bits was given another value.
-    """
-    require_unchanged(vars(config), given, recorded)
-    return RunConfig(**merge_resumed_config(vars(config), given, recorded))
-
-
 @dataclass(frozen=True)
 class DataSetup:
     """The training data and the run's length.
@@ -95,7 +78,7 @@ class DataSetup:
         train: the dataset, where it is map-style.
         stream: the dataset, where it is one of streams.
         order: of the training samples; None for streams.
-        carved: where a validation split is taken out of ``train``.
+        train_val_split: if a validation split is taken out of ``train``.
         val: the task's own validation split, or None.
         total_steps: of the whole run; None for streams run by epochs.
     """
@@ -103,7 +86,7 @@ class DataSetup:
     train: Any
     stream: ShardedStream | None
     order: DeterministicSampler | None
-    carved: TrainValSplit | None
+    train_val_split: TrainValSplit | None
     val: Any
     total_steps: int | None
 
@@ -115,7 +98,7 @@ class DataSetup:
     @property
     def has_validation(self) -> bool:
         """Whether there is a validation split."""
-        return self.carved is not None or self.val is not None
+        return self.train_val_split is not None or self.val is not None
 
 
 def set_up_data(config: RunConfig, task: Task) -> DataSetup:
@@ -152,12 +135,12 @@ def set_up_data(config: RunConfig, task: Task) -> DataSetup:
             "Return a map-style dataset (__len__ and __getitem__) or a stream."
         )
     num_samples = len(train)
-    carved = None
+    train_val_split = None
     if config.val_fraction is not None:
         if val is not None:
             raise ConfigError(f"{type(task).__name__} has its own validation split; leave --val-fraction out.")
-        carved = split_train_val(num_samples, config.val_fraction, config.seed)
-        num_samples = len(carved.train)
+        train_val_split = split_train_val(num_samples, config.val_fraction, config.seed)
+        num_samples = len(train_val_split.train)
     order = DeterministicSampler(
         num_samples,
         config.global_batch_size,
@@ -169,9 +152,11 @@ def set_up_data(config: RunConfig, task: Task) -> DataSetup:
     sizes = task.sample_lengths(train)
     if sizes is not None:
         known = checked_sizes(sizes, len(train), type(task).__name__)
-        order = balance_order(order, known if carved is None else known[carved.train(np.arange(num_samples))])
+        order = balance_order(
+            order, known if train_val_split is None else known[train_val_split.train(np.arange(num_samples))]
+        )
     total_steps = config.max_steps
     if total_steps is None:
         assert config.epochs is not None
         total_steps = config.epochs * order.steps_per_epoch
-    return DataSetup(train, None, order, carved, val, total_steps)
+    return DataSetup(train, None, order, train_val_split, val, total_steps)

@@ -73,7 +73,7 @@ class RunContext:
     signals: StopSignals
     deadline: Deadline
     quiet: bool
-    trial_scheduler: Path | None = None
+    trial_scheduler: str | None = None
 
     @cached_property
     def run_id(self) -> str:
@@ -162,7 +162,7 @@ class RunContext:
             if workers is None
             else workers,
             collate=task.collate,
-            index_map=None if data.carved is None else data.carved.train,
+            index_map=None if data.train_val_split is None else data.train_val_split.train,
             check=workers is None and self.config.purity != "off",
         )
 
@@ -189,8 +189,8 @@ class RunContext:
             DataError: the dataset cannot be read.
         """
         data, task, index_map = self.data, self.task, None
-        if split == "val" and data.carved is not None:
-            dataset, index_map = data.train, data.carved.val
+        if split == "val" and data.train_val_split is not None:
+            dataset, index_map = data.train, data.train_val_split.val
         else:
             dataset = data.val if split == "val" else build_split(task, self.config.seed, split)
         if dataset is None:

@@ -14,8 +14,9 @@ import torch
 
 from paceline import __version__
 from paceline.core.config import RunConfig, config_from_mapping
-from paceline.core.errors import RunDirectoryError, TaskError
-from paceline.core.option_sets import CLASSIFICATIONS
+from paceline.core.errors import RunDirectoryError
+from paceline.core.job import WorkerConfig
+from paceline.core.option_sets import CLASSIFICATIONS, resume_config
 from paceline.core.options import parse_walltime_s
 from paceline.core.task import Task
 from paceline.core.task_loading import (
@@ -36,7 +37,6 @@ from paceline.training.resolve import (
     DataSetup,
     check_world,
     resolve_config,
-    resume_config,
     set_up_data,
 )
 from paceline.training.run_context import RunContext
@@ -48,22 +48,14 @@ class RunRequest:
     """The request for a run, before defaults are resolved; the same on every rank.
 
     Attributes:
-        config: the options.
-        explicit_options: the names of the options that the user gave.
-        task: the task itself, where a script has built it; else ``config.task`` names it.
-        started: when the job began, in seconds since the epoch.
-        default_threads: CPU threads of this process, where neither options nor the run's record say.
-        quiet: show nothing on the terminal.
-        trial_scheduler: the socket of the scheduler that decides after each evaluation whether the run continues.
+        job: the options, and which of them the user gave.
+        task: the task itself, if a script has built it; else the job names it.
+        default_threads: CPU threads of this process, if neither options nor the run's record say.
     """
 
-    config: RunConfig
-    explicit_options: frozenset[str]
+    job: WorkerConfig
     task: Task | None
-    started: float
     default_threads: int
-    quiet: bool
-    trial_scheduler: Path | None = None
 
 
 def setup_run(
@@ -92,11 +84,12 @@ def setup_run(
     Raises:
         UserError: options, task or data cannot work, or are not those of the run in the directory.
     """
+    job = request.job
     task, spec, config, notes = validate(request, manifest, world_size)
-    note = None
     if memory is not None:
         config, note = choose_strategy(config, task, world_size=world_size, memory=memory, device=device.type)
-    notes += [note] if note is not None else []
+        if note is not None:
+            notes.append(note)
     # Recorded, and so kept when the run is continued: another number of threads gives other bits.
     threads = config.threads or request.default_threads
     config = dataclasses.replace(config, task=spec, run_dir=str(directory.path), threads=threads)
@@ -115,9 +108,9 @@ def setup_run(
         processes=processes,
         directory=directory,
         signals=signals,
-        deadline=Deadline(walltime_s, request.started),
-        quiet=request.quiet,
-        trial_scheduler=request.trial_scheduler,
+        deadline=Deadline(walltime_s, job.started),
+        quiet=job.quiet,
+        trial_scheduler=job.trial_scheduler,
     )
     if manifest is not None:
         require_same_sizes(run.data.order, directory.sample_lengths)
@@ -132,9 +125,14 @@ def validate(
     Raises:
         UserError: task or options cannot work, or are not those of the run in the directory.
     """
+    job = request.job
     task, spec = _load_task(request, manifest)
-    config, notes = _configure(request, manifest, task, world_size)
-    return task, spec, config, notes
+    if manifest is None:
+        config, notes = resolve_config(job.config, task, world_size)
+        return task, spec, config, notes
+    config = resume_config(vars(job.config), job.explicit_options, config_from_mapping(manifest["config"], "run.toml"))
+    check_world(config, world_size)
+    return task, spec, config, []
 
 
 def create(run: RunContext, run_id: str, parent: PretrainedWeights | None) -> None:
@@ -156,20 +154,17 @@ def load_manifest(directory: RunDirectory) -> dict[str, Any]:
 
 def _load_task(request: RunRequest, manifest: Mapping[str, Any] | None) -> tuple[Task, str]:
     """Return the task and its name, checked against the run's record."""
-    if request.task is not None:
-        task, spec = request.task, request.config.task
-    else:
-        spec = request.config.task or (manifest or {}).get("task", {}).get("spec", "")
-        if not spec:
-            raise TaskError(
-                "no task was given. Write paceline train TASK, where TASK is file.py:Name or a built-in task."
-            )
-        fields: Mapping[str, Any] = parse_assignments(request.config.set)
-        if manifest is not None:
-            fields = {**manifest["task"]["fields"], **fields}
+    config, task = request.job.config, request.task
+    spec, fields = config.task, request.job.fields
+    if task is None:
+        if fields is None:
+            spec = spec or (manifest or {}).get("task", {}).get("spec", "")
+            fields = parse_assignments(config.set)
+            if manifest is not None:
+                fields = {**manifest["task"]["fields"], **fields}
         task = TaskReference(spec, fields).load()
     if manifest is not None:
-        _require_same_task(manifest["task"], spec, task, request.config)
+        _require_same_task(manifest["task"], spec, task, config)
     return task, spec
 
 
@@ -191,18 +186,6 @@ def _require_same_task(recorded: Mapping[str, Any], spec: str, task: Task, confi
         )
 
 
-def _configure(
-    request: RunRequest, manifest: Mapping[str, Any] | None, task: Task, world_size: int
-) -> tuple[RunConfig, list[str]]:
-    if manifest is None:
-        return resolve_config(request.config, task, world_size)
-    resolved = resume_config(
-        request.config, request.explicit_options, config_from_mapping(manifest["config"], "run.toml")
-    )
-    check_world(resolved, world_size)
-    return resolved, []
-
-
 def _manifest(config: RunConfig, task: Task, data: DataSetup, device: torch.device) -> dict[str, Any]:
     """Return the content of ``run.toml``."""
     order = data.order
@@ -214,7 +197,7 @@ def _manifest(config: RunConfig, task: Task, data: DataSetup, device: torch.devi
         "config": {name: value for name, value in vars(config).items() if CLASSIFICATIONS[name].scope != "task"},
         "data": {
             "train_samples": None if order is None else order.num_samples,
-            "val_samples": None if data.carved is None else len(data.carved.val),
+            "val_samples": None if data.train_val_split is None else len(data.train_val_split.val),
             "steps_per_epoch": data.steps_per_epoch,
             "total_steps": data.total_steps,
         },

@@ -64,7 +64,7 @@ def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals:
     if found["result"] is not None:
         run_setup.validate(request, found["manifest"], groups.world_size)
         if groups.announces:
-            _say(request.quiet, f"{directory.path} has finished; nothing is left to train.")
+            _say(request.job.quiet, f"{directory.path} has finished; nothing is left to train.")
         return dict(found["result"])
     run, notes = run_setup.setup_run(
         request,
@@ -77,7 +77,7 @@ def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals:
         memory=groups.memory_per_process(),
     )
     if groups.member is not None:
-        require_replaceable(run.config, request.config)
+        require_replaceable(run.config, request.job.config)
     with build_trainer(run, groups.member) as trainer:
         return groups.train(trainer, partial(train_in_group, trainer, notes, started))
 

@@ -35,11 +35,9 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import describe, exit_code_of, failure_of, read_failure, record_failure
 
 if TYPE_CHECKING:
-    from paceline.core.config import RunConfig
     from paceline.core.task import Task
     from paceline.elastic.worker_channel import AgentClient
     from paceline.parallel.world import World
-    from paceline.training.run_setup import RunRequest
 
 _SETTLE_S = 1.0
 _runs = itertools.count()
@@ -108,12 +106,12 @@ def _run_member(
 ) -> None:
     from paceline.runs.rank_log import show_on
     from paceline.training.control import StopSignals
+    from paceline.training.run_setup import RunRequest
     from paceline.training.session import ElasticGroups, train
 
-    config, processes, world_size = job.config, job.config.nproc, job.world_size
+    processes, world_size = job.config.nproc, job.world_size
     assert isinstance(processes, int), "an agent counts the processes"
     assert world_size is not None
-    task = _load_task(job)
     environment = Environment(
         rank=slot, world_size=processes, local_rank=slot, local_world_size=processes, source="variables"
     )
@@ -129,7 +127,8 @@ def _run_member(
                 show_on(terminal, stack)
 
         groups = ElasticGroups(member, processes=processes, world_size=world_size, on_rank_0=show_at_rank_0)
-        train(_request(job, config, task, environment), groups, directory, signals)
+        request = RunRequest(job=job, task=None, default_threads=default_threads(environment))
+        train(request, groups, directory, signals)
 
 
 def run_reported(
@@ -176,11 +175,11 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
     """
     from paceline.training.control import StopSignals
     from paceline.training.reproducibility import preserve_numerics
+    from paceline.training.run_setup import RunRequest
     from paceline.training.session import FixedGroup, train
 
     # A script may train several runs; after a restart it repeats them in the same order.
     key = f"paceline/run/{next(_runs)}"
-    task = _load_task(job) if task is None else task
     name_multiprocessing()
     if environment.local_rank == 0:
         remove_leftovers()
@@ -190,8 +189,9 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
         world, directory = _open_group(job, environment, key, stack)
         _open_log(stack, directory, world.rank, world.world_size, quiet=job.quiet)
         _watch_over(job, world, directory, stack)
-        config = dataclasses.replace(job.config, run_dir=str(directory.path))
-        return train(_request(job, config, task, environment), FixedGroup(world), directory, signals)
+        job = dataclasses.replace(job, config=dataclasses.replace(job.config, run_dir=str(directory.path)))
+        request = RunRequest(job=job, task=task, default_threads=default_threads(environment))
+        return train(request, FixedGroup(world), directory, signals)
 
 
 def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: ExitStack) -> tuple[World, RunDirectory]:
@@ -208,13 +208,13 @@ def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: Ex
 
     config = job.config
     init_timeout_s = parse_duration_s(config.init_timeout, "init_timeout")
-    kept = partial(agree_once, environment, rdzv_endpoint=config.rdzv_endpoint, timeout_s=init_timeout_s)
-    mine = RunDirectory(Path(config.run_dir or default_run_path(config.task)))
+    agree = partial(agree_once, environment, rdzv_endpoint=config.rdzv_endpoint, timeout_s=init_timeout_s)
+    own = RunDirectory(Path(config.run_dir or default_run_path(config.task)))
     if environment.rank == 0:
         if config.run_dir is None:
-            mine = RunDirectory(Path(kept(key, lambda: str(mine.path))))
-        mine.create()
-        stack.enter_context(mine.locked())
+            own = RunDirectory(Path(agree(key, lambda: str(own.path))))
+        own.create()
+        stack.enter_context(own.locked())
     # While ranks wait for each other nothing can be saved, and a handler in Python would not even run.
     with handle_signals(WORKER_STOP_SIGNALS, signal.SIG_DFL):
         world = stack.enter_context(
@@ -225,19 +225,19 @@ def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: Ex
                 interface=config.interface,
                 init_timeout_s=init_timeout_s,
                 comm_debug=config.comm_debug,
-                generation=_next_generation(mine) if environment.rank == 0 else 0,
+                generation=_next_generation(own) if environment.rank == 0 else 0,
             )
         )
     if environment.rank == 0 and config.resume != "auto":
 
         def checked() -> str:
-            mine.check_resume(config.resume)
+            own.check_resume(config.resume)
             return config.resume
 
         # Once a job: torchrun's restarts find the run that the job itself began.
-        kept(f"{key}/resume", checked)
+        agree(f"{key}/resume", checked)
     # Rank 0 names the run; on another machine the same path must lead there, or to a place for logs.
-    directory = RunDirectory(Path(world.broadcast_object(str(mine.path))))
+    directory = RunDirectory(Path(world.broadcast_object(str(own.path))))
     directory.create()
     return world, directory
 
@@ -249,27 +249,6 @@ def _open_log(stack: ExitStack, directory: RunDirectory, rank: int, ranks: int, 
     directory.error_of(rank).unlink(missing_ok=True)
     stack.enter_context(capture_rank_output(directory, rank, ranks))
     stack.enter_context(_messages_shown(quiet))
-
-
-def _load_task(job: WorkerConfig) -> Task | None:
-    """Return the job's task, if the job holds its fields; otherwise the run's set-up loads it."""
-    from paceline.core.task_loading import TaskReference
-
-    return None if job.fields is None else TaskReference(job.config.task, job.fields).load()
-
-
-def _request(job: WorkerConfig, config: RunConfig, task: Task | None, environment: Environment) -> RunRequest:
-    from paceline.training.run_setup import RunRequest
-
-    return RunRequest(
-        explicit_options=job.explicit_options,
-        config=config,
-        task=task,
-        started=job.started,
-        default_threads=default_threads(environment),
-        quiet=job.quiet,
-        trial_scheduler=None if job.trial_scheduler is None else Path(job.trial_scheduler),
-    )
 
 
 def _watch_over(job: WorkerConfig, world: World, directory: RunDirectory, stack: ExitStack) -> None:

@@ -454,12 +454,9 @@ def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
     directory = directory_of(Path(plan.root), training)
     world_size = int(training.options["nproc"])
     request = RunRequest(
-        config=config,
-        explicit_options=frozenset(training.options),
+        job=WorkerConfig(config=config, explicit_options=frozenset(training.options), quiet=True),
         task=task,
-        started=time.time(),
         default_threads=1,
-        quiet=True,
     )
     device = torch.device(config.device if config.device != "auto" else "cpu")
     with preserve_numerics():
