@@ -8,6 +8,7 @@ import re
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,62 +64,40 @@ class Lora:
         return self.alpha / self.rank
 
 
+_fine_tuning_option = partial(option, group="Fine-tuning", resume="fixed", bits="always", scope="training")
+
+
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class FineTuningOptions(ParallelOptions):
     """Options of runs that start from another run's weights."""
 
-    init_from: str | None = option(
+    init_from: str | None = _fine_tuning_option(
         None,
         "Start from the weights of another run (its best checkpoint, or RUN@last, RUN@STEP), of a "
         "checkpoint's directory, or of a package.",
-        group="Fine-tuning",
-        resume="fixed",
-        bits="always",
-        scope="training",
     )
-    reset_head: bool = option(
+    reset_head: bool = _fine_tuning_option(
         False,
         "With --init-from: reinitialize the model's last layer, as for another number of classes.",
-        group="Fine-tuning",
-        resume="fixed",
-        bits="always",
-        scope="training",
         requires=_PARENT,
     )
-    reset: tuple[str, ...] = option(
+    reset: tuple[str, ...] = _fine_tuning_option(
         (),
         "With --init-from: reinitialize the layer or parameter of this name, with * for any text; may be repeated.",
-        group="Fine-tuning",
-        resume="fixed",
-        bits="always",
-        scope="training",
         requires=_PARENT,
     )
-    freeze: tuple[str, ...] = option(
+    freeze: tuple[str, ...] = _fine_tuning_option(
         (),
         "Do not train the layer or parameter of this name, such as layer1.*; may be repeated. Frozen batch "
         "norms keep their statistics.",
-        group="Fine-tuning",
-        resume="fixed",
-        bits="always",
-        scope="training",
     )
-    lr_scale: tuple[str, ...] = option(
-        (),
-        "PATTERN=FACTOR: multiply the learning rate of matching parameters; may be repeated, the last match counts.",
-        group="Fine-tuning",
-        resume="fixed",
-        bits="always",
-        scope="training",
+    lr_scale: tuple[str, ...] = _fine_tuning_option(
+        (), "PATTERN=FACTOR: multiply the learning rate of matching parameters; may be repeated, the last match counts."
     )
-    lora: str | None = option(
+    lora: str | None = _fine_tuning_option(
         None,
         "Train only low-rank adapters of linear layers, such as rank=8,alpha=16,target=query|value. "
         "Default target: all linear layers but the last; dropout=0.1 may be added.",
-        group="Fine-tuning",
-        resume="fixed",
-        bits="always",
-        scope="training",
     )
 
     def __post_init__(self) -> None:
@@ -198,112 +177,57 @@ def parse_lora(text: str) -> Lora:
 # ``global_batch_size = 96`` in a ``run.toml`` are the same field. ``--help`` shows the help
 # texts of the fields.
 
+_training_option = partial(option, group="Training", resume="fixed", bits="always", scope="training")
+_data_option = partial(option, group="Data", resume="fixed", bits="always", scope="data")
+_evaluation_option = partial(option, group="Evaluation", resume="fixed", bits="always", scope="evaluation")
+_record_option = partial(option, group="Run directory and checkpoints", resume="kept", bits="never", scope="records")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(FineTuningOptions):
     """All options of a training run; ``None`` means "the task's default, else Paceline's"."""
 
-    global_batch_size: int | None = option(
-        None,
-        "Samples per step, over all processes.",
-        group="Training",
-        resume="fixed",
-        bits="always",
-        scope="training",
-        minimum=1,
-        fingerprint=True,
-        evaluation=True,
-        summary=True,
+    global_batch_size: int | None = _training_option(
+        None, "Samples per step, over all processes.", minimum=1, fingerprint=True, evaluation=True, summary=True
     )
-    epochs: int | None = option(
-        None,
-        "Passes over the training data.",
-        group="Training",
-        resume="fixed",
-        bits="always",
-        scope="training",
-        replaces="max_steps",
-        minimum=1,
-        evaluation=True,
-        summary=True,
+    epochs: int | None = _training_option(
+        None, "Passes over the training data.", replaces="max_steps", minimum=1, evaluation=True, summary=True
     )
-    max_steps: int | None = option(
+    max_steps: int | None = _training_option(
         None,
         "Stop after this many steps, instead of --epochs.",
-        group="Training",
-        resume="fixed",
-        bits="always",
-        scope="training",
         replaces="epochs",
         minimum=1,
         evaluation=True,
         summary=True,
     )
-    seed: int = option(
+    seed: int = _training_option(
         0,
         "Seed of the data order, the initial weights and all other randomness.",
-        group="Training",
-        resume="fixed",
-        bits="always",
-        scope="training",
         minimum=0,
         maximum=2**63 - 1,
         evaluation=True,
         summary=True,
     )
-    precision: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32",
-        "Mixed precision by torch.amp: bf16 or fp16.",
-        group="Training",
-        resume="fixed",
-        bits="always",
-        scope="training",
-        fingerprint=True,
-        evaluation=True,
-        summary=True,
+    precision: Literal["fp32", "bf16", "fp16"] = _training_option(
+        "fp32", "Mixed precision by torch.amp: bf16 or fp16.", fingerprint=True, evaluation=True, summary=True
     )
-    clip_norm: float | None = option(
-        None,
-        "Clip the gradient's 2-norm to this value.",
-        group="Training",
-        resume="fixed",
-        bits="always",
-        scope="training",
-        minimum=0,
-        exclusive=True,
+    clip_norm: float | None = _training_option(
+        None, "Clip the gradient's 2-norm to this value.", minimum=0, exclusive=True
     )
-    ema: float | None = option(
+    ema: float | None = _training_option(
         None,
         "Keep and evaluate an exponential moving average of the weights, with this decay.",
-        group="Training",
-        resume="fixed",
-        bits="always",
-        scope="training",
         needs="ema",
         minimum=0,
         maximum=1,
         exclusive=True,
     )
-    compile: bool = option(
-        False,
-        "Compile the model with torch.compile.",
-        group="Training",
-        resume="fixed",
-        bits="always",
-        scope="training",
-        needs="compile",
-        fingerprint=True,
-        summary=True,
+    compile: bool = _training_option(
+        False, "Compile the model with torch.compile.", needs="compile", fingerprint=True, summary=True
     )
 
-    shuffle: str = option(
-        "sample",
-        "sample, window:N (blocks of N neighbours) or none.",
-        group="Data",
-        resume="fixed",
-        bits="always",
-        scope="data",
-    )
+    shuffle: str = _data_option("sample", "sample, window:N (blocks of N neighbours) or none.")
     num_workers: int | Literal["auto"] = option(
         "auto",
         "Data-loading processes per rank. auto: 0 for tensors, else up to 4.",
@@ -313,36 +237,21 @@ class RunConfig(FineTuningOptions):
         scope="process",
         minimum=0,
     )
-    val_fraction: float | None = option(
+    val_fraction: float | None = _data_option(
         None,
         "Hold out this fraction of the training data for validation.",
-        group="Data",
-        resume="fixed",
-        bits="always",
-        scope="data",
         minimum=0,
         maximum=1,
         exclusive=True,
         evaluation=True,
     )
 
-    eval_every: str = option(
-        "1epoch",
-        "Evaluate every Nsteps or Nepochs, or never.",
-        group="Evaluation",
-        resume="fixed",
-        bits="always",
-        scope="evaluation",
-        evaluation=True,
-        summary=True,
+    eval_every: str = _evaluation_option(
+        "1epoch", "Evaluate every Nsteps or Nepochs, or never.", evaluation=True, summary=True
     )
-    early_stop: str | None = option(
+    early_stop: str | None = _evaluation_option(
         None,
         "METRIC:PATIENCE. Stop after PATIENCE evaluations without a better METRIC.",
-        group="Evaluation",
-        resume="fixed",
-        bits="always",
-        scope="evaluation",
         requires=Requirement(
             "eval_every",
             other_than="never",
@@ -350,15 +259,8 @@ class RunConfig(FineTuningOptions):
         ),
         summary=True,
     )
-    best_metric: str | None = option(
-        None,
-        "METRIC:min or METRIC:max, to select the best checkpoint.",
-        group="Evaluation",
-        resume="fixed",
-        bits="always",
-        scope="evaluation",
-        evaluation=True,
-        summary=True,
+    best_metric: str | None = _evaluation_option(
+        None, "METRIC:min or METRIC:max, to select the best checkpoint.", evaluation=True, summary=True
     )
 
     run_dir: str | None = option(
@@ -378,48 +280,19 @@ class RunConfig(FineTuningOptions):
         bits="never",
         scope="place",
     )
-    checkpoint_every: tuple[str, ...] = option(
-        ("1epoch",),
-        "Save every Nsteps, Nepochs or time such as 5min; may be repeated. never: only at the end.",
-        group="Run directory and checkpoints",
-        resume="kept",
-        bits="never",
-        scope="records",
+    checkpoint_every: tuple[str, ...] = _record_option(
+        ("1epoch",), "Save every Nsteps, Nepochs or time such as 5min; may be repeated. never: only at the end."
     )
-    keep_checkpoints: int = option(
-        3,
-        "Checkpoints to keep, besides the best.",
-        group="Run directory and checkpoints",
-        resume="kept",
-        bits="never",
-        scope="records",
-        minimum=1,
-    )
-    backup_to: str | None = option(
+    keep_checkpoints: int = _record_option(3, "Checkpoints to keep, besides the best.", minimum=1)
+    backup_to: str | None = _record_option(
         None,
         "Also copy each verified checkpoint to this directory, in the background. A run that has lost its own "
         "checkpoints resumes from there.",
-        group="Run directory and checkpoints",
-        resume="kept",
-        bits="never",
-        scope="records",
     )
-    log_every: int = option(
-        50,
-        "Steps between two log records.",
-        group="Run directory and checkpoints",
-        resume="kept",
-        bits="never",
-        scope="records",
-        minimum=1,
-    )
-    log_to: tuple[str, ...] = option(
+    log_every: int = _record_option(50, "Steps between two log records.", minimum=1)
+    log_to: tuple[str, ...] = _record_option(
         (),
         "Also log to mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless WANDB_MODE is set.",
-        group="Run directory and checkpoints",
-        resume="kept",
-        bits="never",
-        scope="records",
     )
     profile: int = option(
         0,

@@ -8,6 +8,7 @@ import math
 import re
 import typing
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from paceline.core import plugins
@@ -31,73 +32,43 @@ _NESTEROV = Requirement(
     message="--outer-lr and --outer-momentum need --outer-optimizer nesterov.",
 )
 
+_communication_option = partial(
+    option, group="Local SGD and compression", resume="adjustable", bits="always", scope="parallel"
+)
+
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class CommunicationOptions(RecoveryOptions):
     """Options for networks that are slower than the processors."""
 
-    local_sgd_steps: int = option(
+    local_sgd_steps: int = _communication_option(
         0,
         "Local SGD: train independently, and average the weights every N steps. 0: sum the gradients in every step.",
-        group="Local SGD and compression",
-        resume="adjustable",
-        bits="always",
-        scope="parallel",
         minimum=0,
     )
-    outer_optimizer: Literal["none", "nesterov"] = option(
+    outer_optimizer: Literal["none", "nesterov"] = _communication_option(
         "none",
         "With --local-sgd-steps: how to apply the averaged change of the weights. none: use the average; "
         "nesterov: SGD with Nesterov momentum (DiLoCo).",
-        group="Local SGD and compression",
-        resume="adjustable",
-        bits="always",
-        scope="parallel",
         requires=Requirement(
             "local_sgd_steps",
             message="--outer-optimizer {own} steps when weights are averaged. Say how often with "
             "--local-sgd-steps, such as --local-sgd-steps 50.",
         ),
     )
-    outer_lr: float = option(
-        OUTER_LR,
-        "Learning rate of --outer-optimizer.",
-        group="Local SGD and compression",
-        resume="adjustable",
-        bits="always",
-        scope="parallel",
-        requires=_NESTEROV,
-        minimum=0,
-        maximum=math.inf,
-        exclusive=True,
+    outer_lr: float = _communication_option(
+        OUTER_LR, "Learning rate of --outer-optimizer.", requires=_NESTEROV, minimum=0, maximum=math.inf, exclusive=True
     )
-    outer_momentum: float = option(
-        OUTER_MOMENTUM,
-        "Momentum of --outer-optimizer.",
-        group="Local SGD and compression",
-        resume="adjustable",
-        bits="always",
-        scope="parallel",
-        requires=_NESTEROV,
-        minimum=0,
-        maximum=1,
-        exclusive=True,
+    outer_momentum: float = _communication_option(
+        OUTER_MOMENTUM, "Momentum of --outer-optimizer.", requires=_NESTEROV, minimum=0, maximum=1, exclusive=True
     )
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = option(
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = _communication_option(
         "none",
         "How DistributedDataParallel compresses gradients: to fp16, to bf16, or to low-rank matrices (powersgd).",
-        group="Local SGD and compression",
-        resume="adjustable",
-        bits="always",
-        scope="parallel",
     )
-    powersgd_rank: int = option(
+    powersgd_rank: int = _communication_option(
         1,
         "Rank of PowerSGD's matrices: the higher, the nearer to the gradient.",
-        group="Local SGD and compression",
-        resume="adjustable",
-        bits="always",
-        scope="parallel",
         requires=Requirement("comm_hook", "powersgd"),
         minimum=1,
     )
@@ -165,39 +136,26 @@ class CommunicationOptions(RecoveryOptions):
 
 # --- Memory against recomputation and communication ---
 
+_fsdp_option = partial(option, group="FSDP", strategies=("fsdp",), resume="kept", bits="never", scope="parallel")
+_memory_option = partial(option, group="Memory", resume="kept", bits="never", scope="parallel")
+
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class MemoryOptions(CommunicationOptions):
     """Options that trade memory for time."""
 
-    fsdp_wrap: str = option(
+    fsdp_wrap: str = _fsdp_option(
         "auto",
         "With --strategy fsdp: which modules to gather as one: class names with commas, a minimum number "
         "of parameters (auto: 1M), or whole.",
-        group="FSDP",
-        strategies=("fsdp",),
-        resume="kept",
-        bits="never",
-        scope="parallel",
     )
-    fsdp_reshard: Literal["auto", "always", "never"] = option(
+    fsdp_reshard: Literal["auto", "always", "never"] = _fsdp_option(
         "auto",
         "With --strategy fsdp: when to free gathered parameters. auto: after each block's forward, the "
         "outermost's after backward; always: after every forward; never: once per step, as ZeRO-2.",
-        group="FSDP",
-        strategies=("fsdp",),
-        resume="kept",
-        bits="never",
-        scope="parallel",
     )
-    fsdp_offload: bool = option(
-        False,
-        "With --strategy fsdp: keep parameters, gradients and optimizer state in CPU memory.",
-        group="FSDP",
-        strategies=("fsdp",),
-        resume="kept",
-        bits="never",
-        scope="parallel",
+    fsdp_offload: bool = _fsdp_option(
+        False, "With --strategy fsdp: keep parameters, gradients and optimizer state in CPU memory."
     )
     fsdp_mixed_precision: bool = option(
         False,
@@ -219,24 +177,16 @@ class MemoryOptions(CommunicationOptions):
         bits="by_strategy",
         scope="parallel",
     )
-    checkpoint_activations: Literal["none", "block", "selective"] = option(
+    checkpoint_activations: Literal["none", "block", "selective"] = _memory_option(
         "none",
         "What backward recomputes instead of keeping. block: all inside a block; selective: all but the "
         "results of matrix products, convolutions and attention.",
-        group="Memory",
-        resume="kept",
-        bits="never",
-        scope="parallel",
         needs="recompute",
     )
-    checkpoint_blocks: str = option(
+    checkpoint_blocks: str = _memory_option(
         "auto",
         "With --checkpoint-activations: the blocks: class names with commas, or a minimum number of "
         "parameters such as 1M. auto: the modules that the model repeats in a list.",
-        group="Memory",
-        resume="kept",
-        bits="never",
-        scope="parallel",
         needs="recompute",
         requires=Requirement("checkpoint_activations"),
     )
@@ -270,30 +220,24 @@ class MemoryOptions(CommunicationOptions):
 
 # --- Parameter servers ---
 
+_server_option = partial(
+    option, group="Parameter server", strategies=("ps",), resume="kept", bits="by_strategy", scope="parallel"
+)
+
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ServerOptions(MemoryOptions):
     """Options of ``--strategy ps``."""
 
-    ps_mode: Literal["sync", "async", "ssp"] = option(
+    ps_mode: Literal["sync", "async", "ssp"] = _server_option(
         "sync",
         "With --strategy ps: when to apply gradients. sync: when all workers' have arrived, with the bits "
         "of ddp; async: each when it arrives; ssp: as async, with no worker more than --ps-staleness steps "
         "ahead of the slowest.",
-        group="Parameter server",
-        strategies=("ps",),
-        resume="kept",
-        bits="by_strategy",
-        scope="parallel",
     )
-    ps_staleness: int | None = option(
+    ps_staleness: int | None = _server_option(
         None,
         "With --ps-mode ssp: maximum number of steps that a worker may be ahead of the slowest.",
-        group="Parameter server",
-        strategies=("ps",),
-        resume="kept",
-        bits="by_strategy",
-        scope="parallel",
         requires=Requirement(
             "ps_mode",
             "ssp",
@@ -301,15 +245,8 @@ class ServerOptions(MemoryOptions):
         ),
         minimum=0,
     )
-    ps_servers: int = option(
-        1,
-        "With --strategy ps: number of server processes; each holds a part of the parameters.",
-        group="Parameter server",
-        strategies=("ps",),
-        resume="kept",
-        bits="by_strategy",
-        scope="parallel",
-        minimum=1,
+    ps_servers: int = _server_option(
+        1, "With --strategy ps: number of server processes; each holds a part of the parameters.", minimum=1
     )
 
     def check_servers(self, methods: tuple[str, ...], precision: str, clip_norm: float | None) -> None:
@@ -433,6 +370,8 @@ StrategyName = Literal[
     "auto", "single", "dp", "ddp", "zero1", "fsdp", "tp", "pp", "deepspeed", "horovod", "ps", "hogwild"
 ]
 
+_microbatch_option = partial(option, group="Parallelism", resume="fixed", bits="always", scope="training")
+
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ParallelOptions(ServerOptions):
@@ -519,26 +458,16 @@ class ParallelOptions(ServerOptions):
         bits="never",
         scope="recovery",
     )
-    microbatches: int | Literal["auto"] | None = option(
+    microbatches: int | Literal["auto"] | None = _microbatch_option(
         None,
         "Logical micro-batches of a global batch; fixed for the run.",
-        group="Parallelism",
-        resume="fixed",
-        bits="always",
-        scope="training",
         minimum=1,
         fingerprint=True,
         evaluation=True,
         summary=True,
     )
-    grad_accumulation: int = option(
-        1,
-        "Micro-batches per process with --microbatches auto (gradient accumulation).",
-        group="Parallelism",
-        resume="fixed",
-        bits="always",
-        scope="training",
-        minimum=1,
+    grad_accumulation: int = _microbatch_option(
+        1, "Micro-batches per process with --microbatches auto (gradient accumulation).", minimum=1
     )
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from paceline.core.errors import ConfigError
@@ -44,30 +45,21 @@ LauncherName = Literal[
 ]
 """Where ``--on`` starts processes, unless it names a plug-in."""
 
+_task_option = partial(option, group="Task", resume="fresh", bits="always", scope="task")
+_start_option = partial(option, group="Processes", resume="kept", bits="never", scope="start")
+_node_option = partial(option, group="Processes", resume="fresh", bits="never", scope="place")
+_network_option = partial(option, group="Processes", resume="kept", bits="never", scope="place")
+_device_option = partial(option, group="Processes", resume="kept", bits="rounding", scope="process")
+
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ProcessOptions:
     """Options of the task and its processes."""
 
-    task: str = option(
-        "",
-        "file.py:Name, package.module:Name or a built-in task's name.",
-        group="Task",
-        resume="fresh",
-        bits="always",
-        scope="task",
-        from_launcher=True,
-        summary=True,
+    task: str = _task_option(
+        "", "file.py:Name, package.module:Name or a built-in task's name.", from_launcher=True, summary=True
     )
-    set: tuple[str, ...] = option(
-        (),
-        "A hyperparameter as field=value; may be repeated.",
-        group="Task",
-        resume="fresh",
-        bits="always",
-        scope="task",
-        summary=True,
-    )
+    set: tuple[str, ...] = _task_option((), "A hyperparameter as field=value; may be repeated.", summary=True)
 
     on: LauncherName | LauncherPlugin = option(
         "auto",
@@ -78,76 +70,26 @@ class ProcessOptions:
         scope="start",
         from_launcher=True,
     )
-    nproc: int | str = option(
+    nproc: int | str = _start_option(
         1,
         "Processes on this node; auto: one per GPU, else one per core; in a Slurm allocation, its tasks. 8,4: by node.",
-        group="Processes",
-        resume="kept",
-        bits="never",
-        scope="start",
         from_launcher=True,
     )
-    nodes: int | str = option(
+    nodes: int | str = _start_option(
         1,
         "Number of nodes; run the same command on each. MIN:MAX: start with MIN; more may join and leave.",
-        group="Processes",
-        resume="kept",
-        bits="never",
-        scope="start",
         from_launcher=True,
     )
-    node_rank: int | None = option(
-        None,
-        "This node's rank, 0 to nodes - 1.",
-        group="Processes",
-        resume="fresh",
-        bits="never",
-        scope="place",
-        from_launcher=True,
+    node_rank: int | None = _node_option(None, "This node's rank, 0 to nodes - 1.", from_launcher=True)
+    rdzv_endpoint: str | None = _node_option(
+        None, "HOST:PORT of node 0, for jobs with several nodes.", from_launcher=True
     )
-    rdzv_endpoint: str | None = option(
-        None,
-        "HOST:PORT of node 0, for jobs with several nodes.",
-        group="Processes",
-        resume="fresh",
-        bits="never",
-        scope="place",
-        from_launcher=True,
+    token_file: str | None = _node_option(
+        None, "File with the secret that the nodes of a run share. Default: in the run directory."
     )
-    token_file: str | None = option(
-        None,
-        "File with the secret that the nodes of a run share. Default: in the run directory.",
-        group="Processes",
-        resume="fresh",
-        bits="never",
-        scope="place",
-    )
-    rdzv_id: str = option(
-        "paceline",
-        "A job id that all nodes of a run share.",
-        group="Processes",
-        resume="kept",
-        bits="never",
-        scope="place",
-        from_launcher=True,
-    )
-    backend: Literal["auto", "gloo", "nccl"] = option(
-        "auto",
-        "The process group's backend.",
-        group="Processes",
-        resume="kept",
-        bits="rounding",
-        scope="process",
-    )
-    interface: str | None = option(
-        None,
-        "Network interface for gloo and NCCL, e.g. eth0.",
-        group="Processes",
-        resume="kept",
-        bits="never",
-        scope="place",
-        from_launcher=True,
-    )
+    rdzv_id: str = _network_option("paceline", "A job id that all nodes of a run share.", from_launcher=True)
+    backend: Literal["auto", "gloo", "nccl"] = _device_option("auto", "The process group's backend.")
+    interface: str | None = _network_option(None, "Network interface for gloo and NCCL, e.g. eth0.", from_launcher=True)
     init_timeout: str = option(
         "5min",
         "How long to wait for all processes to start.",
@@ -177,14 +119,8 @@ class ProcessOptions:
         evaluation=True,
         summary=True,
     )
-    device: Literal["auto", "cpu", "cuda"] = option(
-        "auto",
-        "Where to train. auto: on GPUs if available.",
-        group="Processes",
-        resume="kept",
-        bits="rounding",
-        scope="process",
-        summary=True,
+    device: Literal["auto", "cpu", "cuda"] = _device_option(
+        "auto", "Where to train. auto: on GPUs if available.", summary=True
     )
 
     def __post_init__(self) -> None:
@@ -199,59 +135,36 @@ class ProcessOptions:
 
 # --- Recovery from processes that die, hang or compute wrong results ---
 
+_recovery_option = partial(option, group="Recovery", resume="kept", bits="never", scope="recovery")
+_heartbeat_option = partial(option, group="Recovery", resume="kept", bits="never", scope="process")
+
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class RecoveryOptions(ProcessOptions):
     """Options of fault tolerance."""
 
-    recover: Literal["auto", "none", "inplace", "restart"] = option(
+    recover: Literal["auto", "none", "inplace", "restart"] = _recovery_option(
         "auto",
         "When a process dies. inplace: replace it while the others continue; restart: restart all from the "
         "newest checkpoint; none: end the job. auto: inplace where supported (--on spawn, CPU, ddp, "
         "reduction exact or allreduce), else restart with --on spawn, else none.",
-        group="Recovery",
-        resume="kept",
-        bits="never",
-        scope="recovery",
         summary=True,
     )
-    hot_spares: int = option(
-        0,
-        "Spare processes, over all nodes, that hold the state and replace lost ones.",
-        group="Recovery",
-        resume="kept",
-        bits="never",
-        scope="recovery",
-        needs="spares",
-        minimum=0,
+    hot_spares: int = _recovery_option(
+        0, "Spare processes, over all nodes, that hold the state and replace lost ones.", needs="spares", minimum=0
     )
-    max_restarts: int = option(
-        8,
-        "End the job after this many replaced processes without a step of progress.",
-        group="Recovery",
-        resume="kept",
-        bits="never",
-        scope="recovery",
-        minimum=0,
+    max_restarts: int = _recovery_option(
+        8, "End the job after this many replaced processes without a step of progress.", minimum=0
     )
 
-    walltime: str | None = option(
-        None,
-        "Save and stop before this time has passed (s, min, h), with exit code 75.",
-        group="Recovery",
-        resume="kept",
-        bits="never",
-        scope="recovery",
+    walltime: str | None = _recovery_option(
+        None, "Save and stop before this time has passed (s, min, h), with exit code 75."
     )
 
-    sdc_check_every: int = option(
+    sdc_check_every: int = _recovery_option(
         0,
         "Every N steps, compute one micro-batch's gradient on a second rank too and compare the bits; name and "
         "remove a rank that differs. 0: never.",
-        group="Recovery",
-        resume="kept",
-        bits="never",
-        scope="recovery",
         needs="corruption",
         minimum=0,
     )
@@ -265,24 +178,13 @@ class RecoveryOptions(ProcessOptions):
         scope="recovery",
         summary=True,
     )
-    heartbeat: float = option(
-        2.0,
-        "Replace a process after this many seconds without a heartbeat.",
-        group="Recovery",
-        resume="kept",
-        bits="never",
-        scope="process",
-        minimum=0.2,
-        maximum=3600,
+    heartbeat: float = _heartbeat_option(
+        2.0, "Replace a process after this many seconds without a heartbeat.", minimum=0.2, maximum=3600
     )
-    hang_timeout: str = option(
+    hang_timeout: str = _heartbeat_option(
         "auto",
         "Step timeout, such as 10min; then report the rank that blocks the step and replace it. "
         "auto: learned, at least 30s. never: no limit.",
-        group="Recovery",
-        resume="kept",
-        bits="never",
-        scope="process",
     )
 
     def __post_init__(self) -> None:
