@@ -119,7 +119,7 @@ def commit(
     directory: Path,
     info: CheckpointInfo,
     contents: Iterable[tuple[str, Iterable[Buffer]]],
-    before_manifest: Callable[[], None] | None = None,
+    before_commit: Callable[[], None] | None = None,
 ) -> Path:
     """Write a checkpoint into ``directory`` atomically, and return its path.
 
@@ -130,7 +130,7 @@ def commit(
         directory: the checkpoints' directory; created if missing.
         info: the description, which determines the name.
         contents: each file's name and buffers.
-        before_manifest: called when the files are on disk and the manifest is not, to make durable what the checkpoint
+        before_commit: called when the files are on disk and the manifest is not, to make durable what the checkpoint
             relies on (the ledger).
 
     Raises:
@@ -140,14 +140,14 @@ def commit(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if _is_good(target):
-            if before_manifest is not None:
-                before_manifest()
+            if before_commit is not None:
+                before_commit()
             fsync_directory(directory)  # it may have failed after the rename
             return target
         with temporary_directory(directory) as temporary:
             records = {name: write_file(temporary / name, buffers) for name, buffers in contents}
-            if before_manifest is not None:
-                before_manifest()
+            if before_commit is not None:
+                before_commit()
             write_file(temporary / MANIFEST, [Manifest(info, records).to_bytes()])
             fsync_directory(temporary)
             _publish(temporary, target)

@@ -13,8 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -105,8 +104,8 @@ class Backup:
     def _copy(self, checkpoint: Path, info: CheckpointInfo) -> Path:
         remove_stale(self.directory)
         best = info.best_version
-        if best not in (None, info.state_version) and not holds_version(self.directory, best or 0):
-            copy(find_version(checkpoint.parent, best or 0), self.directory)
+        if best is not None and best != info.state_version and not holds_version(self.directory, best):
+            copy(find_version(checkpoint.parent, best), self.directory)
         path = copy(checkpoint, self.directory)
         prune(self.directory, self._keep, path)
         return path
@@ -125,8 +124,8 @@ def restore(backup: Path, directory: Path) -> tuple[Path | None, tuple[str, ...]
     if found.path is None or found.manifest is None:
         return None, found.skipped
     best = found.manifest.info.best_version
-    if best not in (None, found.manifest.info.state_version) and holds_version(backup, best or 0):
-        copy(find_version(backup, best or 0), directory)
+    if best is not None and best != found.manifest.info.state_version and holds_version(backup, best):
+        copy(find_version(backup, best), directory)
     return copy(found.path, directory), found.skipped
 
 
@@ -170,7 +169,6 @@ class Checkpointer:
 
     Attributes:
         stall_s: total time for which :meth:`save` and :meth:`wait` blocked their callers.
-        saves: number of saves started.
 
     Args:
         directory: the checkpoints' directory; created with the first.
@@ -190,7 +188,6 @@ class Checkpointer:
         self.directory = directory
         self.keep = keep
         self.stall_s = 0.0
-        self.saves = 0
         self._committed = committed
         self._snapshot = Snapshot()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-checkpoint")
@@ -204,7 +201,6 @@ class Checkpointer:
         info: CheckpointInfo,
         *,
         before_commit: Callable[[], None] | None = None,
-        synchronous: bool = False,
     ) -> None:
         """Copy ``state`` and write it in the background; first wait for an earlier save to end.
 
@@ -213,19 +209,15 @@ class Checkpointer:
                 part's tensors go into a file of its own, ``model.safetensors`` and so on.
             info: the description of the state.
             before_commit: called by the writer's thread just before the manifest is written.
-            synchronous: return only when the checkpoint is committed.
 
         Raises:
-            CheckpointWriteError: this write failed, or an earlier one in the background.
+            CheckpointWriteError: an earlier save failed.
             CheckpointError: the state cannot be saved.
         """
         with self._measure_stall():
             self._await_pending()
             self._last = job = self._capture(state, info, before_commit)
             self._pending = self._writer.submit(self._write, job)
-            self.saves += 1
-            if synchronous:
-                self._await_pending()
 
     def keep_in_memory(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
         """Copy the best model's ``state`` into memory, without writing it.
@@ -290,18 +282,6 @@ class Checkpointer:
         """
         self._writer.shutdown(wait=True)
         self.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            # Do not hide the error being raised.
-            self._writer.shutdown(wait=True)
 
     def _capture(
         self, state: Mapping[str, Any], info: CheckpointInfo, before_commit: Callable[[], None] | None

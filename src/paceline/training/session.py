@@ -323,9 +323,10 @@ def _something_is_lost(trainer: Trainer, world: World) -> bool:
     if world.rank == 0:
         lost = ledger_has_gap(directory.ledger, trainer.states.recent)
         missing = (
-            best not in (None, trainer.state.progress.version)
-            and not trainer.checkpointer.has_in_memory(best or 0)
-            and not holds_version(directory.checkpoints, best or 0)
+            best is not None
+            and best != trainer.state.progress.version
+            and not trainer.checkpointer.has_in_memory(best)
+            and not holds_version(directory.checkpoints, best)
         )
     missing, lost = world.broadcast_object([missing, lost])
     if lost or not missing:

@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ def test_a_thousand_truncations_and_flipped_bits_are_noticed(
         "optimizers": {"default": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}},
         "progress": {"step": 1, "best": None},
     }
-    with Checkpointer(tmp_path, keep=1) as checkpointer:
-        checkpointer.save(state, make_info(1), synchronous=True)
+    with closing(Checkpointer(tmp_path, keep=1)) as checkpointer:
+        checkpointer.save(state, make_info(1))
+        checkpointer.wait()
     path = tmp_path / "step-00000001-v00000002"
     contents = {file: file.read_bytes() for file in sorted(path.iterdir())}
     assert {file.name for file in contents} >= {"manifest.json", "state.json", "model.safetensors"}
@@ -59,8 +61,9 @@ def test_a_thousand_truncations_and_flipped_bits_are_noticed(
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
 def test_a_missing_file_is_noticed(tmp_path: Path, make_info: Callable[..., CheckpointInfo], name: str) -> None:
-    with Checkpointer(tmp_path, keep=1) as checkpointer:
-        checkpointer.save({"model": {"weight": torch.zeros(3)}}, make_info(1), synchronous=True)
+    with closing(Checkpointer(tmp_path, keep=1)) as checkpointer:
+        checkpointer.save({"model": {"weight": torch.zeros(3)}}, make_info(1))
+        checkpointer.wait()
     path = tmp_path / "step-00000001-v00000002"
     (path / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
