@@ -312,7 +312,7 @@ class FSDP(ExternalReduceStrategy):
         super().__init__(module, mesh, plan, options)
         self._world = mesh.data
         self._num_microbatches = num_microbatches
-        self._exact = options.kind == "exact"
+        self._exact = options.reduction_order == "exact"
         # Gathered parameters are kept from the first forward of a step to its last backward.
         self._keeps = options.config.fsdp_reshard == "never"
         copies = mesh.submesh(("dp",))

@@ -60,14 +60,13 @@ class MicrobatchStrategy:
     ) -> None:
         self.plan = plan
         self.module = module
-        self.model: nn.Module = compile_model(module) if options.compile else module
+        self.model: nn.Module = compile_model(module) if options.config.compile else module
         self.microbatches = plan.microbatches_of(mesh.data.rank)
         self.reducer = GradientReducer(
             module,
             plan,
             mesh.data,
             row_length=options.row_length,
-            timeout_s=options.timeout_s,
             with_gradients=sums_gradients,
             transport=transport,
         )
@@ -116,7 +115,7 @@ class ReducerStrategy(MicrobatchStrategy):
     """The reducer sums the gradients too (``--reduction exact`` or ``allreduce``)."""
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
-        plan = ReductionPlan(sum(options.work_split), mesh.data.world_size, options.kind, options.work_split)
+        plan = ReductionPlan(sum(options.work_split), mesh.data.world_size, options.reduction_order, options.work_split)
         super().__init__(module, mesh, plan, options, sums_gradients=True)
 
 

@@ -201,6 +201,7 @@ class ScratchGradient:
 
 
 _log = logging.getLogger(__name__)
+_STEP_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ class GradientReducer:
         world: World,
         *,
         row_length: int,
-        timeout_s: float,
+        timeout_s: float = _STEP_TIMEOUT_S,
         with_gradients: bool = True,
         holds: Callable[[torch.Tensor], bool] = lambda tensor: not tensor.is_meta,
         transport: Callable[[FlatLayout], Transport] | None = None,

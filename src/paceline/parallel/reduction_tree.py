@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["exact", "allreduce"]
+ReductionOrder = Literal["exact", "allreduce"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ReductionPlan:
 
     num_microbatches: int
     world_size: int
-    kind: Kind = "exact"
+    kind: ReductionOrder = "exact"
     work_split: tuple[int, ...] = ()
     interleaved: bool = False
 
@@ -162,13 +162,13 @@ def whole_subtrees(microbatches: range) -> tuple[Subtree, ...]:
     return tuple(nodes)
 
 
-def _depth(node: Subtree, kind: Kind) -> int:
+def _depth(node: Subtree, kind: ReductionOrder) -> int:
     # Two neighbouring leaves share a buffer, so a node of 2^k leaves holds at most k open buffers.
     return 1 if kind == "allreduce" else max(1, node.size.bit_length() - 1)
 
 
 @functools.lru_cache(maxsize=1024)
-def _accumulation(nodes: tuple[Subtree, ...], present: tuple[int, ...], kind: Kind) -> tuple[Accumulate, ...]:
+def _accumulation(nodes: tuple[Subtree, ...], present: tuple[int, ...], kind: ReductionOrder) -> tuple[Accumulate, ...]:
     steps: list[Accumulate] = []
     for position, node in enumerate(nodes):
         leaves = [microbatch for microbatch in present if node.start <= microbatch < node.stop]
@@ -202,7 +202,7 @@ def _node_accumulation(first_slot: int, leaves: list[int]) -> list[Accumulate]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _combination(nodes: tuple[Subtree, ...], present: tuple[bool, ...], kind: Kind) -> Combine:
+def _combination(nodes: tuple[Subtree, ...], present: tuple[bool, ...], kind: ReductionOrder) -> Combine:
     non_empty = [number for number, is_present in enumerate(present) if is_present]
     assert non_empty, "a step without a single sample"
     if kind == "allreduce":

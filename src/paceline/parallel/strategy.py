@@ -17,7 +17,7 @@ from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
 from paceline.parallel.gradient_norm import clip_gradients
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.reduction_tree import Kind
+from paceline.parallel.reduction_tree import ReductionOrder
 
 # --- Parameter layouts ---
 
@@ -151,24 +151,21 @@ class StrategyOptions:
     Attributes:
         config: the run's options.
         work_split: number of micro-batches of each data rank; together S.
-        kind: the order in which gradients are summed.
         row_length: number of values that a rank adds to a step's sums.
-        timeout_s: how long a rank may keep the others waiting.
-        compile: compile the model with ``torch.compile``.
         static_graph: the task uses the same parameters in every step.
-        global_batch_size: samples per step.
         directory: the run directory; rank 0 may write to it.
     """
 
     config: RunConfig
     work_split: tuple[int, ...]
-    kind: Kind
     row_length: int
-    timeout_s: float
-    compile: bool
     static_graph: bool
-    global_batch_size: int
     directory: Path
+
+    @property
+    def reduction_order(self) -> ReductionOrder:
+        """The order in which gradients are summed."""
+        return "exact" if self.config.reducer == "exact" else "allreduce"
 
 
 class MicrobatchWork(Protocol):

@@ -36,14 +36,16 @@ def strategy_name(config: RunConfig, world_size: int) -> str:
     return "single" if world_size == 1 else "ddp"
 
 
-def build_layout(config: RunConfig, mesh: ParallelDims, task: Task, rehearsal: ExampleBatchProvider) -> ParameterLayout:
+def build_layout(
+    config: RunConfig, mesh: ParallelDims, task: Task, example_batch: ExampleBatchProvider
+) -> ParameterLayout:
     """Build the parameter layout for the options.
 
     Args:
         config: the options.
         mesh: the ranks.
         task: the task of the model.
-        rehearsal: runs example batches of the task.
+        example_batch: runs example batches of the task.
 
     Raises:
         ConfigError: the options do not fit the number of processes.
@@ -61,7 +63,7 @@ def build_layout(config: RunConfig, mesh: ParallelDims, task: Task, rehearsal: E
         micro_batches = config.microbatches // mesh.data.world_size
         layouts.append(
             PipelineLayout(
-                *(mesh, config.pp_schedule, config.pp_split, micro_batches, rehearsal),
+                *(mesh, config.pp_schedule, config.pp_split, micro_batches, example_batch),
                 splitting=tensor_parallel,
             )
         )
@@ -77,13 +79,13 @@ def build_layout(config: RunConfig, mesh: ParallelDims, task: Task, rehearsal: E
     return layouts[0] if len(layouts) == 1 else ComposedLayout(layouts)
 
 
-def build_strategy(module: nn.Module, mesh: ParallelDims, config: RunConfig, options: StrategyOptions) -> Strategy:
+def build_strategy(module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> Strategy:
     """Build the strategy for the options, with the model.
 
     Raises:
         ConfigError: the options do not fit the number of processes.
     """
-    strategy: Strategy = _load_class(config, mesh.world.world_size)(module, mesh, options)
+    strategy: Strategy = _load_class(options.config, mesh.world.world_size)(module, mesh, options)
     return strategy
 
 

@@ -230,14 +230,15 @@ class TorchDDP(ExternalReduceStrategy):
         self.powersgd: PowerSGD | None = None
         if hook != "none":
             # Scale by a power of two to about means over a rank's samples, because sums may overflow fp16.
-            self._scale = 0.5 ** (options.global_batch_size // world.world_size).bit_length()
+            assert options.config.global_batch_size is not None
+            self._scale = 0.5 ** (options.config.global_batch_size // world.world_size).bit_length()
         if hook == "powersgd":
             self.powersgd = PowerSGD(module, world, options.config.powersgd_rank, self._scale)
             # A lambda, because DistributedDataParallel rejects annotations that are strings.
             self._ddp.register_comm_hook(self.powersgd, lambda memory, bucket: memory.hook(bucket))
         elif hook != "none":
             register_half_precision_hook(self._ddp, world.group, hook)
-        self.model = compile_model(self._ddp) if options.compile else self._ddp
+        self.model = compile_model(self._ddp) if options.config.compile else self._ddp
         self._world = world
 
     def _begin_microbatch(self) -> None:

@@ -284,22 +284,24 @@ class CheckpointManager:
         return self._checkpointer.stall_s
 
     def record_step(
-        self, progress: TrainProgress, epoch: int, step_in_epoch: int, sums: StepSums, shares: Sequence[int]
+        self, progress: TrainProgress, epoch: int, step_in_epoch: int, sums: StepSums, work_split: Sequence[int]
     ) -> None:
-        """Record a committed step in the ledger; ``shares`` are each rank's numbers of micro-batches."""
+        """Record a committed step in the ledger; ``work_split`` are each rank's numbers of micro-batches."""
         order = self._run.data.order
         # A stream's positions are counted from the start of the run.
         start, stop = (
             (progress.samples - sums.samples, progress.samples) if order is None else order.batch_range(step_in_epoch)
         )
-        entry = LedgerEntry(progress.version, epoch, step_in_epoch, start, stop, _ranks(tuple(shares)), sums.checksum)
+        entry = LedgerEntry(
+            progress.version, epoch, step_in_epoch, start, stop, _ranks(tuple(work_split)), sums.checksum
+        )
         self._recent.append(entry)
         if self._ledger is not None:
             self._ledger.append(**entry._asdict())
             if progress.step % _FLUSH_EVERY == 0:
                 sync = self._ledger.unsure > _MOST_UNSURE_BYTES
                 self._write_with_retry(partial(self._ledger.flush, sync=sync))
-            self._settle(self._checkpointer.poll, progress)
+            self._warn_on_failure(self._checkpointer.poll, progress)
 
     def flush_ledger(self) -> None:
         """Hand the ledger's entries to the operating system."""
@@ -334,9 +336,9 @@ class CheckpointManager:
         elif last:
             self._save_last(state, progress)
         else:
-            self._settle(self._checkpointer.wait, progress)
+            self._warn_on_failure(self._checkpointer.wait, progress)
             if progress.version != self._saved_version:
-                self._settle(partial(self._start, state, progress), progress)
+                self._warn_on_failure(partial(self._start, state, progress), progress)
         self._saved_at = time.monotonic()
 
     def _start(self, state: Mapping[str, Any], progress: TrainProgress) -> None:
@@ -348,8 +350,8 @@ class CheckpointManager:
             before_commit=self._before_commit(progress.version),
         )
 
-    def _settle(self, call: Callable[[], None], progress: TrainProgress) -> None:
-        """Get the result of an earlier save; report a failure."""
+    def _warn_on_failure(self, call: Callable[[], None], progress: TrainProgress) -> None:
+        """Call; if this or an earlier save failed, warn, and let the next due save retry."""
         try:
             call()
         except _SupersededError:
@@ -370,7 +372,7 @@ class CheckpointManager:
         return " or ".join(dict.fromkeys(tries)) or "at the end of the run"
 
     def _save_last(self, state: Mapping[str, Any], progress: TrainProgress) -> None:
-        self._settle(self._checkpointer.wait, progress)
+        self._warn_on_failure(self._checkpointer.wait, progress)
 
         def write() -> None:
             assert self._ledger is not None
@@ -430,8 +432,8 @@ class CheckpointManager:
 
 
 @lru_cache(maxsize=1)
-def _ranks(shares: tuple[int, ...]) -> int | tuple[int, ...]:
+def _ranks(work_split: tuple[int, ...]) -> int | tuple[int, ...]:
     """Return the ledger's form of the work split: the number of ranks, or each one's first micro-batch."""
-    if shares == equal_work_split(sum(shares), len(shares)):
-        return len(shares)
-    return (0, *itertools.accumulate(shares[:-1]))
+    if work_split == equal_work_split(sum(work_split), len(work_split)):
+        return len(work_split)
+    return (0, *itertools.accumulate(work_split[:-1]))

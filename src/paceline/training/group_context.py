@@ -293,7 +293,7 @@ class GroupContext:
         progress.samples += sums.samples
         self.count_samples(sums)
         self._report_progress()
-        record = partial(self.checkpoint_manager.record_step, shares=self.balancer.work_split)
+        record = partial(self.checkpoint_manager.record_step, work_split=self.balancer.work_split)
         if self.local_sgd is None:
             record(progress, epoch, step_in_epoch, sums)
         else:

@@ -52,13 +52,13 @@ class LocalSGD(StepHook):
         run: the run.
         mesh: the ranks.
         state: this rank's.
-        shares: the number of micro-batches of each rank.
+        work_split: the number of micro-batches of each rank.
     """
 
-    def __init__(self, run: RunContext, mesh: ParallelDims, state: TrainingState, shares: Sequence[int]) -> None:
+    def __init__(self, run: RunContext, mesh: ParallelDims, state: TrainingState, work_split: Sequence[int]) -> None:
         self._mesh, self._state = mesh, state
         self._sync_schedule, self._order = run.schedule.sync_schedule, run.data.order
-        self._averager = ParameterAverager(mesh.world, shares, ROW_LENGTH + self._sync_schedule.every, _TIMEOUT_S)
+        self._averager = ParameterAverager(mesh.world, work_split, ROW_LENGTH + self._sync_schedule.every, _TIMEOUT_S)
         self._interval: list[StepRecord] = []
         if state.outer is not None:
             state.outer.begin()

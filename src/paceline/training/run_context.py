@@ -42,7 +42,6 @@ from paceline.training.schedule import Deadline, Schedule
 if TYPE_CHECKING:
     from paceline.runs.profiler import StepProfiler
 
-_STEP_TIMEOUT_S = 1800.0
 _EVAL_MICROBATCHES = 4  # an evaluation batch holds this many micro-batches' samples: no gradients are kept
 _NOT_TRACKED = select(lambda its: its.scope == "place")
 
@@ -214,41 +213,37 @@ class RunContext:
         """
         return ParallelDims(world, self.config.axes(world.world_size))
 
-    def build_layout(self, mesh: ParallelDims, rehearsal: ExampleBatchProvider) -> ParameterLayout:
+    def build_layout(self, mesh: ParallelDims, example_batch: ExampleBatchProvider) -> ParameterLayout:
         """Build the layout of the model on the ranks.
 
         Args:
             mesh: the ranks.
-            rehearsal: the parts of the task that may be tried for it.
+            example_batch: runs the task on its first micro-batch.
 
         Raises:
             ConfigError: the model cannot be laid out on this number of ranks.
         """
-        return build_layout(self.config, mesh, self.task, rehearsal)
+        return build_layout(self.config, mesh, self.task, example_batch)
 
-    def build_strategy(self, module: nn.Module, mesh: ParallelDims, shares: tuple[int, ...]) -> Strategy:
+    def build_strategy(self, module: nn.Module, mesh: ParallelDims, work_split: tuple[int, ...]) -> Strategy:
         """Build the strategy with the model; all ranks call this together.
 
         Raises:
             ConfigError: it cannot work with so many processes.
         """
-        return build_strategy(module, mesh, self.config, self.strategy_options(shares))
+        return build_strategy(module, mesh, self.strategy_options(work_split))
 
-    def strategy_options(self, shares: tuple[int, ...]) -> StrategyOptions:
+    def strategy_options(self, work_split: tuple[int, ...]) -> StrategyOptions:
         """Return the common arguments of all strategies.
 
         Args:
-            shares: of each rank that has data of its own.
+            work_split: number of micro-batches of each rank that has data of its own.
         """
         return StrategyOptions(
             config=self.config,
-            work_split=shares,
-            kind="exact" if self.config.reducer == "exact" else "allreduce",
+            work_split=work_split,
             row_length=ROW_LENGTH,
-            timeout_s=_STEP_TIMEOUT_S,
-            compile=self.config.compile,
             static_graph=self.task.static_graph,
-            global_batch_size=self.global_batch_size,
             directory=self.directory.path,
         )
 

@@ -28,7 +28,7 @@ from paceline.core.environment import detect_environment
 from paceline.core.errors import PacelineError
 from paceline.parallel import grad_buffers, reducer
 from paceline.parallel.reducer import GradientReducer, StepSums
-from paceline.parallel.reduction_tree import Combine, Kind, ReductionPlan, equal_work_split
+from paceline.parallel.reduction_tree import Combine, ReductionOrder, ReductionPlan, equal_work_split
 from paceline.parallel.world import World, open_world
 
 NUM_MICROBATCHES = 11
@@ -109,7 +109,7 @@ def random_shares(world_size: int, number: int) -> tuple[int, ...]:
 
 
 def train_everything(
-    world: World, kind: Kind, shares: tuple[int, ...] = (), *, watching: bool = False
+    world: World, kind: ReductionOrder, shares: tuple[int, ...] = (), *, watching: bool = False
 ) -> dict[str, Any]:
     """Some steps of gradient descent on the model with everything; digests of what each step made.
 
@@ -203,7 +203,7 @@ def mapped_files() -> list[str]:
     return [words[5] for words in lines if "s" in words[1] and words[4] != "0"]
 
 
-def stress(world: World, kind: Kind, spares: int = 0) -> list[str]:
+def stress(world: World, kind: ReductionOrder, spares: int = 0) -> list[str]:
     """Many tiny steps with ranks out of step; whole numbers, so that every sum is known."""
     model = nn.Module()
     model.weights = nn.Parameter(torch.zeros(257))
@@ -379,7 +379,7 @@ def no_more_descriptors() -> Any:
 
 def of_transport(world: World) -> dict[str, Any]:
     """All that is done alike through each transport."""
-    kinds: Sequence[Kind] = ("exact", "allreduce")
+    kinds: Sequence[ReductionOrder] = ("exact", "allreduce")
     return {
         **{kind: train_everything(world, kind) for kind in kinds},
         **{f"watched {kind}": train_everything(world, kind, watching=True) for kind in kinds},

@@ -384,13 +384,13 @@ class _SingleRankRun(RunContext):
     def build_mesh(self, world: World) -> ParallelDims:
         return ParallelDims(world, {"dp": 1})
 
-    def build_layout(self, mesh: ParallelDims, rehearsal: ExampleBatchProvider) -> ParameterLayout:
+    def build_layout(self, mesh: ParallelDims, example_batch: ExampleBatchProvider) -> ParameterLayout:
         return Replicated()
 
-    def build_strategy(self, module: nn.Module, mesh: ParallelDims, shares: tuple[int, ...]) -> Strategy:
-        rehearsal = ExampleBatch(self)
-        parts = rehearsal.parts(module)
-        absent = absent_arguments(module, rehearsal.loss) if parts is None else frozenset()
+    def build_strategy(self, module: nn.Module, mesh: ParallelDims, work_split: tuple[int, ...]) -> Strategy:
+        example_batch = ExampleBatch(self)
+        parts = example_batch.parts(module)
+        absent = absent_arguments(module, example_batch.loss) if parts is None else frozenset()
         blocks = find_blocks(module, parts, absent)
         sizes = manual_split(blocks, self.stages, self.config.pp_split)
-        return PipeDreamReference(module, mesh, self.strategy_options(shares), cut(blocks, sizes))
+        return PipeDreamReference(module, mesh, self.strategy_options(work_split), cut(blocks, sizes))

@@ -222,7 +222,7 @@ class PipelineLayout:
         schedule: determines the stages per rank, and the micro-batches in flight.
         how: "balanced", "equal" or a number of blocks for each stage.
         microbatches: of a model replica in a step.
-        rehearsal: runs example batches of the task.
+        example_batch: runs example batches of the task.
         splitting: splits the layers of each stage over the mesh's ``tp`` axis, if it has one.
     """
 
@@ -234,7 +234,7 @@ class PipelineLayout:
         schedule: Name,
         how: str,
         microbatches: int,
-        rehearsal: ExampleBatchProvider,
+        example_batch: ExampleBatchProvider,
         splitting: LayerSplitting | None = None,
     ) -> None:
         if mesh.world.world_size == 1:
@@ -245,7 +245,7 @@ class PipelineLayout:
         self._part = mesh.submesh(_AXES)
         self._schedule, self._how = schedule, how
         self._microbatches = microbatches
-        self._example_batch = rehearsal
+        self._example_batch = example_batch
         self._splitting = splitting
         ranks = self._part.world_size
         if schedule != "sequential" and microbatches < ranks:
@@ -410,7 +410,9 @@ class Pipeline:
     overlaps_steps = False
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
-        self.plan = ReductionPlan(sum(options.work_split), mesh.data.world_size, options.kind, options.work_split)
+        self.plan = ReductionPlan(
+            sum(options.work_split), mesh.data.world_size, options.reduction_order, options.work_split
+        )
         self.module = self.model = module
         self.microbatches = self.plan.microbatches_of(mesh.data.rank)
         self.timed: list[TimedAction] = []
@@ -433,7 +435,6 @@ class Pipeline:
                 self.plan,
                 mesh.data,
                 row_length=options.row_length if number == 0 else 0,
-                timeout_s=options.timeout_s,
                 holds=partial(_is_one_of, own),
             )
             self._weights[stage.number] = [
