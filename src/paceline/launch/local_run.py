@@ -175,10 +175,6 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
 def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory]:
     """Prepare a run, start it and wait for its end; return the exit code and the run directory.
 
-    Args:
-        job: the job.
-        joins: whether this node joins a run that is active on others.
-
     Raises:
         UserError: as :func:`prepare_local_run` and :meth:`LocalRun.launch`.
     """

@@ -25,15 +25,14 @@ class MicrobatchStrategy:
 
     Attributes:
         plan: the assignment of micro-batches to the ranks of ``mesh.data``.
-        reducer: sums the contributions.
+        reducer: sums the contributions of the micro-batches.
 
     Args:
         module: the model, as placed on this rank.
         mesh: the ranks.
         plan: the rank of ``mesh.data`` that computes each micro-batch.
-        options: the strategy's.
         sums_gradients: whether the reducer also sums the gradients.
-        transport: as for :class:`GradientReducer`.
+        transport: see :class:`GradientReducer`.
     """
 
     num_dummy_steps = 0

@@ -51,11 +51,10 @@ class StepHeader:
 
     Args:
         plan: the work split and the tree.
-        rank: this one.
         row_length: number of values in a rank's row.
 
     Attributes:
-        length: of a header.
+        length: number of values in a header.
     """
 
     def __init__(self, plan: ReductionPlan, rank: int, row_length: int) -> None:
@@ -164,7 +163,7 @@ class ScratchGradient:
     """A buffer for one micro-batch's gradient, separate from the sums; allocated on first use.
 
     Args:
-        layout: the places of the gradients.
+        layout: offsets of the gradients.
         like: a gradient buffer on the same device.
     """
 
@@ -240,10 +239,9 @@ class GradientReducer:
         buffers: for strategies that run several micro-batches' forwards before the first backward.
 
     Args:
-        module: the model.
         plan: the work split and the tree.
         world: the ranks; the construction is a collective.
-        row_length: number of float64 values in a rank's row.
+        row_length: number of values in a rank's row.
         timeout_s: how long a rank may keep the others waiting.
         with_gradients: False if another library sums the gradients.
         holds: selects the parameters and buffers; by default those on this rank.
@@ -451,9 +449,6 @@ class GradientReducer:
     def finish(self, row: Sequence[float]) -> StepSums:
         """Sum over all ranks; afterwards gradients and buffers hold the step's means.
 
-        Args:
-            row: this rank's values, for every rank.
-
         Raises:
             PeerLostError: a rank is gone; gradients and buffers are undefined.
         """
@@ -627,16 +622,7 @@ def make_transport(
     header_length: int,
     timeout_s: float,
 ) -> Transport:
-    """Build the fastest transport for these ranks; a collective.
-
-    Args:
-        world: the ranks.
-        plan: the work split and the tree.
-        lanes: elements of each dtype's flat buffer.
-        buckets: slices that together cover the flat buffers.
-        header_length: number of values of a rank's header.
-        timeout_s: how long a rank may keep the others waiting.
-    """
+    """Build the fastest transport for these ranks; a collective."""
     if world.world_size == 1:
         return LocalTransport(plan.num_grad_buffers[0], lanes, world.device)
     if supported(world):

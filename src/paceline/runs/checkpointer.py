@@ -42,8 +42,8 @@ class Backup:
     Args:
         directory: the backup directory; created with the first copy.
         keep: number of last copies to keep, besides the best.
-        copied: called by the thread with each copy.
-        failed: called by the thread with the error of each failed try.
+        copied: the thread calls it with each copy.
+        failed: the thread calls it with the error of each failed try.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Checkpointer:
     Args:
         directory: the checkpoints' directory; created with the first.
         keep: number of last checkpoints to keep, besides the best.
-        committed: called by the writer's thread with each checkpoint that is on disk.
+        committed: the background thread calls it with each checkpoint that is on disk.
 
     An error of the background thread is raised once, by the next :meth:`save`, :meth:`wait`,
     :meth:`poll` or :meth:`close`. The snapshot's buffer, the size of the state, is kept between

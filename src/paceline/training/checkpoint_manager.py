@@ -198,8 +198,6 @@ class CheckpointManager:
     due save retries.
 
     Args:
-        run: the run.
-        world: the ranks.
         progress: the position of the initial state.
         recent: the last steps' ledger entries that this rank has; kept up to date. A new rank 0 writes those that an
             earlier one did not write.

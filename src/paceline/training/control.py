@@ -30,11 +30,7 @@ _CONNECT_S = 10.0
 
 
 class TrialSchedulerClient:
-    """Rank 0's end of the connection, which opens at the first request.
-
-    Args:
-        address: the path of the socket.
-    """
+    """Rank 0's end of the connection, which opens at the first request."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -44,13 +40,6 @@ class TrialSchedulerClient:
         self, world: World, *, step: int, epoch: int, metrics: Mapping[str, float], finished: bool
     ) -> bool:
         """Tell of an evaluation, and wait for the answer; all ranks call this together.
-
-        Args:
-            world: the ranks; rank 0 asks.
-            step: steps done.
-            epoch: whole epochs done.
-            metrics: of the validation split.
-            finished: no step is left; the answer changes nothing.
 
         Returns:
             Whether to continue; False if the scheduler no longer answers, since it does not need the rest.

@@ -38,9 +38,9 @@ class Carryover:
     """Values, other than the state, that a process takes from one group into the next.
 
     Attributes:
-        samples: of the steps that this process took part in.
+        samples: samples of the steps in which this process took part.
         phases: seconds by phase, over the groups that it has left.
-        speed: the last measured one.
+        speed: the last measurement.
     """
 
     samples: int = 0
@@ -52,8 +52,6 @@ class Engine:
     """Computes and applies the steps of a run in one group; the strategy selects which.
 
     Args:
-        run: the run.
-        states: this rank's copy of the state.
         world: the ranks; all of them construct it together, before the strategy is built.
 
     Raises:
@@ -104,25 +102,21 @@ class GroupContext:
 
     Attributes:
         mesh, world: the ranks.
-        balancer: how they share the micro-batches.
+        balancer: divides the micro-batches among them.
         strategy: computes and sums a step's micro-batches.
-        engine: computes and applies steps, through the strategy.
         monitor: shows and records progress.
         checkpoint_manager: writes checkpoints and the ledger.
-        profiler: with ``--profile``.
-        local_sgd: with ``--local-sgd-steps``.
-        hooks: additions of other options to a step; empty if none is set.
-        fetch: this rank's micro-batches of a step: (epoch, step in epoch, numbers).
-        runner: the forward and backward of a micro-batch.
+        profiler: the profiler of ``--profile``, if set.
+        local_sgd: averages the state with ``--local-sgd-steps``, if set.
+        hooks: additions of options to a step.
+        fetch: returns this rank's micro-batches of a step: (epoch, step in epoch, numbers).
+        runner: runs forward and backward of a micro-batch.
 
     Args:
-        run: the run.
-        states: this rank's copy of the state, which all ranks hold.
         mesh: the ranks.
         engine: the engine's class.
-        checkpointer: this process's.
-        carryover: from earlier groups; kept up to date.
-        member: the agent's client, where ranks come and go.
+        carryover: values from earlier groups; kept up to date.
+        member: the client of the agent; None if the group is fixed.
 
     Raises:
         UserError: the strategy cannot work with so many processes, or the run directory is not writable.
@@ -261,7 +255,7 @@ class GroupContext:
         """Return the cause of a stop request, as in the control flags.
 
         Args:
-            evaluates: an evaluation would come before the next such question.
+            evaluates: an evaluation precedes the next call.
         """
         due = self.world.rank == 0 and self._run.deadline.is_due(
             save_s=self.checkpoint_manager.save_s, evaluates=evaluates and self._run.data.has_validation
@@ -277,8 +271,8 @@ class GroupContext:
         """Make a step count: one transition of the state, one ledger entry, one report.
 
         Args:
-            sums: the step's.
-            row: this rank's, which travelled with them.
+            sums: the sums of the step.
+            row: this rank's row, which travelled with them.
             logged: additional values that the task logs.
 
         Returns:

@@ -51,14 +51,12 @@ class RunContext:
     """What a trainer works on.
 
     Attributes:
-        task_name: as the checkpoints record it.
-        config: with nothing left open.
-        device: this process's.
-        processes: how many share this machine.
-        directory: on rank 0's machine at least.
-        signals: the source of stop requests.
+        task_name: the name that checkpoints record.
+        config: the options, with all defaults resolved.
+        device: the device of this process.
+        processes: how many processes share this node.
+        directory: the run directory, at least on the node of rank 0.
         deadline: when the job has to stop by itself.
-        quiet: show nothing on the terminal.
         trial_scheduler: the socket of the scheduler that decides after each evaluation whether the run continues.
     """
 
@@ -216,10 +214,6 @@ class RunContext:
     def build_layout(self, mesh: ParallelDims, example_batch: ExampleBatchProvider) -> ParameterLayout:
         """Build the layout of the model on the ranks.
 
-        Args:
-            mesh: the ranks.
-            example_batch: runs the task on its first micro-batch.
-
         Raises:
             ConfigError: the model cannot be laid out on this number of ranks.
         """
@@ -234,11 +228,7 @@ class RunContext:
         return build_strategy(module, mesh, self.strategy_options(work_split))
 
     def strategy_options(self, work_split: tuple[int, ...]) -> StrategyOptions:
-        """Return the common arguments of all strategies.
-
-        Args:
-            work_split: number of micro-batches of each rank that has data of its own.
-        """
+        """Return the common arguments of all strategies."""
         return StrategyOptions(
             config=self.config,
             work_split=work_split,

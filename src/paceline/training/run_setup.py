@@ -72,14 +72,14 @@ def setup_run(
     """Set up the requested run; return it, and lines to print when it is created.
 
     Args:
-        request: the requested options and files.
+        request: the requested options.
         manifest: the content of ``run.toml``; None for a new run.
-        directory: the run's.
+        directory: the run directory.
         signals: the source of stop requests.
-        device: this process's.
-        world_size: how many processes the run is begun with.
-        processes: how many of them share this machine.
-        memory: bytes that each of them may take, the same on every rank; None: ``auto`` is ddp.
+        device: the device of this process.
+        world_size: number of processes at the start of the run.
+        processes: how many of them share this node.
+        memory: bytes that each of them may use, the same on every rank; None: ``auto`` selects ddp.
 
     Raises:
         UserError: options, task or data cannot work, or are not those of the run in the directory.

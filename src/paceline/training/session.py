@@ -45,9 +45,9 @@ def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals:
     """Create or continue the run in ``directory``, and train it to its end.
 
     Args:
-        request: the requested options and files; the same on every rank.
-        groups: of ranks, in which this process takes part.
-        directory: the run's; rank 0 or its agent holds the lock.
+        request: the requested options; the same on every rank.
+        groups: the groups of ranks that this process joins.
+        directory: the run directory; rank 0 or its agent holds the lock.
         signals: the source of stop requests.
 
     Returns:
@@ -85,10 +85,6 @@ def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals:
 def build_trainer(run: RunContext, member: AgentClient | None = None) -> Trainer:
     """Build the run's trainer, with the engine of its strategy.
 
-    Args:
-        run: the run.
-        member: the agent's client, if ranks may join and leave; None for a fixed group.
-
     Raises:
         UserError: the task's model, optimizers or data cannot be built, or do not work with the strategy.
     """
@@ -105,14 +101,7 @@ def build_trainer(run: RunContext, member: AgentClient | None = None) -> Trainer
 def train_in_group(
     trainer: Trainer, notes: list[str], started: float, world: World, joined: Callable[[], None] = lambda: None
 ) -> dict[str, Any] | None:
-    """Agree on the state, train to the end and conclude; all ranks of ``world`` do so together.
-
-    Args:
-        trainer: the run's.
-        notes: lines to print when the run is created.
-        started: ``time.perf_counter()`` when this process began.
-        world: the ranks.
-        joined: called once this rank has the state and can train.
+    """Agree on the state, call ``joined``, train to the end and conclude; all ranks of ``world`` do so together.
 
     Returns:
         The content of ``result.json``; None where the ranks left together before the end.
@@ -144,14 +133,11 @@ def train_in_group(
 class FixedGroup:
     """The one group that a launcher has started: when a rank is lost, all of them end.
 
-    Args:
-        world: its ranks.
-
     Attributes:
-        device: this process's.
+        device: the device of this process.
         world_size: how many processes begin the run.
-        processes: how many of them share this machine.
-        member: the agent's client; there is no agent.
+        processes: how many of them share this node.
+        member: None: there is no agent.
         announces: whether this process tells the user that nothing is left to train.
     """
 
@@ -272,13 +258,7 @@ def _clear_frames(error: BaseException | None) -> None:
 
 
 def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> None:
-    """Give every rank the state of the most advanced one, or else the newest saved one.
-
-    Args:
-        trainer: this rank's.
-        mesh: the ranks.
-        notes: lines to print when the run is created.
-    """
+    """Give every rank the state of the most advanced one, or else the newest saved one."""
     run, directory, world = trainer.run, trainer.run.directory, mesh.world
     agreement = elect_source(world, valid=trainer.states.valid, version=trainer.states.version)
     if agreement.source is not None:

@@ -41,19 +41,16 @@ class TrainProgress:
 
     Attributes:
         version: the state's version; as a run is a pure function, it determines the state's bits.
-        step: steps done.
-        epoch: epochs done.
-        step_in_epoch: steps done in this epoch.
         samples: samples seen, over all epochs.
         epoch_ended: a stream has no more data in this epoch.
         epochs_concluded: epochs for which the task's ``on_epoch_end`` was called.
         evaluated_step: the last step after which the model was evaluated.
         best: the best validation value so far.
-        best_step, best_version: where it was reached.
-        best_metrics: all validation metrics there.
+        best_step, best_version: step and state version of the best value.
+        best_metrics: all validation metrics of that version.
         early_best, bad_evaluations: the early-stop metric's best, and evaluations since.
         stopped_early: early stopping has ended the run.
-        data_fingerprint: of some samples of the training data, as the run's first step read them; 0 if unknown.
+        data_fingerprint: a hash of some training samples, as the run's first step read them; 0 if unknown.
     """
 
     version: int = 0
@@ -128,15 +125,13 @@ class TrainingState:
 
     Args:
         task: builds optimizers and schedulers.
-        config: precision and moving average.
         module: the model, on its device.
-        device: the model's.
         horizon: the run's length, for the schedulers.
         ema_model: a second model equal to ``module``, for the moving average; by default a copy.
 
     Attributes:
-        parameters_of: the parameters of the model that each optimizer updates, by the optimizer's name.
-        changed_buffers: the model's, and those of its moving average.
+        parameters_of: the parameters that each optimizer updates, by the name of the optimizer.
+        changed_buffers: the changed buffers of the model, and those of its moving average.
         pending_powersgd_state: PowerSGD's error from a checkpoint, until a strategy takes it over.
 
     Raises:
@@ -221,7 +216,7 @@ class TrainingState:
         """Apply the gradients: unscale, clip, step, and move schedules and average along.
 
         Args:
-            clip: clips them; None where nothing does.
+            clip: clips the gradients; None: nothing does.
             finite: whether the gradients of all ranks are; a scaler sees only this rank's part of them.
         """
         applied = True
@@ -239,8 +234,8 @@ class TrainingState:
         """Clip the gradients, and step optimizers.
 
         Args:
-            names: of the optimizers.
-            clip: clips the gradients; None where nothing does.
+            names: the optimizers' names.
+            clip: clips the gradients; None: nothing does.
             closure: computes the loss and the gradients again, for optimizers that need it.
         """
         self._require_same_groups()

@@ -31,11 +31,8 @@ class StateManager:
 
     Attributes:
         valid: whether ``state`` is complete and has the bits of its version.
-        recent: the last steps' ledger entries.
-        loader: of the training data, whose positions belong to the state; set it once the loader is built.
-
-    Args:
-        run: the run.
+        recent: the ledger entries of the last steps.
+        loader: reads the training data; its positions belong to the state. Set it once the loader is built.
 
     Raises:
         UserError: the task's model or optimizers cannot be built.
@@ -123,8 +120,8 @@ class StateManager:
 
         Args:
             mesh: the ranks.
-            saved: the state of the checkpoint, the same on all ranks; None to begin.
-            weights: of another run, the same on all ranks, to begin with.
+            saved: the state of the checkpoint, the same on all ranks; None for a new run.
+            weights: pretrained weights for a new run, the same on all ranks.
 
         Raises:
             CheckpointError: ``saved`` does not fit the task.
@@ -200,7 +197,7 @@ class StateManager:
         """Clip the gradients of some optimizers' parameters, and step these; all ranks call this together.
 
         Args:
-            names: of the optimizers.
+            names: the optimizers' names.
             closure: computes the loss and the gradients again, for optimizers that need it.
         """
         clip_norm = self._run.config.clip_norm
@@ -246,7 +243,7 @@ class StateManager:
 
         Args:
             world: the ranks.
-            microbatches: this rank's; None: those that it has read.
+            microbatches: this rank's micro-batches; None: those that it has read.
 
         Returns:
             Positions by micro-batch; None if the dataset is not a stream.

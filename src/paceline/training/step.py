@@ -65,15 +65,7 @@ def _describe_non_finite(
     sums: StepSums,
     scale: float | None = None,
 ) -> str:
-    """Write the message about a step that cannot be applied.
-
-    Args:
-        directory: the run's.
-        progress: before the step.
-        order: of the training samples; None for streams.
-        sums: the step's.
-        scale: of the gradients, after all smaller scales were tried; None without --precision fp16.
-    """
+    """Write the message about a step that cannot be applied."""
     step = f"step {progress.step + 1} (epoch {progress.epoch + 1}, step {progress.step_in_epoch + 1} in it)"
     if sums.weight == 0:
         what = f"the weights of the losses of {step} add up to nothing, so there is no mean"
@@ -107,7 +99,7 @@ class Pass:
 
     Attributes:
         loss: computes a micro-batch's loss; None: the task's ``loss`` does.
-        number: of the pass, within the step.
+        number: index of the pass within the step.
     """
 
     loss: Callable[[nn.Module, MicroBatch], torch.Tensor | Loss] | None = None
@@ -164,14 +156,8 @@ def _loss(
 class MicrobatchRunner:
     """Computes each of a rank's micro-batches in the steps of one group.
 
-    Args:
-        run: the run.
-        state: has the model and the gradient scaler.
-        activity: records the progress.
-        timer: of the phases.
-
     Attributes:
-        current_pass: the one in which the micro-batches are computed.
+        current_pass: the pass to which the micro-batches belong.
     """
 
     def __init__(self, run: RunContext, state: TrainingState, activity: ProgressTracker, timer: PhaseTimer) -> None:
@@ -237,9 +223,6 @@ class StepOverlap(StepHook):
     control flag. So all ranks make the same decision.
 
     Args:
-        schedule: when epochs, evaluations and the run end.
-        loader: of the training data.
-        state: has the run's progress.
         save_is_due: returns whether a save is due at some progress.
     """
 
@@ -340,11 +323,7 @@ class DummyMicrobatch(StepHook):
 
 
 class ExampleBatch:
-    """Tries the task on the first micro-batch of its training data.
-
-    Args:
-        run: the run.
-    """
+    """Tries the task on the first micro-batch of its training data."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run

@@ -39,9 +39,6 @@ class SyncEngine(Engine):
     """All ranks compute each step together, and every one applies it.
 
     Args:
-        run: the run.
-        states: this rank's copy of the state.
-        world: the ranks.
         update: applies the gradients if those of all ranks are finite; by default to the whole state.
     """
 
@@ -188,7 +185,7 @@ class Trainer:
     Args:
         run: the run.
         engine: computes and applies the steps.
-        member: the agent's client, if ranks may join and leave; None for a fixed group.
+        member: the client of the agent; None if the group is fixed.
 
     Raises:
         UserError: the task's model, optimizers or data cannot be built, or the engine cannot train them.
@@ -375,10 +372,6 @@ class Trainer:
 
     def stop(self, group: GroupContext, stop: int) -> NoReturn:
         """Leave, once the state is saved; all ranks do so together.
-
-        Args:
-            group: the ranks.
-            stop: the cause, as in the control flags.
 
         Raises:
             StopRequested: always, but for the next case.

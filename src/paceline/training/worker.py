@@ -68,13 +68,13 @@ def preload() -> None:
     preload_tensorboard()
 
 
-def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, int]) -> int:
+def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[int, int]) -> int:
     """Run a job as a member that an agent has forked; return the process's exit code.
 
     Args:
-        job_file: the job.
+        job_file: the worker's configuration.
         channel: the descriptor of this worker's end of its channel.
-        slot: names its log.
+        local_index: index of this worker on its node; names its log.
         terminal: descriptors of the agent's stdout and stderr.
     """
     from paceline.elastic.worker_channel import AgentClient, Retired, WorkerChannel
@@ -86,7 +86,7 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
     member = AgentClient(WorkerChannel.of(channel), job.config.heartbeat)
     member.progress_tracker.limit_steps_to(parse_hang_timeout(job.config.hang_timeout))
     try:
-        _run_member(job, member, directory, slot, terminal)
+        _run_member(job, member, directory, local_index, terminal)
     except Retired:
         return 0
     except Exception as raised:
@@ -94,15 +94,15 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
         member.beat()  # the agent judges by the step at which it happened
         if isinstance(error, UserError | NonFiniteLossError | CheckpointError) and directory.exists():
             with suppress(OSError):
-                directory.append_event("failed", slot=slot, error=str(error).partition("\n")[0])
-        return record_failure(directory, slot, error, member.fail)
+                directory.append_event("failed", slot=local_index, error=str(error).partition("\n")[0])
+        return record_failure(directory, local_index, error, member.fail)
     finally:
         member.leave()
     return 0
 
 
 def _run_member(
-    job: WorkerConfig, member: AgentClient, directory: RunDirectory, slot: int, terminal: tuple[int, int]
+    job: WorkerConfig, member: AgentClient, directory: RunDirectory, local_index: int, terminal: tuple[int, int]
 ) -> None:
     from paceline.runs.rank_log import show_on
     from paceline.training.control import StopSignals
@@ -113,12 +113,12 @@ def _run_member(
     assert isinstance(processes, int), "an agent counts the processes"
     assert world_size is not None
     environment = Environment(
-        rank=slot, world_size=processes, local_rank=slot, local_world_size=processes, source="variables"
+        rank=local_index, world_size=processes, local_rank=local_index, local_world_size=processes, source="variables"
     )
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals(launched=True))
-        _open_log(stack, directory, slot, processes, quiet=job.quiet)
-        shown = slot == 0
+        _open_log(stack, directory, local_index, processes, quiet=job.quiet)
+        shown = local_index == 0
 
         def show_at_rank_0() -> None:
             nonlocal shown
@@ -165,11 +165,6 @@ def _explained(error: Exception, directory: RunDirectory | None) -> Exception:
 def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -> dict[str, Any]:
     """Join the world, train, and return the content of ``result.json``.
 
-    Args:
-        job: the job.
-        environment: the rank and the other places of this process.
-        task: the task itself, if a script has built it.
-
     Raises:
         PacelineError: as :func:`paceline.training.session.train`.
     """
@@ -195,14 +190,7 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
 
 
 def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: ExitStack) -> tuple[World, RunDirectory]:
-    """Join the launcher's group, and agree on the run directory, which rank 0 locks.
-
-    Args:
-        job: the job.
-        environment: the rank and the other places of this process.
-        key: names the run among those of the job.
-        stack: closes the group.
-    """
+    """Join the launcher's group, and agree on the run directory, which rank 0 locks."""
     from paceline.parallel.rendezvous import agree_once
     from paceline.parallel.world import open_world
 
