@@ -30,17 +30,9 @@ from paceline.core.errors import DataError
 from paceline.core.options import Shuffle
 from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class
-from paceline.data.loader import (
-    EvalBatches,
-    Loader,
-    MicroBatch,
-    auto_workers,
-    build_loader,
-    is_tensor_backed,
-    resolve_workers,
-)
+from paceline.data.loader import EvalBatches, TensorLoader, auto_workers, build_loader, resolve_workers
 from paceline.data.order import DeterministicSampler, split_train_val
-from paceline.data.samples import TensorLoader, data_workers, to_device
+from paceline.data.samples import Loader, MicroBatch, data_workers, is_tensor_backed, to_device
 
 pytestmark = pytest.mark.integration
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -12,40 +15,164 @@ import torch
 
 from paceline.core.errors import DataError
 from paceline.data.order import DeterministicSampler, Split
+from paceline.data.sample_check import MOST_SAMPLES, SampleCheck, reference_of
 from paceline.data.samples import (
+    CheckRequest,
     Collate,
+    Indices,
     Loader,
     MicroBatch,
     ReadRequest,
     RowNumbers,
-    SampleLoader,
     SampleSource,
     TensorGather,
-    TensorLoader,
     checksum,
     is_tensor_backed,
     without_subsets,
 )
 
-# --- The training loader of a dataset: batches as a function of (seed, epoch, step, micro-batch) ---
+# --- Loaders of map-style datasets: batches as a function of (seed, epoch, step, micro-batch) ---
 #
-# Tensors are indexed a batch at a time, other map-style datasets are read sample by sample in worker processes; both
-# in :mod:`paceline.data.samples`. Streams: :mod:`paceline.data.stream`.
+# Tensors are indexed a batch at a time; other datasets are read sample by sample, in worker processes. The loader of
+# streams is in :mod:`paceline.data.stream`.
 
-
-__all__ = [
-    "Loader",
-    "MicroBatch",
-    "auto_workers",
-    "build_loader",
-    "dataset_length",
-    "is_tensor_backed",
-    "resolve_workers",
-]
 
 AUTO_WORKERS = 4
 
 _log = logging.getLogger(__name__)
+_CHECK_EVERY_S = 60.0
+_CHECK_SHARE = 400  # a check of the samples is followed by this many times its own time without one
+
+
+class TensorLoader:
+    """Loads from tensors, and computes the order of many steps at once.
+
+    A step of a small model takes less than a millisecond, so computing the order per step would cost too much.
+    """
+
+    _CHUNK = 16_384  # positions; 1 to 2 ms of index arithmetic
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: DeterministicSampler,
+        *,
+        device: torch.device,
+        index_map: Split | None = None,
+    ) -> None:
+        self._order = order
+        self._gather = TensorGather(dataset, device=device, index_map=index_map)
+        # Indexing tensors cannot go wrong, but the tensors may be others than another process has.
+        reference = self._gather.locate(_reference_numbers(order))
+        self.checked: SampleCheck | None = SampleCheck(reference_of([self._gather.take(reference)]), len(reference))
+        self._epoch = -1
+        self._start = self._stop = 0
+        self._numbers: Indices = np.empty(0, np.int64)
+        self._rows = torch.empty(0, dtype=torch.int64)
+
+    def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
+        """See :class:`Loader`; the micro-batches come from one gather."""
+        bounds = self._order.microbatch_bounds(step)[microbatches.start : microbatches.stop : microbatches.step]
+        if not bounds:
+            return []
+        start, stop = bounds[0][0], bounds[-1][1]
+        if epoch != self._epoch or start < self._start or stop > self._stop:
+            self._compute(epoch, start, stop)
+        offset = self._start
+        rows = self._rows[start - offset : stop - offset]
+        if microbatches.step != 1:
+            rows = torch.cat([self._rows[a - offset : b - offset] for a, b in bounds])
+        batches = zip(*self._gather.take_each(rows, [b - a for a, b in bounds]), strict=True)
+        return [
+            MicroBatch(microbatch, list(batch), b - a, checksum(self._numbers[a - offset : b - offset]))
+            for microbatch, (a, b), batch in zip(microbatches, bounds, batches, strict=False)
+        ]
+
+    def close(self) -> None:
+        """Do nothing: there are no workers."""
+
+    def _compute(self, epoch: int, start: int, stop: int) -> None:
+        """Compute the order of a chunk of positions, or of just this range if it is nearly as large."""
+        if stop - start < self._CHUNK // 8:
+            stop = max(stop, min(start + self._CHUNK, self._order.num_samples))
+        self._numbers = self._order.indices(epoch, start, stop)
+        self._rows = self._gather.locate(self._numbers)
+        self._epoch, self._start, self._stop = epoch, start, stop
+
+
+class SampleLoader:
+    """Loads any map-style dataset, a micro-batch at a time."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: DeterministicSampler,
+        *,
+        seed: int,
+        device: torch.device,
+        workers: int,
+        collate: Collate,
+        index_map: Split | None,
+        split: str,
+        check: bool = False,
+    ) -> None:
+        inner, subset = without_subsets(dataset)
+        self._order = order
+        self._rows = RowNumbers(index_map, subset)
+        self.checked: SampleCheck | None = None
+        self._next_check = 0.0 if check else math.inf
+        self._checking = False
+        self._source = SampleSource(inner, seed=seed, device=device, workers=workers, collate=collate, split=split)
+        self._due: tuple[int, int, range] | None = None
+
+    def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
+        """See :class:`Loader`; a step or micro-batches out of sequence restart the prefetching."""
+        if not microbatches:
+            return []  # a spare has no micro-batches
+        if (epoch, step, microbatches) != self._due:
+            self._checking = False
+            self._source.start(self._requests_from(epoch, step, microbatches), ahead=2 * len(microbatches))
+        # Unknown until all of it has been read.
+        self._due = None
+        micro_batches = []
+        for microbatch in microbatches[
+            : len(self._order.microbatch_bounds(step)[microbatches.start : microbatches.stop : microbatches.step])
+        ]:
+            request, batch = self._source.next()
+            while isinstance(batch, SampleCheck):
+                self._take_check(batch)
+                request, batch = self._source.next()
+            micro_batches.append(MicroBatch(microbatch, batch, len(request.numbers), checksum(request.numbers)))
+        last = step + 1 == self._order.steps_per_epoch
+        self._due = (epoch + 1, 0, microbatches) if last else (epoch, step + 1, microbatches)
+        return micro_batches
+
+    def close(self) -> None:
+        """End the workers; may be called twice."""
+        self._source.close()
+
+    def _requests_from(self, epoch: int, step: int, microbatches: range) -> Iterator[ReadRequest]:
+        """Yield these micro-batches of every step from this one on, endlessly."""
+        for e in itertools.count(epoch):
+            for t in range(step if e == epoch else 0, self._order.steps_per_epoch):
+                for start, stop in self._order.microbatch_bounds(t)[
+                    microbatches.start : microbatches.stop : microbatches.step
+                ]:
+                    numbers = self._order.indices(e, start, stop)
+                    rows = self._rows(numbers)
+                    if not self._checking and time.monotonic() >= self._next_check:
+                        self._checking = True
+                        reference = self._rows(_reference_numbers(self._order))
+                        yield CheckRequest(e, numbers[:MOST_SAMPLES], rows[:MOST_SAMPLES], reference)
+                    yield ReadRequest(e, numbers, rows)
+
+    def _take_check(self, check: SampleCheck) -> None:
+        self.checked, self._checking = check, False
+        self._next_check = time.monotonic() + max(_CHECK_EVERY_S, _CHECK_SHARE * check.seconds)
+
+
+def _reference_numbers(order: DeterministicSampler) -> Indices:
+    return np.array(sorted({0, order.num_samples // 2}), dtype=np.int64)
 
 
 def build_loader(
