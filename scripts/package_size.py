@@ -1,7 +1,7 @@
 """Prints how large the package is: files, lines, the largest files, and the path from a command to a checkpoint.
 
-The path is what docs/architecture.md names under "The path of a step": a reader needs these files to follow
-``paceline train`` to a committed checkpoint::
+The path is what docs/architecture.md names under "The path of a step", from ``paceline train`` to a committed
+checkpoint; the files that the page lists next to the path are not counted::
 
     python scripts/package_size.py [--json]
 """

@@ -1,4 +1,4 @@
-"""The ``paceline`` command: each command is a file, imported when it is used."""
+"""The ``paceline`` command: its commands, each imported when it is used."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from cyclopts import (
 )
 
 from paceline import __version__
+from paceline.core.environment import has_local_rank
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.printable import PrintableStream, escape_controls
 
@@ -134,7 +135,7 @@ def _is_pipe_closed(output: TextIO) -> bool:
 
 def _user_arguments(words: list[str]) -> list[str]:
     """Drop the option that ``torch.distributed.launch`` adds in addition to the variable."""
-    if "LOCAL_RANK" not in os.environ:
+    if not has_local_rank():
         return words
     return [word for word in words if not word.startswith(("--local-rank=", "--local_rank="))]
 

@@ -331,6 +331,11 @@ _RANK_VARIABLES = (
 )
 
 
+def has_local_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher has numbered this process among those of its node."""
+    return "LOCAL_RANK" in environ
+
+
 def variables_of_another_job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables without this process's rank and address, for a job started within this one."""
     return {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
