@@ -19,7 +19,6 @@ from cyclopts import (
 )
 
 from paceline import __version__
-from paceline.core.environment import has_local_rank
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.printable import PrintableStream, escape_controls
 
@@ -135,9 +134,12 @@ def _is_pipe_closed(output: TextIO) -> bool:
 
 def _user_arguments(words: list[str]) -> list[str]:
     """Drop the option that ``torch.distributed.launch`` adds in addition to the variable."""
-    if not has_local_rank():
+    others = [word for word in words if not word.startswith(("--local-rank=", "--local_rank="))]
+    if len(others) == len(words):
         return words
-    return [word for word in words if not word.startswith(("--local-rank=", "--local_rank="))]
+    from paceline.core.environment import has_local_rank
+
+    return others if has_local_rank() else words
 
 
 def _own_arguments(words: list[str]) -> list[str]:

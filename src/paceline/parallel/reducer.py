@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -307,8 +308,7 @@ class GradientReducer:
         ]
         self._writes = 0  # to the gradients, before the current micro-batch
         self._accumulated: set[int] | None = None  # parameters with a gradient of the current micro-batch
-        self._microbatches: list[int] = []  # remaining ones of this step, the next one last
-        self._steps: list[Accumulate] = []
+        self._remaining: deque[tuple[int, Accumulate]] = deque()  # micro-batches of this step, the next one first
         self._sums: list[MicrobatchSums] = []
         self._grad_buffer = -1  # the buffer to which the gradients point
         self._missing: list[int] = []  # missing gradients of each bucket; empty before the last micro-batch
@@ -316,8 +316,7 @@ class GradientReducer:
 
     def begin(self, present: Sequence[int]) -> None:
         """Begin a step in which this rank computes the micro-batches ``present``, in that order."""
-        self._microbatches = list(reversed(present))
-        self._steps = list(reversed(self.plan.accumulation(self._rank, present)))
+        self._remaining = deque(zip(present, self.plan.accumulation(self._rank, present), strict=True))
         self._sums = []
         self._grad_buffer = -1  # user code may have set gradients to None
         self._missing = []
@@ -387,15 +386,15 @@ class GradientReducer:
 
     def begin_microbatch(self) -> None:
         """Prepare the next micro-batch's forward and backward."""
-        step = self._steps[-1]
+        microbatch, step = self._remaining[0]
         if step.fresh:
             _zero(self._transport.grad_buffers[step.slot])
-        if self._microbatches[-1] == self._watch:
+        if microbatch == self._watch:
             self._point_gradients_at_scratch()
         else:
             if step.slot != self._grad_buffer:
                 self._point_gradients_at(step.slot)
-            if len(self._steps) == 1 and self._transport.overlaps:
+            if len(self._remaining) == 1 and self._transport.overlaps:
                 self._missing = self._bucket_sizes.copy()
         self._accumulated = set()
         self._writes = self._count_writes()
@@ -415,12 +414,11 @@ class GradientReducer:
 
     def end_microbatch(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
         """Collect the micro-batch's gradients, buffers and sums."""
-        step = self._steps[-1]
+        microbatch, step = self._remaining[0]
         self._accumulated = None
         # After the first step, hooks per parameter would cost too much; a count finds it if all parameters are used.
         if not self._missing and self._count_writes() - self._writes > len(self._parameters):
             raise _gradient_in_parts()
-        microbatch = self._microbatches.pop()
         self._sums.append(MicrobatchSums(microbatch, samples, weight, loss_sum.detach(), checksum))
         for index in range(len(self._parameters)):
             self._collect_replaced_gradient(index, self._grad_buffer)
@@ -428,14 +426,14 @@ class GradientReducer:
             self.watched = self._scratch.fingerprint(loss_sum, weight, checksum)
             self._scratch.add_to(self._transport.grad_buffers[step.slot])
             self._grad_buffer = -1
-            if len(self._steps) == 1 and self._transport.overlaps:
+            if len(self._remaining) == 1 and self._transport.overlaps:
                 self._missing = self._bucket_sizes.copy()
         self.buffers.add_to(
             self._float_sums[step.slot],
             self._integer_sums[step.slot],
             self._counts[step.slot],
             samples,
-            reset=len(self._steps) > 1,
+            reset=len(self._remaining) > 1,
         )
         if self._missing:
             while self._next_bucket < len(self._buckets):
@@ -444,7 +442,7 @@ class GradientReducer:
         else:
             for into, other in step.merges:
                 add_grad_buffer(self._transport.grad_buffers[into], self._transport.grad_buffers[other])
-        self._steps.pop()
+        self._remaining.popleft()
 
     def finish(self, row: Sequence[float]) -> StepSums:
         """Sum over all ranks; afterwards gradients and buffers hold the step's means.
@@ -452,7 +450,7 @@ class GradientReducer:
         Raises:
             PeerLostError: a rank is gone; gradients and buffers are undefined.
         """
-        assert not self._steps, "a micro-batch has not been ended"
+        assert not self._remaining, "a micro-batch has not been ended"
         header = self._header.pack(row, self._sums)
         self._activity.begin_collective("all-reduce")
         headers = self._transport.exchange(header)
@@ -553,7 +551,7 @@ class GradientReducer:
         def hook(parameter: torch.Tensor) -> None:
             if not self._missing:
                 return  # not the rank's last micro-batch of the step
-            self._collect_replaced_gradient(index, self._steps[-1].slot)
+            self._collect_replaced_gradient(index, self._remaining[0][1].slot)
             self._missing[bucket] -= 1
             if self._missing[bucket] < 0:
                 raise _gradient_in_parts()
@@ -581,7 +579,7 @@ class GradientReducer:
     def _send_next_bucket(self) -> None:
         bucket = self._buckets[self._next_bucket]
         part = slice(bucket.start, bucket.stop)
-        for into, other in self._steps[-1].merges:
+        for into, other in self._remaining[0][1].merges:
             buffers = self._transport.grad_buffers
             buffers[into][bucket.dtype][part].add_(buffers[other][bucket.dtype][part])
         self._transport.launch(self._next_bucket)

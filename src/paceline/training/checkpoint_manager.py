@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
 from paceline.core.options import parse_interval
@@ -236,12 +235,8 @@ class CheckpointManager:
             if holds_version(run.directory.checkpoints, progress.version):
                 self._saved_version = progress.version
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the ledger."""
         if self._ledger is not None:
             # The steps that it failed to write are in `recent`, on every rank.
             self._write_with_retry(self._ledger.close)

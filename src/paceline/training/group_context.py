@@ -161,16 +161,11 @@ class GroupContext:
                 stack.enter_context(closing(self.local_sgd))
             self.monitor = stack.enter_context(run.build_monitor(world, progress.step))
             stack.callback(self._keep_phases)
-            self.checkpoint_manager = stack.enter_context(
-                CheckpointManager(
-                    run,
-                    world,
-                    progress,
-                    states.recent,
-                    checkpointer,
-                    copies=member is not None and not states.is_collective,
-                )
+            copies = member is not None and not states.is_collective
+            self.checkpoint_manager = CheckpointManager(
+                run, world, progress, states.recent, checkpointer, copies=copies
             )
+            stack.callback(self.checkpoint_manager.close)
             self.profiler = run.build_profiler(self.monitor, progress.step)
             if self.profiler is not None:
                 stack.enter_context(closing(self.profiler))

@@ -64,7 +64,7 @@ def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals:
     if found["result"] is not None:
         run_setup.validate(request, found["manifest"], groups.world_size)
         if groups.announces:
-            _say(request.job.quiet, f"{directory.path} has finished; nothing is left to train.")
+            _log.info("%s has finished; nothing is left to train.", directory.path)
         return dict(found["result"])
     run, notes = run_setup.setup_run(
         request,
@@ -281,7 +281,7 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
         if new:
             run_setup.create(run, run_id, parent)
             for note in notes:
-                _say(run.quiet, note)
+                _log.info("%s", note)
         directory.append_event(
             "started",
             generation=world.generation,
@@ -328,8 +328,3 @@ def _give_best(checkpointer: Checkpointer, world: World, holder: int) -> None:
     received = transfer_state(world, given, held.state if held else None)
     if received is not None:
         checkpointer.keep_in_memory(received, CheckpointInfo(**info))
-
-
-def _say(quiet: bool, text: str) -> None:
-    if not quiet:
-        _log.warning(text)
