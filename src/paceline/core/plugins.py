@@ -21,7 +21,7 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
     "paceline.launchers": {
         "inprocess": "paceline.launch.local:InProcess",
         "spawn": "paceline.launch.local:Spawn",
-        "torchrun": "paceline.launch.local:Torchrun",
+        "torchrun": "paceline.launch.torchrun:Torchrun",
         "slurm": "paceline.launch.slurm:Slurm",
         "submitit": "paceline.launch.submitit:Submitit",
         "ray": "paceline.launch.ray:Ray",

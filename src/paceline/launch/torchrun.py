@@ -1,0 +1,167 @@
+"""``--on torchrun``: torchrun's agent on this node, ``python -m torch.distributed.run``, starts the ranks."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+
+from paceline.core.environment import parse_endpoint
+from paceline.core.errors import ConfigError
+from paceline.core.launch_spec import Command, LaunchSpec, split_python
+from paceline.launch.launcher import RenderedJob
+from paceline.launch.local import LocalLauncher, process_command, process_variables
+from paceline.launch.options import TORCHRUN_EQUALS, TORCHRUN_OTHERS, RendezvousOptions, TorchrunOptions
+from paceline.launch.stop_codes import signal_ranks, stop_codes_command
+from paceline.launch.supervisor import RankStarter, SupervisedJob, check_program
+from paceline.runs.directory import RunDirectory
+from paceline.runs.failures import read_failure
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_REACHING_RANKS = ("TERM", "USR1")
+
+
+class Torchrun(LocalLauncher):
+    """Starts torchrun's agent here; on several nodes the user runs it on each.
+
+    The agent serves its store on every interface, as torchrun always does; the workers' own sockets
+    are on loopback if all are on one node.
+    """
+
+    name = "torchrun"
+    rank_launchers = ("torchrun",)
+    env_styles = ("torch",)
+
+    def _place(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
+        """Return the job with this node's place; a script's ``--max-restarts`` are torchrun's."""
+        spec = super()._place(spec, options)
+        if isinstance(options, TorchrunOptions):
+            if options.rdzv_backend not in ("c10d", "static"):
+                raise ConfigError(f"--rdzv-backend must be c10d or static, but is {options.rdzv_backend!r}.")
+            if options.rdzv_backend == "static" and options.node_rank is None:
+                raise ConfigError("--rdzv-backend static needs --node-rank: this node's number is fixed.")
+            for text in options.torchrun:
+                name = text.removeprefix("--").partition("=")[0].replace("_", "-")
+                if name in TORCHRUN_EQUALS:
+                    raise ConfigError(f"--torchrun {text} is not allowed. Use {TORCHRUN_EQUALS[name]}.")
+                if name not in TORCHRUN_OTHERS:
+                    raise ConfigError(f"--torchrun {text}: torchrun has {', '.join(TORCHRUN_OTHERS)}.")
+        return replace(spec, recover="restart") if spec.max_restarts and not spec.is_task else spec
+
+    def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
+        """Render torchrun's command."""
+        own = options if isinstance(options, TorchrunOptions) else TorchrunOptions()
+        python, arguments = split_python(process_command(spec))
+        signals, shell = _SIGNALS, []
+        if spec.leaves_stop_codes:
+            # torchrun would kill ranks that save for longer than 30 s: it ignores Slurm's signals.
+            shell = ["sh", "-c", f"trap '' {' '.join(_REACHING_RANKS)}; exec \"$@\"", "sh"]
+            signals = ",".join(name for name in _SIGNALS.split(",") if name.removeprefix("SIG") not in _REACHING_RANKS)
+            python, arguments = split_python(stop_codes_command(sys.executable, process_command(spec)))
+        # torchrun's parser drops a -- that is the script's first argument.
+        script = 2 if arguments[:1] == ("-m",) else 1
+        if arguments[script : script + 1] == ("--",):
+            arguments = (*arguments[:script], "--", *arguments[script:])
+        module = "torch.distributed.launch" if own.local_rank_argument else "torch.distributed.run"
+        nproc, restarts_workers = spec.local_world_size, spec.recover == "restart"
+        restarts = [f"--max-restarts={spec.max_restarts}"] if restarts_workers else []
+        # A store that agents share with their workers is made once: an agent that joins later, or replaces a dead one,
+        # does not get its address, and would wait forever (torch 2.13). A variable number of nodes changes without
+        # --max-restarts too.
+        least, most = spec.nodes
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if most > (1 if restarts_workers else least) else {}
+        command = Command(
+            title=f"torchrun, {nproc} processes",
+            argv=(
+                *(*shell, python or sys.executable, "-m", module),
+                *(*_meeting(spec, own), f"--nproc-per-node={nproc}"),
+                # Its default omits SIGUSR1, Slurm's warning, which would kill it and its workers.
+                f"--signals-to-handle={signals}",
+                *(*restarts, *([] if python else ["--no-python"]), *arguments),
+            ),
+            env={**spec.thread_variables(), **own_store, **process_variables(spec)},
+        )
+        return (command,)
+
+    def _start(self, rendered: RenderedJob) -> SupervisedJob:
+        """Start the agent."""
+        spec = rendered.spec
+        check_program(spec.command[0])
+        verdict = None if spec.log_directory is None else partial(_verdict, spec.log_directory, time.time())
+        starter = RankStarter(name="torchrun", verdict=verdict)
+        if spec.leaves_stop_codes:
+            starter = replace(starter, death_signal=signal.SIGINT, signal_ranks=signal_ranks)
+        return SupervisedJob(
+            rendered.commands,
+            starter=starter,
+            directory=spec.log_directory,
+            grace_s=spec.grace_s,
+        )
+
+
+def _meeting(spec: LaunchSpec, own: TorchrunOptions) -> list[str]:
+    """Return torchrun's options for the rendezvous of the agents, and the user's own."""
+    words = [f"--{text.removeprefix('--')}" for text in own.torchrun]
+    # Of several --rdzv-conf torchrun takes the last one.
+    is_conf = [re.match("--rdzv[-_]conf=", word) is not None for word in words]
+    conf = ",".join(word.partition("=")[2] for word, is_one in zip(words, is_conf, strict=True) if is_one)
+    others = [word for word, is_one in zip(words, is_conf, strict=True) if not is_one]
+    meeting = _rendezvous(spec, own.rdzv_backend)
+    if conf:
+        ours = [word for word in meeting if word.startswith("--rdzv-conf=")]
+        meeting = [word for word in meeting if word not in ours]
+        meeting.append(",".join([*(ours or ["--rdzv-conf="]), conf]).replace("=,", "=", 1))
+    return [*meeting, *others]
+
+
+def _rendezvous(spec: LaunchSpec, backend: str) -> list[str]:
+    least, most = spec.nodes
+    if most == 1:
+        if spec.master_port is None:
+            return ["--standalone"]
+        return ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={spec.master_port}"]
+    if backend == "static":
+        assert spec.rdzv_endpoint is not None
+        host, port = parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
+        return [
+            f"--nnodes={least}",
+            f"--node-rank={spec.node_rank}",
+            f"--master-addr={host}",
+            f"--master-port={port}",
+        ]
+    is_host, local_addr = [], []
+    if spec.node_rank is not None:
+        is_host = [f"--rdzv-conf=is_host={int(spec.node_rank == 0)}"]
+        # Workers meet at the address of one of the agents, which by default reports its hostname.
+        local_addr = [f"--local-addr={host}" for host in spec.hosts[spec.node_rank : spec.node_rank + 1]]
+    return [
+        f"--nnodes={least}:{most}" if most > least else f"--nnodes={least}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={spec.rdzv_endpoint}",
+        f"--rdzv-id={spec.rdzv_id}",
+        *(*is_host, *local_addr),
+    ]
+
+
+def _verdict(directory: RunDirectory, began: float) -> str:
+    """Describe the workers' progress when the last of torchrun's restarts failed; "" without a restart."""
+    events = directory.read_intact_events()
+    starts = [event["step"] for event in events if event["event"] == "started" and event["time"] >= began]
+    if len(starts) < 2:
+        return ""
+    step = starts[-1]
+    same = len(list(itertools.takewhile(lambda start: start == step, reversed(starts))))
+    lines = []
+    if same > 1:
+        lines.append(
+            f"torchrun started the workers {len(starts)} times; the last {same} times they continued after "
+            f"step {step}, and none came to the next checkpoint."
+        )
+    failures = [read_failure(path) for path in sorted(directory.logs.glob("rank-*.error.json"))]
+    victims = [failure for failure in failures if failure is not None and failure.victim]
+    lines += [f"rank {failure.rank}: {failure.message}" for failure in victims[:1]]
+    return "\n  ".join(lines)
