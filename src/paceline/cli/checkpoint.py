@@ -12,11 +12,11 @@ from cyclopts import App, Parameter
 
 from paceline.cli.byte_progress import byte_progress
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.runs import checkpoint_store
+from paceline.runs import checkpoint_admin
 from paceline.runs.directory import RunDirectory, backup_path
 
 if TYPE_CHECKING:
-    from paceline.runs.checkpoint_store import CheckpointEntry
+    from paceline.runs.checkpoint_admin import CheckpointEntry
 
 app = App(name="checkpoint", help="List, verify and remove a run's checkpoints.")
 
@@ -29,7 +29,7 @@ Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
 def ls(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
     """List the checkpoints of RUN and its backups, reading only their manifests."""
     directory, backup = _directories(run, backup_to)
-    entries = checkpoint_store.entries(directory.checkpoints, backup)
+    entries = checkpoint_admin.entries(directory.checkpoints, backup)
     if json:
         print(json_module.dumps([_record(entry) for entry in entries]))
     elif not entries:
@@ -47,7 +47,7 @@ def verify(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
     """
     directory, backup = _directories(run, backup_to)
     with byte_progress("verifying", quiet=json) as on_read:
-        checked = checkpoint_store.check(checkpoint_store.entries(directory.checkpoints, backup), on_read)
+        checked = checkpoint_admin.check(checkpoint_admin.entries(directory.checkpoints, backup), on_read)
     if json:
         print(json_module.dumps([{**_record(entry), "problems": problems} for entry, problems in checked]))
     else:
@@ -85,11 +85,11 @@ def prune(
         raise ConfigError(f"--keep must be at least 1, but is {keep}.")
     if dry_run:
         with byte_progress("verifying", quiet=json) as on_read:
-            removals = checkpoint_store.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
+            removals = checkpoint_admin.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
     else:
         with directory.locked(), byte_progress("verifying", quiet=json) as on_read:
-            removals = checkpoint_store.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
-            checkpoint_store.remove_checkpoints(directory.checkpoints, removals.removed)
+            removals = checkpoint_admin.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
+            checkpoint_admin.remove_checkpoints(directory.checkpoints, removals.removed)
     if json:
         names = {field: [path.name for path in paths] for field, paths in removals._asdict().items()}
         print(json_module.dumps({**names, "dry_run": dry_run}))

@@ -29,7 +29,7 @@ from paceline.core.option_sets import select
 from paceline.insight.run_index import Curves, Index
 from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, read_records
-from paceline.runs.checkpoint_store import entries
+from paceline.runs.checkpoint_admin import entries
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metrics import finite
 from paceline.runs.status import read_beats

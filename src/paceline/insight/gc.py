@@ -18,8 +18,9 @@ from typing import Any, Literal
 from paceline.core.errors import CheckpointError, ConfigError, PackageError, RunDirectoryError, RunInUseError
 from paceline.core.files import fsync_directory
 from paceline.core.options import parse_best
-from paceline.runs import checkpoint_store
-from paceline.runs.checkpoint_store import OnRead, choose_removals, parse_name, scan
+from paceline.runs import checkpoint_admin
+from paceline.runs.checkpoint_admin import OnRead, choose_removals
+from paceline.runs.checkpoint_store import parse_name, scan
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
@@ -465,7 +466,7 @@ def _remove_checkpoint(item: Artifact) -> None:
     if is_active(directory):
         raise RunInUseError("its run is active")
     with directory.locked():
-        checkpoint_store.remove_checkpoints(item.path.parent, [item.path])
+        checkpoint_admin.remove_checkpoints(item.path.parent, [item.path])
 
 
 def _remove_package(item: Artifact, registry: Registry) -> None:

@@ -20,8 +20,8 @@ from paceline.core.job import WorkerConfig
 from paceline.core.owned_names import own_prefix
 from paceline.core.task import Task
 from paceline.parallel.world import ParallelDims, World, open_world
+from paceline.runs.checkpoint_admin import select_checkpoint
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences
-from paceline.runs.checkpoint_store import select_checkpoint
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.training.control import StopSignals
@@ -115,7 +115,7 @@ def load_trained_model(
 
     Args:
         directory: the run's; nothing is written there.
-        wanted: which checkpoint, as :func:`paceline.runs.checkpoint_store.select_checkpoint` says.
+        wanted: which checkpoint, as :func:`paceline.runs.checkpoint_admin.select_checkpoint` says.
         device: where the model goes; ``auto`` is a GPU where there is one.
         task: where the task's class is now, if not where it was when the run was trained.
 

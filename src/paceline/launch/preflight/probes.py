@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypedDict
 
+from paceline.runs.checkpoint_admin import entries
 from paceline.runs.checkpoint_manifest import TEMPORARY
-from paceline.runs.checkpoint_store import entries
 from paceline.runs.directory import RunDirectory
 
 # --- Storage: do all nodes see one run directory, and how much space does it have? ---

@@ -1,0 +1,233 @@
+"""Commands on checkpoints use this: select, list, verify and remove them. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.core.errors import CheckpointError, ConfigError
+from paceline.runs.checkpoint_manifest import MANIFEST, problems, read_manifest
+from paceline.runs.checkpoint_store import (
+    checkpoint_name,
+    delete,
+    find_version,
+    newest_verified,
+    parse_name,
+    remove_stale,
+    scan,
+    write_latest,
+)
+
+# --- Selection of a checkpoint: the best, the last, or that of a step ---
+
+
+_MOST_STEPS = 5
+_log = logging.getLogger(__name__)
+
+
+def select_checkpoint(directory: Path, which: str | None) -> Path:
+    """Return the path of a checkpoint in ``directory``; loading verifies it.
+
+    Args:
+        directory: a run's checkpoints.
+        which: "best", the best model according to the newest checkpoint that verifies; "last", the newest that
+            verifies; or a number of steps. None: the best, or the last without validation.
+
+    Raises:
+        ConfigError: ``which`` is not one of these, there is no checkpoint of that step, or no best model.
+        CheckpointError: no checkpoint verifies.
+    """
+    if which not in (None, "best", "last"):
+        if not which.isdecimal():
+            raise ConfigError(f"a checkpoint must be best, last or a number of steps such as 500, but is {which!r}.")
+        return _of_step(directory, int(which))
+    newest = newest_verified(directory)
+    for reason in newest.skipped:
+        _log.warning("skipped a checkpoint: %s", reason)
+    if newest.path is None or newest.manifest is None:
+        detail = f": {newest.skipped[0]}" if newest.skipped else "."
+        raise CheckpointError(f"{directory} holds no checkpoint that verifies{detail}")
+    best = newest.manifest.info.best_version
+    if which == "last" or (which is None and best is None):
+        return newest.path
+    if best is None:
+        raise ConfigError(f"{directory} has no best model, because the run was not validated. Choose last.")
+    return find_version(directory, best)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a directory has a checkpoint's name."""
+    try:
+        parse_name(path.name)
+    except ValueError:
+        return False
+    return path.is_dir()
+
+
+def _of_step(directory: Path, step: int) -> Path:
+    by_step = {parse_name(path.name)[0]: path for path in reversed(scan(directory))}
+    if step in by_step:
+        return by_step[step]
+    if not by_step:
+        raise CheckpointError(f"{directory} holds no checkpoint.")
+    near = ", ".join(map(str, sorted(sorted(by_step, key=lambda other: abs(other - step))[:_MOST_STEPS])))
+    raise ConfigError(f"{directory} holds no checkpoint of step {step}. The nearest: {near}.")
+
+
+# --- Listing, verification and removal of checkpoints and backups ---
+
+
+OnRead = Callable[[int, int], None]
+"""Receives the progress of reading: bytes read so far, and bytes in total."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEntry:
+    """One checkpoint or backup.
+
+    Attributes:
+        name: name of its directory, with step and version.
+        path: its directory.
+        step: optimizer steps done.
+        version: the state version.
+        epoch: epochs done; None if the manifest is damaged.
+        best_version: the version of the best model then.
+        size_bytes: size of its files on disk.
+        created: Unix time.
+        in_backup: whether it is a backup.
+        marks: "latest" (the newest), "best" (of the newest), "backup" (it is one), "backed up" (it has one), "damaged".
+        problem: the error in its manifest or the sizes of its files, if any.
+    """
+
+    name: str
+    path: Path
+    step: int
+    version: int
+    epoch: int | None
+    best_version: int | None
+    size_bytes: int
+    created: float
+    in_backup: bool
+    marks: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+def entries(checkpoints: Path, backup: Path | None) -> list[CheckpointEntry]:
+    """Return all checkpoints of a run, oldest first, then its backups."""
+    own = [_entry(path, in_backup=False) for path in reversed(scan(checkpoints))]
+    copies = [] if backup is None else [_entry(path, in_backup=True) for path in reversed(scan(backup))]
+    all_entries = [*own, *copies]
+    newest = max((e for e in all_entries if e.problem is None), key=lambda e: e.version, default=None)
+    backed_up = {e.name for e in copies if e.problem is None}
+
+    def marks(entry: CheckpointEntry) -> tuple[str, ...]:
+        good = entry.problem is None
+        conditions = {
+            "latest": good and newest is not None and entry.version == newest.version,
+            "best": good and newest is not None and entry.version == newest.best_version,
+            "backup": entry.in_backup,
+            "backed up": not entry.in_backup and entry.name in backed_up,
+            "damaged": not good,
+        }
+        return tuple(mark for mark, holds in conditions.items() if holds)
+
+    return [replace(entry, marks=marks(entry)) for entry in all_entries]
+
+
+def _entry(path: Path, *, in_backup: bool) -> CheckpointEntry:
+    step, version = parse_name(path.name)
+    epoch = best = problem = None
+    size = 0
+    try:
+        manifest = read_manifest(path)
+        epoch, best = manifest.info.epoch, manifest.info.best_version
+        if checkpoint_name(manifest.info) != path.name:
+            problem = f"its {MANIFEST} is that of {checkpoint_name(manifest.info)}"
+        for name, record in manifest.files.items():
+            try:
+                actual_size = (path / name).lstat().st_size
+            except OSError:
+                problem = f"{name} is missing"
+                continue
+            size += actual_size
+            if actual_size != record.size:
+                problem = f"{name} has {actual_size} bytes, but its {MANIFEST} says {record.size}"
+    except CheckpointError as error:
+        problem = str(error.__cause__ or error)
+    created = 0.0
+    with suppress(OSError):
+        created = path.stat().st_mtime
+    return CheckpointEntry(
+        name=path.name,
+        path=path,
+        step=step,
+        version=version,
+        epoch=epoch,
+        best_version=best,
+        size_bytes=size,
+        created=created,
+        in_backup=in_backup,
+        problem=problem,
+    )
+
+
+def check(listed: Sequence[CheckpointEntry], on_read: OnRead) -> list[tuple[CheckpointEntry, list[str]]]:
+    """Read every byte of these checkpoints; return each with its errors."""
+    total, done = sum(entry.size_bytes for entry in listed), 0
+
+    def on_piece(size: int) -> None:
+        nonlocal done
+        done += size
+        on_read(done, total)
+
+    checked = []
+    for entry in listed:
+        messages = problems(entry.path, on_piece)
+        if not messages and entry.problem is not None:
+            messages = [entry.problem]
+        checked.append((entry, messages))
+    return checked
+
+
+class Choice(NamedTuple):
+    """The checkpoints to remove, the intact ones to keep, and the damaged ones."""
+
+    removed: list[Path]
+    kept: list[Path]
+    damaged: list[Path]
+
+
+def choose_removals(checkpoints: Path, keep: int, *, damaged: bool, on_read: OnRead) -> Choice:
+    """Choose checkpoints to remove, after reading every byte.
+
+    Args:
+        checkpoints: the run's directory of checkpoints.
+        keep: number of newest intact ones to keep, at least one; the best of each of these stays too.
+        damaged: remove damaged ones too, unless no intact one exists.
+        on_read: receives the progress.
+    """
+    checked = check(entries(checkpoints, None), on_read)
+    good = [entry for entry, messages in reversed(checked) if not messages]
+    bad = [entry.path for entry, messages in checked if messages]
+    best = {entry.best_version for entry in good[:keep]}
+    kept = [entry.path for entry in good if entry in good[:keep] or entry.version in best]
+    removed = [entry.path for entry in good if entry.path not in kept]
+    if damaged and good:
+        removed += bad
+    return Choice(removed, kept, bad)
+
+
+def remove_checkpoints(checkpoints: Path, chosen: Sequence[Path]) -> None:
+    """Remove these checkpoints, and files of dead writers.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    for path in chosen:
+        delete(path)
+    write_latest(checkpoints)
+    remove_stale(checkpoints)
