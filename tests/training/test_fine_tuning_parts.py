@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from paceline.core.config import Lora, RunConfig, parse_lora, parse_lr_scale
+from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.core.fine_tuning_config import Lora, parse_lora, parse_lr_scale
 from paceline.training.fine_tuning import add_adapters, freeze, initialise, merge_adapters
 from paceline.training.optim import current_lr, matches, scale_lr, scaled_lr
 

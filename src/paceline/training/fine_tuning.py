@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.core.config import ALL_LINEAR, Lora, RunConfig, config_from_mapping
+from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, PackageError
 from paceline.core.files import write_atomically
+from paceline.core.fine_tuning_config import ALL_LINEAR, Lora
 from paceline.core.task import Task
 from paceline.data.loader import EvalBatches
 from paceline.elastic.worker_group import StateSource, transfer_state

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from paceline.core.callback import Callback, RankInfo
-from paceline.core.config import Lora, RunConfig
+from paceline.core.config import RunConfig
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import CheckpointError, DataError
+from paceline.core.fine_tuning_config import Lora
 from paceline.core.job import WorkerConfig
 from paceline.core.owned_names import own_prefix
 from paceline.core.task import Task

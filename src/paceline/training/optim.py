@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer, SparseAdam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from paceline.core.config import parse_lr_scale
 from paceline.core.errors import ConfigError
+from paceline.core.fine_tuning_config import parse_lr_scale
 from paceline.parallel.sharded_state import ShardedOptimizer, local_shard
 
 # --- Patterns that name layers or parameters, with ``*`` for any: ``--lr-scale``, ``--freeze`` ---
