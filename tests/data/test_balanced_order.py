@@ -9,16 +9,16 @@ import pytest
 
 from paceline.core.errors import DataError, RunDirectoryError
 from paceline.core.options import Shuffle
-from paceline.data.order import (
+from paceline.data.balanced_order import (
     BalancedOrder,
-    DeterministicSampler,
     assign_by_length,
     balance_order,
-    checked_sizes,
-    require_same_sizes,
-    save_sizes,
-    with_saved_sizes,
+    check_lengths,
+    require_same_lengths,
+    save_lengths,
+    with_saved_lengths,
 )
+from paceline.data.order import DeterministicSampler
 
 SIZES = np.random.default_rng(3).lognormal(4, 1, 1003).astype(np.int64) + 1
 PLAIN = DeterministicSampler(num_samples=1003, global_batch_size=50, num_microbatches=7, seed=4)
@@ -70,27 +70,27 @@ def test_the_heaviest_go_first_and_the_order_within_a_microbatch_stays() -> None
 )
 def test_sizes_that_are_none_are_refused(values: list[int], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        checked_sizes(values, 3, "Task")
+        check_lengths(values, 3, "Task")
     with pytest.raises(DataError, match=r"float64 of shape \(3,\)"):
-        checked_sizes([0.5, 1.0, 2.0], 3, "Task")
+        check_lengths([0.5, 1.0, 2.0], 3, "Task")
 
 
 def test_sizes_are_kept_for_whoever_recomputes_the_order(tmp_path: Path) -> None:
     path, order = tmp_path / "sizes.npy", balance_order(PLAIN, SIZES)
-    save_sizes(path, PLAIN)
+    save_lengths(path, PLAIN)
     assert not path.exists()
-    assert with_saved_sizes(PLAIN, path) is PLAIN
-    save_sizes(path, order)
-    again = with_saved_sizes(PLAIN, path)
+    assert with_saved_lengths(PLAIN, path) is PLAIN
+    save_lengths(path, order)
+    again = with_saved_lengths(PLAIN, path)
     assert isinstance(again, BalancedOrder)
     assert np.array_equal(again.indices(0, 0, 1003), order.indices(0, 0, 1003))
-    require_same_sizes(order, path)
+    require_same_lengths(order, path)
     for other in (PLAIN, balance_order(PLAIN, SIZES + 1)):
         with pytest.raises(RunDirectoryError, match="sample_lengths differ from those in"):
-            require_same_sizes(other, path)
+            require_same_lengths(other, path)
     np.save(path, SIZES[:5])
     with pytest.raises(RunDirectoryError, match="must contain the lengths of 1003 samples"):
-        with_saved_sizes(PLAIN, path)
+        with_saved_lengths(PLAIN, path)
     path.write_bytes(b"no array")
     with pytest.raises(RunDirectoryError, match="cannot be read"):
-        with_saved_sizes(PLAIN, path)
+        with_saved_lengths(PLAIN, path)

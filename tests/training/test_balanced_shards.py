@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paceline.data.audit import audit
+from paceline.data.balanced_order import with_saved_lengths
 from paceline.data.ledger import read_ledger
-from paceline.data.order import with_saved_sizes
 from paceline.runs.directory import RunDirectory
 
 OPTIONS = {"max_steps": 5, "global_batch_size": 24, "log_every": 1}
@@ -46,7 +46,7 @@ def test_micro_batches_have_about_as_many_bytes(alone: Any) -> None:
     alone.results()
     run = RunDirectory(alone.run("lines"))
     plain = read_ledger(run.ledger).order
-    order = with_saved_sizes(plain, run.sample_lengths)
+    order = with_saved_lengths(plain, run.sample_lengths)
     sizes = np.load(run.sample_lengths, allow_pickle=False)
     assert plain is not None
     assert order is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.parallel.reducer import fingerprint
+from paceline.parallel.gradient_fingerprint import fingerprint
 from paceline.training.sdc import Vote, describe, find_minority
 
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import RunDirectoryError
 from paceline.core.files import parse_json, read_document
+from paceline.data.balanced_order import with_saved_lengths
 from paceline.data.ledger import LedgerEntry, read_ledger
-from paceline.data.order import DeterministicSampler, with_saved_sizes
+from paceline.data.order import DeterministicSampler
 
 if TYPE_CHECKING:
     from paceline.runs.directory import RunDirectory
@@ -405,7 +406,7 @@ def audit(run: RunDirectory) -> AuditReport:
     # Read before the ledger, because an active run writes the ledger first and the result last.
     result_steps = _result_steps(run)
     ledger = read_ledger(run.ledger)
-    lineage = _LineageAuditor(with_saved_sizes(ledger.order, run.sample_lengths))
+    lineage = _LineageAuditor(with_saved_lengths(ledger.order, run.sample_lengths))
     recomputed_steps = recomputed_samples = 0
     for entry, final in ledger.entries():
         if final:

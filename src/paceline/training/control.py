@@ -1,13 +1,11 @@
-"""Requests that all ranks obey after a step: the group's control flags, and a trial's scheduler."""
+"""Requests that all ranks obey after a step."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -15,60 +13,7 @@ from typing import Any, Self
 from paceline.core.errors import RESTART_EXIT_CODE
 from paceline.core.signals import ECHO_S, WORKER_STOP_SIGNALS, StopRequests
 from paceline.parallel.load_balancing import SPEED_WIDTH
-from paceline.parallel.world import World
-from paceline.runs.metrics import STATUS_WIDTH, finite
-
-# --- The trial scheduler: decides after each evaluation whether this run continues ---
-#
-# The run waits for the answer, so that it stops at the very step whose evaluation was judged. One line of
-# JSON each way, over a Unix socket::
-#
-#     {"step", "epoch", "metrics": {name: value}, "finished"}  ->  {"go_on": true}
-
-
-_CONNECT_S = 10.0
-
-
-class TrialSchedulerClient:
-    """Rank 0's end of the connection, which opens at the first request."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._socket: socket.socket | None = None
-
-    def should_continue(
-        self, world: World, *, step: int, epoch: int, metrics: Mapping[str, float], finished: bool
-    ) -> bool:
-        """Tell of an evaluation, and wait for the answer; all ranks call this together.
-
-        Returns:
-            Whether to continue; False if the scheduler no longer answers, since it does not need the rest.
-        """
-        answer = False
-        if world.rank == 0:
-            answer = self._ask({"step": step, "epoch": epoch, "metrics": finite(dict(metrics)), "finished": finished})
-        return bool(world.broadcast_object(answer)) or finished
-
-    def _ask(self, evaluation: Mapping[str, Any]) -> bool:
-        try:
-            if self._socket is None:
-                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                self._socket.settimeout(_CONNECT_S)
-                self._socket.connect(self._address)
-                self._socket.settimeout(None)
-                self._answers = self._socket.makefile("rb")
-            self._socket.sendall((json.dumps(evaluation) + "\n").encode())
-            return bool(json.loads(self._answers.readline() or b"{}").get("go_on"))
-        except (OSError, ValueError):
-            return False
-
-    def close(self) -> None:
-        """End the connection; a later question makes another one."""
-        if self._socket is not None:
-            self._answers.close()
-            self._socket.close()
-            self._socket = None
-
+from paceline.runs.metrics import STATUS_WIDTH
 
 # --- Control flags: they carry each rank's own decisions to all ranks ---
 #
@@ -81,7 +26,7 @@ WALLTIME = 1000
 """The stop cause of ``--walltime``, above all numbers of signals."""
 
 TRIAL_SCHEDULER = 1001
-"""The stop cause of a trial scheduler that ends this trial; see :class:`TrialSchedulerClient`."""
+"""The stop cause of a trial scheduler that ends this trial; see :mod:`paceline.training.trial_scheduler`."""
 
 _CAUSES = {WALLTIME: "walltime", TRIAL_SCHEDULER: "the search"}
 

@@ -12,13 +12,8 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.options import parse_shuffle
 from paceline.core.task import Task
-from paceline.data.order import (
-    DeterministicSampler,
-    TrainValSplit,
-    balance_order,
-    checked_sizes,
-    split_train_val,
-)
+from paceline.data.balanced_order import balance_order, check_lengths
+from paceline.data.order import DeterministicSampler, TrainValSplit, split_train_val
 from paceline.data.stream import ShardedStream, as_stream
 from paceline.training.reproducibility import build_split
 
@@ -151,7 +146,7 @@ def set_up_data(config: RunConfig, task: Task) -> DataSetup:
     )
     sizes = task.sample_lengths(train)
     if sizes is not None:
-        known = checked_sizes(sizes, len(train), type(task).__name__)
+        known = check_lengths(sizes, len(train), type(task).__name__)
         order = balance_order(
             order, known if train_val_split is None else known[train_val_split.train(np.arange(num_samples))]
         )

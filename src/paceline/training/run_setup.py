@@ -26,7 +26,7 @@ from paceline.core.task_loading import (
     parse_assignments,
     task_fields,
 )
-from paceline.data.order import require_same_sizes, save_sizes
+from paceline.data.balanced_order import require_same_lengths, save_lengths
 from paceline.parallel.planning.auto_strategy import choose_strategy
 from paceline.runs.directory import RunDirectory
 from paceline.runs.trackers import require
@@ -113,7 +113,7 @@ def setup_run(
         trial_scheduler=job.trial_scheduler,
     )
     if manifest is not None:
-        require_same_sizes(run.data.order, directory.sample_lengths)
+        require_same_lengths(run.data.order, directory.sample_lengths)
     return run, notes
 
 
@@ -140,7 +140,7 @@ def create(run: RunContext, run_id: str, parent: PretrainedWeights | None) -> No
     document = {"id": run_id, **_manifest(run.config, run.task, run.data, run.device)}
     if parent is not None:
         document["parent"] = save_pretrained_copy(run.directory, parent)
-    save_sizes(run.directory.sample_lengths, run.data.order)
+    save_lengths(run.directory.sample_lengths, run.data.order)
     run.directory.write_manifest(document)
     run.directory.append_event("created", task=run.task_name)
 

@@ -19,7 +19,7 @@ from paceline.parallel.world import ParallelDims, World
 from paceline.runs.failures import describe_stop
 from paceline.training import control
 from paceline.training.checkpoint_manager import open_checkpointer
-from paceline.training.control import ControlFlags, TrialSchedulerClient
+from paceline.training.control import ControlFlags
 from paceline.training.evaluation import EvaluationStopped, Validation
 from paceline.training.group_context import Carryover, Engine, GroupContext
 from paceline.training.local_sgd import require_order
@@ -31,6 +31,7 @@ from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
 from paceline.training.train_step import ComposedStep, overrides_train_step, require_train_step_support
+from paceline.training.trial_scheduler import TrialSchedulerClient
 
 # --- The step, computed by all ranks together; the engines of parameter servers and Hogwild have their own files ---
 
