@@ -157,12 +157,8 @@ def _contender(
     options = StrategyOptions(
         config=RunConfig(strategy="pp", pp_schedule=schedule),
         work_split=(MICROBATCHES,),
-        kind="exact",
         row_length=1,
-        timeout_s=600.0,
-        compile=False,
         static_graph=False,
-        global_batch_size=SAMPLES * MICROBATCHES,
         directory=directory,
     )
     strategy = Pipeline(module, mesh, options)

@@ -166,11 +166,11 @@ def test_a_task_that_preflight_lets_go(run_processes: Any, tmp_path: Path) -> No
     (tmp_path / "small.py").write_text(
         "import os\n"
         "from pathlib import Path\n"
-        "from tests.training.tasks import Points\n"
+        "from paceline.training.tasks.fashion_mnist import FashionMNISTMLP\n"
         "command = Path(f'/proc/{os.getppid()}/cmdline').read_text().split('\\0')\n"
         "if '--run-dir' in command:\n"
         "    Path('checked').write_text(command[command.index('--run-dir') + 1])\n"
-        "class Small(Points):\n"
+        "class Small(FashionMNISTMLP):\n"
         "    pass\n"
     )
     words = ("train", "small.py:Small", "--preflight", "--max-steps", "2", "--threads", "1", "--quiet", "--json")
