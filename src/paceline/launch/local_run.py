@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.launch_spec import Recovery
-from paceline.core.option_sets import resume_config
+from paceline.core.option_sets import merge_resumed_config
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
 from paceline.core.task_loading import check_spec
 from paceline.launch.launcher import Launcher, LaunchSpec, RenderedJob, get_launcher
@@ -221,7 +221,7 @@ def _recovery(job: WorkerConfig, name: str, directory: RunDirectory) -> Recovery
         return "none"
     if directory.exists() and config.resume != "never":
         recorded = config_from_mapping(directory.read_manifest().get("config", {}), str(directory.manifest))
-        config = resume_config(vars(config), job.explicit_options, recorded)
+        config = RunConfig(**merge_resumed_config(vars(config), job.explicit_options, recorded))
     if config.device == "cuda" and name == "spawn" and not visible_gpus():
         raise ConfigError("--device cuda: there is no GPU on this node. Use --device cpu or auto.")
     obstacles = list(config.non_elastic_options)  # to recovery in place
