@@ -199,7 +199,7 @@ class _GuardSwitch(Callback):
             self._guards = [hook for hook in hooks if isinstance(hook, PurityCheck)]
             return hooks
 
-        GroupContext._build_hooks = build_hooks  # type: ignore[method-assign]  # only this process measures
+        GroupContext._build_hooks = build_hooks  # type: ignore[method-assign, assignment]  # only in this process
 
     def on_step_begin(self, step: int, step_in_epoch: int) -> None:
         """Take the guard out of the steps, or in again, where a block begins."""

@@ -149,7 +149,7 @@ def _rendezvous(spec: LaunchSpec, backend: str) -> list[str]:
 
 def _verdict(directory: RunDirectory, began: float) -> str:
     """Describe the workers' progress when the last of torchrun's restarts failed; "" without a restart."""
-    events = directory.read_intact_events()
+    events = directory.read_events()
     starts = [event["step"] for event in events if event["event"] == "started" and event["time"] >= began]
     if len(starts) < 2:
         return ""
