@@ -338,7 +338,7 @@ def test_a_job_whose_process_was_killed_has_failed(
         ("--on inprocess -- -m", "runs a script or -m MODULE"),
         (
             "--on spawn --nodes 1:4 --node-rank 3 --rdzv-endpoint a:1 -- place.py",
-            "--nodes 1:4: the number of machines is fixed here. Give one number, or use --on torchrun",
+            "--nodes 1:4: the number of nodes is fixed here. Give one number, or use --on torchrun",
         ),
         (
             "--on torchrun --nodes 2 --nproc 8,4 --node-rank 2 --rdzv-endpoint a:1 -- place.py",

@@ -230,5 +230,5 @@ def test_wrong_specs() -> None:
         get_launcher("spawn").render(LaunchSpec(command=WORKER, nodes=(2, 2)))
     with pytest.raises(ConfigError, match="--node-rank must be between 0 and 1, but is 2"):
         LaunchSpec(command=WORKER, nodes=(2, 2), node_rank=2, rdzv_endpoint="a:1")
-    with pytest.raises(ConfigError, match="needs --node-rank: 0 on the machine of"):
+    with pytest.raises(ConfigError, match="needs --node-rank: 0 on the node of"):
         get_launcher("spawn").render(LaunchSpec(command=WORKER, nodes=(2, 2), rdzv_endpoint="a:1"))

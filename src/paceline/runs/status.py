@@ -241,6 +241,8 @@ def _summarise(directory: RunDirectory) -> RunSummary:
     manifest = directory.read_manifest()
     config, task = manifest.get("config", {}), manifest.get("task", {})
     events = directory.read_events()
+    if not events and directory.events.exists() and directory.events.stat().st_size:
+        raise RunDirectoryError("has no intact record in events.jsonl")
     records = last_records(directory.metrics)
     result = parse_json(read_document(directory.result)) if directory.result.is_file() else {}
     started: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "started"), {})
