@@ -236,11 +236,13 @@ def _submit(config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, d
 
 def _recorded_task(run_toml: Path) -> dict[str, Any]:
     """Return the task of a ``run.toml`` and its fields; nothing for another kind of file."""
+    from paceline.core.task_loading import recorded_spec
+
     task = tomllib.loads(run_toml.read_text(encoding="utf-8")).get("task")
     if not isinstance(task, dict) or "spec" not in task:
         return {}
     fields = task.get("fields")
     return {
-        "task": task["spec"],
+        "task": recorded_spec(task),
         "set": tuple(f"{n}={v}" for n, v in fields.items()) if isinstance(fields, dict) else (),
     }

@@ -75,6 +75,29 @@ def split_spec(spec: str) -> tuple[str, str]:
     return module, name
 
 
+def record_spec(spec: str) -> dict[str, str]:
+    """Return what a run records to find its task again: a relative file needs the directory as well."""
+    is_relative = _file_of(spec) is not None
+    return {"spec": spec, **({"directory": str(Path.cwd())} if is_relative else {})}
+
+
+def recorded_spec(record: Mapping[str, Any]) -> str:
+    """Return the spec of a run's task, whose file may be relative to the directory in which the run was created."""
+    spec = str(record["spec"])
+    file = _file_of(spec)
+    if file is None or file.is_file():
+        return spec
+    there = Path(str(record.get("directory", ""))) / file
+    return f"{there}:{spec.rpartition(':')[2]}" if there.is_file() else spec
+
+
+def _file_of(spec: str) -> Path | None:
+    """Return the file of a spec if it is a relative path."""
+    file = spec.rpartition(":")[0]
+    path = Path(file).expanduser()
+    return path if file.endswith(".py") and not path.is_absolute() else None
+
+
 def load_task_class(spec: str) -> type[Task]:
     """Return the task class that ``spec`` names.
 

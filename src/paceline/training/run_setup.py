@@ -24,6 +24,8 @@ from paceline.core.task_loading import (
     build_task,
     load_task_class,
     parse_assignments,
+    record_spec,
+    recorded_spec,
     task_fields,
 )
 from paceline.data.balanced_order import require_same_lengths, save_lengths
@@ -158,7 +160,7 @@ def _load_task(request: RunRequest, manifest: Mapping[str, Any] | None) -> tuple
     spec, fields = config.task, request.job.fields
     if task is None:
         if fields is None:
-            spec = spec or (manifest or {}).get("task", {}).get("spec", "")
+            spec = spec or ("" if manifest is None else recorded_spec(manifest["task"]))
             fields = parse_assignments(config.set)
             if manifest is not None:
                 fields = {**manifest["task"]["fields"], **fields}
@@ -193,7 +195,7 @@ def _manifest(config: RunConfig, task: Task, data: DataSetup, device: torch.devi
     fields = {name: "none" if value is None else value for name, value in task_fields(task).items()}
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "task": {"spec": config.task, "name": type(task).__qualname__, "fields": fields},
+        "task": {**record_spec(config.task), "name": type(task).__qualname__, "fields": fields},
         "config": {name: value for name, value in vars(config).items() if CLASSIFICATIONS[name].scope != "task"},
         "data": {
             "train_samples": None if order is None else order.num_samples,
