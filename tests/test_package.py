@@ -14,6 +14,7 @@ import pytest
 import paceline
 
 EXPORTED = [
+    "Categories",
     "CheckpointError",
     "CheckpointWriteError",
     "ConfigError",
@@ -42,9 +43,11 @@ EXPORTED = [
     "TaskError",
     "TaskJob",
     "TensorSpec",
+    "Tokenizer",
     "TrainStep",
     "UntrustedError",
     "UserError",
+    "Vocabulary",
     "__version__",
     "fit",
     "submit",

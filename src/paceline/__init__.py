@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.api import Result, TaskJob, fit, submit, submit_array
+    from paceline.core.encodings import Categories, Tokenizer, Vocabulary
     from paceline.core.errors import (
         CheckpointError,
         CheckpointWriteError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Categories",
     "CheckpointError",
     "CheckpointWriteError",
     "ConfigError",
@@ -72,9 +74,11 @@ __all__ = [
     "TaskError",
     "TaskJob",
     "TensorSpec",
+    "Tokenizer",
     "TrainStep",
     "UntrustedError",
     "UserError",
+    "Vocabulary",
     "__version__",
     "fit",
     "submit",
@@ -83,6 +87,7 @@ __all__ = [
 
 _HOME = {
     "paceline.api": ("Result", "TaskJob", "fit", "submit", "submit_array"),
+    "paceline.core.encodings": ("Categories", "Tokenizer", "Vocabulary"),
     "paceline.core.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
     "paceline.core.inference": ("InferenceSignature", "TensorSpec"),
     "paceline.launch.submitit_functions": ("FunctionJob",),

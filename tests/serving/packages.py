@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -14,6 +16,7 @@ from paceline.core.inference import InferenceSignature
 from paceline.core.task_loading import build_task, load_task_class
 from paceline.runs.checkpoint_manifest import FileRecord
 from paceline.runs.package import trust
+from paceline.runs.package_inputs import INPUTS, PackageInputs
 from paceline.runs.package_manifest import PackageManifest, Provenance
 from paceline.runs.package_registry import PackageReference, Registry
 
@@ -38,8 +41,9 @@ def put_module(
     name: str,
     task: str = "",
     tag: str = "prod",
+    example: Mapping[str, Any] | None = None,
 ) -> Path:
-    """The same of any module."""
+    """The same of any module; ``example`` is a row by input."""
     batch = torch.export.Dim.DYNAMIC
     examples, dynamic = [], []
     for spec in inference.inputs.values():
@@ -50,7 +54,8 @@ def put_module(
         program = torch.export.export(module, tuple(examples), dynamic_shapes=tuple(dynamic))
     stream = io.BytesIO()
     torch.export.save(program, stream)
-    return put_files(registry, inference, weights, {"program.pt2": stream.getvalue()}, name=name, task=task, tag=tag)
+    programs = {"program.pt2": stream.getvalue()}
+    return put_files(registry, inference, weights, programs, name=name, task=task, tag=tag, example=example)
 
 
 def put_files(
@@ -62,9 +67,12 @@ def put_files(
     name: str,
     task: str = "",
     tag: str = "prod",
+    example: Mapping[str, Any] | None = None,
 ) -> Path:
     """The same of weights, and of programs that somebody has made."""
     files = {"weights.safetensors": weights, **programs}
+    if example is not None:
+        files[INPUTS] = PackageInputs(specs=inference.inputs, example=example).to_bytes()
     manifest = PackageManifest(
         name=name,
         created="2026-01-01T00:00:00+00:00",

@@ -1,4 +1,4 @@
-"""Three small models to try on the page, one of them trained a little on real clothes."""
+"""Some small models to try on the page, one of them trained a little on real clothes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors.torch import save
 from tests.serving.packages import put_module
 from torch import nn
 
+from paceline.core.encodings import Categories, Vocabulary
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.training.tasks.fashion_mnist import LABELS, FashionMNISTMLP, load_fashion_mnist
 
@@ -48,9 +49,10 @@ def put_clothes(registry: Path) -> Clothes:
         optimizer.step()
     inference = task.inference_signature(model.eval())
     module = inference.module.eval()
-    put_module(registry, inference, module, save(dict(model.state_dict())), name="clothes")
     images, labels = load_fashion_mnist("test")
     number = int((labels == LABELS.index("Bag")).nonzero()[0])
+    example = {"image": images[number].tolist()}
+    put_module(registry, inference, module, save(dict(model.state_dict())), name="clothes", example=example)
     with torch.no_grad():
         probabilities = module(images[number : number + 1])["probabilities"][0]
     return Clothes(
@@ -73,6 +75,55 @@ class Norm(nn.Module):
 
     def forward(self, point: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"norm": point.norm(dim=1)}
+
+
+class Visit(nn.Module):
+    """Sums of what every kind of input holds."""
+
+    def forward(
+        self,
+        numbers: torch.Tensor,
+        city: torch.Tensor,
+        mood: torch.Tensor,
+        note: torch.Tensor,
+        member: torch.Tensor,
+        hours: torch.Tensor,
+        plan: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        texts = city * 10 + mood * 1000 + note.sum(1)
+        parts = [numbers.nan_to_num(100.0).sum(1), texts, member, hours.sum(1), plan.float().mean((1, 2))]
+        return {"sum": torch.stack([part.float() for part in parts]).sum(0)}
+
+
+NOTES = Vocabulary(ids={"good": 2, "bad": 3}, max_length=4)
+VISIT = {
+    "numbers": TensorSpec(dtype="float32", shape=(2,), columns={"age": "years", "income": "kCHF"}, allow_missing=True),
+    "city": TensorSpec(dtype="int64", encoding=Categories({"Bern": 0, "Genf": 1}, missing=2)),
+    "mood": TensorSpec(dtype="int64", encoding=Categories({"calm": 0, "tired": 1}, unknown=2)),
+    "note": TensorSpec(dtype="int64", shape=(4,), encoding=NOTES),
+    "member": TensorSpec(dtype="bool"),
+    "hours": TensorSpec(dtype="float32", shape=(None,)),
+    "plan": TensorSpec(dtype="uint8", shape=(8, 8)),
+}
+"""Inputs of every kind that the page has a field for."""
+
+VISIT_ROW: dict[str, Any] = {
+    "numbers": [39.5, None],
+    "city": "Genf",
+    "mood": "calm",
+    "note": "good, not bad",
+    "member": True,
+    "hours": [1.5, 2.0, 0.25],
+    "plan": [[16 * row + column for column in range(8)] for row in range(8)],
+}
+VISIT_SUM = 39.5 + 100 + 10 + (2 + 1 + 1 + 3) + 1 + 3.75 + 59.5
+
+
+def put_visits(registry: Path) -> None:
+    """``visits@prod``: a row with an input of every kind, and its example."""
+    inference = InferenceSignature(module=Visit(), inputs=VISIT, outputs={"sum": TensorSpec(dtype="float32")})
+    weights = save({"none": torch.zeros(1)})
+    put_module(registry, inference, Visit().eval(), weights, name="visits", example=VISIT_ROW)
 
 
 def put_colours(registry: Path) -> None:

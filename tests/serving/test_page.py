@@ -23,7 +23,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from tests.conftest import Processes, share
 from tests.insight.dashboard.browser import browser, complaints, requested, show_as, why_not
 from tests.serving.conftest import Server, start_server
-from tests.serving.page_models import Clothes, put_clothes, put_colours, put_points
+from tests.serving.page_models import VISIT_SUM, Clothes, put_clothes, put_colours, put_points, put_visits
 
 needs_browser = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 WAIT_S = 60
@@ -37,14 +37,15 @@ def clothes(tmp_path_factory: pytest.TempPathFactory) -> Clothes:
 
 @pytest.fixture(scope="module")
 def served(clothes: Clothes, module_processes: Processes) -> Server:
-    """Three models: one for grey pictures, one for coloured ones, and one that takes no picture."""
+    """Models for grey pictures, for coloured ones, for two numbers, and for a row with an input of every kind."""
     put_colours(clothes.registry)
     put_points(clothes.registry)
+    put_visits(clothes.registry)
     env = {"PACELINE_REGISTRY": str(clothes.registry), "XDG_CONFIG_HOME": str(clothes.registry / "config")}
     token = clothes.registry / "token"
     token.touch(0o600)
     token.write_text(TOKEN)
-    names = ("clothes@prod", "colours@prod", "points@prod")
+    names = ("clothes@prod", "colours@prod", "points@prod", "visits@prod")
     return start_server(module_processes, env, *names, "--token-file", token, shared=True)
 
 
@@ -82,7 +83,7 @@ def choose(chrome: Chrome, model: str, wait_until: Callable[..., None]) -> None:
 
 
 def pad(chrome: Chrome) -> WebElement:
-    return chrome.find_element(By.ID, "pad")
+    return chrome.find_element(By.CSS_SELECTOR, ".canvas")
 
 
 def sent(chrome: Chrome) -> dict[str, Any]:
@@ -102,16 +103,20 @@ def shares(chrome: Chrome) -> dict[str, str]:
 def test_a_picture_of_the_test_set_gets_its_label(
     page: Chrome, clothes: Clothes, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
+    # The page begins with the package's own example, which is this picture.
+    assert sent(page)["data"] == clothes.picture.ravel().tolist()
+    page.find_element(By.CLASS_NAME, "clear").click()
+    assert not any(sent(page)["data"])
     picture = tmp_path / "picture.png"
     Image.fromarray(clothes.picture).save(picture)
-    page.find_element(By.ID, "file").send_keys(str(picture))
+    page.find_element(By.ID, "picture-image").send_keys(str(picture))
     wait_until(lambda: len(texts(page, ".bars li")) == 10, "ten labels", WAIT_S)
     assert texts(page, ".best strong") == [clothes.label]
     # The model got the picture's own bytes, so the probabilities are those that it has in this process.
     assert sent(page)["data"] == clothes.picture.ravel().tolist()
     assert shares(page) == {label: f"{100 * p:.1f} %" for label, p in clothes.probabilities.items()}
     # Dark on light, the same picture is another one; swapped twice it is itself.
-    switch = page.find_element(By.ID, "invert")
+    switch = page.find_element(By.CLASS_NAME, "invert")
     switch.send_keys(Keys.SPACE)
     wait_until(lambda: sent(page)["data"] == (255 - clothes.picture).ravel().tolist(), "the negative", WAIT_S)
     switch.send_keys(Keys.SPACE)
@@ -137,6 +142,7 @@ def test_what_is_sent_can_be_sent_again_by_curl(
 @pytest.mark.browser
 @needs_browser
 def test_drawing_with_mouse_finger_and_keyboard(page: Chrome, wait_until: Callable[..., None]) -> None:
+    page.find_element(By.CLASS_NAME, "clear").click()
     box = pad(page).rect
     stroke = ActionChains(page).move_to_element_with_offset(pad(page), -100, -50).click_and_hold()
     stroke.move_by_offset(200, 0).release().perform()
@@ -147,7 +153,7 @@ def test_drawing_with_mouse_finger_and_keyboard(page: Chrome, wait_until: Callab
     assert (drawn[:, :2] == 0).all()
     assert (drawn[row + 5 :] == 0).all()
 
-    page.find_element(By.ID, "clear").click()
+    page.find_element(By.CLASS_NAME, "clear").click()
     assert not any(sent(page)["data"])
     assert texts(page, ".bars li") == []
 
@@ -159,7 +165,7 @@ def test_drawing_with_mouse_finger_and_keyboard(page: Chrome, wait_until: Callab
     assert (drawn[14, 14:21] > 200).all()
     assert (drawn[14, :10] == 0).all()
 
-    page.find_element(By.ID, "clear").send_keys(Keys.ENTER)
+    page.find_element(By.CLASS_NAME, "clear").send_keys(Keys.ENTER)
     pad(page).send_keys(Keys.ARROW_UP * 4, Keys.SPACE, Keys.ARROW_LEFT * 6, Keys.SPACE)
     wait_until(lambda: texts(page, ".bars li"), "an answer to the keys", WAIT_S)
     assert np.count_nonzero(sent(page)["data"]) > 12
@@ -171,14 +177,14 @@ def test_a_coloured_picture_keeps_its_channels(page: Chrome, tmp_path: Path, wai
     choose(page, "colours", wait_until)
     picture = tmp_path / "picture.png"
     Image.new("RGB", (16, 16), (255, 102, 0)).save(picture)
-    page.find_element(By.ID, "file").send_keys(str(picture))
+    page.find_element(By.ID, "picture-image").send_keys(str(picture))
     wait_until(lambda: texts(page, "#result td"), "the means of the channels", WAIT_S)
     assert texts(page, "#result td") == ["mean", "FP32 [1, 3]", "1, 0.4, 0"]
-    page.find_element(By.CSS_SELECTOR, "#range option:nth-child(2)").click()
+    page.find_element(By.CSS_SELECTOR, ".range option:nth-child(2)").click()
     wait_until(lambda: texts(page, "#result td")[-1:] == ["1, -0.2, -1"], "the other range", WAIT_S)
 
     (tmp_path / "text.png").write_text("no picture")
-    page.find_element(By.ID, "file").send_keys(str(tmp_path / "text.png"))
+    page.find_element(By.ID, "picture-image").send_keys(str(tmp_path / "text.png"))
     wait_until(lambda: any("text.png is no picture" in t for t in texts(page, ".problem")), "that", WAIT_S)
 
 
@@ -186,6 +192,7 @@ def test_a_coloured_picture_keeps_its_channels(page: Chrome, tmp_path: Path, wai
 @needs_browser
 def test_a_model_that_takes_no_picture_is_sent_json(page: Chrome, wait_until: Callable[..., None]) -> None:
     choose(page, "points", wait_until)
+    page.find_element(By.ID, "json").click()
     editor = page.find_element(By.ID, "request")
     editor.send_keys(Keys.CONTROL, Keys.ENTER)  # the example fits
     wait_until(lambda: texts(page, "#result td"), "an answer", WAIT_S)
@@ -205,6 +212,46 @@ def test_a_model_that_takes_no_picture_is_sent_json(page: Chrome, wait_until: Ca
     assert shlex.split(page.find_element(By.ID, "curl").text)[-1] == "{it's"
     # The browser notes each error of the server's; nothing else went wrong.
     assert [text for text in complaints(page) if not re.search(r"\b40[01] \(", text)] == []
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_form_has_a_field_for_every_kind_of_input(page: Chrome, wait_until: Callable[..., None]) -> None:
+    choose(page, "visits", wait_until)
+    labels = ["age years", "income kCHF", "city", "mood", "note", "member", "hours FP32 [any]"]
+    assert texts(page, ".field > label:not(.button)") == labels
+    assert texts(page, ".heading") == ["plan"]
+    shown = {
+        "age": "39.5",
+        "income": "",
+        "city": "Genf",
+        "mood": "calm",
+        "note": "good, not bad",
+        "hours": "[1.5,2,0.25]",
+    }
+    fields = {name: page.find_element(By.NAME, name) for name in shown}
+    assert {name: field.get_property("value") for name, field in fields.items()} == shown
+    page.find_element(By.ID, "predict").click()
+    wait_until(lambda: texts(page, ".best"), "an answer to the example", WAIT_S)
+    assert texts(page, ".best") == [f"sum {VISIT_SUM:.1f}"]
+
+    fields["income"].send_keys("20")
+    fields["mood"].clear()
+    fields["mood"].send_keys("elated")
+    fields["city"].send_keys("(m")
+    fields["note"].clear()
+    fields["hours"].clear()
+    fields["hours"].send_keys("[1")
+    page.find_element(By.NAME, "member").click()
+    page.find_element(By.ID, "predict").click()
+    assert fields["hours"].get_property("validationMessage") == "This is not a list in JSON."
+    assert texts(page, ".best") == [f"sum {VISIT_SUM:.1f}"]
+    fields["hours"].send_keys("]", Keys.TAB)
+    page.find_element(By.NAME, "age").send_keys(Keys.ENTER)
+    wait_until(lambda: texts(page, ".best") == ["sum 2,140"], "the answer to the changes", WAIT_S)
+
+    page.find_element(By.ID, "example").click()
+    assert fields["mood"].get_property("value") == "calm"
 
 
 @pytest.mark.browser

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.serving.batch_predict import PredictionEngine
-    from paceline.serving.model import Array, ModelSpec
+    from paceline.serving.model import Array, InputField, ModelSpec
     from paceline.serving.tables import Rows
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -24,8 +25,9 @@ _MAX_SHOWN = 20
 
 def predict(
     model: str,
-    inputs: Annotated[tuple[Path, ...], Parameter(negative="", allow_leading_hyphen=True)],
+    inputs: Annotated[tuple[Path, ...], Parameter(negative="", allow_leading_hyphen=True)] = (),
     *,
+    describe: Flag = False,
     output: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     nproc: int = 1,
     chunk: int = 1024,
@@ -39,9 +41,9 @@ def predict(
     """Predict INPUTS with MODEL, a package or a server's address.
 
     INPUTS are images, rows in .npy, .npz (arrays named like the inputs), .csv or .json, or tables with a column for
-    each input: .csv, .parquet, .jsonl, or - for standard input. Other columns of a table are kept in the output. With
-    --output, progress is saved: after a kill, the same command continues, and the result contains every row exactly
-    once.
+    each input: .csv, .parquet, .jsonl, or - for standard input. Other columns of a table are kept in the output.
+    --describe prints the columns, types, units and ranges that MODEL takes. With --output, progress is saved: after a
+    kill, the same command continues, and the result contains every row exactly once.
 
     Parameters
     ----------
@@ -49,6 +51,8 @@ def predict(
         A package's directory or reference (fashion-mnist@prod), or http://HOST:PORT.
     inputs
         Input files.
+    describe
+        Print what a row of the model's input holds, with an example, and predict nothing.
     output
         Write all predictions into this file: .npz, .jsonl, .parquet or .csv; - is standard output, in the format of the
         table that is read. Default: print them.
@@ -87,12 +91,16 @@ def predict(
     if model.startswith(("http://", "https://")):
         with Client(model, token_file=token_file) as client:
             name = client.choose(name)
+            if describe:
+                return _describe(name, client.fields(name), json=json)
             spec = client.spec(name)
         engine = server(model, name, token_file, nproc)
         job: dict[str, Any] = {"model": spec.name, "version": spec.version}
     else:
         opened = open_model(model, program=program, task=task)
         spec = opened.spec
+        if describe:
+            return _describe(spec.name, spec.fields, json=json)
         options = ServingOptions(replicas=nproc, devices=tuple(devices.split(",")), max_queue=UNBOUNDED, exact=True)
         engine = replicas(opened, options)
         job = {"digest": opened.source.digest, "kind": opened.source.kind, "task": task}
@@ -110,6 +118,31 @@ def predict(
         print(json_module.dumps({"rows": count, "output": str(output)}) if json else f"{count} rows in {output}.")
     else:
         _print(outputs, spec, rows, json=json)
+    return 0
+
+
+def _describe(model: str, fields: Sequence[InputField], *, json: bool) -> int:
+    """Print the values of a row of a model's input, and a CSV with an example."""
+    if not fields:
+        raise ConfigError(f"the server does not tell what {model} takes. Ask it: GET /v2/models/{model}")
+    if json:
+        print(json_module.dumps({"model": model, "fields": [asdict(field) for field in fields]}))
+        return 0
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    from paceline.core.rich_console import Console
+    from paceline.serving.tables import csv_lines
+
+    table = Table("name", "type", "unit", "values", "example", box=SIMPLE_HEAD)
+    for field in fields:
+        example = "" if field.example is None else f"{field.example!s:.60}"
+        table.add_row(*map(Text, (field.name, field.type_text, field.unit, field.values_text, example)))
+    Console().print(table)
+    if all(not field.shape and (field.example is not None or field.allow_missing) for field in fields):
+        print("As a CSV, to which columns of your own may be added:\n")
+        print(csv_lines([{field.name: field.example for field in fields}]), end="")
     return 0
 
 

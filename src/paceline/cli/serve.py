@@ -21,7 +21,7 @@ from paceline.core.options import parse_duration_s
 from paceline.core.printable import escape_controls
 
 if TYPE_CHECKING:
-    from paceline.serving.model import ServedModel, ServingOptions
+    from paceline.serving.model import ModelSpec, ServedModel, ServingOptions
     from paceline.serving.ray_serve import RayServeOptions
     from paceline.serving.server import ListenAddress
 
@@ -30,7 +30,8 @@ _REQUESTS = Parameter(group=group("Requests"), negative="")
 _REPLICAS = Parameter(group=group("Replicas"))
 _PROGRAM = Parameter(group=group("Program"))
 _HOST, _PORT = "127.0.0.1", 8000
-_MAX_SHOWN = 300  # characters of an example of a request
+_MAX_SHOWN = 500  # characters of an example of a request
+_MAX_FIELDS = 20  # of a row, that are listed
 
 
 def serve(
@@ -166,7 +167,6 @@ def serve(
     _require_libraries()
     from paceline.core.access import BearerTokens
     from paceline.serving.app import open_model
-    from paceline.serving.protocol import example_rows
     from paceline.serving.server import ListenAddress
 
     tokens = None if token_file is None else BearerTokens(token_file)
@@ -194,20 +194,35 @@ def serve(
         if json:
             print(json_module.dumps({"url": url, "grpc": grpc, "models": names}), flush=True)
         else:
-            for name in names:
-                print(f"{url}/v2/models/{name} is ready.", flush=True)
             for model in models:
-                request = example_rows(model.spec)
-                if len(request) <= _MAX_SHOWN:  # an image's numbers would fill the terminal
-                    path = "predict" if len(models) == 1 else f"predict/{model.spec.name}"
-                    token = "" if token_file is None else ' -H "Authorization: Bearer $TOKEN"'
-                    print(f"Ask it in a terminal: curl {url}/{path}{token} -d {shlex.quote(request)}", flush=True)
+                print(f"{url}/v2/models/{model.spec.name} is ready.", flush=True)
+                path = "predict" if len(models) == 1 else f"predict/{model.spec.name}"
+                token = "" if token_file is None else ' -H "Authorization: Bearer $TOKEN"'
+                _print_inputs(model.spec, url, path, token)
             if grpc is not None:
                 print(f"{grpc} serves gRPC.", flush=True)
             print(f"Try it in a browser: {url}/", flush=True)
 
     _run(models, address, options, on_ready, ray_options)
     return 0
+
+
+def _print_inputs(spec: ModelSpec, url: str, path: str, token: str) -> None:
+    """Print what a model takes, and a command that asks it."""
+    from paceline.serving.protocol import example_rows
+
+    fields = spec.fields
+    for field in fields[:_MAX_FIELDS]:
+        about = ", ".join(filter(None, (field.type_text, field.unit, field.values_text)))
+        print(f"  {field.name}: {about}", flush=True)
+    if len(fields) > _MAX_FIELDS:
+        print(f"  and {len(fields) - _MAX_FIELDS} more: paceline predict {url} --describe", flush=True)
+    request = example_rows(spec)
+    command = f"curl {url}/{path}{token} -d {shlex.quote(request)}"
+    if len(request) > _MAX_SHOWN:  # an image's numbers would fill the terminal
+        address = f"{url}/v2/models/{spec.name}"
+        command = f"curl -s {address}/example{token} | curl {address}/infer{token} -d @-"
+    print(f"  Ask it in a terminal: {command}", flush=True)
 
 
 class _LogFormatter(logging.Formatter):

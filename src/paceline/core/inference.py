@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.encodings import Categories, Encoding
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """The dtype and shape of a tensor.
+    """The dtype and shape of a tensor, and what people who send it should know.
 
     Attributes:
         dtype: torch's name for it, such as "float32".
@@ -21,6 +24,12 @@ class TensorSpec:
         minimum: smallest value of an element; None if any is valid.
         maximum: largest value of an element, such as the last index of an embedding.
         max_size: largest size of the dimensions of variable size.
+        unit: of an input's numbers, such as "years".
+        columns: of an input of shape (n,): the names of its elements, by which tables and requests give them, each with
+            its unit or "".
+        allow_missing: whether a float input takes a missing value; the module gets a NaN.
+        encoding: :class:`Categories`, :class:`Vocabulary` or :class:`Tokenizer`: clients send texts, and the module
+            gets their numbers, int64.
     """
 
     dtype: str
@@ -28,6 +37,29 @@ class TensorSpec:
     minimum: int | None = None
     maximum: int | None = None
     max_size: int | None = None
+    unit: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict, hash=False)
+    allow_missing: bool = False
+    encoding: Encoding | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.columns and self.shape != (len(self.columns),):
+            raise ConfigError(
+                f"a TensorSpec with the columns {', '.join(self.columns):.200} must have the shape "
+                f"({len(self.columns)},), but has {self.shape}."
+            )
+        if self.allow_missing and self.encoding is None and not self.dtype.startswith(("float", "str")):
+            raise ConfigError(f"allow_missing is for float inputs, which have NaN, and not for {self.dtype}.")
+        if self.encoding is None:
+            return
+        is_category = isinstance(self.encoding, Categories)
+        fits = len(self.shape) <= 1 and None not in self.shape if is_category else self.shape == self.encoding.shape
+        if self.dtype != "int64" or not fits:
+            shape = "() or (n,)" if is_category else f"({', '.join(map(str, self.encoding.shape))},)"
+            raise ConfigError(
+                f"a TensorSpec with {type(self.encoding).__name__} must be int64 of the shape {shape}, but is "
+                f"{self.dtype} {self.shape}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +76,8 @@ class InferenceSignature:
         labels: the class names, by number; empty if there are none.
         probabilities: the output, float (B, number of classes), that holds each class's probability.
         label: the output, int64 (B,), that holds the most likely class.
+        example: a row as a client sends it, with a value for each input or column, for the package to show; None: the
+            package has the first sample of the test split.
     """
 
     module: nn.Module
@@ -52,3 +86,4 @@ class InferenceSignature:
     labels: tuple[str, ...] = field(default=())
     probabilities: str | None = None
     label: str | None = None
+    example: Mapping[str, Any] | None = None

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 from paceline.core.errors import CheckpointError, PackageError
@@ -241,10 +241,10 @@ class PackageManifest:
 
     def to_bytes(self) -> bytes:
         """Return the canonical text of this manifest; its SHA-256 is the package's digest."""
-        document = asdict(self)
+        document = asdict(replace(self, inputs={}, outputs={}))
         # Lists, because their order is that of the program's arguments.
-        for side in ("inputs", "outputs"):
-            document[side] = [{"name": name, **_without_open_limits(spec)} for name, spec in document[side].items()]
+        for side, specs in (("inputs", self.inputs), ("outputs", self.outputs)):
+            document[side] = [{"name": name, **_spec_document(spec)} for name, spec in specs.items()]
         return canonical_json({"format": FORMAT, **document})
 
     @property
@@ -341,8 +341,10 @@ def plain_name(name: str, what: str) -> str:
 _LIMITS = ("minimum", "maximum", "max_size")
 
 
-def _without_open_limits(spec: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in spec.items() if value is not None or name not in _LIMITS}
+def _spec_document(spec: TensorSpec) -> dict[str, Any]:
+    """Describe a tensor of the program; an input's unit, columns and encoding are in a file of their own."""
+    limits = {name: value for name in _LIMITS if (value := getattr(spec, name)) is not None}
+    return {"dtype": spec.dtype, "shape": spec.shape, **limits}
 
 
 def _specs(fields: JsonReader, side: str) -> dict[str, TensorSpec]:

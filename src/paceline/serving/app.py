@@ -17,12 +17,14 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paceline import __version__
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.encodings import Categories
+from paceline.core.errors import ConfigError, PacelineError, PackageError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package import open_package, require_trusted
+from paceline.runs.package_inputs import INPUTS, read_inputs
 from paceline.serving.access import AccessPolicy
 from paceline.serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
-from paceline.serving.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions
+from paceline.serving.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions, make_spec
 from paceline.serving.openapi import describe
 from paceline.serving.protocol import (
     JSON_TYPE,
@@ -30,16 +32,18 @@ from paceline.serving.protocol import (
     Headers,
     build_response,
     exact_headers,
+    example_request,
     find_deployment,
     model_metadata,
     parse_request,
     parse_rows,
+    takes_long,
 )
 from paceline.serving.replica_process import ReplicaStarter
 from paceline.serving.replicas import Deployment, DeploymentEvents, LocalDeployment
 from paceline.serving.request_bodies import LARGE_BYTES, ClientGone, Receive, RequestBodies, read_body
 from paceline.serving.static_assets import HEADERS, Assets
-from paceline.serving.tables import table_records
+from paceline.serving.tables import CellError, columns_of, table_records, to_inputs, to_record
 
 # --- Prometheus metrics ---
 
@@ -133,8 +137,6 @@ log = logging.getLogger("paceline.serving")
 
 DeploymentFactory = Callable[[ServedModel, ServingOptions, DeploymentEvents], Deployment]
 
-_VERSION_DIGITS = 12  # of a package's digest
-
 
 def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", task: str = "") -> ServedModel:
     """Verify a package and choose which of its programs to run.
@@ -165,16 +167,16 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
         )
     if kind == "pt2":
         require_trusted(package.digest, manifest, package.path)
-    spec = ModelSpec(
-        name=manifest.name,
-        version=package.digest[:_VERSION_DIGITS],
-        inputs=manifest.inputs,
-        outputs=manifest.outputs,
-        labels=manifest.labels,
-        probabilities=manifest.probabilities,
-        label=manifest.label,
-        platform="onnxruntime_onnx" if kind == "onnx" else "pytorch",
+    spec = make_spec(
+        manifest, read_inputs(package), package.digest, "onnxruntime_onnx" if kind == "onnx" else "pytorch"
     )
+    try:
+        for encoding in spec.encodings.values():
+            encoding.encode([])  # a library may be missing
+        if spec.example:
+            to_inputs(columns_of([to_record(spec, spec.example)]), spec)
+    except (CellError, TypeError, ValueError) as error:
+        raise PackageError(f"{place}: the example in its {INPUTS} is invalid: {error}.") from error
     path = str(package.path.absolute())
     return ServedModel(ModelLocation(package=path, digest=package.digest, kind=kind, task=task), spec)
 
@@ -280,6 +282,10 @@ def _signature_changes(old: ModelSpec, new: ModelSpec) -> list[str]:
             was, is_now = (_describe_tensor(specs.get(name)) for specs in (before, after))
             if was != is_now:
                 changes.append(f"{side[:-1]} {name} is {is_now} instead of {was}")
+    for name, encoding in new.encodings.items():
+        if isinstance(encoding, Categories) and encoding.unknown is None:
+            refused = [value for value in old.choices(name) if value not in encoding.codes]
+            changes += [f"input {name} no longer takes {value!r:.80}" for value in refused[:1]]
     for what in ("labels", "label", "probabilities"):
         if getattr(old, what) != getattr(new, what):
             changes.append(f"its {what} differ" if what == "labels" else f"its {what} is another output")
@@ -291,7 +297,8 @@ def _describe_tensor(spec: TensorSpec | None) -> str:
     if spec is None:
         return "absent"
     shape = ", ".join("any" if size is None else str(size) for size in (None, *spec.shape))
-    return f"{DATATYPES[spec.dtype]} [{shape}]"
+    columns = f" of {', '.join(spec.columns)}" if spec.columns else ""
+    return f"{DATATYPES[spec.dtype]} [{shape}]{columns}"
 
 
 # --- The HTTP side: an ASGI application for the Open Inference Protocol v2 ---
@@ -328,6 +335,7 @@ class App:
         self._options = options
         self._access = access
         self._assets = Assets("paceline.serving.page")
+        self._documents: dict[str, tuple[Any, bytes]] = {}
         self._logs_access = access_log.isEnabledFor(logging.INFO)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -385,7 +393,10 @@ class App:
             case ["metrics"]:
                 return _read(scope, self._metrics)
             case ["openapi.json"]:
-                return _read(scope, lambda: _json(describe(d.spec for d in self._models.deployments.values())))
+                deployments = list(self._models.deployments.values())
+                return _read(
+                    scope, lambda: self._describe("", deployments, lambda: describe(d.spec for d in deployments))
+                )
             case ["v2", "repository", "models", name, "load"]:
                 _only(scope, "POST")
                 return await self._load(scope, receive, headers, name)
@@ -433,6 +444,13 @@ class App:
     def _metrics(self) -> Answer:
         return 200, [(b"content-type", CONTENT_TYPE)], self._models.metrics.text()
 
+    def _describe(self, key: str, deployments: Sequence[Deployment], build: Callable[[], Any]) -> Answer:
+        """Return a document that changes with the packages only; writing one with a long example takes a while."""
+        versions = [(deployment.spec.name, deployment.spec.version) for deployment in deployments]
+        if key not in self._documents or self._documents[key][0] != versions:
+            self._documents[key] = (versions, orjson.dumps(build()))
+        return 200, [JSON_TYPE], self._documents[key][1]
+
     def _server_metadata(self) -> Answer:
         extensions = ["binary_tensor_data", "model_repository(load)"]
         return _json({"name": SERVER_NAME, "version": __version__, "extensions": extensions})
@@ -450,11 +468,14 @@ class App:
                 _only(scope, "POST")
                 return await self._count(name, self._infer(scope, receive, headers, name, version))
             case []:
-                return _read(scope, lambda: _json(model_metadata(deployment)))
+                return _read(scope, lambda: self._describe(name, [deployment], lambda: model_metadata(deployment)))
+            case ["example"]:
+                request = partial(example_request, deployment.spec)
+                return _read(scope, lambda: self._describe(f"{name} example", [deployment], request))
             case ["ready"]:
                 ready = bool(deployment.ready_replicas) and not self.draining
                 return _read(scope, lambda: _json({"name": name, "ready": ready}, 200 if ready else 503))
-        raise RequestFailure(404, "a model has the addresses /ready and /infer only.")
+        raise RequestFailure(404, "a model has the addresses /ready, /example and /infer only.")
 
     def _deployment(self, name: str, version: str | None) -> Deployment:
         return find_deployment(self._models.deployments, name, version)
@@ -492,7 +513,7 @@ class App:
             body = await read_body(receive, headers, self._options.max_body_bytes, held)
             # Look it up again: the package may have been replaced while the client sent the body.
             deployment = self._deployment(name, version)
-            is_large = len(body) > LARGE_BYTES
+            is_large = takes_long(deployment.spec, len(body))
             if is_large:
                 parsing = bodies.run(parse_request, deployment.spec, body, json_length)
                 request = await _await_result(min(self._options.timeout_s, timeout_s or math.inf), parsing, scope)
@@ -526,7 +547,11 @@ class App:
         with self._models.bodies.hold() as held:
             body = await read_body(receive, headers, min(LARGE_BYTES, self._options.max_body_bytes), held)
             deployment = self._deployment(name, None)
-            inputs, other_columns = parse_rows(deployment.spec, body)
+            if takes_long(deployment.spec, len(body)):
+                parsing = self._models.bodies.run(parse_rows, deployment.spec, body)
+                inputs, other_columns = await _await_result(timeout_s, parsing, scope)
+            else:
+                inputs, other_columns = parse_rows(deployment.spec, body)
             outputs = await _await_result(timeout_s, deployment.submit(inputs), scope)
         spec = deployment.spec
         predictions = list(table_records(outputs, spec, other_columns, 0))

@@ -33,10 +33,12 @@ from paceline.serving.tables import (
     SUFFIXES,
     CellError,
     Rows,
+    encode_texts,
     is_table_of,
     kind_of,
     read_heading,
     read_table,
+    text_array,
     to_inputs,
     write,
 )
@@ -106,8 +108,8 @@ def _read_as_table(path: Path, spec: ModelSpec) -> Rows | None:
         elif suffix in SUFFIXES:
             source = str(path)
             with path.open("rb") as file:
-                if suffix == ".csv" and len(spec.inputs) == 1 and not is_table_of(read_heading(file), spec):
-                    return None  # numbers of the only input, as a CSV without its name
+                if suffix == ".csv" and _is_nameless(read_heading(file), spec):
+                    return None
                 table = read_table(source, file, suffix)
         else:
             return None
@@ -122,6 +124,16 @@ def _read_as_table(path: Path, spec: ModelSpec) -> Rows | None:
         raise DataError(f"{source} has no rows.")
     others = {name: cells for name, cells in table.columns.items() if name not in used}
     return Rows(arrays, [table.locate(row) for row in range(rows_of(arrays))], others, suffix)
+
+
+def _is_nameless(heading: Sequence[str], spec: ModelSpec) -> bool:
+    """Return whether a CSV holds the numbers of the only input without its name."""
+    if len(spec.inputs) != 1 or is_table_of(heading, spec):
+        return False
+    [tensor] = spec.inputs.values()
+    # Columns that are named otherwise may be other columns.
+    is_heading = bool(heading) and not _is_number(heading[0])
+    return tensor.dtype != "str" and not (tensor.columns and is_heading)
 
 
 def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
@@ -219,10 +231,17 @@ def _conform(path: Path, raw: Mapping[str, Any], spec: ModelSpec) -> dict[str, A
         raise DataError(f"{path}: its arrays have different numbers of rows.")
     if rows_of(arrays) == 0:
         raise DataError(f"{path} has no rows.")
-    return arrays
+    try:
+        return encode_texts(arrays, spec)
+    except CellError as error:
+        raise DataError(f"{path}, row {(error.row or 0) + 1}, {error.column}: {error.problem}.") from None
 
 
 def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
+    if tensor.dtype == "str":
+        if array.dtype.kind != "U" or array.ndim != 1 + len(tensor.shape) or array.shape[1:] != tensor.shape:
+            raise DataError(f"{path}: {name} must be {_describe(tensor)}, but is {array.dtype} of {array.shape}.")
+        return text_array(array.ravel().tolist(), array.shape)
     if array.dtype.kind not in "biuf":
         raise DataError(f"{path}: {name} must contain only numbers, in rows of equal length.")
     sizes = tensor.shape
@@ -249,7 +268,8 @@ def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
 
 def _describe(tensor: TensorSpec) -> str:
     sizes = ", ".join("any" if size is None else str(size) for size in tensor.shape)
-    return f"{tensor.dtype} of (rows, {sizes})" if sizes else f"{tensor.dtype} of (rows,)"
+    kind = "texts" if tensor.dtype == "str" else tensor.dtype
+    return f"{kind} of (rows, {sizes})" if sizes else f"{kind} of (rows,)"
 
 
 # --- Predictions in chunks, which continue after a kill ---
@@ -351,7 +371,9 @@ def fingerprint(arrays: Arrays) -> str:
     for name, array in arrays.items():
         digest.update(f"{name} {array.dtype} {array.shape};".encode())
         for start in range(0, len(array), 4096):
-            digest.update(np.ascontiguousarray(array[start : start + 4096]).data)
+            piece = array[start : start + 4096]
+            is_text = array.dtype == object
+            digest.update(json.dumps(piece.tolist()).encode() if is_text else np.ascontiguousarray(piece).data)
     return digest.hexdigest()
 
 

@@ -6,18 +6,19 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+import msgspec
 import numpy as np
 
 from paceline.core.access import read_bearer_token
 from paceline.core.errors import ConfigError, ServingError
 from paceline.core.inference import TensorSpec
-from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec, rows_of
+from paceline.serving.model import DATATYPES, Array, Arrays, InputField, ModelSpec, rows_of
 
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 _MAX_RETRY_S = 30.0  # for a server that answers 429
@@ -65,18 +66,20 @@ class Client:
 
     def spec(self, model: str) -> ModelSpec:
         """Return a model's inputs, outputs and labels."""
-        record = self._json("GET", f"/v2/models/{quote(model)}")
+        record = self._metadata(model)
+        parameters = record.get("parameters", {})
+        fields = _fields_of(record)
         tensors = {
             side: {
                 entry["name"]: TensorSpec(
                     dtype=_DTYPES[entry["datatype"]],
                     shape=tuple(None if size == -1 else size for size in entry["shape"][1:]),
+                    **(_known_of(entry, fields) if side == "inputs" else {}),
                 )
                 for entry in record[side]
             }
             for side in ("inputs", "outputs")
         }
-        parameters = record.get("parameters", {})
         return ModelSpec(
             name=model,
             version=(record.get("versions") or ["1"])[0],
@@ -86,6 +89,13 @@ class Client:
             label=parameters.get("label"),
             probabilities=parameters.get("probabilities"),
         )
+
+    def fields(self, model: str) -> list[InputField]:
+        """Return the values of a row of a model; empty if the server does not tell of them."""
+        return _fields_of(self._metadata(model))
+
+    def _metadata(self, model: str) -> dict[str, Any]:
+        return self._json("GET", f"/v2/models/{quote(model)}")
 
     def infer(self, model: str, inputs: Arrays) -> dict[str, Array]:
         """Predict a batch with binary tensors in both directions; wait and retry on 429."""
@@ -151,16 +161,38 @@ class Client:
         return ServingError(f"{self._url} answered {status}: {message}")
 
 
+def _fields_of(metadata: Mapping[str, Any]) -> list[InputField]:
+    try:
+        return msgspec.convert(metadata.get("parameters", {}).get("fields", []), list[InputField])
+    except msgspec.ValidationError:
+        return []  # another server's
+
+
+def _known_of(entry: Mapping[str, Any], fields: Sequence[InputField]) -> dict[str, Any]:
+    """Return the facts about an input that its entry in the protocol does not have."""
+    own = [each for each in fields if each.input == entry["name"]]
+    if not own:
+        return {}
+    has_columns = not own[0].shape and len(entry["shape"]) == 2
+    columns = {each.name: each.unit for each in own} if has_columns else {}
+    known = {"minimum": own[0].minimum, "maximum": own[0].maximum, "allow_missing": own[0].allow_missing}
+    return {**known, "columns": columns, "unit": "" if columns else own[0].unit}
+
+
 def encode_binary(inputs: Arrays) -> tuple[bytes, int]:
     """Return a request's body with binary tensors in both directions, and the length of its JSON."""
     entries, contents = [], []
     for name, array in inputs.items():
-        content = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        is_text = array.dtype == object
+        if is_text:
+            content = b"".join(len(text).to_bytes(4, "little") + text for text in map(str.encode, array.ravel()))
+        else:
+            content = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
         contents.append(content)
         entries.append(
             {
                 "name": name,
-                "datatype": DATATYPES[array.dtype.name],
+                "datatype": "BYTES" if is_text else DATATYPES[array.dtype.name],
                 "shape": array.shape,
                 "parameters": {"binary_data_size": len(content)},
             }

@@ -25,6 +25,7 @@ from paceline.core.task import Task
 from paceline.runs.checkpoint_manifest import FileRecord, write_file
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.package import Package, trust, verify_package
+from paceline.runs.package_inputs import INPUTS, PackageInputs
 from paceline.runs.package_manifest import (
     FLOAT_WEIGHTS_BYTES,
     INFERRED,
@@ -51,7 +52,8 @@ from paceline.serving.formats import (
     weights_bytes,
 )
 from paceline.serving.inferred_signature import InferredModule, restore_signature
-from paceline.serving.model import example
+from paceline.serving.model import DATATYPES, make_spec
+from paceline.serving.observed_inputs import observe_inputs
 from paceline.serving.trained_source import (
     EVALUATION,
     INTERVALS,
@@ -65,11 +67,12 @@ from paceline.serving.trained_source import (
 # --- The model card ---
 
 
+_MAX_SHOWN = 60  # characters of an example
 _NOT_IN_TABLE = (INTERVALS, PACKAGE_METRICS, EVALUATION, FLOAT_WEIGHTS_BYTES, INFERRED)
 
 
-def model_card(manifest: PackageManifest, task: Task) -> str:
-    """Return a page of Markdown from the manifest and the task's docstring.
+def model_card(manifest: PackageManifest, about: PackageInputs, task: Task) -> str:
+    """Return a page of Markdown from the manifest, the inputs and the task's docstring.
 
     The sections follow Mitchell et al., "Model Cards for Model Reporting" (https://arxiv.org/abs/1810.03993);
     the metadata at the top, Hugging Face's model cards (https://huggingface.co/docs/hub/model-cards).
@@ -94,6 +97,7 @@ def model_card(manifest: PackageManifest, task: Task) -> str:
             + [("output", name, spec.dtype, _shape(spec)) for name, spec in manifest.outputs.items()],
         ),
     ]
+    parts += _row(manifest, about)
     if manifest.inferred_signature is not None:
         parts.append(f"These were inferred from the data and the model: {manifest.inferred_signature}.")
     if manifest.labels:
@@ -148,6 +152,35 @@ def model_card(manifest: PackageManifest, task: Task) -> str:
         _limits(manifest),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _row(manifest: PackageManifest, about: PackageInputs) -> list[str]:
+    """Describe a row as clients send it."""
+    if any(tensor.dtype not in DATATYPES for tensor in ({**about.specs, **manifest.outputs}).values()):
+        return []  # such as bfloat16, which cannot be served
+    spec = make_spec(manifest, about)
+    rows = [
+        (
+            field.name,
+            field.type_text,
+            field.unit,
+            field.values_text,
+            "" if field.example is None else _code(field.example),
+        )
+        for field in spec.fields
+    ]
+    parts = [
+        "A row, as `paceline predict` and `POST /predict` take it:",
+        _table(("name", "type", "unit", "values", "example"), rows),
+    ]
+    if any(tensor.dtype == "str" for tensor in spec.inputs.values()):
+        parts.append("Texts and categories are encoded by the package; the program gets the numbers above.")
+    return parts
+
+
+def _code(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return "`" + (text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "...").replace("`", "'") + "`"
 
 
 def _metadata(manifest: PackageManifest) -> str:
@@ -229,7 +262,9 @@ def _shape(spec: TensorSpec) -> str:
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )
 
 
 # --- Export from a run's checkpoint to a package in the registry, refused if a format computes something else
@@ -295,6 +330,7 @@ def export(
     on_stage("reading the run")
     with open_source(request.run, request.checkpoint, request.task) as source, registry.draft() as draft:
         reference = PackageReference(request.name or default_name(source), request.tag)
+        about = observe_inputs(source)
         on_stage(f"evaluating {source.split}")
         metrics = source.measure()
         weights = _write_weights(source, request.quantization, draft)
@@ -317,7 +353,7 @@ def export(
             on_stage(f"evaluating {source.split}, {request.quantization}")
             data[FLOAT_WEIGHTS_BYTES] = len(weights_bytes(source.model))
             data[PACKAGE_METRICS] = _finite(source.measure(model))
-        manifest = _manifest(source, request, reference.name, _finite(metrics), differences, data, draft)
+        manifest = _manifest(source, request, reference.name, _finite(metrics), differences, data, about, draft)
         registry.commit(draft, manifest)
     # A package that this user exported is trusted on this machine.
     trust(manifest.digest)
@@ -426,13 +462,14 @@ def _manifest(
     metrics: Mapping[str, float],
     differences: Mapping[str, FormatDifference],
     data: Mapping[str, Any],
+    about: PackageInputs,
     draft: Path,
 ) -> PackageManifest:
     inference = source.inference
     manifest = PackageManifest(
         name=name,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        inputs=_observe_ranges(inference),
+        inputs=about.specs,
         outputs=inference.outputs,
         provenance=_provenance(source, data),
         files={},
@@ -445,44 +482,10 @@ def _manifest(
         quantization=request.quantization,
         differences=differences,
     )
-    write_file(draft / CARD, [model_card(manifest, source.task).encode()])
+    write_file(draft / INPUTS, [about.to_bytes()])
+    write_file(draft / CARD, [model_card(manifest, about, source.task).encode()])
     files = {path.name: _record(path) for path in sorted(draft.iterdir())}
     return replace(manifest, files=files)
-
-
-def _observe_ranges(inference: InferenceSignature) -> dict[str, TensorSpec]:
-    """Return the inputs with the ranges that the task has not declared but that embeddings of them need.
-
-    An index out of range would fail in the model, which a client could not know from the schema.
-    """
-    sizes: dict[str, int] = {}
-    inputs: dict[str, Tensor] = {}
-
-    def observe(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        for name, tensor in inputs.items():
-            if isinstance(module, nn.Embedding) and arguments[:1] and _is_same_data(arguments[0], tensor):
-                sizes[name] = min(sizes.get(name, module.num_embeddings), module.num_embeddings)
-
-    hooks = [module.register_forward_pre_hook(observe) for module in inference.module.modules()]
-    try:
-        inputs |= {name: torch.from_numpy(example(spec, 2)) for name, spec in inference.inputs.items()}
-        with torch.no_grad():
-            inference.module(*inputs.values())
-    except Exception:  # the user's model may not take these rows, and any that it takes are compared anyway
-        return dict(inference.inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {
-        name: spec
-        if name not in sizes or spec.minimum is not None or spec.maximum is not None
-        else replace(spec, minimum=0, maximum=sizes[name] - 1)
-        for name, spec in inference.inputs.items()
-    }
-
-
-def _is_same_data(actual: Any, expected: Tensor) -> bool:
-    return isinstance(actual, Tensor) and actual.data_ptr() == expected.data_ptr()
 
 
 def _finite(estimates: Mapping[str, Estimate]) -> dict[str, float]:

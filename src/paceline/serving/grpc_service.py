@@ -23,11 +23,13 @@ from paceline.serving.protocol import (
     EXACT,
     SERVER_NAME,
     InferRequest,
+    decode_text,
     describe_exact,
     find_deployment,
     model_metadata,
     parse_document,
     require_version,
+    takes_long,
 )
 from paceline.serving.replicas import Deployment
 from paceline.serving.request_bodies import LARGE_BYTES
@@ -49,6 +51,7 @@ _FIELDS = {
     "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
 }
 """The field of ``contents`` that holds a datatype's elements; FP16 has none."""
 
@@ -145,7 +148,8 @@ def _elements(tensor: Any) -> list[Any]:
             f"input {tensor.name!r:.80} has {len(contents):,} elements in contents.{field}; send more than "
             f"{_MAX_CONTENTS:,} in raw_input_contents."
         )
-    values = list(contents)
+    is_text = tensor.datatype == "BYTES"
+    values = [decode_text(tensor.name, content) for content in contents] if is_text else list(contents)
     if not values:
         fields = "raw_input_contents" if field is None else f"contents.{field} or raw_input_contents"
         raise InvalidRequest(
@@ -321,7 +325,7 @@ class Service:
             require_version(deployment, message.model_version or None)
             deployment.batcher.check_room()
             bodies = self._models.bodies
-            is_large = message.ByteSize() > LARGE_BYTES
+            is_large = takes_long(deployment.spec, message.ByteSize())
             if is_large:
                 parsing = bodies.run(parse_message, deployment.spec, message)
                 request = await _await_result(self._time_left_s(context), parsing)

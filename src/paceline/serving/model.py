@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.encodings import Categories, Encoding
 from paceline.core.errors import ConfigError
 from paceline.core.inference import TensorSpec
+from paceline.runs.package_inputs import PackageInputs
+from paceline.runs.package_manifest import PackageManifest
 
 # --- The protocol's datatypes ---
 
@@ -30,6 +34,7 @@ DATATYPES = {
     "float16": "FP16",
     "float32": "FP32",
     "float64": "FP64",
+    "str": "BYTES",
 }
 
 
@@ -137,6 +142,71 @@ Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MAX_CHOICES = 1000
+_MAX_NAMED = 8  # choices, for people
+_MAX_EXAMPLE = 1000  # characters of a value that is shown in a list
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputField:
+    """A value of a row: an input, or one of its columns.
+
+    Attributes:
+        input: the input's name.
+        name: the column's name, or the input's.
+        datatype: the protocol's.
+        shape: of the value; -1 is a variable size.
+        unit: of its numbers, or "".
+        minimum: smallest valid number, or None.
+        maximum: largest valid number, or None.
+        observed: the smallest and largest number that the export saw, or None.
+        choices: the categories, if it has some and they are few.
+        is_open: whether it takes other texts than the choices.
+        allow_missing: whether it may be missing: null in JSON, empty in a CSV.
+        example: a value, or None if it is long.
+    """
+
+    input: str
+    name: str
+    datatype: str
+    shape: tuple[int, ...] = ()
+    unit: str = ""
+    minimum: int | None = None
+    maximum: int | None = None
+    observed: tuple[float, float] | None = None
+    choices: tuple[str, ...] = ()
+    is_open: bool = False
+    allow_missing: bool = False
+    example: Any = None
+
+    @property
+    def type_text(self) -> str:
+        """The datatype and shape for people."""
+        if self.datatype == "BYTES":
+            kind = "category" if self.choices else "text"
+        elif self.shape:
+            kind = self.datatype.lower()
+        else:
+            kind = "true or false" if self.datatype == "BOOL" else "number" if "F" in self.datatype else "whole number"
+        sizes = " x ".join("any" if size == -1 else str(size) for size in self.shape)
+        return f"{kind}, {sizes}" if sizes else kind
+
+    @property
+    def values_text(self) -> str:
+        """The values that it takes, as far as they are known, for people."""
+        parts = []
+        if self.choices:
+            named, more = ", ".join(self.choices[:_MAX_NAMED]), len(self.choices) - _MAX_NAMED
+            named = f"{named} and {more} more" if more > 0 else named
+            parts.append(f"{named} or any other" if self.is_open else named)
+        elif self.minimum is not None or self.maximum is not None:
+            least, most = ("any" if end is None else str(end) for end in (self.minimum, self.maximum))
+            parts.append(f"{least} to {most}")
+        if self.observed is not None:
+            parts.append("seen: {:g} to {:g}".format(*self.observed))
+        if self.allow_missing:
+            parts.append("may be missing")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +216,15 @@ class ModelSpec:
     Attributes:
         name: in the server's addresses.
         version: in the server's addresses; the start of the package's digest.
-        inputs: by name; shapes are of one row, without the batch.
+        inputs: by name; shapes are of one row, without the batch. Texts have the dtype "str".
         outputs: by name.
         labels: names of the classes, by index.
         probabilities: name of the output with the classes' probabilities.
         label: name of the output with the most likely class.
         platform: of the protocol's metadata.
+        encodings: of those inputs that are texts, by name; a client of another server has none.
+        ranges: the smallest and largest number that the export saw, by input or column.
+        example: a row, by input; empty if there is none.
     """
 
     name: str
@@ -162,6 +235,66 @@ class ModelSpec:
     probabilities: str | None = None
     label: str | None = None
     platform: str = "pytorch"
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    example: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def program(self) -> ModelSpec:
+        """The same model as its program takes it: every input is a tensor of numbers."""
+        tensors = {
+            name: tensor
+            if name not in self.encodings
+            else TensorSpec(dtype="int64", shape=(*tensor.shape, *self.encodings[name].shape))
+            for name, tensor in self.inputs.items()
+        }
+        return replace(self, inputs=tensors, encodings={}, ranges={}, example={})
+
+    @cached_property
+    def row(self) -> Mapping[str, Any]:
+        """A valid row as a client sends it, by input: the package's own, or else one of zeros if possible."""
+        row: dict[str, Any] = {}
+        for name, tensor in self.inputs.items():
+            if name in self.example:
+                row[name] = self.example[name]
+            elif tensor.dtype == "str":
+                text = next(iter(self.choices(name)), "")
+                row[name] = text if not tensor.shape else [text] * (tensor.shape[0] or 1)
+            else:
+                row[name] = example(tensor, 1)[0].tolist()
+        return row
+
+    @cached_property
+    def fields(self) -> Sequence[InputField]:
+        """The values of a row in their order."""
+        return [field for name in self.inputs for field in self._fields_of(name)]
+
+    def _fields_of(self, name: str) -> Iterator[InputField]:
+        tensor, encoding = self.inputs[name], self.encodings.get(name)
+        columns = list(tensor.columns)
+        for number, column in enumerate(columns or [name]):
+            value = self.row[name][number] if columns else self.row[name]
+            yield InputField(
+                input=name,
+                name=column,
+                datatype=DATATYPES[tensor.dtype],
+                shape=() if columns else tuple(-1 if size is None else size for size in tensor.shape),
+                unit=tensor.columns.get(column, tensor.unit),
+                minimum=tensor.minimum,
+                maximum=tensor.maximum,
+                observed=self.ranges.get(column),
+                choices=self.choices(name),
+                is_open=isinstance(encoding, Categories) and encoding.unknown is not None,
+                allow_missing=tensor.allow_missing,
+                example=value if len(repr(value)) <= _MAX_EXAMPLE else None,
+            )
+
+    def choices(self, name: str) -> tuple[str, ...]:
+        """Return the categories of an input; empty if it has none, or too many to list."""
+        encoding = self.encodings.get(name)
+        if not isinstance(encoding, Categories) or len(encoding.codes) > _MAX_CHOICES:
+            return ()
+        return tuple(encoding.codes)
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -214,6 +347,45 @@ class Servable(Protocol):
 def rows_of(arrays: Arrays) -> int:
     """Return the number of rows of a batch."""
     return int(next(iter(arrays.values())).shape[0])
+
+
+_VERSION_DIGITS = 12  # of a package's digest
+
+
+def make_spec(
+    manifest: PackageManifest, about: PackageInputs, digest: str = "", platform: str = "pytorch"
+) -> ModelSpec:
+    """Describe a package's model for clients."""
+    inputs, encodings = client_specs(about.specs)
+    return ModelSpec(
+        name=manifest.name,
+        version=digest[:_VERSION_DIGITS],
+        inputs=inputs,
+        outputs=manifest.outputs,
+        labels=manifest.labels,
+        probabilities=manifest.probabilities,
+        label=manifest.label,
+        platform=platform,
+        encodings=encodings,
+        ranges=about.ranges,
+        example=about.example,
+    )
+
+
+def client_specs(tensors: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpec], dict[str, Encoding]]:
+    """Return a program's inputs as clients send them, and the encodings of those that are texts."""
+    encodings = {name: tensor.encoding for name, tensor in tensors.items() if tensor.encoding is not None}
+    inputs = dict(tensors)
+    for name, encoding in encodings.items():
+        tensor = tensors[name]
+        inputs[name] = TensorSpec(
+            dtype="str",
+            shape=tensor.shape[: len(tensor.shape) - len(encoding.shape)],
+            unit=tensor.unit,
+            columns=tensor.columns,
+            allow_missing=isinstance(encoding, Categories) and encoding.missing is not None,
+        )
+    return inputs, encodings
 
 
 def example(spec: TensorSpec, rows: int, *, default_size: int = 8) -> Array:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from paceline import __version__
-from paceline.core.inference import TensorSpec
-from paceline.serving.model import DATATYPES, ModelSpec, example
-from paceline.serving.protocol import MAX_ID_LENGTH, MAX_TENSORS
+from paceline.core.encodings import MAX_TEXT_LENGTH, Categories
+from paceline.serving.model import DATATYPES, InputField, ModelSpec
+from paceline.serving.protocol import MAX_ID_LENGTH, MAX_TENSORS, example_request
+from paceline.serving.tables import to_record
 
 _ERROR = {
     "type": "object",
@@ -50,10 +51,11 @@ def describe(specs: Iterable[ModelSpec]) -> dict[str, Any]:
     for spec in models:
         paths["/predict" if len(models) == 1 else f"/predict/{spec.name}"] = {"post": _plain(spec)}
         metadata = _get("The model's inputs and outputs.", {"name": {"const": spec.name}})
+        example = _get("An inference request with one row.", {"inputs": {"type": "array"}})
         ready = _get("Does the model have a ready replica?", {"ready": {"type": "boolean"}}, "503")
         infer = {"post": _infer(spec)}
         for base in (f"/v2/models/{spec.name}", f"/v2/models/{spec.name}/versions/{spec.version}"):
-            paths |= {base: metadata, f"{base}/ready": ready, f"{base}/infer": infer}
+            paths |= {base: metadata, f"{base}/ready": ready, f"{base}/example": example, f"{base}/infer": infer}
         paths[f"/v2/repository/models/{spec.name}/load"] = {"post": _load_operation(spec)}
     return {
         "openapi": "3.1.0",
@@ -126,7 +128,7 @@ def _infer(spec: ModelSpec) -> dict[str, Any]:
             "inputs": {
                 "type": "array",
                 "description": "Each of the model's inputs once, all with the same number of rows.",
-                "items": {"anyOf": [_tensor(name, tensor) for name, tensor in spec.inputs.items()]},
+                "items": {"anyOf": [_tensor(spec, name) for name in spec.inputs]},
                 "minItems": len(spec.inputs),
                 "maxItems": len(spec.inputs),
             },
@@ -169,11 +171,11 @@ def _infer(spec: ModelSpec) -> dict[str, Any]:
         },
         "required": ["model_name", "model_version", "outputs"],
     }
-    zeros = {"inputs": [_example(name, tensor) for name, tensor in spec.inputs.items()]}
+    example = example_request(spec)
     binary = {"type": "string", "format": "binary", "description": "JSON, then the binary outputs."}
     return {
         "summary": "Predict.",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": zeros}}},
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": example}}},
         "responses": {
             "200": {
                 "description": "The outputs; with binary ones, Inference-Header-Content-Length is the JSON's length.",
@@ -186,8 +188,8 @@ def _infer(spec: ModelSpec) -> dict[str, Any]:
 
 def _plain(spec: ModelSpec) -> dict[str, Any]:
     """Describe the plain form of inference."""
-    row = {"type": "object", "properties": {name: _cell(tensor) for name, tensor in spec.inputs.items()}}
-    row["required"] = list(spec.inputs)
+    properties = {each.name: _about(each, _cell(spec, each)) for each in spec.fields}
+    row = {"type": "object", "properties": properties, "required": list(properties)}
     body = {
         "type": "object",
         "properties": {"rows": {"type": "array", "items": row, "minItems": 1}},
@@ -202,10 +204,10 @@ def _plain(spec: ModelSpec) -> dict[str, Any]:
         },
         "required": ["model_name", "model_version", "predictions"],
     }
-    zeros = {"rows": [{name: example(tensor, 1)[0].tolist() for name, tensor in spec.inputs.items()}]}
+    rows = {"rows": [to_record(spec, spec.row)]}
     return {
         "summary": "Predict rows that are written by hand; at most 256 KiB. Other values of a row are repeated.",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": zeros}}},
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": rows}}},
         "responses": {
             "200": {"description": "A record for each row.", "content": {"application/json": {"schema": answer}}},
             **_error_responses(*_ERROR_DESCRIPTIONS.keys() - {"409"}),
@@ -213,15 +215,37 @@ def _plain(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _cell(spec: TensorSpec) -> dict[str, Any]:
-    schema = _element(spec)
-    for size in reversed(spec.shape):
-        limits = {"minItems": size or 1, "maxItems": size or spec.max_size}
+def _about(field: InputField, schema: dict[str, Any]) -> dict[str, Any]:
+    text = "; ".join(filter(None, (field.unit, field.values_text)))
+    return {**schema, "description": text} if text else schema
+
+
+def _cell(spec: ModelSpec, field: InputField) -> dict[str, Any]:
+    """Describe a value in the plain form."""
+    tensor = spec.inputs[field.input]
+    schema = _element(spec, field.input)
+    if tensor.dtype == "str":
+        # A whole number means the category of its text.
+        numbers = [int(text) for text in schema.get("enum", ()) if text == str(_int_of(text))]
+        more = {"enum": [*schema["enum"], *numbers]} if "enum" in schema else {"type": ["string", "integer"]}
+        schema = {**schema, **more}
+    if tensor.allow_missing:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    for size in reversed(field.shape):
+        limits = {"minItems": max(size, 1), "maxItems": tensor.max_size if size == -1 else size}
         schema = {"type": "array", "items": schema, **{key: n for key, n in limits.items() if n is not None}}
     return schema
 
 
-def _tensor(name: str, spec: TensorSpec) -> dict[str, Any]:
+def _int_of(text: str) -> int | None:
+    return int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else None
+
+
+def _tensor(model: ModelSpec, name: str) -> dict[str, Any]:
+    spec = model.inputs[name]
+    element = _element(model, name)
+    if spec.allow_missing and spec.dtype != "str":
+        element = {"anyOf": [element, {"type": "null"}]}
     any_size: dict[str, Any] = {"type": "integer", "minimum": 1}
     limited = any_size if spec.max_size is None else {**any_size, "maximum": spec.max_size}
     dimensions = [any_size, *(limited if size is None else {"const": size} for size in spec.shape)]
@@ -241,7 +265,7 @@ def _tensor(name: str, spec: TensorSpec) -> dict[str, Any]:
                 "type": "array",
                 "description": "As many elements as the product of the shape: in one list, or nested like the shape.",
                 "minItems": 1,
-                "items": {"anyOf": [_element(spec), {"type": "array"}]},
+                "items": {"anyOf": [element, {"type": "array"}]},
             },
             "parameters": {
                 "type": ["object", "null"],
@@ -253,9 +277,17 @@ def _tensor(name: str, spec: TensorSpec) -> dict[str, Any]:
     }
 
 
-def _element(spec: TensorSpec) -> dict[str, Any]:
+def _element(model: ModelSpec, name: str) -> dict[str, Any]:
+    spec = model.inputs[name]
     dtype = spec.dtype
     element: dict[str, Any]
+    if dtype == "str":
+        encoding = model.encodings.get(name)
+        if not isinstance(encoding, Categories):
+            return {"type": "string", "maxLength": MAX_TEXT_LENGTH}
+        if encoding.unknown is None and model.choices(name):
+            return {"enum": [*model.choices(name), *([""] if spec.allow_missing else [])]}
+        return {"type": "string", "minLength": 0 if spec.allow_missing else 1, "maxLength": MAX_TEXT_LENGTH}
     if dtype == "bool":
         return {"type": "boolean"}
     if dtype == "float64":
@@ -270,9 +302,3 @@ def _element(spec: TensorSpec) -> dict[str, Any]:
         element = {"type": "integer", "minimum": int(limits.min), "maximum": int(limits.max)}
     ranges = {"minimum": spec.minimum, "maximum": spec.maximum}
     return element | {name: value for name, value in ranges.items() if value is not None}
-
-
-def _example(name: str, spec: TensorSpec) -> dict[str, Any]:
-    """Return a valid row."""
-    row = example(spec, 1)
-    return {"name": name, "datatype": DATATYPES[spec.dtype], "shape": list(row.shape), "data": row.ravel().tolist()}

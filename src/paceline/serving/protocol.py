@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -14,10 +14,10 @@ import orjson
 
 from paceline.core.inference import TensorSpec
 from paceline.serving.batching import InvalidRequest, RequestFailure
-from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec, example
+from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec
 from paceline.serving.replicas import Deployment
 from paceline.serving.request_bodies import LARGE_BYTES
-from paceline.serving.tables import CellError, columns_of, to_inputs
+from paceline.serving.tables import CellError, check_length, columns_of, encode_texts, text_array, to_inputs, to_record
 
 # --- Inference requests: JSON, and the extension for binary tensors ---
 #
@@ -28,6 +28,8 @@ from paceline.serving.tables import CellError, columns_of, to_inputs
 MAX_TENSORS = 64
 _MAX_DIMENSIONS = 16
 MAX_ID_LENGTH = 256
+_LARGE_TEXT_BYTES = 16 * 1024
+_MAX_TEXTS = 2**20  # of a tensor; as Python objects they take several times their bytes
 _PIECE_BYTES = 64 * 1024  # of a large tensor's text; parsing it keeps the interpreter for a few milliseconds
 
 
@@ -37,7 +39,7 @@ class InferRequest:
 
     Attributes:
         id: the client's own, returned in the answer.
-        inputs: by name, rows first.
+        inputs: of the model's program by name, rows first.
         outputs: requested name -> whether in binary.
         timeout_s: time limit, if the request sets one.
     """
@@ -46,6 +48,11 @@ class InferRequest:
     inputs: dict[str, Array]
     outputs: dict[str, bool]
     timeout_s: float | None
+
+
+def takes_long(spec: ModelSpec, size: int) -> bool:
+    """Return whether to parse a body of ``size`` bytes outside of the event loop; encoding texts takes longest."""
+    return size > (_LARGE_TEXT_BYTES if spec.encodings else LARGE_BYTES)
 
 
 def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | None) -> InferRequest:
@@ -67,9 +74,33 @@ def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | N
 
 
 def example_rows(spec: ModelSpec) -> str:
-    """Return a request in the plain form, whose only row is of zeros if possible."""
-    row = {name: example(tensor, 1)[0].tolist() for name, tensor in spec.inputs.items()}
-    return orjson.dumps({"rows": [row]}).decode()
+    """Return a request in the plain form, with one row."""
+    return orjson.dumps({"rows": [to_record(spec, spec.row)]}).decode()
+
+
+def example_request(spec: ModelSpec) -> dict[str, Any]:
+    """Return a request in the protocol's form, with one row."""
+    columns = columns_of([to_record(spec, spec.row)])
+    # As the client would send it, so without encodings.
+    arrays, _ = to_inputs(columns, replace(spec, encodings={}))
+    return {
+        "inputs": [
+            {
+                "name": name,
+                "datatype": DATATYPES[spec.inputs[name].dtype],
+                "shape": list(array.shape),
+                "data": _plain_list(array.ravel()),
+            }
+            for name, array in arrays.items()
+        ]
+    }
+
+
+def _plain_list(flat: Array) -> list[Any]:
+    """Return elements in their shortest decimals, and a missing one as None."""
+    is_text = flat.dtype == object
+    plain: list[Any] = flat.tolist() if is_text else orjson.loads(orjson.dumps(flat, option=orjson.OPT_SERIALIZE_NUMPY))
+    return plain
 
 
 def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Array], dict[str, list[Any]]]:
@@ -239,7 +270,7 @@ def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Arra
         rows = shape[0]
         size = _parameters(entry, f"input {name}").get("binary_data_size")
         if size is None:
-            arrays[name] = _from_json(name, tensor_spec.dtype, shape, entry)
+            arrays[name] = _from_json(name, tensor_spec, shape, entry)
         else:
             arrays[name], offset = _from_binary(name, tensor_spec.dtype, shape, entry, size, binary, offset)
         _check_range(name, tensor_spec, arrays[name])
@@ -248,13 +279,16 @@ def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Arra
     missing = spec.inputs.keys() - arrays.keys()
     if missing:
         raise InvalidRequest(f"{spec.name} also needs the input {min(missing)}.")
-    return {name: arrays[name] for name in spec.inputs}
+    try:
+        return encode_texts({name: arrays[name] for name in spec.inputs}, spec)
+    except CellError as error:
+        raise InvalidRequest(f"input {error.column}, row {error.row}: {error.problem}.") from None
 
 
 def _check_range(name: str, spec: TensorSpec, array: Array) -> None:
     """Check the elements against the package's schema: an index out of range would fail in the model."""
-    is_low = spec.minimum is not None and array.min() < spec.minimum
-    if is_low or (spec.maximum is not None and array.max() > spec.maximum):
+    is_low = spec.minimum is not None and (array < spec.minimum).any()  # min() of a NaN is NaN
+    if is_low or (spec.maximum is not None and (array > spec.maximum).any()):
         least = "any number" if spec.minimum is None else spec.minimum
         most = "any number" if spec.maximum is None else spec.maximum
         raise InvalidRequest(f"input {name}: data must be between {least} and {most}.")
@@ -285,6 +319,8 @@ def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, 
         raise InvalidRequest(f"input {name} has the shape {shape}, but this model takes sizes of at most {largest}.")
     if 0 in shape:
         raise InvalidRequest(f"input {name} has the shape {shape}, which contains no elements.")
+    if spec.dtype == "str" and math.prod(shape) > _MAX_TEXTS:
+        raise InvalidRequest(f"input {name} has the shape {shape}, but at most {_MAX_TEXTS:,} texts are allowed.")
     return tuple(shape)
 
 
@@ -300,6 +336,10 @@ def _from_binary(
     """Read a tensor from the bytes after the JSON; return it and the next tensor's offset."""
     if "data" in entry:
         raise InvalidRequest(f"input {name} has both data and binary_data_size; remove one of them.")
+    if dtype == "str":
+        if type(size) is not int or not 0 < size <= len(binary) - offset:
+            raise InvalidRequest(f"input {name} has {size!r:.40} bytes, but {len(binary) - offset} follow the JSON.")
+        return _texts_from_binary(name, shape, binary[offset : offset + size]), offset + size
     # Python's integers, so that a giant shape does not overflow.
     needed = math.prod(shape) * np.dtype(dtype).itemsize
     if type(size) is not int or size != needed:
@@ -313,21 +353,74 @@ def _from_binary(
     return np.frombuffer(piece, little_endian).astype(dtype, copy=False).reshape(shape), offset + needed
 
 
-def _from_json(name: str, dtype: str, shape: tuple[int, ...], entry: Mapping[str, Any]) -> Array:
+def _texts_from_binary(name: str, shape: tuple[int, ...], content: memoryview) -> Array:
+    """Read texts in UTF-8, each after its length: a uint32, little-endian, as the protocol has ``BYTES``."""
+    texts = []
+    position = 0
+    for _ in range(math.prod(shape)):
+        start = position + 4
+        length = int.from_bytes(content[position:start], "little")
+        position = start + length
+        if position > len(content):
+            raise InvalidRequest(f"input {name}: its bytes end within an element, or hold fewer elements than {shape}.")
+        texts.append(decode_text(name, bytes(content[start:position])))
+    if position != len(content):
+        raise InvalidRequest(f"input {name}: {len(content) - position} bytes follow the last element.")
+    return _check_texts(name, texts, shape)
+
+
+def decode_text(name: str, content: bytes) -> str:
+    """Return a text of UTF-8."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"input {name}: each element must be UTF-8.") from None
+
+
+def _check_texts(name: str, texts: list[Any], shape: tuple[int, ...]) -> Array:
+    if not all(type(text) is str for text in texts):
+        raise InvalidRequest(f"input {name}: data must be texts.")
+    try:
+        for number, text in enumerate(texts):
+            check_length(number, name, text)
+    except CellError as error:
+        raise InvalidRequest(f"input {name}, element {error.row}: {error.problem}.") from None
+    return text_array(texts, shape)
+
+
+def _load_texts(name: str, text: memoryview) -> Any:
+    """Parse the data of a large tensor of texts, whose number is bounded before they take their memory."""
+    content = bytes(text)
+    is_nested = content[1:].lstrip(b" \t\r\n").startswith(b"[")
+    num_texts = (content.count(b'"') - content.count(b'\\"')) // 2
+    if num_texts > _MAX_TEXTS or (is_nested and content.count(b"[") > _MAX_TEXTS):
+        raise InvalidRequest(f"input {name}: data must be at most {_MAX_TEXTS:,} texts.")
+    try:
+        return msgspec.json.decode(content, type=list[list[str]] if is_nested else list[str])
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"input {name}: data must be texts: {error}.") from None
+
+
+def _from_json(name: str, spec: TensorSpec, shape: tuple[int, ...], entry: Mapping[str, Any]) -> Array:
     """Read a tensor from JSON: nested lists, or one list in row-major order."""
     data = entry.get("data")
     if isinstance(data, msgspec.Raw):
-        return _from_text(name, np.dtype(dtype), shape, memoryview(data))
+        if spec.dtype != "str":
+            return _from_text(name, spec, shape, memoryview(data))
+        data = _load_texts(name, memoryview(data))
     if not isinstance(data, list):
         raise InvalidRequest(f"input {name}: data must be a list.")
     flat = _flatten(data, shape)
     if flat is None:
         raise _wrong_nesting(name, shape)
+    if spec.dtype == "str":
+        return _check_texts(name, flat, shape)
     # Check types before numpy sees them: it makes an array of strings as wide as the longest string.
     kinds = set(map(type, flat))
-    if kinds != {bool} if dtype == "bool" else not kinds <= {int, float}:
-        raise _wrong_elements(name, dtype)
-    return _convert(name, np.dtype(dtype), np.asarray(flat)).reshape(shape)
+    numbers = {int, float, type(None)} if spec.allow_missing else {int, float}
+    if kinds != {bool} if spec.dtype == "bool" else not kinds <= numbers:
+        raise _wrong_elements(name, spec)
+    return _convert(name, spec, flat).reshape(shape)
 
 
 def _wrong_nesting(name: str, shape: tuple[int, ...]) -> InvalidRequest:
@@ -336,11 +429,11 @@ def _wrong_nesting(name: str, shape: tuple[int, ...]) -> InvalidRequest:
     )
 
 
-def _wrong_elements(name: str, dtype: str) -> InvalidRequest:
-    return InvalidRequest(f"input {name}: data must be {'true or false' if dtype == 'bool' else 'numbers'}.")
+def _wrong_elements(name: str, spec: TensorSpec) -> InvalidRequest:
+    return InvalidRequest(f"input {name}: data must be {'true or false' if spec.dtype == 'bool' else 'numbers'}.")
 
 
-def _from_text(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], text: memoryview) -> Array:
+def _from_text(name: str, spec: TensorSpec, shape: tuple[int, ...], text: memoryview) -> Array:
     """Read a tensor from valid JSON, a piece at a time: memory is a small multiple of the text's.
 
     The brackets and commas of all pieces together are compared with those of the shape.
@@ -351,7 +444,8 @@ def _from_text(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], text: me
     if 2 * count > len(text):  # an element takes a character and a comma
         raise _wrong_nesting(name, shape)
     structure = bytearray()
-    array = np.empty(count, dtype)
+    array = np.empty(count, spec.dtype)
+    element_marks = b"truefals" if spec.dtype == "bool" else b"+-.0123456789eE" + b"nul" * spec.allow_missing
     start = filled = 0
     size = _PIECE_BYTES
     while start < len(text):
@@ -362,9 +456,9 @@ def _from_text(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], text: me
                 size *= 2
                 continue
             piece = piece[:end]
-        marks = piece.translate(None, b" \t\r\n" + (b"truefals" if dtype.kind == "b" else b"+-.0123456789eE"))
+        marks = piece.translate(None, b" \t\r\n" + element_marks)
         if marks.strip(b"[],"):
-            raise _wrong_elements(name, dtype.name)
+            raise _wrong_elements(name, spec)
         structure += marks
         try:
             elements = orjson.loads(b"[" + piece.translate(None, b"[]") + b"]")
@@ -375,7 +469,7 @@ def _from_text(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], text: me
         if filled + len(elements) > count:
             raise _wrong_nesting(name, shape)
         if elements:
-            array[filled : filled + len(elements)] = _convert(name, dtype, np.asarray(elements))
+            array[filled : filled + len(elements)] = _convert(name, spec, elements)
         filled += len(elements)
         start += len(piece) + 1
         size = _PIECE_BYTES
@@ -414,8 +508,10 @@ def _flatten(data: list[Any], shape: tuple[int, ...]) -> list[Any] | None:
     return level
 
 
-def _convert(name: str, dtype: np.dtype[Any], values: Array) -> Array:
-    """Convert numbers to ``dtype`` if all of them can be represented."""
+def _convert(name: str, spec: TensorSpec, elements: list[Any]) -> Array:
+    """Convert numbers to the input's dtype if all of them can be represented; a missing one becomes NaN."""
+    dtype = np.dtype(spec.dtype)
+    values = np.asarray(elements, float) if spec.allow_missing else np.asarray(elements)
     kind = values.dtype.kind
     if dtype.kind == "b":
         return values
@@ -431,7 +527,7 @@ def _convert(name: str, dtype: np.dtype[Any], values: Array) -> Array:
         return values.astype(dtype)
     with np.errstate(over="ignore"):
         converted = values.astype(dtype)
-    if not np.isfinite(converted).all():
+    if not (np.isfinite(converted) | (np.isnan(converted) & spec.allow_missing)).all():
         raise InvalidRequest(f"input {name}: data contains a number beyond the range of {DATATYPES[dtype.name]}.")
     return converted
 
@@ -563,10 +659,12 @@ def model_metadata(deployment: Deployment) -> dict[str, Any]:
         ]
         for side, specs in (("inputs", spec.inputs), ("outputs", spec.outputs))
     }
+    # Beyond the protocol: for forms, and for tables with a column for each value of a row.
     parameters = {
         "labels": spec.labels,
         "label": spec.label,
         "probabilities": spec.probabilities,
+        "fields": [asdict(each) for each in spec.fields],
         EXACT: deployment.exact_sizes,
     }
     return {

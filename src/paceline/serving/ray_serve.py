@@ -264,7 +264,7 @@ class RayDeployment(Deployment):
         device = self._options.devices[0]
         header = {
             "source": dataclasses.asdict(self._source),
-            "spec": dataclasses.asdict(self.spec),
+            "spec": dataclasses.asdict(self.spec.program),
             "device": device,
             "threads": self._options.threads,
             "max_batch": self._options.max_batch,

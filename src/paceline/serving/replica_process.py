@@ -292,7 +292,7 @@ class ReplicaProcess:
     async def _load(self, source: ModelLocation, spec: ModelSpec, device: str, options: ServingOptions) -> None:
         header = {
             "source": dataclasses.asdict(source),
-            "spec": dataclasses.asdict(spec),
+            "spec": dataclasses.asdict(spec.program),
             "device": device,
             "threads": options.threads,
             "max_batch": options.max_batch,

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from paceline.core.encodings import MAX_TEXT_LENGTH, EncodingError
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.inference import TensorSpec
 from paceline.serving.model import Array, Arrays, ModelSpec, rows_of
@@ -29,7 +30,7 @@ class CellError(Exception):
     """
 
     def __init__(self, row: int | None, column: str, problem: str) -> None:
-        super().__init__(problem)
+        super().__init__(f"{column} {problem}")
         self.row = row
         self.column = column
         self.problem = problem
@@ -45,8 +46,8 @@ def to_inputs(
 ) -> tuple[dict[str, Array], list[str]]:
     """Convert columns to a model's inputs.
 
-    An input has the column of its name. One of several elements has lists in that column, or a column for each element:
-    ``name[0]``, ``name[1]``.
+    An input has the columns that its schema names, or that of its own name. One of several elements has lists in that
+    column, or a column for each element: ``name[0]``, ``name[1]``.
 
     Args:
         columns: their cells: numbers, lists and text, by name.
@@ -54,7 +55,8 @@ def to_inputs(
         is_text: whether numbers and lists are written as text, as in CSV.
 
     Returns:
-        The inputs, and the names of the columns that they were made of.
+        The inputs, texts as the numbers that the package's encodings give, and the names of the columns that they
+        were made of.
 
     Raises:
         CellError: a column is missing, or the model does not take a cell.
@@ -64,23 +66,54 @@ def to_inputs(
     for name, tensor in spec.inputs.items():
         found = _columns_of(name, tensor, list(columns))
         if not found:
-            raise CellError(None, name, f"is missing; the columns are {', '.join(columns) or 'none'}")
-        if found == [name]:
+            missing = next((column for column in tensor.columns if column not in columns), name)
+            raise CellError(None, missing, f"is missing; the columns are {', '.join(columns) or 'none'}")
+        if found == [name] and not tensor.columns:
             arrays[name] = _convert_column(name, columns[name], tensor, is_text)
         else:
-            element = replace(tensor, shape=())
+            element = replace(tensor, shape=(), columns={})
             arrays[name] = np.stack([_convert_cells(one, columns[one], element, is_text) for one in found], axis=1)
         used += found
-    return arrays, used
+    return encode_texts(arrays, spec), used
+
+
+def to_record(spec: ModelSpec, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as a table's record: an input whose elements have names gets a value for each name."""
+    record: dict[str, Any] = {}
+    for name, value in row.items():
+        columns = spec.inputs[name].columns
+        record |= dict(zip(columns, value, strict=True)) if columns else {name: value}
+    return record
+
+
+def encode_texts(arrays: Arrays, spec: ModelSpec) -> dict[str, Array]:
+    """Replace texts by the numbers that the package's encodings give.
+
+    Raises:
+        CellError: a text has none; names the row, and the column or input.
+    """
+    encoded = dict(arrays)
+    for name, encoding in spec.encodings.items():
+        texts = arrays[name]
+        try:
+            numbers = encoding.encode(texts.ravel().tolist())
+        except EncodingError as error:
+            row, element = divmod(error.index, texts.size // len(texts))
+            columns = list(spec.inputs[name].columns)
+            raise CellError(row, columns[element] if columns else name, error.problem) from None
+        encoded[name] = numbers.reshape(*texts.shape, *encoding.shape)
+    return encoded
 
 
 def _columns_of(name: str, tensor: TensorSpec, columns: Sequence[str]) -> list[str]:
-    if name in columns:
-        return [name]
-    if len(tensor.shape) != 1:
-        return []
-    size = tensor.shape[0] or sum(column.startswith(f"{name}[") for column in columns)
-    elements = [f"{name}[{number}]" for number in range(size)]
+    elements = list(tensor.columns)
+    if not elements:
+        if name in columns:
+            return [name]
+        if len(tensor.shape) != 1:
+            return []
+        size = tensor.shape[0] or sum(column.startswith(f"{name}[") for column in columns)
+        elements = [f"{name}[{number}]" for number in range(size)]
     return elements if set(elements) <= set(columns) else []
 
 
@@ -115,11 +148,17 @@ def _convert_list(row: int, column: str, cell: Any, tensor: TensorSpec, is_text:
 
 
 def _convert_cells(column: str, cells: Sequence[Any], tensor: TensorSpec, is_text: bool) -> Array:
-    """Convert cells to numbers of the input's dtype and range."""
+    """Convert cells to numbers of the input's dtype and range, or to texts."""
+    if tensor.dtype == "str":
+        return text_array([_parse_text(row, column, cell, tensor) for row, cell in enumerate(cells)], (len(cells),))
     dtype = np.dtype(tensor.dtype)
     parse: Callable[[Any], Any] = {"b": _parse_bool, "f": _parse_float}.get(dtype.kind, _parse_int)
+    missing = ("" if is_text else None) if tensor.allow_missing else _NEVER
     numbers = []
     for row, cell in enumerate(cells):
+        if cell == missing:
+            numbers.append(math.nan)
+            continue
         try:
             if is_text is not isinstance(cell, str):
                 raise TypeError
@@ -138,9 +177,35 @@ def _convert_cells(column: str, cells: Sequence[Any], tensor: TensorSpec, is_tex
     most = min(highest, math.inf if tensor.maximum is None else tensor.maximum)
     is_open = dtype.kind == "f" and tensor.minimum is None and tensor.maximum is None
     for row, number in enumerate(numbers):
-        if not (least <= number <= most or (is_open and not math.isfinite(number))):
+        is_missing = tensor.allow_missing and math.isnan(number)
+        if not (least <= number <= most or is_missing or (is_open and not math.isfinite(number))):
             raise CellError(row, column, f"must be between {least:g} and {most:g}, but is {number!r:.80}")
     return np.asarray(numbers, dtype)
+
+
+def _parse_text(row: int, column: str, cell: Any, tensor: TensorSpec) -> str:
+    """Return a text; a category may also be a whole number, and a missing one is empty."""
+    if cell is None and tensor.allow_missing:
+        return ""
+    text = str(cell) if type(cell) is int else cell
+    if not isinstance(text, str):
+        what = "is missing" if cell is None else f"is {cell!r:.80}"
+        raise CellError(row, column, f"must be a text, but {what}")
+    check_length(row, column, text)
+    return text
+
+
+def check_length(row: int, column: str, text: str) -> None:
+    """Check a text's length before it is encoded."""
+    if len(text) > MAX_TEXT_LENGTH:
+        raise CellError(row, column, f"has {len(text):,} characters; at most {MAX_TEXT_LENGTH:,} are allowed")
+
+
+def text_array(texts: Sequence[str], shape: tuple[int, ...]) -> Array:
+    """Return an array of texts, which numpy would make as wide as the longest one."""
+    array = np.empty(len(texts), object)
+    array[:] = texts
+    return array.reshape(shape)
 
 
 def _parse_float(cell: Any) -> float:
@@ -172,6 +237,7 @@ def _parse_bool(cell: Any) -> bool:
     return value
 
 
+_NEVER = object()  # equal to no cell
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -389,6 +455,15 @@ def _records(parts: Iterator[Arrays], spec: ModelSpec, rows: Rows) -> Iterator[d
         else:
             yield from table_records(part, spec, rows.other_columns, first)
         first += rows_of(part)
+
+
+def csv_lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return records of the same names as CSV."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_csv_cell, rows[0]))
+    writer.writerows(map(_csv_cell, row.values()) for row in rows)
+    return text.getvalue()
 
 
 def _csv_cells(record: Mapping[str, Any], spec: ModelSpec) -> Iterator[tuple[str, Any]]:

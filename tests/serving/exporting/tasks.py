@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
-from paceline import Defaults, InferenceSignature, Task, TensorSpec
+from paceline import Categories, Defaults, InferenceSignature, Task, TensorSpec
 
 SAMPLES = {"train": 96, "val": 32, "test": 70}
 SIZE, CLASSES = 6, 3
@@ -133,3 +133,46 @@ class Untested(Shapes):
 
     def build_dataset(self, split: str) -> Any:
         return super().build_dataset(split) if split == "train" else None
+
+
+TONES = Categories({"dark": 0, "light": 1}, unknown=2)
+
+
+class Named(Shapes):
+    """Clients send a row's numbers by name, and a tone as text."""
+
+    def inference_signature(self, model: nn.Module) -> InferenceSignature | None:
+        inference = super().inference_signature(model)
+        assert inference is not None
+        columns = {f"c{i}": "lux" if i else "" for i in range(SIZE)}
+        inputs = {
+            "row": TensorSpec(dtype="float32", shape=(SIZE,), columns=columns),
+            "tone": TensorSpec(dtype="int64", encoding=TONES),
+        }
+        return replace(inference, module=Rows(model), inputs=inputs)
+
+    def inference_batch(self, batch: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return [batch[0][:, 0, 0], batch[1] % 2], batch[1]
+
+
+class Synthetic(Named):
+    """Its package shows no real sample."""
+
+    example: ClassVar[dict[str, Any]] = {**{f"c{i}": i / 2 for i in range(SIZE)}, "tone": "light"}
+
+    def inference_signature(self, model: nn.Module) -> InferenceSignature | None:
+        inference = super().inference_signature(model)
+        assert inference is not None
+        return replace(inference, example=self.example)
+
+
+class WrongExample(Synthetic):
+    """Its example lacks a column."""
+
+    example: ClassVar[dict[str, Any]] = {"c0": 1.0, "tone": "light"}
+
+
+class Rows(Classifier):
+    def forward(self, row: torch.Tensor, tone: torch.Tensor) -> dict[str, torch.Tensor]:
+        image = row[:, None, None].expand(-1, 1, SIZE, SIZE) * (1 + tone)[:, None, None, None]
+        return super().forward(image)

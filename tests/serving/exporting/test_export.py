@@ -18,19 +18,23 @@ import torch
 from huggingface_hub import ModelCard
 from tests.conftest import Processes
 from tests.serving.exporting.conftest import TASKS
+from tests.serving.exporting.tasks import Shapes
 from torch import nn
 
-from paceline.cli import main
+from paceline.cli import app, main
 from paceline.core.config import RunConfig
-from paceline.core.errors import PackageError, UntrustedError, UserError
+from paceline.core.encodings import Categories, Vocabulary
+from paceline.core.errors import ExportError, PackageError, UntrustedError, UserError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import scan
 from paceline.runs.checkpointer import load
 from paceline.runs.package import Package, open_package
+from paceline.runs.package_inputs import read_inputs
 from paceline.runs.package_registry import Registry
-from paceline.serving.export import ExportRequest, _observe_ranges, export
+from paceline.serving.export import ExportRequest, export
 from paceline.serving.formats import load_program, load_with_task
+from paceline.serving.observed_inputs import _limit_indices, observe_inputs
 from paceline.serving.trained_source import TrainedSource, open_source
 
 
@@ -212,6 +216,7 @@ def as_task(run_directory: Path, target: Path, name: str) -> Path:
         ),
         ("Misnamed", (), r"'image' must be float32 \(64, 1, 6, 6\), .* is float64 \(64, 1, 6, 6\)"),
         ("Untested", (), "neither a test nor a val split"),
+        ("WrongExample", (), "the example of inference_signature does not fit its inputs: c1 must be a number, but is"),
         (
             "Shapes",
             ("--quantize", "int8", "--tolerance", "1e-9"),
@@ -321,12 +326,83 @@ def test_a_range_is_that_of_the_embeddings_unless_the_task_declares_one() -> Non
         "year": TensorSpec(dtype="int64"),
     }
     outputs = {"sum": TensorSpec(dtype="float32")}
-    observed = _observe_ranges(InferenceSignature(module=Bags().eval(), inputs=inputs, outputs=outputs))
+    observed = _limit_indices(InferenceSignature(module=Bags().eval(), inputs=inputs, outputs=outputs))
     assert (observed["words"].minimum, observed["words"].maximum) == (0, 6)
     assert observed["kinds"] == inputs["kinds"]
     assert observed["year"] == inputs["year"]
     other = {"words": inputs["words"]}  # for which the module fails
-    assert _observe_ranges(InferenceSignature(module=Bags().eval(), inputs=other, outputs=outputs)) == other
+    assert _limit_indices(InferenceSignature(module=Bags().eval(), inputs=other, outputs=outputs)) == other
+
+
+def test_an_encoding_with_more_numbers_than_its_embedding_is_refused() -> None:
+    encoding = Vocabulary(ids={"a": 7}, max_length=3)
+    inputs = {
+        "words": TensorSpec(dtype="int64", shape=(3,), encoding=encoding),
+        "kinds": TensorSpec(dtype="int64", shape=(2,)),
+        "year": TensorSpec(dtype="int64"),
+    }
+    inference = InferenceSignature(module=Bags().eval(), inputs=inputs, outputs={"sum": TensorSpec(dtype="float32")})
+    with pytest.raises(ExportError, match="'words' is encoded as numbers up to 7, but the model has an embedding of 7"):
+        _limit_indices(inference)
+
+
+def test_a_package_shows_a_real_sample_by_names_and_texts(
+    package: Package, run_directory: Path, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Shapes().build_dataset("test").tensors[0][0]
+    about = read_inputs(package)
+    assert torch.equal(torch.tensor(about.example["image"]), first)
+    assert about.ranges == {}, "of a picture's elements nobody asks"
+
+    request = ExportRequest(run=as_task(run_directory, tmp_path / "named", "Named"), formats=("pt2",), name="named")
+    named, _ = export(request, Registry.of_user())
+    about = read_inputs(named)
+    assert torch.equal(torch.tensor(about.example["row"]), first[0, 0])
+    assert about.example["tone"] in ("dark", "light")
+    assert about.ranges.keys() == {f"c{i}" for i in range(6)}
+    rows = Shapes().build_dataset("test").tensors[0][:, 0, 0]
+    assert about.ranges["c2"] == pytest.approx((rows[:, 2].min().item(), rows[:, 2].max().item()), rel=1e-4)
+    assert about.specs["tone"].encoding == Categories({"dark": 0, "light": 1}, unknown=2)
+    card = named.read("README.md").decode()
+    assert "| c2 | number | lux | seen: " in card
+    assert "| tone | category |  | dark, light or any other | `" in card
+
+    assert app(["predict", "named", "--describe"], exit_on_error=False) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"c2 +number +lux +seen: 0\.", told)
+    heading, row = told.strip().splitlines()[-2:]
+    (tmp_path / "row.csv").write_text(f"{heading}\n{row}\n")
+    assert heading == "c0,c1,c2,c3,c4,c5,tone"
+    assert app(["predict", "named", str(tmp_path / "row.csv"), "--json"], exit_on_error=False) == 0
+    module = load_program(named, "pt2")
+    tone = torch.tensor([["dark", "light"].index(about.example["tone"])])
+    expected = module([first[:1, 0], tone])["probabilities"][0]
+    [record] = json.loads(capsys.readouterr().out)["predictions"]
+    torch.testing.assert_close(torch.tensor(record["outputs"]["probabilities"]), expected)
+
+    with open_source(as_task(run_directory, tmp_path / "synthetic", "Synthetic"), None) as source:
+        assert observe_inputs(source).example == {"row": [0, 0.5, 1, 1.5, 2, 2.5], "tone": "light"}
+
+
+def test_a_run_is_exported_and_reported_from_any_directory(
+    module_processes: Processes, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    shutil.copy(TASKS, project / "local.py")
+    words = ("train", "local.py:Shapes", "--max-steps", "1", "--threads", "1", "--run-dir", "run", "--quiet")
+    done = module_processes.run([sys.executable, "-m", "paceline", *words], cwd=project)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with open_source(Path("../project/run"), None) as source:
+        assert inspect.getfile(type(source.task)) == str(project / "local.py")
+        assert source.spec == "local.py:Shapes", "no package tells of this machine's directories"
+    (project / "local.py").rename(tmp_path / "moved.py")
+    with pytest.raises(UserError, match=r"there is no file .*elsewhere/local\.py"), open_source(project / "run", None):
+        pass
+    with open_source(project / "run", None, "../moved.py:Shapes") as source:
+        assert source.step == 1
 
 
 def test_a_task_that_has_moved(run_directory: Path, tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ let wanted = null;
 async function show(name) {
   wanted = name;
   try {
-    const model = new Model(await ask(modelPath(name)), asked);
+    const [metadata, example] = await Promise.all([ask(modelPath(name)), ask(`${modelPath(name)}/example`)]);
+    const model = new Model(metadata, example, asked);
     if (wanted !== name) return; // another one was chosen meanwhile
     document.title = `${name} · Paceline`;
     main.replaceChildren(model.element);

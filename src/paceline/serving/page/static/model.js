@@ -2,17 +2,16 @@
 
 import { ask, modelPath } from "./api.js";
 import { h, table } from "./dom.js";
-import { Pad } from "./pad.js";
-import { pictureOf, RANGES, tensor } from "./picture.js";
-import { curl, example, text } from "./request.js";
+import { Form } from "./form.js";
+import { curl, text } from "./request.js";
 import { answer, failure } from "./result.js";
 
 export class Model {
-  constructor(metadata, asked) {
+  constructor(metadata, example, asked) {
     this.metadata = metadata;
     this.asked = asked; // told each error, or null
     this.number = 0; // of the last question; after Clear nobody wants its answer
-    this.picture = pictureOf(metadata);
+    this.form = new Form(metadata, example, (now) => (now ? this.predict() : this.#changed()));
     this.result = h("div", { id: "result", "aria-live": "polite" });
     this.button = h("button", { type: "button", id: "predict", class: "main", onclick: () => this.predict() }, "Predict");
     this.command = h("pre", { id: "curl", tabindex: "0", "aria-label": "Command" });
@@ -23,7 +22,7 @@ export class Model {
       "article", null,
       h("div", { class: "title" }, h("h1", null, metadata.name), this.version),
       h("div", { class: "try" },
-        h("section", null, h("h2", null, this.picture ? "Draw, or open a picture" : "Request"), this.#input(), h("p", null, this.button)),
+        h("section", null, h("h2", null, this.form.isPicture ? "Draw, or open a picture" : "Input"), this.#input()),
         h("section", null, h("h2", null, "Answer"), this.result)),
       h("section", null, h("h2", null, "The same in a terminal"),
         h("div", { class: "command" }, this.command, h("p", null, h("button", { type: "button", id: "copy", onclick: () => this.#copy() }, "Copy"), " ", this.save, " ", this.copied))),
@@ -32,33 +31,56 @@ export class Model {
     this.#rest();
   }
 
+  // The form, and beside it the whole request as JSON, for several rows and everything else that a form has no field for.
   #input() {
-    if (!this.picture) {
-      const body = example(this.metadata);
-      this.editor = h("textarea", {
-        id: "request", rows: Math.min(24, 4 + Math.ceil(body.length / 60)), spellcheck: "false", "aria-label": "Request, in JSON",
-        oninput: () => this.#showCommand(),
-        onkeydown: (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.predict(); },
-      });
-      this.editor.value = body;
-      return this.editor;
-    }
-    const choices = Object.keys(RANGES).map((name) => h("option", { value: name }, name));
-    this.range = h("select", { id: "range", onchange: () => this.predict() }, choices);
-    this.pad = new Pad(this.picture, (empty) => (empty ? this.#rest() : this.predict()));
-    return [this.pad.element, this.picture.isFloat ? h("p", null, h("label", null, "Numbers of a pixel ", this.range)) : null];
+    this.editor = h("textarea", {
+      id: "request", hidden: true, spellcheck: "false", "aria-label": "Request, in JSON", oninput: () => this.#showCommand(),
+      onkeydown: (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.predict(); },
+    });
+    const refill = () => {
+      this.form.fill();
+      if (this.isEdited) this.editor.value = this.#formBody();
+      this.#rest();
+    };
+    this.form.element.addEventListener("submit", () => this.predict());
+    this.form.element.append(h("button", { hidden: true })); // Enter in a field sends a form that has one
+    const example = h("button", { type: "button", id: "example", onclick: refill }, "Example");
+    this.toggle = h("button", { type: "button", id: "json", "aria-pressed": "false", onclick: () => this.#toggled() }, "As JSON");
+    return [this.form.element, this.editor, h("p", { class: "actions" }, this.button, example, this.toggle)];
+  }
+
+  get isEdited() {
+    return !this.editor.hidden;
+  }
+
+  #toggled() {
+    this.editor.value = this.#formBody();
+    this.editor.rows = Math.min(24, 4 + Math.ceil(this.editor.value.length / 60));
+    this.editor.hidden = this.isEdited;
+    this.form.element.hidden = this.isEdited;
+    this.toggle.setAttribute("aria-pressed", String(this.isEdited));
+    this.#showCommand();
+  }
+
+  #changed() {
+    if (this.form.isPicture) this.#rest();
+    else this.#showCommand();
   }
 
   #rest() {
     this.number++;
     this.again = false;
-    const hint = this.picture ? "It comes when something is drawn or opened." : "It comes when Predict is pressed.";
+    const hint = this.form.isPicture ? "It comes when something is drawn or opened, or Predict is pressed." : "It comes when Predict is pressed.";
     this.result.replaceChildren(h("p", { class: "muted" }, hint));
     this.#showCommand();
   }
 
+  #formBody() {
+    return text(this.form.tensors());
+  }
+
   #body() {
-    return this.editor ? this.editor.value : text([tensor(this.picture, this.pad.pixels(), this.range.value)]);
+    return this.isEdited ? this.editor.value : this.#formBody();
   }
 
   #showCommand() {
@@ -73,6 +95,7 @@ export class Model {
 
   // One request at a time: what is drawn meanwhile is asked afterwards, once.
   async predict() {
+    if (!this.isEdited && !this.form.isValid) return;
     this.again = true;
     if (this.waiting) return;
     this.waiting = true;
@@ -116,11 +139,14 @@ export class Model {
 const versionOf = (metadata) => `version ${metadata.versions.join(", ")}, ${metadata.platform}`;
 
 function schema(metadata) {
-  const sizes = (shape) => `[${shape.map((size) => (size === -1 ? "any" : size)).join(", ")}]`;
-  const rows = ["inputs", "outputs"].flatMap((side) => metadata[side].map(({ name, datatype, shape }) => [side.slice(0, -1), name, datatype, sizes(shape)]));
-  const labels = metadata.parameters?.labels ?? [];
+  const sizes = (shape) => (shape.length ? `[${shape.map((size) => (size === -1 ? "any" : size)).join(", ")}]` : "");
+  const { fields, labels = [] } = metadata.parameters;
+  const rows = [
+    ...fields.map(({ name, unit, datatype, shape }) => ["input", unit ? `${name} (${unit})` : name, datatype, sizes(shape)]),
+    ...metadata.outputs.map(({ name, datatype, shape }) => ["output", name, datatype, sizes(shape.slice(1))]),
+  ];
   return [
-    table([["", ""], ["name", ""], ["datatype", ""], ["shape", "text"]], rows, "Inputs and outputs"),
+    table([["", ""], ["name", ""], ["datatype", ""], ["shape of a row", "text"]], rows, "Inputs and outputs"),
     labels.length ? h("details", null, h("summary", null, `${labels.length} labels`), h("p", null, labels.join(", "))) : null,
   ];
 }

@@ -10,15 +10,16 @@ const SIDE = 280; // pixels of a small model's pad
 const MOVES = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 export class Pad {
-  // `changed(empty)` is called when a stroke has ended, and after everything else that changes the picture.
-  constructor(picture, changed) {
-    Object.assign(this, picture);
+  // `changed(empty)` is called when a stroke has ended, and after everything else that changes the picture. `name` is
+  // the input's.
+  constructor(picture, changed, name) {
+    Object.assign(this, picture, { name });
     this.changed = changed;
     this.empty = true;
     this.scale = Math.max(1, Math.round(SIDE / Math.max(this.height, this.width)));
     const size = { width: this.width * this.scale, height: this.height * this.scale };
     this.canvas = h("canvas", {
-      ...size, tabindex: "0", role: "application", id: "pad",
+      ...size, tabindex: "0", role: "application", class: "canvas",
       "aria-label": `Drawing of ${this.width} by ${this.height} pixels. Arrow keys move the pen, space draws.`,
     });
     this.context = this.canvas.getContext("2d", { alpha: false, willReadFrequently: true });
@@ -26,23 +27,23 @@ export class Pad {
     this.at = { x: this.width / 2, y: this.height / 2 };
     this.element = h("div", { class: "pad" }, h("div", { class: "sheet" }, this.canvas, this.pen), this.#tools());
     this.#listen();
-    this.#blank();
+    this.blank();
   }
 
   #tools() {
     const longest = Math.max(this.height, this.width);
-    const range = { type: "range", id: "brush", min: 1, max: Math.ceil(longest / 5), value: Math.ceil(longest / 14) };
+    const range = { type: "range", class: "brush", min: 1, max: Math.ceil(longest / 5), value: Math.ceil(longest / 14) };
     this.brush = h("input", range);
-    this.colour = h("input", { type: "color", id: "colour", value: "#ffffff" });
-    this.invert = h("input", { type: "checkbox", id: "invert", role: "switch", onchange: () => this.#inverted() });
-    this.file = h("input", { type: "file", id: "file", accept: "image/*", class: "unseen", onchange: () => this.#chosen() });
+    this.colour = h("input", { type: "color", class: "colour", value: "#ffffff" });
+    this.invert = h("input", { type: "checkbox", class: "invert", role: "switch", onchange: () => this.#inverted() });
+    this.file = h("input", { type: "file", id: `picture-${this.name}`, accept: "image/*", class: "unseen", onchange: () => this.#chosen() });
     const small = h("canvas", { width: this.width, height: this.height, class: "small", role: "img", "aria-label": "What the model gets" });
     this.small = small.getContext("2d");
     this.problem = h("p", { class: "problem", role: "alert", hidden: true });
     return h(
       "div", { class: "side" },
-      h("label", { for: "file", class: "button" }, "Open a picture…"), this.file,
-      h("button", { type: "button", id: "clear", onclick: () => this.clear() }, "Clear"),
+      h("label", { for: `picture-${this.name}`, class: "button" }, "Open a picture…"), this.file,
+      h("button", { type: "button", class: "clear", onclick: () => this.clear() }, "Clear"),
       h("label", null, "Pen ", this.brush),
       this.channels === 1 ? null : h("label", null, "Colour ", this.colour),
       h("label", { title: "For models that learned light things on a dark ground, and pictures that are dark on light." },
@@ -53,11 +54,11 @@ export class Pad {
   }
 
   clear() {
-    this.#blank();
+    this.blank();
     this.#done(true);
   }
 
-  #blank() {
+  blank() {
     this.context.fillStyle = this.invert.checked ? "#fff" : "#000";
     this.context.fillRect(0, 0, this.canvas.width, this.canvas.height);
     this.#showSmall();
@@ -213,9 +214,21 @@ export class Pad {
       if (this.channels === 1) bytes.fill(grey(bytes[i], bytes[i + 1], bytes[i + 2]), i, i + 3);
       if (this.invert.checked) for (let c = 0; c < 3; c++) bytes[i + c] = 255 - bytes[i + c];
     }
-    context.putImageData(image, 0, 0);
+    this.#put(image);
+    this.#done(false);
+  }
+
+  // Shows a picture of the model's own size: RGBA bytes, row by row.
+  show(bytes) {
+    this.#put(new ImageData(bytes, this.width));
+    this.empty = false;
+    this.#showSmall();
+  }
+
+  #put(image) {
+    const sheet = h("canvas", { width: this.width, height: this.height });
+    sheet.getContext("2d", { alpha: false }).putImageData(image, 0, 0);
     this.context.imageSmoothingEnabled = false;
     this.context.drawImage(sheet, 0, 0, this.canvas.width, this.canvas.height);
-    this.#done(false);
   }
 }

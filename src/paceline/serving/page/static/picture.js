@@ -9,10 +9,8 @@ export const RANGES = {
   "0 to 255": (value) => value,
 };
 
-// (C, H, W), (H, W, C) or bytes (H, W), as `paceline predict` takes them; null where the model wants something else.
-export function pictureOf(metadata) {
-  if (metadata.inputs.length !== 1) return null;
-  const { name, datatype, shape } = metadata.inputs[0];
+// (C, H, W), (H, W, C) or bytes (H, W), as `paceline predict` takes them; null where the input is something else.
+export function pictureOf({ name, datatype, shape }) {
   const sizes = shape.slice(1), isFloat = FLOATS.includes(datatype);
   if (!isFloat && datatype !== "UINT8") return null;
   const first = sizes.length === 3 && [1, 3, 4].includes(sizes[0]);
@@ -41,4 +39,24 @@ export function tensor(picture, rgba, range) {
     }
   }
   return { name: picture.name, datatype: picture.datatype, shape: picture.shape, data };
+}
+
+// The range of some floats that may be pixels; null if none has them.
+export function rangeOf(data) {
+  const [least, most] = data.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [0, 0]);
+  if (least < -1 || most > 255 || (least < 0 && most > 1)) return null;
+  return Object.keys(RANGES)[least < 0 ? 1 : most > 1 ? 2 : 0];
+}
+
+// The inverse of `tensor`: RGBA bytes, row by row, of a picture of the model's own size.
+export function bytesOf({ height, width, channels, first }, data, range) {
+  const count = height * width, bytes = new Uint8ClampedArray(4 * count).fill(255);
+  const [zero, one] = range === null ? [0, 1] : [RANGES[range](0), RANGES[range](1)];
+  for (let i = 0; i < count; i++) {
+    for (let c = 0; c < (channels === 1 ? 3 : channels); c++) {
+      const of = channels === 1 ? 0 : c;
+      bytes[4 * i + c] = Math.round((data[first ? of * count + i : i * channels + of] - zero) / (one - zero));
+    }
+  }
+  return bytes;
 }

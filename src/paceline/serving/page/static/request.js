@@ -1,20 +1,11 @@
-// A model's requests: an example that fits its schema, and the command that sends one.
+// A model's requests, and the command that sends one.
 
 import { address, hasToken, modelPath } from "./api.js";
 
-const FREE = 8; // elements of a dimension that may have any number
 const LONGEST = 20_000; // characters that somebody might paste into a terminal
 
 export function text(inputs) {
   return `{\n  "inputs": [\n    ${inputs.map((input) => JSON.stringify(input)).join(",\n    ")}\n  ]\n}`;
-}
-
-export function example(metadata) {
-  return text(metadata.inputs.map(({ name, datatype, shape }) => {
-    const sizes = shape.map((size, i) => (size !== -1 ? size : i === 0 ? 1 : FREE));
-    const count = sizes.reduce((product, size) => product * size, 1);
-    return { name, datatype, shape: sizes, data: new Array(count).fill(datatype === "BOOL" ? false : 0) };
-  }));
 }
 
 // The words of a shell: single quotes keep everything but themselves.

@@ -13,19 +13,23 @@ export function answer(metadata, document, ms) {
   const said = (number) => String(labels[number] ?? number);
   const parts = [];
   if (shares && rows === 1) parts.push(bars(shares.data, said));
+  else if (known.length && rows === 1) parts.push(h("p", { class: "best" }, h("strong", null, said(outputs.get(label).data[0]))));
   else if (known.length) parts.push(perRow(outputs.get(label), shares, rows, said));
+  else if (rows === 1) parts.push(rest.filter(({ data }) => data.length === 1).map(({ name, data }) => h("p", { class: "best" }, `${name} `, h("strong", null, shown(data[0])))));
   if (rest.length) parts.push(table([["output", ""], ["shape", ""], ["values", "text"]], rest.map(values), "Outputs"));
   parts.push(h("p", { class: "muted" }, `${ms.toFixed(1)} ms from the request to its answer; ${document.model_name}, version ${document.model_version}`));
   return parts;
 }
 
+const shown = (value) => (typeof value === "number" ? figure(value) : String(value));
+
 function bars(shares, said) {
-  const order = [...shares.keys()].sort((a, b) => shares[b] - shares[a]), shown = order.slice(0, MOST_BARS);
-  const lines = shown.map((number) => h(
+  const order = [...shares.keys()].sort((a, b) => shares[b] - shares[a]), best = order.slice(0, MOST_BARS);
+  const lines = best.map((number) => h(
     "li", null, h("span", { class: "name" }, said(number)),
     h("progress", { max: 1, value: shares[number] ?? 0, "aria-label": said(number) }), h("span", { class: "number" }, percent(shares[number])),
   ));
-  const more = order.length - shown.length;
+  const more = order.length - best.length;
   return [
     h("p", { class: "best" }, h("strong", null, said(order[0])), ` ${percent(shares[order[0]])}`),
     h("ol", { class: "bars" }, lines), more > 0 ? h("p", { class: "muted" }, `and ${more} more labels`) : null,
@@ -47,7 +51,7 @@ function perRow(label, shares, rows, said) {
 }
 
 function values({ name, datatype, shape, data }) {
-  const text = data.slice(0, MOST_VALUES).map((value) => (typeof value === "number" ? figure(value) : String(value))).join(", ");
+  const text = data.slice(0, MOST_VALUES).map(shown).join(", ");
   const more = data.length - MOST_VALUES;
   return [name, `${datatype} [${shape.join(", ")}]`, more > 0 ? `${text}, and ${more} more` : text];
 }

@@ -1,0 +1,305 @@
+"""Encodings: how a category or a text becomes the whole numbers that a model takes.
+
+A task builds its data with the object that it declares in its inference signature, and a package keeps that object as
+data: so a server encodes as the training did, without the task's code.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MAX_TEXT_LENGTH = 65_536
+"""Characters of a text that is encoded."""
+
+_MAX_NAMED = 10  # categories in a message
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+class EncodingError(DataError):
+    """A value that an encoding does not take.
+
+    Attributes:
+        index: of the value.
+        problem: says what is wrong with it.
+    """
+
+    def __init__(self, index: int, problem: str) -> None:
+        super().__init__(f"value {index} {problem}.")
+        self.index = index
+        self.problem = problem
+
+
+class Encoding(ABC):
+    """A mapping of values to whole numbers."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers of one value."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The largest number plus one: the rows of an ``nn.Embedding`` for them."""
+
+    @abstractmethod
+    def encode(self, values: Sequence[Any]) -> NDArray[np.int64]:
+        """Return the numbers of values, one row for each.
+
+        Raises:
+            EncodingError: a value cannot be encoded; says which and why.
+        """
+
+    @abstractmethod
+    def decode(self, numbers: Any) -> str:
+        """Return a value that has these numbers, or about these if there is none."""
+
+
+@dataclass(frozen=True)
+class Categories(Encoding):
+    """The codes of a column's values: a whole number for each.
+
+    Attributes:
+        codes: by value.
+        unknown: the code of a value that is not in ``codes``; None: it is an error.
+        missing: the code of a missing value (None, NaN or an empty text); None: it is an error.
+    """
+
+    codes: Mapping[str, int]
+    unknown: int | None = None
+    missing: int | None = None
+
+    def __post_init__(self) -> None:
+        others = [code for code in (self.unknown, self.missing) if code is not None]
+        if not self.codes or min([*self.codes.values(), *others]) < 0:
+            raise ConfigError("Categories need at least one value, and codes from 0.")
+
+    @classmethod
+    def observe(cls, values: Iterable[Any], *, unknown: bool = False, missing: bool = False) -> Categories:
+        """Return codes of the values of a column, in their alphabetical order.
+
+        Args:
+            values: of the training data.
+            unknown: add a code for any other value.
+            missing: add a code for missing values.
+        """
+        texts = sorted({text for value in values if (text := _text_of(value))})
+        codes = {text: code for code, text in enumerate(texts)}
+        code_of_missing = len(codes) + unknown if missing else None
+        return cls(codes, len(codes) if unknown else None, code_of_missing)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def size(self) -> int:
+        return 1 + max(*self.codes.values(), self.unknown or 0, self.missing or 0)
+
+    @cached_property
+    def _values(self) -> Mapping[int, str]:
+        return {code: value for value, code in self.codes.items()}
+
+    def encode(self, values: Sequence[Any]) -> NDArray[np.int64]:
+        import numpy as np
+
+        numbers = np.empty(len(values), np.int64)
+        for index, value in enumerate(values):
+            text = _text_of(value)
+            code = self.codes.get(text, self.unknown if text else self.missing)
+            if code is None:
+                raise EncodingError(index, self._describe(text))
+            numbers[index] = code
+        return numbers
+
+    def decode(self, numbers: Any) -> str:
+        return self._values.get(int(numbers), "" if int(numbers) == self.missing else "unknown")
+
+    def _describe(self, text: str) -> str:
+        named = ", ".join(f"{value!r:.80}" for value in list(self.codes)[:_MAX_NAMED])
+        more = len(self.codes) - _MAX_NAMED
+        allowed = f"{named} and {more} more" if more > 0 else named
+        return f"must be one of {allowed}, but is " + (f"{text!r:.80}" if text else "empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary(Encoding):
+    """The ids of a text's tokens, padded to one length; of more tokens the first are used.
+
+    Attributes:
+        ids: by token.
+        max_length: number of ids of a text.
+        unknown: the id of a token that is not in ``ids``.
+        padding: the id after the last token.
+        split: what a token is: a word (a run of letters, digits and ``_``) or a punctuation mark; or a character.
+        lowercase: whether texts are converted to lower case.
+    """
+
+    ids: Mapping[str, int]
+    max_length: int
+    unknown: int = 1
+    padding: int = 0
+    split: Literal["words", "characters"] = "words"
+    lowercase: bool = False
+
+    def __post_init__(self) -> None:
+        _check_length(self.max_length)
+        if min([*self.ids.values(), self.unknown, self.padding]) < 0:
+            raise ConfigError("the ids of a Vocabulary must be from 0.")
+
+    @classmethod
+    def observe(
+        cls,
+        texts: Iterable[str],
+        *,
+        max_length: int,
+        max_size: int = 30_000,
+        split: Literal["words", "characters"] = "words",
+        lowercase: bool = False,
+    ) -> Vocabulary:
+        """Return the ids of the most frequent tokens of some texts; 0 is padding, 1 an unknown token.
+
+        Args:
+            texts: of the training data.
+            max_length: number of ids of a text.
+            max_size: number of ids, with the two.
+            split: what a token is.
+            lowercase: whether texts are converted to lower case.
+        """
+        empty = cls(ids={}, max_length=max_length, split=split, lowercase=lowercase)
+        counts = Counter(token for text in texts for token in empty._tokens(text))
+        frequent = sorted(counts, key=lambda token: (-counts[token], token))[: max_size - 2]
+        ids = {token: number for number, token in enumerate(frequent, 2)}
+        return cls(ids=ids, max_length=max_length, split=split, lowercase=lowercase)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.max_length,)
+
+    @property
+    def size(self) -> int:
+        return 1 + max([*self.ids.values(), self.unknown, self.padding])
+
+    def _tokens(self, text: str) -> Sequence[str]:
+        text = text.lower() if self.lowercase else text
+        return text if self.split == "characters" else _WORD.findall(text)
+
+    @cached_property
+    def _words(self) -> Mapping[int, str]:
+        return {number: token for token, number in self.ids.items()}
+
+    def encode(self, values: Sequence[Any]) -> NDArray[np.int64]:
+        import numpy as np
+
+        rows = np.full((len(values), self.max_length), self.padding, np.int64)
+        for row, text in zip(rows, _texts_of(values), strict=True):
+            numbers = [self.ids.get(token, self.unknown) for token in self._tokens(text)[: self.max_length]]
+            row[: len(numbers)] = numbers
+        return rows
+
+    def decode(self, numbers: Any) -> str:
+        tokens = [self._words.get(int(number), "?") for number in numbers if int(number) != self.padding]
+        return ("" if self.split == "characters" else " ").join(tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer(Encoding):
+    """The ids of a text's tokens by a ``tokenizer.json`` of Hugging Face's tokenizers, padded to one length.
+
+    Attributes:
+        json: the content of the file.
+        max_length: number of ids of a text; of more tokens the first are used.
+        padding: the id after the last token.
+    """
+
+    json: str
+    max_length: int
+    padding: int = 0
+
+    def __post_init__(self) -> None:
+        _check_length(self.max_length)
+
+    @classmethod
+    def read(cls, path: Path | str, *, max_length: int, padding: int = 0) -> Tokenizer:
+        """Read a ``tokenizer.json``, as ``save_pretrained`` of transformers and ``save`` of tokenizers write it."""
+        try:
+            return cls(json=Path(path).read_text(encoding="utf-8"), max_length=max_length, padding=padding)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.max_length,)
+
+    @property
+    def size(self) -> int:
+        ids: dict[str, int] = self._tokenizer.get_vocab()
+        return 1 + max([*ids.values(), self.padding])
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ConfigError(
+                f"this model's texts are encoded by tokenizers. Run: pip install 'paceline[tokenizers]' ({error})"
+            ) from error
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(self.json)
+        except Exception as error:  # the library has no class for them
+            raise ConfigError(f"tokenizers cannot read this tokenizer.json: {error!s:.300}") from error
+        tokenizer.enable_truncation(self.max_length)
+        tokenizer.enable_padding(length=self.max_length, pad_id=self.padding)
+        return tokenizer
+
+    def encode(self, values: Sequence[Any]) -> NDArray[np.int64]:
+        import numpy as np
+
+        tokenizer, texts, rows = self._tokenizer, _texts_of(values), []
+        for index, text in enumerate(texts):
+            try:
+                rows.append(tokenizer.encode(text).ids)
+            except Exception as error:  # such as an unknown word where the vocabulary has no token for it
+                raise EncodingError(index, f"cannot be encoded: {error!s:.200}") from None
+        return np.asarray(rows, np.int64).reshape(len(texts), self.max_length)
+
+    def decode(self, numbers: Any) -> str:
+        kept = [int(number) for number in numbers if int(number) != self.padding]
+        return str(self._tokenizer.decode(kept))
+
+
+def _text_of(value: Any) -> str:
+    """Return a category's text; empty if it is missing, as None, NaN and pandas' NA are."""
+    try:
+        is_missing = value is None or bool(value != value)
+    except TypeError:  # pandas' NA is neither
+        is_missing = True
+    return "" if is_missing else str(value)
+
+
+def _texts_of(values: Sequence[Any]) -> list[str]:
+    texts = list(values)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise EncodingError(index, f"must be a text, but is {text!r:.80}")
+        if len(text) > MAX_TEXT_LENGTH:
+            raise EncodingError(index, f"has {len(text):,} characters; at most {MAX_TEXT_LENGTH:,} are allowed")
+    return texts
+
+
+def _check_length(max_length: int) -> None:
+    if not 1 <= max_length <= MAX_TEXT_LENGTH:
+        raise ConfigError(f"max_length must be between 1 and {MAX_TEXT_LENGTH}, but is {max_length}.")
