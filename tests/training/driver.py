@@ -68,7 +68,7 @@ def restless(computing: int) -> Iterator[None]:
 def simulated(task: paceline.Task, sizes: list[int]) -> Iterator[None]:
     """A pipeline without a flush, stage by stage in this process."""
 
-    def build(module: Any, mesh: Any, config: Any, options: Any) -> PipeDreamReference:
+    def build(module: Any, mesh: Any, options: Any) -> PipeDreamReference:
         return PipeDreamReference(module, mesh, options, cut(find_blocks(module, task.pipeline_blocks(module)), sizes))
 
     with mock.patch.object(run_context, "build_strategy", build):
