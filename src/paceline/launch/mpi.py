@@ -56,9 +56,9 @@ def place_on_hosts(spec: LaunchSpec, hosts: tuple[Host, ...]) -> LaunchSpec:
         spec = replace(spec, nodes=nodes, nproc=nproc or spec.nproc)
     least, most = spec.nodes
     if least != most:
-        raise ConfigError(f"--nodes {least}:{most}: the number of machines is fixed here. Give one number.")
+        raise ConfigError(f"--nodes {least}:{most}: the number of nodes is fixed here. Give one number.")
     if least > 1 and not hosts:
-        raise ConfigError(f"--nodes {least} needs --hosts: the machines, such as node0:2,node1:2, or a file.")
+        raise ConfigError(f"--nodes {least} needs --hosts: the nodes, such as node0:2,node1:2, or a file.")
     return spec
 
 
