@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 from paceline.core.callback import Callback, RunSchedule
-from paceline.core.task import Task
+from paceline.core.task import Defaults, Task
 
 
 class _Killed(Callback):
@@ -88,3 +88,14 @@ class Line(Task):
     def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
         inputs, targets = batch
         return {"near": ((model(inputs) - targets).abs() < 0.5).float().flatten()}
+
+
+@dataclass
+class Even(Line):
+    """Declares a search space, and refuses odd widths."""
+
+    defaults: ClassVar[Defaults] = Defaults(search=("width=int:2:8", "lr=log:1e-3:1"))
+
+    def __post_init__(self) -> None:
+        if self.width % 2:
+            raise ValueError(f"width {self.width} is odd")

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from paceline.core.errors import ConfigError, RunDirectoryError, RunInUseError
-from paceline.tune.history import SearchJournal, TrialResult, read_trials, write_result
+from paceline.tune.charts import draw
+from paceline.tune.history import SearchJournal, TrialResult, read_trials, write_hparams, write_result
 from paceline.tune.plan_search import require_same
 from paceline.tune.search import Search, SearchDirectory
 from paceline.tune.status import SearchStatus, render
@@ -55,7 +56,7 @@ def test_a_journal_says_where_each_trial_stands(tmp_path: Path) -> None:
         2: ("running", False, 1),
     }
     assert trials.trials[0].curve("accuracy") == [(10, 0.5), (20, 0.7)]
-    assert trials.trials[2].last("accuracy") is None
+    assert trials.trials[2].best("accuracy", "max") is None
     best = trials.best("accuracy", "max")
     assert best is not None
     assert best.number == 0
@@ -110,7 +111,10 @@ def test_asha_goes_on_as_if_nothing_had_happened(cut: int, monkeypatch: pytest.M
 
 def test_the_status_shows_states_parameters_and_the_best() -> None:
     journal = read_trials(Path("/nowhere"))
-    for each in (result(0, 16, 0.75, "finished"), result(1, 1, 0.25, "stopped"), result(2, 1, 0.5)):
+    for each in (
+        *(result(0, 15, 0.75), result(0, 16, 0.7, "finished")),
+        *(result(1, 1, 0.25, "stopped"), result(2, 1, 0.5)),
+    ):
         journal.take(each)
     console = Console(file=io.StringIO(), width=140)
     console.print(render(SEARCH, journal, SearchStatus(clock_s=75, resources="2/2 CPUs", notes=["80% spent"])))
@@ -118,7 +122,8 @@ def test_the_status_shows_states_parameters_and_the_best() -> None:
     text = console.file.getvalue()
     assert "Trials: 3/8 (1 running, 5 waiting, 1 finished, 1 stopped); 1 min 15 s" in text
     assert "Resources in use: 2/2 CPUs" in text
-    assert "Best: trial 0, accuracy 0.75" in text
+    assert "Best: trial 00000, accuracy 0.75" in text
+    assert "best accuracy" in text
     assert "80% spent" in text
     row = next(line for line in text.splitlines() if "00001" in line)
     lr = SEARCH.parsed_space.parameters(1)["lr"]
@@ -126,6 +131,8 @@ def test_the_status_shows_states_parameters_and_the_best() -> None:
         *("00001", "stopped", "127.0.0.1:7", f"{lr:g}", str(SEARCH.parsed_space.parameters(1)["momentum"])),
         *("0.25", "1", "10", "1.5 s"),
     ]
+    best = next(line for line in text.splitlines() if "│ 00000 │" in line)
+    assert [cell.strip() for cell in best.split("│")[6:8]] == ["0.75", "16"], "as in the line above the table"
 
 
 def test_the_status_names_the_metric_as_it_is() -> None:
@@ -157,6 +164,55 @@ def test_the_result_names_the_best_and_its_command(tmp_path: Path) -> None:
         "paceline train fashion-mnist-mlp --run-dir runs/best --set weight_decay=0.1 "
         f"--set lr={parameters['lr']} --set momentum={parameters['momentum']} --threads 1"
     )
+
+
+def test_configurations_are_ranked_by_the_mean_of_their_seeds(tmp_path: Path) -> None:
+    search = replace(SEARCH, repeats=2, scheduler="none", trials=4, options={**SEARCH.options, "seed": 3})
+    path = tmp_path / "journal.jsonl"
+    writer = SearchJournal(path)
+    for number in range(8):
+        writer.suggest(number, {"lr": 0.125 * (1 + number // 2)} | ({"momentum": "0.9"} if number < 6 else {}))
+    values = {0: 0.99, 1: 0.5, 2: 0.8, 3: 0.7, 4: 0.97, 6: 0.98, 7: 0.97}
+    states = {5: "diverged", 7: "failed"}
+    for number in range(8):
+        writer.add(result(number, 16, values.get(number), states.get(number, "finished")))
+    writer.close()
+    journal = read_trials(path)
+    ranking = journal.ranking("accuracy", "max", 2)
+    assert [[trial.number for trial in each.trials] for each in ranking] == [[2, 3], [0, 1]]
+    document = write_result(search, SearchDirectory(tmp_path), journal, done=True)
+    best = document["best"]
+    assert (best["trial"], best["accuracy"], best["values"]) == (2, 0.75, {"00002": 0.8, "00003": 0.7})
+    assert best["spread"] == pytest.approx(0.0707107)
+    assert best["parameters"] == {"lr": 0.25, "momentum": "0.9"}
+    assert "--set lr=0.25 --set momentum=0.9" in best["command"]
+    assert "--seed 3" in best["command"]
+    assert [each["trial"] for each in document["configurations"]] == [2, 0]
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render(search, journal, SearchStatus(clock_s=1)))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "Best: trial 00002, accuracy 0.75 ± 0.071" in text
+    row = next(line for line in text.splitlines() if "00007" in line)
+    assert [cell.strip() for cell in row.split("│")[4:7]] == ["0.5", "", "4"], "no momentum; the seed is 3 + 1"
+    assert [path.name for path in draw(search, journal, tmp_path)] == ["curves.svg", "parallel.svg"]
+
+
+def test_parameters_keep_their_types(tmp_path: Path) -> None:
+    texts = ("lr=log:1e-3:1", "n=choice:32,64", "flag=choice:true,false", "kind=choice:1,x", "clip=choice:none,1")
+    choices = {"n": [32, 64], "flag": [True, False], "kind": ["1", "x"], "clip": [None, 1.0]}
+    directory = SearchDirectory(tmp_path)
+    directory.write(replace(SEARCH, space=texts, choices=choices))
+    search = directory.read()
+    journal = read_trials(tmp_path / "none")
+    for number in range(16):
+        journal.take(result(number, 1, 0.5, "finished"))
+    write_result(search, directory, journal, done=True)
+    trials = json.loads(directory.result.read_text())["trials"]
+    for name, values in choices.items():
+        written = [trial["parameters"][name] for trial in trials]
+        assert {(type(value), value) for value in written} == {(type(value), value) for value in values}
+    write_hparams(search, directory, journal)
 
 
 def test_settings_are_read_back_and_damage_is_told(tmp_path: Path) -> None:
@@ -208,10 +264,13 @@ def test_going_on_needs_the_same_search(tmp_path: Path) -> None:
     there = directory.read()
     require_same(there, replace(SEARCH, trials=20, budget="2h"), directory, "accuracy:max")
     require_same(replace(there, cpus=1, gpus=0), SEARCH, directory, None)
+    require_same(there, replace(SEARCH, space=()), directory, None)  # the task's own space
     for asked, metric, says in (
         (replace(SEARCH, space=("lr=log:1e-2:1",)), None, "differs in --search"),
         (replace(SEARCH, options={**SEARCH.options, "epochs": 3}), None, "differs in --epochs"),
         (replace(SEARCH, cpus=2.0, scheduler="none"), None, "--scheduler, --cpus-per-trial"),
+        (replace(SEARCH, sampler="tpe", repeats=2), None, "differs in --sampler, --repeats"),
+        (replace(SEARCH, constraints=("lr < 1",)), None, "differs in --constraint"),
         (SEARCH, "loss:min", "differs in --metric"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -150,7 +150,7 @@ def test_a_lost_trials_time_is_spent(tmp_path: Path, clock: list[float], monkeyp
     with observer:
         observer.started(0)
         clock[0] += 50
-        observer.lost(0)
+        observer.lost(0, "its node has gone")
         clock[0] += 10  # until it has another machine
         observer.started(0)
         clock[0] += 30
@@ -190,6 +190,47 @@ def test_dollars_are_those_of_the_clock_over_all_starts(
     assert (warning or "") in error
     assert ("budget" in error) == (warning is not None)
     assert observer.spent == (spent_s > 10000)
+
+
+@pytest.mark.parametrize("succeeds", [None, 3])
+def test_a_search_stops_when_several_trials_fail_and_none_succeeds(
+    succeeds: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observer = observe(SEARCH, tmp_path, monkeypatch)
+    for number in range(8 if succeeds is not None else 5):
+        observer.started(number)
+        assert not observer.closed
+        if number == succeeds:
+            observer.result(number, said(1, 1.0, "finished"), ended=True)
+        elif number == 2:
+            observer.gave_up(number, "it was lost too often")
+        else:
+            state = "diverged" if number % 2 else "failed"
+            observer.result(number, said(0, 1.0, state) | {"metrics": {}, "message": f"bad {number}"}, ended=True)
+    assert observer.closed == observer.hopeless == (tmp_path / "stop").exists() == (succeeds is None)
+    if succeeds is None:
+        assert observer.failures[-1] == f"lr={SEARCH.parameters(4)['lr']}: bad 4"
+        reasons = [failure.partition(": ")[2] for failure in observer.failures]
+        assert reasons == ["bad 0", "bad 1", "it was lost too often", "bad 3", "bad 4"]
+    assert "trial 00002 failed: it was lost too often" in capsys.readouterr().err
+
+
+def test_a_lost_trial_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tune keeps the errors of a trial in a file, the last one at its end."""
+    observer = observe(SEARCH, tmp_path / "search", monkeypatch)
+    errors = tmp_path / "error.txt"
+    errors.write_text("Traceback:\n  x\npaceline.tune.trial.TrialDiedError: it was killed by SIGKILL; see LOG\n")
+    trial = SimpleNamespace(config={"number": 3}, error_file=str(errors))
+    observer.callback.on_trial_recover(0, [], trial)
+    errors.write_text(errors.read_text() + "\x1b[31mThe node has gone.\n\n")
+    observer.callback.on_trial_error(0, [], trial)
+    observer.callback.on_trial_recover(0, [], SimpleNamespace(config={"number": 4}, error_file=None))
+    text = capsys.readouterr().err
+    assert "trial 00003 was lost, and continues from its last checkpoint: it was killed by SIGKILL; see LOG" in text
+    assert "trial 00003 failed: it was lost too often; the last time \\x1b[31mThe node has gone." in text
+    assert "trial 00004 was lost, and continues from its last checkpoint: its process or node ended" in text
 
 
 @pytest.mark.parametrize(("metrics", "code"), [({}, 1), ({"loss": 1.0}, 0)])

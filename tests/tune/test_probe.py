@@ -17,20 +17,27 @@ SEARCH = Search(
         "threads": 1,
         "max_steps": 20,
         "eval_every": "5steps",
-        "set": ["kind=relu"],
-        "seed": 1,
+        "set": ["kind=relu", "fail_above=1e32"],
+        "seed": 4,
     },
-    space=("lr=choice:1e30,0.01",),
-    trials=2,
+    space=("lr=choice:1e30,0.01,1e35,1e36",),
+    trials=4,
     metric="loss:min",
 )
 
 
 @pytest.mark.integration
-def test_a_first_trial_that_diverges_does_not_end_the_search() -> None:
-    assert [SEARCH.parsed_space.parameters(number)["lr"] for number in (0, 1)] == ["1e30", "0.01"]
+def test_first_trials_that_fail_or_diverge_do_not_end_the_search() -> None:
+    order = [float(str(SEARCH.parameters(number)["lr"])) for number in range(4)]
+    assert order == [1e30, 1e36, 1e35, 0.01]
     facts = probe(SEARCH)
     assert set(facts.metrics) == {"near", "loss"}
     assert (facts.total_steps, facts.evaluations) == (20, 4)
-    with pytest.raises(ConfigError, match=r"is NaN or infinite .* \(with kind=relu, lr=1e30\)"):
-        probe(replace(SEARCH, trials=1))
+    assert [failure.partition(":")[0] for failure in facts.failures] == [f"lr={lr}" for lr in order[:-1]]
+    reasons = dict(failure.split(": ", 1) for failure in facts.failures)
+    assert "is NaN or infinite" in reasons["lr=1e+30"]
+    assert "paceline resume" not in reasons["lr=1e+30"]  # a run that is gone
+    assert "no model for lr 1e+35" in reasons["lr=1e+35"]
+    with pytest.raises(ConfigError, match="no configuration could be trained") as raised:
+        probe(replace(SEARCH, trials=3))
+    assert all(failure in str(raised.value) for failure in facts.failures)

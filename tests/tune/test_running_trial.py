@@ -84,8 +84,12 @@ def test_a_killed_trial_goes_on_and_tells_nothing_twice(server: TrialServer, tmp
     trial = start(server, options(tmp_path / "a", *fields))
     trial.next()
     told = trial.next()
-    with pytest.raises(TrialDiedError, match="was killed"):
+    log = tmp_path / "a/logs/output.log"
+    with log.open("a") as file:
+        file.write("the last words\n")
+    with pytest.raises(TrialDiedError) as lost:
         trial.next()
+    assert str(lost.value) == f"it was killed by SIGKILL, after it printed: the last words; see {log}"
     trial.end()
     assert (tmp_path / "killed").exists()
     again = start(server, options(tmp_path / "a", *fields), told)

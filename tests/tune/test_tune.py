@@ -41,18 +41,23 @@ class Searched:
 
 @pytest.fixture(scope="module")
 def searched(module_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Searched:
-    """A search that was killed with -9 in the middle, and went on."""
+    """A search that was killed with -9 in the middle, and went on with one trial more."""
     path = tmp_path_factory.mktemp("search") / "search"
     # Of these, the first two are good and the third is bad: whoever comes first, one is stopped.
-    space = ("--search", "lr=log:1e-4:0.3", "--search", "width=int:2:8", "--seed", "8")
-    words = tune(TASK, *space, *LENGTH, "--trials", "6", "--reduction-factor", "2", "--run-dir", path)
+    texts = ("kind=choice:tanh,relu", "lr=log:1e-4:0.3", "width=int:2:8 if kind=tanh", "global_batch_size=choice:24,48")
+    space = [word for text in texts for word in ("--search", text)]
+    words = tune(TASK, *space, "--sampler", "tpe", "--seed", "11", "--constraint", "width < 9", *LENGTH)
+    words += ["--trials", "5", "--reduction-factor", "2", "--run-dir", str(path)]
     first = module_processes.start(words, cwd=path.parent)
     journal = path / "journal.jsonl"
-    _wait_for_lines(first, journal, 5)
+    _wait_for_lines(first, journal, 7)
     os.kill(first.pid, signal.SIGKILL)
     module_processes.finish(first, timeout_s=TIME_LIMIT_S)
     before = read_json_lines(journal)
-    again = module_processes.run(tune("--resume", "--run-dir", path, "--json"), cwd=path.parent, timeout_s=TIME_LIMIT_S)
+    home = path.parent / "home"
+    home.mkdir()
+    more = tune("--resume", path, "--trials", "6", "--json")
+    again = module_processes.run(more, cwd=path.parent, env={"HOME": str(home)}, timeout_s=TIME_LIMIT_S)
     assert again.returncode == 0, again.stderr
     return Searched(path, json.loads(again.stdout.splitlines()[-1]), before, again.stderr)
 
@@ -77,6 +82,25 @@ def test_all_trials_end_and_the_best_is_found(searched: Searched) -> None:
     losses = [trial["loss"] for trial in result["trials"]]
     assert result["best"]["loss"] == min(losses)
     assert json.loads((searched.path / "result.json").read_text()) == result
+
+
+def test_its_parameters_are_recorded_as_they_were_chosen(searched: Searched) -> None:
+    trials = read_trials(searched.path / "journal.jsonl").trials
+    for trial in searched.result["trials"]:
+        parameters = trial["parameters"]
+        assert parameters == trials[trial["trial"]].suggested
+        assert ("width" in parameters) == (parameters["kind"] == "tanh")
+        run = RunDirectory(searched.path / trial["run"]).read_complete_manifest()
+        assert run["config"]["global_batch_size"] == parameters["global_batch_size"]
+    assert {type(trial["parameters"]["global_batch_size"]) for trial in searched.result["trials"]} == {int}
+
+
+def test_nothing_of_rays_is_printed_or_left_behind(searched: Searched) -> None:
+    assert all(line.startswith("paceline: ") for line in searched.output.splitlines()), searched.output
+    home = searched.path.parent / "home"
+    assert [path for path in home.rglob("*ray*") if "matplotlib" not in path.parts] == []
+    known = {"tune.json", "tune.lock", "journal.jsonl", "result.json", "curves.svg", "parallel.svg"}
+    assert {path.name for path in searched.path.iterdir()} == known | {"trials", "tensorboard"}
 
 
 def test_finished_trials_are_not_run_again(searched: Searched) -> None:
@@ -161,12 +185,15 @@ def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: P
         (("--search", "lr=log:1e-3:1", "--budget", "0.001s"), "less than the costs of one whole trial"),
         (("--search", "lr=log:1e-3:1", "--set", "with_val=false"), "--val-fraction 0.1"),
         (("--search", "lr=log:1e-3:1", "--trials", "0"), "--trials must be at least 1"),
+        (("--search", "lr=log:1e-3:1", "--repeats", "2", "--scheduler", "asha"), "Leave --scheduler out"),
+        (("--search", "lr=log:1e-3:1", "--constraint", "rate < 1"), "rate is not searched"),
         (("--search", "lr=log:1e-3:1", "--nodes", "2"), "paceline launch --on slurm --rank-launcher ray"),
         (("--search", "lr=log:1e-3:1", "--ray-address", "head"), "--ray-address must be HOST:PORT"),
         (("--resume",), "--resume needs the search's directory"),
         (("--resume", "--run-dir", "x", "--scheduler", "asha"), "continues the search with its recorded options"),
         (("--resume", "--run-dir", "x", "--grace-period", "1"), "continues the search with its recorded options"),
         (("--resume", "--run-dir", "x", "--reduction-factor", "4"), "continues the search with its recorded options"),
+        (("--resume", "--run-dir", "x", "--sampler", "tpe"), "continues the search with its recorded options"),
         (("--resume", "--run-dir", "x", "--gpus-per-trial", "0"), "continues the search with its recorded options"),
         ((), "a search needs at least one field"),
     ],

@@ -29,7 +29,10 @@ def tune(
     *,
     search: Annotated[tuple[str, ...], Parameter(group=_SEARCH, negative="")] = (),
     metric: Annotated[str | None, Parameter(group=_SEARCH)] = None,
+    constraint: Annotated[tuple[str, ...], Parameter(group=_SEARCH, negative="")] = (),
     trials: Annotated[int | None, Parameter(group=_SEARCH)] = None,
+    repeats: Annotated[int | None, Parameter(group=_SEARCH)] = None,
+    sampler: Annotated[Literal["random", "tpe"] | None, Parameter(group=_SEARCH)] = None,
     scheduler: Annotated[Literal["asha", "none"] | None, Parameter(group=_SEARCH)] = None,
     grace_period: Annotated[int | None, Parameter(group=_SEARCH)] = None,
     reduction_factor: Annotated[float | None, Parameter(group=_SEARCH)] = None,
@@ -55,14 +58,23 @@ def tune(
     task
         file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
     search
-        A field of the task and its values; may be repeated for other fields. lr=log:1e-3:1,
-        momentum=uniform:0.1:0.9, n=int:1:8 or width=choice:32,64.
+        A field of the task, or an option such as global_batch_size, and its values; may be repeated for others.
+        lr=log:1e-3:1, momentum=uniform:0.1:0.9, n=int:1:8, n=log-int:16:1024 or width=choice:32,64; for other
+        dimensions' values only: "momentum=uniform:0:0.9 if optimizer=sgd". Default: the task's.
+    constraint
+        A comparison that every configuration satisfies, such as "width * depth <= 512"; may be repeated.
     metric
         NAME:min or NAME:max, to rank trials by. Default: the task's, else loss:min.
     trials
-        Maximum number of trials; a smaller grid is tried once. Default: 128.
+        Maximum number of configurations; a smaller grid is tried once. Default: 128.
+    repeats
+        Trials of each configuration, with the seeds --seed, --seed + 1, ...; configurations are ranked by their mean.
+        Default: 1.
+    sampler
+        random, or tpe: choose configurations by the results of earlier ones (Optuna). Default: random.
     scheduler
-        asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end. Default: asha.
+        asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end. Default: asha; with
+        --repeats none.
     grace_period
         Evaluations before a trial can be stopped. Default: 1.
     reduction_factor
@@ -83,8 +95,8 @@ def tune(
     run_dir
         The search's directory. Default: runs/tune-TASK-TIME.
     resume
-        Continue the search in --run-dir, without its finished trials. If TASK and all options are given
-        again, start the search if it does not exist: for jobs that a queue may restart.
+        Continue the search in --run-dir, without its finished trials, or in DIR with --resume DIR. If TASK and all
+        options are given again, start the search if it does not exist: for jobs that a queue may restart.
     json
         Print the result as JSON.
     quiet
@@ -97,21 +109,25 @@ def tune(
     changes: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
     ranking = {
         "metric": metric,
-        "scheduler": scheduler,
+        "sampler": sampler,
+        "repeats": repeats,
+        "scheduler": scheduler or ("none" if (repeats or 1) > 1 else None),
         "grace_period": grace_period,
         "reduction_factor": reduction_factor,
         "gpus": gpus_per_trial,
     }
     settings: dict[str, Any] = {name: value for name, value in ranking.items() if value is not None}
     address = plan_search.find_cluster(ray_address)
+    if resume and run_dir is None and task and SearchDirectory(Path(task)).settings.exists():
+        task, run_dir = "", Path(task)
     if resume and run_dir is None:
         raise ConfigError("--resume needs the search's directory. Add --run-dir DIR.")
     directory = SearchDirectory(run_dir or plan_search.default_directory(task))
     request = None
     if task or not resume:
         request = _make_search(task, explicit_options(options), cpus_per_trial, trials, stop)
-        request = dataclasses.replace(request, space=search, **settings, **changes)
-    elif search or stop or cpus_per_trial is not None or settings or explicit_options(options):
+        request = dataclasses.replace(request, space=search, constraints=constraint, **settings, **changes)
+    elif search or constraint or stop or cpus_per_trial is not None or settings or explicit_options(options):
         raise ConfigError(
             "--resume continues the search with its recorded options. Only --trials, --budget and "
             "--price-per-hour can be changed."
@@ -127,7 +143,9 @@ def tune(
         directory.require_none()
         plan_search.check(request)
         _print_status(quiet, "measuring the task for a few steps ...")
-        search_plan, _ = plan_search.measure_search(request, metric)
+        search_plan, profile = plan_search.measure_search(request, metric)
+        for failure in profile.failures:
+            _print_status(quiet, f"a configuration cannot be trained, and a trial of it fails: {failure}")
     cpus = plan_search.own_cpus()
     estimate = plan_search.estimate_search(search_plan, cpus)
     _print_status(quiet, plan_search.describe(search_plan, estimate, here=address is None))
@@ -219,13 +237,15 @@ def _print_result(search: Search, directory: SearchDirectory, code: int, *, json
         )
     else:
         name, direction = parse_best(search.metric)
-        best = result["best"]
+        best = journal.ranking(name, direction, search.repeats)[0]
+        seeds = f", the mean of {search.repeats} seeds" if search.repeats > 1 else ""
+        number = best.trials[0].number
         console.print(
-            f"\nBest: trial {best['trial']:05d}, {direction} {name} {best[name]:.6g}. Train it in full:",
+            f"\nBest: trial {number:05d}, {direction} {name} {best.show()}{seeds}. Train it in full:",
             style="bold",
             markup=False,
         )
-        console.print(best["command"], soft_wrap=True, markup=False)
+        console.print(result["best"]["command"], soft_wrap=True, markup=False)
     if not result["done"]:
         console.print(f"Continue with: paceline tune --resume --run-dir {directory.path}", soft_wrap=True, markup=False)
     console.print(f"search: {directory.path}", style="dim", markup=False, soft_wrap=True)

@@ -39,6 +39,8 @@ class Defaults:
     microbatches: int | None = None
     epochs: int = 1
     best_metric: str | None = None
+    search: tuple[str, ...] = ()
+    """The search space of ``paceline tune`` without ``--search``, in its form: ``("lr=log:1e-3:1",)``."""
 
 
 @dataclass

@@ -207,7 +207,7 @@ def build_task(task_class: type[Task], values: Mapping[str, Any]) -> Task:
         if name not in fields:
             names = ", ".join(fields) or "none"
             raise TaskError(f"{task_class.__name__} has no field {name!r}. Its fields: {names}.")
-        converted[name] = _convert(value, hints[name], f"{task_class.__name__}.{name}")
+        converted[name] = convert(value, hints[name], f"{task_class.__name__}.{name}")
     try:
         return task_class(**converted)
     except TypeError as error:
@@ -260,7 +260,7 @@ def task_assignments(task: Task) -> tuple[str, ...]:
     changed = {name: value for name, value in task_fields(task).items() if value != defaults[name]}
     for name, text in parse_assignments(f"{name}={value}" for name, value in changed.items()).items():
         where = f"{type(task).__name__}.{name}"
-        read = _convert(text, hints[name], where)
+        read = convert(text, hints[name], where)
         if isinstance(changed[name], str) and read != changed[name]:
             raise TaskError(
                 f"{where} is {changed[name]!r}, which --set would read as {read!r}. "
@@ -269,8 +269,17 @@ def task_assignments(task: Task) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in changed.items())
 
 
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    """Convert a string from the command line, or a TOML value, to the annotated type."""
+def convert(value: Any, hint: Any, where: str) -> Any:
+    """Convert a string from the command line, or a TOML value, to the annotated type.
+
+    Args:
+        value: the value.
+        hint: the type.
+        where: the name of the field or option, for the error.
+
+    Raises:
+        TaskError: it is not such a value.
+    """
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     is_none = value is None or (isinstance(value, str) and value.lower() == "none")
     if is_none and (type(None) in options or hint is Any):

@@ -9,7 +9,8 @@ from typing import Any
 
 from paceline.core.errors import LaunchError
 from paceline.tune.history import SearchHistory, Trial
-from paceline.tune.search import Dimension, Search
+from paceline.tune.search import Search
+from paceline.tune.space import Dimension
 from paceline.tune.status import show_value
 
 _SIZE = (9.0, 5.0)  # inches
@@ -28,7 +29,7 @@ def draw(search: Search, journal: SearchHistory, directory: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise LaunchError(f"plots need matplotlib ({error}). Run: pip install 'paceline[report]'") from error
-    best = journal.best(search.metric_name, search.mode)
+    best = journal.best(search.metric_name, search.mode, search.repeats)
     scored_trials = [trial for trial in journal.trials.values() if trial.curve(search.metric_name)]
     if not scored_trials:
         return []
@@ -95,8 +96,9 @@ def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial 
     # Draw better trials on top.
     ranked = sorted(zip(trials, values, strict=True), key=lambda pair: pair[1], reverse=search.mode == "min")
     for trial, value in ranked:
-        parameters = search.parsed_space.parameters(trial.number)
-        ys = [_height(dimension, parameters[dimension.field]) for dimension in dimensions]
+        parameters = trial.parameters(search)
+        # A line has a gap at a dimension that does not apply to its trial.
+        ys = [_height(d, parameters[d.name]) if d.name in parameters else math.nan for d in dimensions]
         ys.append((value - low) / (high - low) if high > low else 0.5)
         width = 2.5 if trial is best else 1.0
         axes.plot(range(len(ys)), ys, color=colour.to_rgba(value), linewidth=width, alpha=0.9)
@@ -114,7 +116,7 @@ def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial 
             )
     for axis in range(len(dimensions) + 1):
         axes.axvline(axis, color="0.3", linewidth=0.8, zorder=3)
-    axes.set_xticks(range(len(dimensions) + 1), [*(d.field for d in dimensions), search.metric_name])
+    axes.set_xticks(range(len(dimensions) + 1), [*(d.name for d in dimensions), search.metric_name])
     axes.set_yticks([])
     axes.set_ylim(-_MARGIN, 1 + _MARGIN)
     axes.set_xlim(-0.15, len(dimensions) + 0.15)
@@ -129,7 +131,7 @@ def _height(dimension: Dimension, value: Any) -> float:
     if dimension.kind == "choice":
         return dimension.values.index(value) / max(1, len(dimension.values) - 1)
     low, high = dimension.bounds
-    if dimension.kind == "log":
+    if dimension.kind in ("log", "log-int"):
         return (math.log(float(value)) - math.log(low)) / (math.log(high) - math.log(low))
     return (float(value) - low) / (high - low)
 
@@ -143,11 +145,11 @@ def _ticks(dimension: Dimension) -> list[tuple[float, str]]:
     if dimension.kind == "int":
         step = max(1, math.ceil((high - low) / _MAX_TICKS))
         values = [*range(int(low), int(high), step), int(high)]
-    elif dimension.kind == "log" and high / low >= _MIN_LOG_RATIO:
+    elif dimension.kind in ("log", "log-int") and high / low >= _MIN_LOG_RATIO:
         powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
         powers_between = [10.0**power for power in powers if low * 1.5 < 10.0**power < high / 1.5]
         values = [low, *powers_between, high]
-    elif dimension.kind == "log":
+    elif dimension.kind in ("log", "log-int"):
         values = [low, float(f"{math.sqrt(low * high):.2g}"), high]
     else:
         values = [low, *(float(f"{low + (high - low) * part:.3g}") for part in (0.25, 0.5, 0.75)), high]

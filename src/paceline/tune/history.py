@@ -8,8 +8,9 @@ import json
 import logging
 import math
 import shlex
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +20,13 @@ from paceline.core.files import ResilientAppendFile, read_json_lines, write_atom
 from paceline.core.option_sets import select
 from paceline.launch.submit import task_command
 from paceline.runs.directory import RunDirectory
-from paceline.tune.search import Search, SearchCost, SearchDirectory, assignments
+from paceline.tune.search import Search, SearchCost, SearchDirectory
+from paceline.tune.space import Value, assignments
 
 # --- The journal: one line per result, in the order in which trials were compared ---
 #
-# Between the results, regularly and at the end of each start, is a line with the costs so far.
+# Between the results, regularly and at the end of each start, is a line with the costs so far; and a line with the
+# parameters of each trial, if a sampler has chosen them by earlier results.
 
 
 _log = logging.getLogger(__name__)
@@ -81,6 +84,14 @@ class Spent:
     trial_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """The parameters of a trial that a sampler has chosen by earlier results."""
+
+    trial: int
+    parameters: Mapping[str, Value]
+
+
 @dataclass
 class Trial:
     """A trial with its results.
@@ -90,12 +101,18 @@ class Trial:
         results: in order.
         placed: node and process of the last result.
         begun: whether it runs in this start of the search; always False when read from a journal.
+        suggested: its parameters, if a sampler has chosen them by earlier results.
     """
 
     number: int
     results: list[TrialResult] = field(default_factory=list)
     placed: str = ""
     begun: bool = False
+    suggested: Mapping[str, Value] | None = None
+
+    def parameters(self, search: Search) -> Mapping[str, Value]:
+        """Return its parameters, by name."""
+        return search.parameters(self.number) if self.suggested is None else self.suggested
 
     @property
     def state(self) -> TrialState:
@@ -125,15 +142,36 @@ class Trial:
         points = [(result.step, result.value(metric)) for result in self.results]
         return [(step, value) for step, value in dict(points).items() if value is not None]
 
-    def last(self, metric: str) -> float | None:
-        """Return the latest value."""
-        curve = self.curve(metric)
-        return curve[-1][1] if curve else None
-
     def best(self, metric: str, mode: str) -> float | None:
         """Return the best value of all evaluations."""
         values = [value for _, value in self.curve(metric)]
         return (max(values) if mode == "max" else min(values)) if values else None
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The trials with the same parameters and different seeds, each with a value.
+
+    Attributes:
+        trials: in the order of their seeds.
+        values: the best value of each.
+    """
+
+    trials: tuple[Trial, ...]
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Return the standard deviation between the seeds; 0 for one trial."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+
+    def show(self) -> str:
+        """Format the value, with its spread if there are several trials."""
+        return f"{self.mean:.6g}" + (f" ± {self.spread:.2g}" if len(self.values) > 1 else "")
 
 
 class SearchHistory:
@@ -148,7 +186,7 @@ class SearchHistory:
         unrecorded_s: time of trials that no result covers.
     """
 
-    def __init__(self, records: Iterable[TrialResult | Spent]) -> None:
+    def __init__(self, records: Iterable[TrialResult | Spent | Suggestion]) -> None:
         self.trials: dict[int, Trial] = {}
         self.results: list[TrialResult] = []
         self.unrecorded_s = 0.0
@@ -156,6 +194,8 @@ class SearchHistory:
         for record in records:
             if isinstance(record, Spent):
                 self._spent = record
+            elif isinstance(record, Suggestion):
+                self.trial(record.trial).suggested = record.parameters
             else:
                 self.take(record)
         self.unrecorded_s = max(0.0, self._spent.trial_s - self._trial_s)
@@ -185,18 +225,28 @@ class SearchHistory:
     def _trial_s(self) -> float:
         return sum(trial.seconds for trial in self.trials.values()) + self.unrecorded_s
 
-    def best(self, metric: str, mode: str) -> Trial | None:
-        """Return the trial with the best value, with the lowest number among equals.
+    def ranking(self, metric: str, mode: str, repeats: int = 1) -> list[Configuration]:
+        """Return the configurations by their mean values, the best first, by number among equals.
 
-        Failed and diverged trials are excluded, since a full training would end in the same way.
+        Failed and diverged trials are excluded, since a full training would end in the same way; and so are
+        configurations of which not every trial has a value.
         """
-        sign = 1.0 if mode == "max" else -1.0
-        rated = [
-            (sign * value, -t.number)
-            for t in self.trials.values()
-            if t.state not in ("failed", "diverged") and (value := t.best(metric, mode)) is not None
+        sign = -1.0 if mode == "max" else 1.0
+        configurations: dict[int, list[tuple[Trial, float]]] = {}
+        for number in sorted(self.trials):
+            trial = self.trials[number]
+            value = None if trial.state in ("failed", "diverged") else trial.best(metric, mode)
+            if value is not None:
+                configurations.setdefault(number // repeats, []).append((trial, value))
+        complete = [
+            Configuration(*zip(*pairs, strict=True)) for pairs in configurations.values() if len(pairs) == repeats
         ]
-        return self.trials[-max(rated)[1]] if rated else None
+        return sorted(complete, key=lambda configuration: sign * configuration.mean)
+
+    def best(self, metric: str, mode: str, repeats: int = 1) -> Trial | None:
+        """Return the trial with the best value; with repeats the first one of the best configuration."""
+        ranking = self.ranking(metric, mode, repeats)
+        return ranking[0].trials[0] if ranking else None
 
 
 class SearchJournal(SearchHistory):
@@ -222,7 +272,12 @@ class SearchJournal(SearchHistory):
         self._spent = Spent(clock_s=round(clock_s, 3), trial_s=round(trial_s, 3))
         self._write(self._spent)
 
-    def _write(self, record: TrialResult | Spent) -> None:
+    def suggest(self, number: int, parameters: Mapping[str, Value]) -> None:
+        """Record the parameters that a sampler has chosen for a trial."""
+        self.trial(number).suggested = parameters
+        self._write(Suggestion(trial=number, parameters=parameters))
+
+    def _write(self, record: TrialResult | Spent | Suggestion) -> None:
         self._file.write((json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
@@ -234,13 +289,35 @@ def read_trials(path: Path) -> SearchHistory:
     return SearchHistory(_read(path))
 
 
-def _read(path: Path) -> Iterator[TrialResult | Spent]:
+def _read(path: Path) -> Iterator[TrialResult | Spent | Suggestion]:
     names = {f.name for f in dataclasses.fields(TrialResult)}
     for record in read_json_lines(path):
         if record.keys() == {"clock_s", "trial_s"}:
             yield Spent(**record)
+        elif record.keys() == {"trial", "parameters"}:
+            yield Suggestion(**record)
         elif record.keys() <= names and {"trial", "state", "iteration", "step", "metrics"} <= record.keys():
             yield TrialResult(**record)
+
+
+MAX_FAILED = 5
+"""If this many trials have failed and none has succeeded, a search stops: something else than the values is wrong."""
+
+
+def shorten(state: TrialState, message: str) -> str:
+    """Return why a trial ended; without the advice for a run with a NaN loss, which should continue."""
+    return message.partition(". ")[0] if state == "diverged" else message
+
+
+def describe_failure(parameters: Mapping[str, Value], state: TrialState, message: str) -> str:
+    """Describe why a configuration could not be trained."""
+    return f"{', '.join(assignments(parameters))}: {shorten(state, message)}"
+
+
+def describe_failures(failures: Sequence[str]) -> str:
+    """Describe why none of several configurations could be trained."""
+    shown = "".join(f"\n  {failure}" for failure in failures)
+    return f"no configuration could be trained; tried, and failed, were:{shown}"
 
 
 # --- ``result.json``, and the command that trains the best configuration ---
@@ -250,10 +327,9 @@ _LOCAL_OPTIONS = select(lambda its: its.from_launcher and its.scope in ("start",
 """Options of the machine, which a cluster's launcher gives and this command must give itself."""
 
 
-def command_of(search: Search, number: int) -> str:
+def command_of(search: Search, trial: Trial) -> str:
     """Return the ``paceline train`` command that fully trains a trial's configuration, with the same bits."""
-    options = {**search.options}
-    options["set"] = [*options.get("set", ()), *assignments(search.parsed_space.parameters(number))]
+    options = search.run_options(trial.number, trial.parameters(search))
     config = config_from_mapping(options, "tune.json")
     words = ["paceline", *task_command(config, Path("runs/best"), "python")[3:]]
     words += to_flags({name: options[name] for name in _LOCAL_OPTIONS if name in options})
@@ -263,7 +339,8 @@ def command_of(search: Search, number: int) -> str:
 def write_result(search: Search, directory: SearchDirectory, journal: SearchHistory, *, done: bool) -> dict[str, Any]:
     """Write ``result.json``, and return its content; ``done`` if all planned trials have ended."""
     trials = [journal.trials[number] for number in sorted(journal.trials)]
-    best = journal.best(search.metric_name, search.mode)
+    ranking = journal.ranking(search.metric_name, search.mode, search.repeats)
+    best = _configuration(search, ranking[0]) if ranking else None
     clock_s = journal.clock_s
     cost = journal.cost(clock_s, search.gpus)
     steps = sum(trial.step for trial in trials)
@@ -275,23 +352,35 @@ def write_result(search: Search, directory: SearchDirectory, journal: SearchHist
         "done": done,
         "planned": search.planned,
         "states": dict(Counter(trial.state for trial in trials)),
-        "best": None if best is None else _trial(search, best) | {"command": command_of(search, best.number)},
+        "best": None if best is None else best | {"command": command_of(search, ranking[0].trials[0])},
         "steps": steps,
         "steps_without_early_stops": full_steps,
         "seconds": round(clock_s, 3),
         "gpu_hours": round(cost.gpu_hours, 4),
         "budget": None if search.limit is None else search.limit.show(cost),
+        **({"configurations": [_configuration(search, each) for each in ranking]} if search.repeats > 1 else {}),
         "trials": [_trial(search, trial) for trial in trials],
     }
     write_atomically(directory.result, (json.dumps(result, indent=2) + "\n").encode())
     return result
 
 
+def _configuration(search: Search, configuration: Configuration) -> dict[str, Any]:
+    """Describe a configuration: its first trial, with the mean of the metric over all of them."""
+    first = _trial(search, configuration.trials[0])
+    if search.repeats == 1:
+        return first
+    values = {
+        f"{trial.number:05d}": value for trial, value in zip(configuration.trials, configuration.values, strict=True)
+    }
+    return first | {search.metric_name: configuration.mean, "spread": configuration.spread, "values": values}
+
+
 def _trial(search: Search, trial: Trial) -> dict[str, Any]:
     return {
         "trial": trial.number,
         "state": trial.state,
-        "parameters": search.parsed_space.parameters(trial.number),
+        "parameters": dict(trial.parameters(search)),
         search.metric_name: trial.best(search.metric_name, search.mode),
         "iterations": trial.iteration,
         "steps": trial.step,
@@ -319,7 +408,7 @@ def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHis
     """Write the description of the search, and the parameters of each trial that has results."""
     from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
-    names = [dimension.field for dimension in search.parsed_space.dimensions]
+    names = [dimension.name for dimension in search.parsed_space.dimensions]
     tag = f"eval/val/{search.metric_name}"
     experiment = api_pb2.Experiment(
         description=f"paceline tune {search.options['task']}",
@@ -332,9 +421,11 @@ def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHis
         if not trial.results:
             continue
         start = plugin_data_pb2.SessionStartInfo(group_name=f"{trial.number:05d}")
-        for name, value in search.parsed_space.parameters(trial.number).items():
-            if isinstance(value, str):
-                start.hparams[name].string_value = value
+        for name, value in trial.parameters(search).items():
+            if isinstance(value, bool):
+                start.hparams[name].bool_value = value
+            elif value is None or isinstance(value, str):
+                start.hparams[name].string_value = str(value)
             else:
                 start.hparams[name].number_value = float(value)
         status = api_pb2.STATUS_SUCCESS if trial.state in _SUCCESS_STATES else api_pb2.STATUS_UNKNOWN

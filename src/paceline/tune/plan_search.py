@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -15,40 +16,39 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import ConfigError, PacelineError, TaskError
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError, LaunchError, PacelineError, TaskError
 from paceline.core.files import read_json_lines
 from paceline.core.job import default_run_path
-from paceline.core.options import Interval, flag, parse_best, parse_interval
+from paceline.core.option_sets import CLASSIFICATIONS, select
+from paceline.core.options import Interval, check_bounds, flag, parse_best, parse_interval
 from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.task import Task
-from paceline.core.task_loading import build_task, load_task_class, parse_assignments
+from paceline.core.task_loading import build_task, convert, load_task_class, parse_assignments
 from paceline.launch.launcher import Command, LaunchSpec
 from paceline.launch.ray_cluster import import_ray, require_answer
 from paceline.launch.ray_node import cluster_command
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
-from paceline.tune.search import (
-    CostEstimate,
-    Dimension,
-    Search,
-    SearchDirectory,
-    estimate,
-    require_room,
-    show_seconds,
-)
+from paceline.tune.history import MAX_FAILED, describe_failure, describe_failures
+from paceline.tune.sampler import import_optuna
+from paceline.tune.search import CostEstimate, Search, SearchDirectory, estimate, require_room, show_seconds
+from paceline.tune.space import FORMS, Dimension, Value
+
+if TYPE_CHECKING:
+    from paceline.tune.trial import TrialReport, TrialServer
 
 # --- Profile a task for a few steps before a search: ``python -m paceline.tune.plan_search FILE`` ---
 #
 # It prints a line of JSON: the task's metrics, the length of a trial and the time of its steps and evaluations,
-# or an error. It is a run with the first trial's parameters in a temporary directory, stopped at its first
-# evaluation.
+# or an error. It is a run with the first configuration's parameters in a temporary directory, stopped at its first
+# evaluation. If that one fails or diverges, so will its trial in the search; the next configuration is profiled.
 
 
 _STEPS = 4
-_MAX_TRIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,10 @@ class TaskProfile:
     """The results of profiling a task.
 
     Attributes:
+        space: of the search, or the one that the task declares.
+        choices: the values of choices with the types of the task's fields, by name.
+        searched_options: the names in ``space`` that are options of the run.
+        failures: why configurations that were tried before could not be trained.
         metrics: of the validation split, by name, after a few steps.
         best: the metric that the task itself recommends.
         total_steps: of a trial; None for a stream trained by epochs.
@@ -65,6 +69,10 @@ class TaskProfile:
         seconds_per_evaluation: including the steps before it.
     """
 
+    space: tuple[str, ...]
+    choices: Mapping[str, Sequence[Value]]
+    searched_options: tuple[str, ...]
+    failures: tuple[str, ...]
     metrics: Mapping[str, float | None]
     best: str | None
     total_steps: int | None
@@ -98,7 +106,8 @@ def probe(search: Search) -> TaskProfile:
         raise ConfigError(document["error"])
     if done.returncode or not document:
         raise ConfigError(f"the task could not be run: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
-    return TaskProfile(**document)
+    tuples = {name: tuple(document[name]) for name in ("space", "searched_options", "failures")}
+    return TaskProfile(**{**document, **tuples})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -114,31 +123,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
-    from paceline.tune.trial import RunningTrial, TrialCommand, TrialServer
+    from paceline.tune.trial import TrialServer
 
     task_class = load_task_class(str(search.options["task"]))
-    task = check_fields(task_class, search)
+    search = resolve_space(task_class, search)
+    failures: list[str] = []
+    report = None
     with closing(TrialServer()) as server:
-        # A diverging trial is a valid trial, but if several diverge at once, the task is wrong.
-        for number in range(min(_MAX_TRIES, search.planned)):
+        for number in range(0, min(MAX_FAILED * search.repeats, search.planned), search.repeats):
             run = RunDirectory(directory.path / f"probe-{number}")
-            options = {
-                **search.trial_options(number, directory),
-                "run_dir": str(run.path),
-                "eval_every": f"{_STEPS}steps",
-                "checkpoint_every": ["never"],
-                "log_every": 1,
-            }
-            trial = RunningTrial(server, TrialCommand(options=options, iteration=0, step=0, stop_file=directory.stop))
-            try:
-                report = trial.next()
-            finally:
-                evaluated_at = time.time()
-                trial.end()
-            if report.state != "diverged":
+            parameters = search.parameters(number)
+            report, evaluated_at = _run_first_steps(server, search.run_options(number, parameters), run, directory)
+            if report.state not in ("failed", "diverged", "waiting"):
                 break
-    if report.state in ("failed", "diverged", "waiting"):
-        raise TaskError(f"{report.message or 'the task was stopped'} (with {', '.join(options['set'])})")
+            failures.append(describe_failure(parameters, report.state, report.message or "the task was stopped"))
+            report = None
+    if report is None:
+        raise TaskError(describe_failures(failures))
     if not report.metrics:
         raise ConfigError(
             f"{task_class.__name__} has no validation split, so trials cannot be compared. Split one off "
@@ -153,15 +154,47 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
     every = parse_interval(search.config.eval_every, "eval_every", allow_time=False)
     spacing = _steps_between(every, data.get("steps_per_epoch"), total)
     evaluations = _evaluations(every, config.get("epochs"), total, spacing)
+    # Options that change the length of a trial make it unknown in advance.
+    if {"epochs", "max_steps"} & set(search.searched_options):
+        total = evaluations = None
+    elif "global_batch_size" in search.searched_options and config.get("max_steps") is None:
+        total, evaluations = None, evaluations if every.steps is None else None
     return TaskProfile(
+        space=search.space,
+        choices=search.choices,
+        searched_options=search.searched_options,
+        failures=tuple(failures),
         metrics=report.metrics,
-        best=config.get("best_metric") or task.defaults.best_metric,
+        best=config.get("best_metric") or task_class.defaults.best_metric,
         total_steps=total,
         evaluations=evaluations,
         step_s=step_s,
         evaluation_s=evaluation_s,
         seconds_per_evaluation=step_s * (spacing or 0) + evaluation_s,
     )
+
+
+def _run_first_steps(
+    server: TrialServer, options: Mapping[str, Any], run: RunDirectory, directory: SearchDirectory
+) -> tuple[TrialReport, float]:
+    """Run a configuration to its first evaluation; return the report and its Unix time."""
+    from paceline.tune.trial import RunningTrial, TrialCommand, TrialReport
+
+    first = {
+        "run_dir": str(run.path),
+        "eval_every": f"{_STEPS}steps",
+        "checkpoint_every": ["never"],
+        "log_every": 1,
+    }
+    command = TrialCommand(options={**options, **first}, iteration=0, step=0, stop_file=directory.stop)
+    try:
+        trial = RunningTrial(server, command)
+        try:
+            return trial.next(), time.time()
+        finally:
+            trial.end()
+    except (ConfigError, LaunchError) as error:
+        return TrialReport(iteration=0, step=0, metrics={}, state="failed", message=str(error)), time.time()
 
 
 def _steps_between(every: Interval, steps_per_epoch: int | None, total: int | None) -> int | None:
@@ -181,45 +214,90 @@ def _evaluations(every: Interval, epochs: int | None, total: int | None, spacing
     return -(-epochs // every.epochs) if epochs is not None and every.epochs is not None else None
 
 
-def check_fields(task_class: type[Task], search: Search) -> Task:
-    """Check the space against the task's fields; return the first trial's task.
+SEARCHABLE = select(lambda its: its.bits == "always" and its.scope in ("training", "data", "parallel"))
+"""Options of a run that can be searched, except ``val_fraction``, which decides the data that trials compare by."""
+
+
+def resolve_space(task_class: type[Task], search: Search) -> Search:
+    """Return the search with its space resolved: whose dimensions those are, and the types of their choices.
+
+    A name is a field of the task if there is one, else an option of the run.
 
     Raises:
-        TaskError: a field is unknown, or does not accept such values.
-        ConfigError: a field is both set and searched.
+        TaskError: a name is unknown, or does not accept such values.
+        ConfigError: the space is empty, or a name is both set and searched.
     """
+    space = search.space or task_class.defaults.search
+    if not space:
+        raise ConfigError(
+            f"a search needs at least one field: --search {FORMS}. Or the task declares a search space: "
+            'defaults = Defaults(search=("lr=log:1e-3:1",)).'
+        )
     fixed = parse_assignments(search.config.set)
     hints = typing.get_type_hints(task_class)
     known = {f.name for f in dataclasses.fields(task_class) if f.init}
-    for dimension in search.parsed_space.dimensions:
-        name = dimension.field
-        if name in fixed:
-            raise ConfigError(f"{name} is both set by --set and searched. Remove one of them.")
+    options = typing.get_type_hints(RunConfig)
+    choices: dict[str, tuple[Value, ...]] = {}
+    searched_options = []
+    for dimension in dataclasses.replace(search, space=space).parsed_space.dimensions:
+        name = dimension.name
         if name in known:
-            _check_kind(task_class, dimension, hints[name])
-        for value in dimension.values:
-            build_task(task_class, {**fixed, name: str(value)})
-    return build_task(task_class, {**fixed, **search.parsed_space.parameters(0)})
+            where, hint = f"{task_class.__name__}.{name}", hints[name]
+            if name in fixed:
+                raise ConfigError(f"{name} is both set by --set and searched. Remove one of them.")
+        elif name in options:
+            where, hint = flag(name), options[name]
+            _check_searched_option(search, dimension)
+            searched_options.append(name)
+        else:
+            build_task(task_class, {name: dimension.values[0]})  # raises, with the names of the fields
+            raise AssertionError(name)
+        _check_kind(where, dimension, hint)
+        values = dimension.values
+        if dimension.kind == "choice" and typing.get_origin(hint) is not tuple:
+            values = tuple(convert(value, hint, where) for value in values)
+            if any(value in values[:index] for index, value in enumerate(values)):
+                raise ConfigError(f"{flag('search')} {name}=choice: two of the choices are the same {where}.")
+            # Lists and dicts stay text, which --set converts.
+            if all(value is None or isinstance(value, bool | int | float | str) for value in values):
+                choices[name] = values
+        if name in searched_options:
+            for value in values:
+                check_bounds(name, value, CLASSIFICATIONS[name])
+    resolved = dataclasses.replace(search, space=space, choices=choices, searched_options=tuple(searched_options))
+    resolved.parameters(0)  # checks the constraints
+    return resolved
 
 
-def _check_kind(task_class: type[Task], dimension: Dimension, hint: Any) -> None:
+def _check_searched_option(search: Search, dimension: Dimension) -> None:
+    name = dimension.name
+    if name not in SEARCHABLE or name == "val_fraction" or (name == "seed" and search.repeats > 1):
+        raise ConfigError(
+            f"{flag(name)} cannot be searched: it belongs to the search or the node, or decides what trials are "
+            f"compared by. Options that can: {', '.join(n for n in SEARCHABLE if n != 'val_fraction')}."
+        )
+    if name in search.options:
+        raise ConfigError(f"{name} is both set by {flag(name)} and searched. Remove one of them.")
+
+
+def _check_kind(where: str, dimension: Dimension, hint: Any) -> None:
     """Check that a range is used for a number, and a range of floats not for an integer."""
     kinds = {hint, *typing.get_args(hint)}
     if dimension.kind == "choice" or Any in kinds or (float in kinds):
         return
-    if dimension.kind == "int" and int in kinds:
+    if dimension.kind in ("int", "log-int") and int in kinds:
         return
     name = getattr(hint, "__name__", str(hint))
-    alternative = "int or choice" if int in kinds else "choice"
+    alternative = "int, log-int or choice" if int in kinds else "choice"
     raise TaskError(
-        f"{flag('search')} {dimension.field}={dimension.kind}: {task_class.__name__}.{dimension.field} is "
-        f"{name}. Search it with {alternative}."
+        f"{flag('search')} {dimension.name}={dimension.kind}: {where} is {name}. Search it with {alternative}."
     )
 
 
 # --- From a command to a search: profile the task, check the budget, start the driver in a Ray cluster ---
 
 
+_CLUSTER_PREFIX = ".ray-"
 _UNSUPPORTED_STRATEGIES = ("hogwild", "ps")
 
 
@@ -230,9 +308,15 @@ def check(search: Search) -> None:
         ConfigError: an option has an impossible value.
     """
     config = search.config
-    for name, value in (("trials", search.trials), ("grace_period", search.grace_period)):
-        if value < 1:
-            raise ConfigError(f"--{name} must be at least 1, but is {value}.")
+    for name in ("trials", "grace_period", "repeats"):
+        if (value := getattr(search, name)) < 1:
+            raise ConfigError(f"{flag(name)} must be at least 1, but is {value}.")
+    if search.repeats > 1 and search.scheduler == "asha":
+        raise ConfigError(
+            "--repeats compares the means of whole trials, and ASHA would stop some of them. Leave --scheduler out."
+        )
+    if search.sampler == "tpe":
+        import_optuna()
     if not search.reduction_factor > 1:
         raise ConfigError(f"--reduction-factor must be above 1, but is {search.reduction_factor:g}.")
     if search.cpus <= 0 or search.gpus < 0:
@@ -266,6 +350,7 @@ def measure_search(search: Search, metric: str | None) -> tuple[Search, TaskProf
         ConfigError: the task cannot be searched.
     """
     profile = probe(search)
+    resolved = {name: getattr(profile, name) for name in ("space", "choices", "searched_options")}
     metric = metric or profile.best or "loss:min"
     for name in (parse_best(metric)[0], *search.stop):
         if name not in profile.metrics:
@@ -277,6 +362,7 @@ def measure_search(search: Search, metric: str | None) -> tuple[Search, TaskProf
         options["best_metric"] = metric
     return dataclasses.replace(
         search,
+        **resolved,
         options=options,
         metric=metric,
         evaluations=profile.evaluations,
@@ -326,8 +412,9 @@ def require_same(recorded: Search, requested: Search, directory: SearchDirectory
     options = dict(recorded.options)
     if "best_metric" not in requested.options:
         options.pop("best_metric", None)  # chosen by the search itself
-    names = {"space": "search", "cpus": "cpus-per-trial", "gpus": "gpus-per-trial"}
-    fields = ("space", "scheduler", "grace_period", "reduction_factor", "stop", "cpus", "gpus")
+    names = {"space": "search", "constraints": "constraint", "cpus": "cpus-per-trial", "gpus": "gpus-per-trial"}
+    fields = ["constraints", "sampler", "repeats", "scheduler", "grace_period", "reduction_factor", "stop"]
+    fields += ["cpus", "gpus", *(["space"] if requested.space else [])]  # without --search, it is the task's
     differing = [names.get(n, n) for n in fields if not _are_equal(getattr(recorded, n), getattr(requested, n))]
     differing += [
         name
@@ -413,10 +500,15 @@ def run(
         print_status(f"the Ray cluster at {address} runs the trials; all its nodes must share {path}.")
         return _start(Command(title="search", argv=driver, env={"RAY_ADDRESS": address}))
     # Use a directory for this cluster only: a killed command's cluster may still be ending.
-    with tempfile.TemporaryDirectory(prefix=".ray-", dir=path) as directory_of_cluster:
+    left_behind = list(path.glob(f"{_CLUSTER_PREFIX}*"))
+    with tempfile.TemporaryDirectory(prefix=_CLUSTER_PREFIX, dir=path) as directory_of_cluster:
         spec = LaunchSpec(command=driver, name="tune", directory=Path(directory_of_cluster))
         argv = cluster_command(spec, driver, cpus=cpus, gpus=None if search.gpus else 0)
-        return _start(Command(title="a Ray cluster on this machine, with the search", argv=argv))
+        code = _start(Command(title="a Ray cluster on this machine, with the search", argv=argv))
+    if code == 0:  # the search had the lock all the time, so the commands that left these have ended
+        for other in left_behind:
+            shutil.rmtree(other, ignore_errors=True)
+    return code
 
 
 def _start(command: Command) -> int:

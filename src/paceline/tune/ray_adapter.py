@@ -15,7 +15,9 @@ from ray.tune import Trainable
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from paceline.tune.history import SearchJournal, TrialResult
+from paceline.core.errors import ConfigError
+from paceline.tune.history import SearchJournal, TrialResult, TrialState
+from paceline.tune.sampler import suggest
 from paceline.tune.search import Search, SearchDirectory
 from paceline.tune.trial import RunningTrial, TrialCommand, TrialReport, TrialServer
 
@@ -51,12 +53,17 @@ class TrialRun(Trainable):  # type: ignore[misc]
 
     def step(self) -> dict[str, Any]:
         start_s = time.monotonic()
+        state: TrialState = "waiting"
+        message = ""
         if self._trial is None and not self._command.stop_file.exists():
-            self._trial = RunningTrial(self._server, self._command)
+            try:
+                self._trial = RunningTrial(self._server, self._command)
+            except ConfigError as error:  # options that cannot be combined
+                state, message = "failed", str(error)
         trial_start_s = time.monotonic()
         if self._trial is None:
             report = TrialReport(
-                iteration=self._command.iteration, step=self._command.step, metrics={}, state="waiting"
+                iteration=self._command.iteration, step=self._command.step, metrics={}, state=state, message=message
             )
         else:
             report = self._trial.next()
@@ -122,7 +129,11 @@ _MAX_EVALUATIONS = 1_000_000  # if the number of a trial's evaluations is unknow
 
 
 class JournalSearcher(Searcher):  # type: ignore[misc]
-    """A searcher that suggests the trials ``numbers`` in order, until ``closed`` returns True."""
+    """A searcher that suggests the trials ``numbers`` in order, until ``closed`` returns True.
+
+    ``has_room`` returns whether the cluster has resources for another trial: Tune asks in advance, but a sampler that
+    learns should not choose before it must.
+    """
 
     def __init__(
         self,
@@ -131,18 +142,28 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
         journal: SearchJournal,
         numbers: Sequence[int],
         closed: Callable[[], bool],
+        has_room: Callable[[int], bool],
     ) -> None:
         super().__init__(metric=OBJECTIVE, mode=search.mode)
         self._search, self._directory, self._journal = search, directory, journal
         self._numbers = list(numbers)
-        self._closed = closed
+        self._closed, self._has_room = closed, has_room
+        self._running: set[str] = set()
 
     def suggest(self, trial_id: str) -> Any:
-        """Return the next trial's configuration."""
+        """Return the next trial's configuration; None: not yet."""
         if not self._numbers or self._closed():
             return Searcher.FINISHED
-        number, search = self._numbers.pop(0), self._search
+        search = self._search
+        if search.sampler != "random" and not self._has_room(len(self._running)):
+            return None
+        number = self._numbers.pop(0)
         trial = self._journal.trial(number)
+        self._running.add(trial_id)
+        if search.sampler == "tpe" and trial.suggested is None:
+            first = self._journal.trials.get(number - number % search.repeats)
+            known = None if first is None else first.suggested
+            self._journal.suggest(number, known or suggest(search, self._journal, number // search.repeats))
         return {
             "number": number,
             "workdir": search.workdir,
@@ -150,7 +171,7 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
             "mode": search.mode,
             "stop": dict(search.stop),
             "order": {
-                "options": search.trial_options(number, self._directory),
+                "options": search.trial_options(number, trial.parameters(search), self._directory),
                 "iteration": trial.iteration,
                 "step": trial.step,
                 "stop_file": str(self._directory.stop),
@@ -158,7 +179,8 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
         }
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Do nothing: the next parameters do not depend on results."""
+        """Note that a trial has ended; its results are in the journal."""
+        self._running.discard(trial_id)
 
     def save(self, checkpoint_path: str) -> None:
         """Do nothing: the journal contains everything."""

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -21,14 +21,25 @@ from rich.live import Live
 
 from paceline.core.errors import RESTART_EXIT_CODE, LaunchError, PacelineError, RunDirectoryError
 from paceline.core.owned_names import own_prefix
+from paceline.core.printable import escape_controls
 from paceline.core.rich_console import Console
 from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.launch.ray_cluster import connect, import_ray
 from paceline.runs.metrics import finite
 from paceline.tune.charts import draw
-from paceline.tune.history import SearchJournal, TrialResult, write_hparams, write_result
+from paceline.tune.history import (
+    MAX_FAILED,
+    SearchJournal,
+    TrialResult,
+    describe_failure,
+    describe_failures,
+    shorten,
+    write_hparams,
+    write_result,
+)
 from paceline.tune.search import WARN_AT, Search, SearchCost, SearchDirectory, estimate, show_seconds
 from paceline.tune.status import SearchStatus, render
+from paceline.tune.trial import last_line
 
 # --- Monitoring: write the journal, show the status, and enforce the budget ---
 
@@ -52,6 +63,7 @@ class SearchMonitor:
         scheduler: of Tune, once it exists.
         spent: whether the budget is spent.
         failure: why Tune gave up the last trial that it gave up.
+        failures: why trials of this start failed or diverged, while no trial has a result.
     """
 
     def __init__(
@@ -75,6 +87,7 @@ class SearchMonitor:
         self.scheduler: Any = None
         self.spent = False
         self.failure = ""
+        self.failures: list[str] = []
         self._since: dict[int, float] = {}  # time of a running trial's start or last result
         self.callback = _Events(self)
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
@@ -115,7 +128,21 @@ class SearchMonitor:
     @property
     def closed(self) -> bool:
         """Return whether no more trials may start."""
-        return self.spent or self._directory.stop.exists()
+        return self.spent or self.hopeless or self._directory.stop.exists()
+
+    @property
+    def hopeless(self) -> bool:
+        """Return whether several trials have failed, and none has succeeded."""
+        return len(self.failures) >= MAX_FAILED
+
+    def _note_end(self, result: TrialResult) -> None:
+        """Stop the search if nothing succeeds."""
+        if result.state in ("failed", "diverged"):
+            if not self._journal.ranking(self._search.metric_name, self._search.mode):
+                parameters = self._journal.trial(result.trial).parameters(self._search)
+                self.failures.append(describe_failure(parameters, result.state, result.message))
+            if len(self.failures) == MAX_FAILED:
+                self._directory.stop.touch()
 
     def poll(self) -> None:
         """Check the budget, record the costs, and show the status."""
@@ -141,6 +168,19 @@ class SearchMonitor:
             budget="" if self._budget is None else self._budget.show(self.cost),
             notes=self._notes,
         )
+
+    def has_room(self, running: int) -> bool:
+        """Return whether the cluster has resources for one more trial."""
+        return running < self._concurrent
+
+    @property
+    def _concurrent(self) -> int:
+        """Return how many trials the cluster runs at a time, at least 1."""
+        resources, search = self._ray.cluster_resources(), self._search
+        concurrent = int(resources.get("CPU", 1) // search.cpus) if search.cpus else search.planned
+        if search.gpus:
+            concurrent = min(concurrent, int(resources.get("GPU", 0) // search.gpus))
+        return max(1, concurrent)
 
     def started(self, number: int) -> None:
         """Note that a trial has started."""
@@ -178,32 +218,34 @@ class SearchMonitor:
             message=report["message"],
         )
         self._journal.add(result)
+        self._note_end(result)
         if not self._live.is_started:
             self._print_result(result)
         if not self._estimated and result.iteration == 1:
             self._update_estimate(max(0.0, result.seconds - report["start_s"]))
 
-    def lost(self, number: int) -> None:
+    def lost(self, number: int, reason: str) -> None:
         """Note that a trial's process or node was lost; it restarts from its last checkpoint."""
         self._journal.unrecorded_s += self._stop_timer(number)
-        self.print_status(f"trial {number:05d} was lost, and continues from its last checkpoint.")
+        self.print_status(f"trial {number:05d} was lost, and continues from its last checkpoint: {reason}")
 
     def gave_up(self, number: int, reason: str) -> None:
         """Record the failure of a trial that Tune has given up."""
         self.failure = reason
         trial = self._journal.trial(number)
-        self._journal.add(
-            TrialResult(
-                trial=number,
-                state="failed",
-                iteration=trial.iteration,
-                step=trial.step,
-                metrics={},
-                seconds=round(self._stop_timer(number), 3),
-                clock_s=round(self.clock_s, 3),
-                message=reason,
-            )
+        result = TrialResult(
+            trial=number,
+            state="failed",
+            iteration=trial.iteration,
+            step=trial.step,
+            metrics={},
+            seconds=round(self._stop_timer(number), 3),
+            clock_s=round(self.clock_s, 3),
+            message=reason,
         )
+        self._journal.add(result)
+        self._note_end(result)
+        self.print_status(f"trial {number:05d} failed: {reason}")
 
     def print_status(self, text: str) -> None:
         """Print a message above the table."""
@@ -213,8 +255,7 @@ class SearchMonitor:
         value = result.value(self._search.metric_name)
         shown = "" if value is None else f", {self._search.metric_name} {value:.6g}"
         state = "" if result.state == "running" else f", {result.state}"
-        # The rest of the message about a NaN loss is advice for a run that should continue.
-        message = result.message.partition(". ")[0] if result.state == "diverged" else result.message
+        message = shorten(result.state, result.message)
         why = f": {message}" if message else ""
         self.print_status(
             f"trial {result.trial:05d}: iteration {result.iteration}, step {result.step}{shown}{state}{why}"
@@ -226,17 +267,13 @@ class SearchMonitor:
         search = self._search
         if search.evaluations is None or search.seconds_per_evaluation is None:
             return
-        resources = self._ray.cluster_resources()
-        concurrent = int(resources.get("CPU", 1) // search.cpus) if search.cpus else search.planned
-        if search.gpus:
-            concurrent = min(concurrent, int(resources.get("GPU", 0) // search.gpus))
         expected = estimate(
             evaluations=search.evaluations,
             seconds_per_evaluation=seconds_per_evaluation,
             trials=search.planned,
             rungs=search.rungs,
             reduction=search.reduction_factor,
-            concurrent=max(1, concurrent),
+            concurrent=self._concurrent,
             gpus_per_trial=search.gpus,
         )
         self.print_status(
@@ -280,10 +317,18 @@ class _Events(Callback):  # type: ignore[misc]
         self._monitor.result(trial.config["number"], result, ended=bool(result.get("done")))
 
     def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._monitor.lost(trial.config["number"])
+        self._monitor.lost(trial.config["number"], _error_of(trial))
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._monitor.gave_up(trial.config["number"], "it was lost too often")
+        self._monitor.gave_up(trial.config["number"], f"it was lost too often; the last time {_error_of(trial)}")
+
+
+def _error_of(trial: Any) -> str:
+    """Return why a trial was lost, from the text that Tune keeps of its errors."""
+    with suppress(OSError, TypeError):  # Tune has kept none
+        line = last_line(Path(trial.error_file))
+        return line.partition("TrialDiedError: ")[2] or line
+    return "its process or node ended without a reason"
 
 
 # --- The driver, in the Ray cluster of RAY_ADDRESS: ``python -m paceline.tune.run_search DIRECTORY`` ---
@@ -328,7 +373,8 @@ def main(argv: Sequence[str]) -> int:
             stack.callback(ray.shutdown)
             return _search(ray, search, directory, quiet=options.quiet)
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        # It may quote the task.
+        print("paceline: " + escape_controls(str(error), keep="\n\t"), file=sys.stderr)
         return error.exit_code
 
 
@@ -377,6 +423,11 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
         monitor.print_status(str(error))
     if stop_signals:
         return 130 if stop_signals[0] == signal.SIGINT else RESTART_EXIT_CODE
+    if monitor.hopeless and not done:
+        raise LaunchError(
+            f"{describe_failures(monitor.failures)}\nThe search has stopped. Change its ranges or its task; for the "
+            f"remaining trials all the same: paceline tune --resume --run-dir {directory.path}"
+        )
     if not done and not monitor.spent:
         raise LaunchError(
             f"{sum(not t.ended for t in trials)} trials did not end: "
@@ -414,6 +465,11 @@ def _tune(
 
     from paceline.tune.ray_adapter import JournalSearcher, TrialRun, make_scheduler
 
+    # Ray's warnings and tracebacks help to debug Ray; the monitor reports how trials end.
+    log = logging.FileHandler(directory.path / "ray.log", delay=True)
+    log.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+    logger = logging.getLogger("ray")
+    logger.handlers, logger.propagate = [log], False
     # It warns about missing files that its own loggers would have written.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     monitor.scheduler = make_scheduler(search, journal.results)
@@ -425,7 +481,9 @@ def _tune(
                 name="search",
                 storage_path=storage,
                 num_samples=len(numbers),
-                search_alg=JournalSearcher(search, directory, journal, numbers, lambda: monitor.closed),
+                search_alg=JournalSearcher(
+                    search, directory, journal, numbers, lambda: monitor.closed, monitor.has_room
+                ),
                 scheduler=monitor.scheduler,
                 resources_per_trial={"cpu": search.cpus, **({"gpu": search.gpus} if search.gpus else {})},
                 reuse_actors=True,

@@ -1,11 +1,9 @@
-"""Search spaces, budgets, and a search's settings and directory."""
+"""Budgets, and a search's settings and directory."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import math
-import random
 import re
 import time
 from bisect import bisect_right
@@ -20,146 +18,7 @@ from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.errors import ConfigError, RunDirectoryError, RunInUseError
 from paceline.core.files import write_atomically
 from paceline.core.options import parse_best, parse_duration_s
-
-# --- The space: ``lr=log:1e-3:1``, and the parameters of each trial ---
-#
-# Trial k's parameters depend only on the seed and k, so a resumed search has the same trials. A finite number of
-# combinations is tried in a shuffled order, each once.
-
-
-Value = float | int | str
-Kind = Literal["log", "uniform", "int", "choice"]
-
-FORMS = "NAME=log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or NAME=choice:A,B,C"
-_MAX_LISTED = 100_000
-_DIGITS = 4
-
-
-@dataclass(frozen=True)
-class Dimension:
-    """A field of the task with its possible values.
-
-    Attributes:
-        field: its name.
-        kind: the distribution; "log" is uniform in the logarithm.
-        values: the lowest and the highest value; with "choice" all values, as text.
-    """
-
-    field: str
-    kind: Kind
-    values: tuple[Value, ...]
-
-    @property
-    def options(self) -> Sequence[Value] | None:
-        """Return all values, if they are countable."""
-        if self.kind == "choice":
-            return self.values
-        return range(int(self.values[0]), int(self.values[1]) + 1) if self.kind == "int" else None
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Return the lowest and the highest value of a range."""
-        return float(self.values[0]), float(self.values[1])
-
-    def draw(self, random_number: random.Random) -> Value:
-        """Draw a value; floats have four significant digits, which are easy to copy."""
-        if self.options is not None:
-            return random_number.choice(self.options)
-        low, high = self.bounds
-        if self.kind == "log":
-            value = math.exp(random_number.uniform(math.log(low), math.log(high)))
-        else:
-            value = random_number.uniform(low, high)
-        return min(max(float(f"{value:.{_DIGITS}g}"), low), high)
-
-
-@dataclass(frozen=True)
-class Space:
-    """All dimensions of a search; ``seed`` decides the drawn values and their order."""
-
-    dimensions: tuple[Dimension, ...]
-    seed: int
-
-    @property
-    def size(self) -> int | None:
-        """Return the number of combinations; None if they are not countable."""
-        counts = [None if d.options is None else len(d.options) for d in self.dimensions]
-        return math.prod(count for count in counts if count is not None) if None not in counts else None
-
-    @cached_property
-    def _order(self) -> Sequence[int] | None:
-        """Return the numbers of all combinations in a shuffled order."""
-        if self.size is None or self.size > _MAX_LISTED:
-            return None
-        order = list(range(self.size))
-        random.Random(f"{self.seed}").shuffle(order)
-        return order
-
-    def parameters(self, number: int) -> dict[str, Value]:
-        """Return the parameters of trial ``number``, by field."""
-        if self._order is None:
-            return {d.field: d.draw(random.Random(f"{self.seed}/{number}/{d.field}")) for d in self.dimensions}
-        rest, parameters = self._order[number], {}
-        for dimension in self.dimensions:
-            assert dimension.options is not None
-            rest, index = divmod(rest, len(dimension.options))
-            parameters[dimension.field] = dimension.options[index]
-        return parameters
-
-
-def parse_space(texts: Sequence[str], seed: int) -> Space:
-    """Parse ``--search``.
-
-    Raises:
-        ConfigError: a text has another form, or a field occurs twice.
-    """
-    if not texts:
-        raise ConfigError(f"a search needs at least one field: --search {FORMS}.")
-    dimensions = tuple(map(_parse, texts))
-    names = [dimension.field for dimension in dimensions]
-    duplicates = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    if duplicates:
-        raise ConfigError(f"--search contains {', '.join(duplicates)} twice. Give each field one range.")
-    return Space(dimensions, seed)
-
-
-def _parse(text: str) -> Dimension:
-    field, _, distribution = text.partition("=")
-    kind, _, rest = distribution.partition(":")
-    if not field.strip().isidentifier():
-        raise ConfigError(f"--search {text!r} must be {FORMS}.")
-    match kind.strip():
-        case "choice":
-            values = tuple(word.strip() for word in rest.split(","))
-            if "" in values or len(set(values)) < len(values):
-                raise ConfigError(f"--search {text!r}: choices must be different values, such as {field}=choice:32,64.")
-            return Dimension(field.strip(), "choice", values)
-        case "log" | "uniform" as chosen:
-            low, high = _bounds(text, rest, float)
-            if chosen == "log" and float(low) <= 0:
-                raise ConfigError(f"--search {text!r}: a logarithmic range must start above 0.")
-            return Dimension(field.strip(), chosen, (low, high))
-        case "int":
-            return Dimension(field.strip(), "int", _bounds(text, rest, int))
-    raise ConfigError(f"--search {text!r}: unknown kind {kind.strip()!r}. Use {FORMS}.")
-
-
-def _bounds(text: str, rest: str, number: type[float] | type[int]) -> tuple[Value, Value]:
-    low_text, separator, high_text = rest.partition(":")
-    try:
-        low, high = number(low_text), number(high_text)
-    except ValueError:
-        low, high = math.nan, math.nan
-    if not separator or not (math.isfinite(low) and math.isfinite(high) and low < high):
-        number_kind = "whole numbers" if number is int else "numbers"
-        raise ConfigError(f"--search {text!r}: a range must be two {number_kind} LOW:HIGH, the lower one first.")
-    return low, high
-
-
-def assignments(parameters: Mapping[str, Value]) -> tuple[str, ...]:
-    """Return parameters as arguments of ``--set``."""
-    return tuple(f"{name}={value}" for name, value in parameters.items())
-
+from paceline.tune.space import Parameters, Space, Value, assignments, parse_space
 
 # --- Budgets: ``2h``, ``100trials``, ``50gpu-h``, ``$200`` ---
 
@@ -336,7 +195,8 @@ def show_seconds(seconds: float) -> str:
 # ::
 #
 #     tune.json         resolved settings: the task, its options, the space, the scheduler, the budget
-#     journal.jsonl     one record per result, in the order in which they were compared, and the costs
+#     journal.jsonl     one record per result, in the order in which they were compared, suggested parameters, costs
+#     ray.log           warnings and errors of Ray, if there are any
 #     trials/00003/     trial 3: a run directory for paceline resume, runs and audit
 #     tensorboard/      each trial's hyperparameters with its results
 #     parallel.svg  curves.svg
@@ -344,6 +204,7 @@ def show_seconds(seconds: float) -> str:
 
 
 SchedulerName = Literal["asha", "none"]
+SamplerName = Literal["random", "tpe"]
 
 _LOCK_TIMEOUT_S = 30.0
 _POLL_S = 0.2
@@ -355,8 +216,13 @@ class Search:
 
     Attributes:
         options: of each trial's run, as for ``paceline train``: task, seed, epochs, nproc, ...
-        space: of ``--search``.
-        trials: largest number.
+        space: of ``--search``, or the task's own.
+        trials: largest number of configurations.
+        constraints: of ``--constraint``.
+        sampler: chooses the next configuration.
+        repeats: trials of each configuration, with different seeds.
+        choices: the values of choices with the types of the task's fields, by name.
+        searched_options: the names in ``space`` that are options of the run.
         scheduler: stops trials early.
         grace_period: evaluations that every trial has.
         reduction_factor: one in this many trials passes a rung.
@@ -376,6 +242,11 @@ class Search:
     space: tuple[str, ...]
     trials: int
     metric: str
+    constraints: tuple[str, ...] = ()
+    sampler: SamplerName = "random"
+    repeats: int = 1
+    choices: Mapping[str, Sequence[Value]] = field(default_factory=dict)
+    searched_options: tuple[str, ...] = ()
     scheduler: SchedulerName = "asha"
     grace_period: int = 1
     reduction_factor: float = 4.0
@@ -396,7 +267,17 @@ class Search:
 
     @cached_property
     def parsed_space(self) -> Space:
-        return parse_space(self.space, int(self.options.get("seed", 0)))
+        return parse_space(
+            self.space,
+            self.seed,
+            constraints=self.constraints,
+            choices=self.choices,
+            options=self.searched_options,
+        )
+
+    @property
+    def seed(self) -> int:
+        return int(self.options.get("seed", 0))
 
     @property
     def metric_name(self) -> str:
@@ -414,10 +295,9 @@ class Search:
     def planned(self) -> int:
         """Return the number of trials within the request, the budget and the space."""
         limit, size = self.limit, self.parsed_space.size
-        limits = [self.trials]
-        if limit is not None and limit.unit == "trials":
-            limits.append(int(limit.amount))
-        return min([*limits, *([] if size is None else [size])])
+        configurations = self.trials if size is None else min(self.trials, size)
+        planned = configurations * self.repeats
+        return min(planned, int(limit.amount)) if limit is not None and limit.unit == "trials" else planned
 
     @property
     def rungs(self) -> tuple[int, ...]:
@@ -435,14 +315,22 @@ class Search:
                 rungs.append(evaluation)
         return tuple(rungs)
 
-    def trial_options(self, number: int, directory: SearchDirectory) -> dict[str, Any]:
+    def run_options(self, number: int, parameters: Parameters) -> dict[str, Any]:
+        """Return the options of a trial's run, except for its directory."""
+        options = {**self.options, **{n: v for n, v in parameters.items() if n in self.searched_options}}
+        fields = {name: value for name, value in parameters.items() if name not in self.searched_options}
+        options["set"] = [*self.options.get("set", ()), *assignments(fields)]
+        if self.repeats > 1:
+            options["seed"] = self.seed + number % self.repeats
+        return options
+
+    def trial_options(self, number: int, parameters: Parameters, directory: SearchDirectory) -> dict[str, Any]:
         """Return the options of a trial's run."""
-        arguments = assignments(self.parsed_space.parameters(number))
-        return {
-            **self.options,
-            "set": [*self.options.get("set", ()), *arguments],
-            "run_dir": str(directory.trial(number)),
-        }
+        return {**self.run_options(number, parameters), "run_dir": str(directory.trial(number))}
+
+    def parameters(self, number: int) -> dict[str, Value]:
+        """Return the parameters that the space alone gives to a trial: those of sampler "random"."""
+        return self.parsed_space.parameters(number // self.repeats)
 
 
 @dataclass(frozen=True)
@@ -548,7 +436,8 @@ class SearchDirectory:
             known = {f.name for f in fields(Search)}
             if not isinstance(document, dict) or document.keys() - known:
                 raise ValueError("it is not a search")
-            search = Search(**{**document, "space": tuple(document["space"])})
+            tuples = {name: tuple(document.get(name, ())) for name in ("space", "constraints", "searched_options")}
+            search = Search(**{**document, **tuples})
             _ = search.config, search.parsed_space, search.mode, search.limit
         except FileNotFoundError:
             raise RunDirectoryError(

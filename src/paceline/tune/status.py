@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.tune.history import SearchHistory, Trial, TrialState
-from paceline.tune.search import Search, Value, show_seconds
+from paceline.tune.search import Search, show_seconds
+from paceline.tune.space import Value
 
 _ORDER: tuple[TrialState, ...] = ("running", "waiting", "finished", "goal", "stopped", "diverged", "failed")
 _STYLES = {
@@ -60,10 +61,9 @@ def render(search: Search, journal: SearchHistory, status: SearchStatus, *, show
         lines.append(f"Resources in use: {status.resources}")
     if status.budget:
         lines.append(f"Budget: {status.budget}")
-    best = journal.best(search.metric_name, search.mode)
-    if best is not None:
-        value = best.best(search.metric_name, search.mode)
-        lines.append(f"Best: trial {best.number}, {search.metric_name} {value:.6g}")
+    ranking = journal.ranking(search.metric_name, search.mode, search.repeats)
+    if ranking:
+        lines.append(f"Best: trial {ranking[0].trials[0].number:05d}, {search.metric_name} {ranking[0].show()}")
     header = Text("\n".join(lines))
     notes = [Text(note, style="yellow") for note in status.notes]
     shown = trials if show_all or len(trials) <= _MAX_SHOWN else _most_interesting(search, trials)
@@ -85,19 +85,21 @@ def _most_interesting(search: Search, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _table(search: Search, trials: Sequence[Trial]) -> Table:
-    names = [dimension.field for dimension in search.parsed_space.dimensions]
-    metric = escape(search.metric_name)
-    table = Table("trial", "status", "loc", *names, metric, "iter", "step", "total time")
+    names = [dimension.name for dimension in search.parsed_space.dimensions]
+    metric = escape(f"best {search.metric_name}")  # the number that the end ranks by
+    seeds = ["seed"] if search.repeats > 1 else []
+    table = Table("trial", "status", "loc", *names, *seeds, metric, "iter", "step", "total time")
     for column in table.columns[3:]:
         column.justify = "right"
     for trial in trials:
-        parameters = search.parsed_space.parameters(trial.number)
-        value = trial.last(search.metric_name)
+        parameters = trial.parameters(search)
+        value = trial.best(search.metric_name, search.mode)
         table.add_row(
             f"{trial.number:05d}",
             trial.state,
             escape(trial.placed),
-            *(escape(show_value(parameters[name])) for name in names),
+            *(escape(show_value(parameters[name])) if name in parameters else "" for name in names),
+            *(str(search.seed + trial.number % search.repeats) for _ in seeds),
             "" if value is None else f"{value:.6g}",
             str(trial.iteration or ""),
             str(trial.step or ""),

@@ -90,6 +90,7 @@ def run_trial(job: WorkerConfig) -> int:
 
 
 _LONGEST = 65536
+_LONGEST_LINE = 2048
 _POLL_S = 0.1
 _START_S = 120.0
 _SAVE_S = 60.0
@@ -347,7 +348,11 @@ class RunningTrial:
         # Where those that said why they ended had only lost another rank, that one was killed.
         if not recorded and code > 0 and code != 128 + signal.SIGKILL:
             return self._told("failed", self._last_line() or f"exit code {code}")
-        raise TrialDiedError(f"trial {self._directory.path.name} was killed")
+        end = f"by {signal.Signals(-code).name}" if -code in signal.valid_signals() else f"(exit code {code})"
+        line = self._last_line()
+        raise TrialDiedError(
+            f"it was killed {end}{f', after it printed: {line}' if line else ''}; see {self._directory.logs / OUTPUT}"
+        )
 
     def _take_last_evaluation(self) -> None:
         """Read the last evaluation from the file of a run that had finished before, which sends no request."""
@@ -364,9 +369,16 @@ class RunningTrial:
 
     def _last_line(self) -> str:
         with suppress(OSError):
-            lines = (self._directory.logs / OUTPUT).read_text(errors="replace").strip().splitlines()
-            return lines[-1].removeprefix("paceline: ") if lines else ""
+            return last_line(self._directory.logs / OUTPUT).removeprefix("paceline: ")
         return ""
+
+
+def last_line(path: Path) -> str:
+    """Return the last line of a file that is not empty, at most its last kilobytes."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LONGEST_LINE))
+        lines = file.read(_LONGEST_LINE).decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
 
 
 if __name__ == "__main__":

@@ -315,7 +315,13 @@ class FashionMNIST(Task):
     momentum: float = 0.9
     weight_decay: float = 0.0
 
-    defaults: ClassVar[Defaults] = Defaults(global_batch_size=128, microbatches=4, epochs=3, best_metric="accuracy:max")
+    defaults: ClassVar[Defaults] = Defaults(
+        global_batch_size=128,
+        microbatches=4,
+        epochs=3,
+        best_metric="accuracy:max",
+        search=("lr=log:1e-3:1", "momentum=uniform:0.5:0.95", "weight_decay=log:1e-6:1e-2"),
+    )
 
     def build_model(self) -> nn.Module:
         """Build a ConvNet: images (B, 1, 28, 28) -> logits (B, 10); 29,000 parameters."""

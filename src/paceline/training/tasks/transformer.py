@@ -118,7 +118,12 @@ class Transformer(Task):
     weight_decay: float = 0.1
     held_out: int = 128
 
-    defaults: ClassVar[Defaults] = Defaults(global_batch_size=16, microbatches=4, best_metric="bits_per_byte:min")
+    defaults: ClassVar[Defaults] = Defaults(
+        global_batch_size=16,
+        microbatches=4,
+        best_metric="bits_per_byte:min",
+        search=("lr=log:1e-4:1e-2", "warmup=log-int:1:200", "dropout=uniform:0:0.3", "weight_decay=log:1e-3:1"),
+    )
     min_microbatch_size: ClassVar[int] = 1
     static_graph: ClassVar[bool] = True
 
