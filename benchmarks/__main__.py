@@ -237,6 +237,23 @@ def tune(
 
 
 @app.command
+def searches(
+    *,
+    trials: Annotated[int, Parameter(help="Trials of each search.")] = 32,
+    steps: Annotated[int, Parameter(help="Steps of a whole trial.")] = 160,
+    evaluations: Annotated[int, Parameter(help="Evaluations of a whole trial.")] = 16,
+    rounds: Annotated[int, Parameter(help="Number of seeds.")] = 3,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Best value and time of a search by Paceline, by Optuna alone and by Ray Tune alone, on two tasks."""
+    from benchmarks.tuning import bench_searches
+
+    result = bench_searches(trials=trials, steps=steps, evaluations=evaluations, rounds=rounds, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
 def serve(
     *,
     only: Annotated[

@@ -1,4 +1,4 @@
-"""ASHA compared with a full grid of the same configurations, and a trial's cost with ``paceline train``."""
+"""ASHA and a full grid, a trial and ``paceline train``, searches by Paceline, by Optuna alone and by Ray Tune alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import BenchResult, Progress, Spread, TargetResult
+from benchmarks.results import BenchResult, Progress, Quantity, Spread, TargetResult, compare
+from benchmarks.rounds import Sample, Variant
+from benchmarks.search_peers import SearchJob, command
 from paceline.core.errors import LaunchError
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.tune.plan_search import own_cpus
@@ -136,14 +138,97 @@ def bench_tuning(*, trials: int, steps: int, alone: int, rounds: int, progress: 
     return figures.as_result()
 
 
+# --- Optuna alone and Ray Tune alone: the same space, sampler, early stops, number of trials and steps ---
+
+
+_SEARCHERS = (
+    Variant(name="paceline", title="paceline tune --sampler tpe", commands=lambda directory: ()),
+    Variant(name="optuna", title="Optuna alone: TPE, successive halving", commands=lambda directory: ()),
+    Variant(name="ray", title="Ray Tune alone: OptunaSearch, ASHA", commands=lambda directory: ()),
+)
+_SEARCH_S = Quantity("seconds", "s")
+_BEST = Quantity("value", "best", 4)
+_STEPS = Quantity("steps", "steps of all trials", 0)
+
+
+def bench_searches(*, trials: int, steps: int, evaluations: int, rounds: int, progress: Progress) -> BenchResult:
+    """Search two tasks with Paceline, with Optuna alone and with Ray Tune alone, in turns; a seed for each round.
+
+    Args:
+        trials: of each search.
+        steps: of a whole trial.
+        evaluations: of a whole trial.
+        rounds: number of seeds.
+        progress: shows what is done.
+
+    Raises:
+        LaunchError: a search failed.
+    """
+    comparisons = []
+    for task, metric, mode in (("fashion-mnist", "accuracy", "max"), ("transformer", "bits_per_byte", "min")):
+        samples: dict[str, list[Sample]] = {variant.name: [] for variant in _SEARCHERS}
+        for seed in range(rounds):
+            job = SearchJob(
+                task=task,
+                metric=metric,
+                mode=mode,
+                trials=trials,
+                steps=steps,
+                every=-(-steps // evaluations),
+                seed=seed,
+            )
+            for variant in _SEARCHERS:
+                began = time.perf_counter()
+                found = _search_by(variant.name, job)
+                sample = {**found, "seconds": time.perf_counter() - began}
+                samples[variant.name].append(sample)
+                progress(
+                    f"{task}, seed {seed}: {variant.title}: {metric} {found['value']:.4f}, {sample['seconds']:.0f} s"
+                )
+        comparisons.append(compare(f"{task}, {metric}", (_SEARCH_S, _BEST, _STEPS), _SEARCHERS, samples))
+    return BenchResult(
+        benchmark="searches",
+        document={"trials": trials, "steps": steps, "evaluations": evaluations},
+        comparisons=comparisons,
+        remarks=[f"{trials} trials of {steps} steps, evaluated {evaluations} times; starts of processes included."],
+    )
+
+
+def _search_by(name: str, job: SearchJob) -> Sample:
+    """Search with one of them; return the best value and the steps of all trials."""
+    if name != "paceline":
+        found = _run_json(command(name, job), name)
+        return {"value": float(found["value"]), "steps": float(found["steps"])}
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
+        options = {
+            "--metric": f"{job.metric}:{job.mode}",
+            "--sampler": "tpe",
+            "--trials": job.trials,
+            "--max-steps": job.steps,
+            "--eval-every": f"{job.every}steps",
+            "--checkpoint-every": "never",
+            "--seed": job.seed,
+            "--run-dir": f"{directory}/search",
+        }
+        # The transformer has a validation split of its own.
+        held_out = ("--val-fraction", "0.1") if job.task == "fashion-mnist" else ()
+        found = _run(("tune", job.task, *held_out, *(str(word) for pair in options.items() for word in pair)))
+        return {"value": float(found["best"][job.metric]), "steps": float(found["steps"])}
+
+
 def _run(words: Sequence[str]) -> dict[str, Any]:
     """Run a command of Paceline's; return what it prints as JSON."""
+    return _run_json([sys.executable, "-m", "paceline", *words, "--json"], f"paceline {' '.join(words)}")
+
+
+def _run_json(argv: Sequence[str], name: str) -> dict[str, Any]:
+    """Run a command; return the last line of its output, which is JSON."""
     done = subprocess.run(
-        kill_with_parent_command([sys.executable, "-m", "paceline", *words, "--json"]),
+        kill_with_parent_command(argv),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        raise LaunchError(f"paceline {' '.join(words)} failed:\n{done.stderr.strip()}")
+        raise LaunchError(f"{name} failed:\n{done.stderr.strip()}")
     return dict(json.loads(done.stdout.splitlines()[-1]))

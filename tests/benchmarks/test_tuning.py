@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from pathlib import Path
 
 import pytest
+from tests.conftest import Processes
 
 from benchmarks.__main__ import show
 from benchmarks.tuning import TuningFigures
 
+ROOT = Path(__file__).parents[2]
 RESULT = TuningFigures(
     trials=32,
     asha_best=0.8800,
@@ -44,3 +48,22 @@ def test_they_are_printed_as_those_of_other_benchmarks(capsys: pytest.CaptureFix
     assert show(RESULT.as_result(), json=True) == 0
     document = json.loads(capsys.readouterr().out)
     assert [verdict["met"] for verdict in document["verdicts"]] == [True, True, True, None]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_searches_are_compared_with_those_of_optuna_and_of_ray(run_processes: Processes) -> None:
+    """A seed, and three trials of four steps: that all three search, and how it is printed."""
+    words = ("--trials", "3", "--steps", "4", "--evaluations", "2", "--rounds", "1", "--json")
+    done = run_processes.run([sys.executable, "-m", "benchmarks", "searches", *words], cwd=ROOT, timeout_s=900)
+    assert done.returncode == 0, done.stderr
+    comparisons = json.loads(done.stdout)["comparisons"]
+    assert [comparison["title"] for comparison in comparisons] == [
+        "fashion-mnist, accuracy",
+        "transformer, bits_per_byte",
+    ]
+    for comparison, (low, high) in zip(comparisons, ((0.02, 1), (4, 10)), strict=True):
+        assert [row["name"] for row in comparison["rows"]] == ["paceline", "optuna", "ray"]
+        for row in comparison["rows"]:
+            assert low < row["value"]["median"] < high
+            assert 3 * 2 <= row["steps"]["median"] <= 4 * 4
