@@ -92,7 +92,7 @@ def run_trial(job: WorkerConfig) -> int:
 _LONGEST = 65536
 _LONGEST_LINE = 2048
 _POLL_S = 0.1
-_START_S = 120.0
+_START_S = 600.0  # it imports torch, perhaps from a network's disk, on a busy node
 _SAVE_S = 60.0
 OUTPUT = "output.log"
 
@@ -156,7 +156,9 @@ class TrialServer(ForkServer):
         with output.open("ab") as file:
             self.fork(0, [file.fileno()], parent=self.pid, job=str(job))
         ready, _, _ = select.select([self], [], [], _START_S)
-        match self.report() if ready else None:
+        if not ready:
+            raise TrialDiedError(f"the process that starts trials did not answer within {_START_S:.0f} s")
+        match self.report():
             case Forked() as forked:
                 return forked
             case NotForked(_, error):
