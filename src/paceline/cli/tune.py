@@ -58,20 +58,19 @@ def tune(
     task
         file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
     search
-        A field of the task, or an option such as global_batch_size, and its values; may be repeated for others.
-        lr=log:1e-3:1, momentum=uniform:0.1:0.9, n=int:1:8, n=log-int:16:1024 or width=choice:32,64; for other
-        dimensions' values only: "momentum=uniform:0:0.9 if optimizer=sgd". Default: the task's.
+        Values of a field of the task, or of an option; may be repeated for others. lr=log:1e-3:1,
+        n=log-int:16:1024, momentum=uniform:0.1:0.9, n=int:1:8, width=choice:32,64, or
+        "momentum=uniform:0:1 if opt=sgd". Default: the task's.
     constraint
-        A comparison that every configuration satisfies, such as "width * depth <= 512"; may be repeated.
+        What every configuration satisfies, such as "width * depth <= 512".
     metric
         NAME:min or NAME:max, to rank trials by. Default: the task's, else loss:min.
     trials
         Maximum number of configurations; a smaller grid is tried once. Default: 128.
     repeats
-        Trials of each configuration, with the seeds --seed, --seed + 1, ...; configurations are ranked by their mean.
-        Default: 1.
+        Trials of each configuration, with different seeds, ranked by their mean. Default: 1.
     sampler
-        random, or tpe: choose configurations by the results of earlier ones (Optuna). Default: random.
+        random, or tpe, which learns from earlier results. Default: random.
     scheduler
         asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end. Default: asha; with
         --repeats none.
@@ -95,8 +94,8 @@ def tune(
     run_dir
         The search's directory. Default: runs/tune-TASK-TIME.
     resume
-        Continue the search in --run-dir, without its finished trials, or in DIR with --resume DIR. If TASK and all
-        options are given again, start the search if it does not exist: for jobs that a queue may restart.
+        Continue the search in --run-dir, or in DIR with --resume DIR. If TASK and all options are given again,
+        start it if it does not exist: for jobs that a queue may restart.
     json
         Print the result as JSON.
     quiet
