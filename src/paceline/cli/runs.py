@@ -1,24 +1,30 @@
-"""``paceline runs``: list the runs of a folder with their state and results."""
+"""``paceline runs``: list the runs of a folder with their state and results, or compare some of them."""
 
 from __future__ import annotations
 
 import json as json_module
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from paceline.core.errors import ConfigError
 from paceline.runs.status import RunSummary, check_folder, find_runs
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
+
+    from paceline.insight.comparison import ComparedRun
 
 _DEFAULT_ROOT = Path("runs")
 _STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow"}
 _WIDE_COLUMNS = 110
 _PIPE_COLUMNS = 250
+_MOST_COLUMNS = 4
 
 
 app = App(name="runs", help="List runs with state and results; show one run's history.")
@@ -30,9 +36,27 @@ app.command("paceline.cli.runs_pipeline:pipeline", name="pipeline", help="Show a
 def runs(
     root: Annotated[Path, Parameter(help="Folder of the runs.")] = _DEFAULT_ROOT,
     *,
-    json: Annotated[bool, Parameter(negative="", help="Print a JSON array instead of a table.")] = False,
+    compare: Annotated[
+        tuple[Path, ...],
+        Parameter(consume_multiple=True, negative="", show_default=False, help="Compare these runs and searches."),
+    ] = (),
+    in_: Annotated[
+        Literal["tensorboard", "mlflow"] | None,
+        Parameter(name="--in", help="Show the compared runs on the pages of this tool, on loopback, until Ctrl-C."),
+    ] = None,
+    json: Annotated[bool, Parameter(negative="", help="Print JSON instead of a table.")] = False,
 ) -> int:
-    """List runs: state, progress, processes and micro-batches, result, age and running time."""
+    """List runs: state, progress, processes and micro-batches, result, age and running time.
+
+    With --compare, show what differs in the configuration of some runs, and their metrics, side by side.
+    """
+    if in_ is not None and not compare:
+        raise ConfigError(f"--in {in_} shows runs that are compared. Name them: --compare RUN RUN --in {in_}")
+    if compare:
+        from paceline.insight.comparison import read_runs
+
+        compared = read_runs(compare)
+        return _print_comparison(compared, json=json) if in_ is None else _serve(compared, in_, json=json)
     if root != _DEFAULT_ROOT:
         check_folder(root)
     summaries = find_runs(root)
@@ -45,17 +69,20 @@ def runs(
     return 0
 
 
+def _console() -> Console:
+    from paceline.core.rich_console import Console
+
+    console = Console(highlight=False)
+    # A pipe has no width: do not truncate output for programs and files.
+    return console if console.is_terminal else Console(highlight=False, width=_PIPE_COLUMNS)
+
+
 def _print_table(summaries: list[RunSummary]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.core.rich_console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A pipe has no width: do not truncate output for programs and files.
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    console = _console()
     is_wide = console.width >= _WIDE_COLUMNS
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run", no_wrap=True, overflow="fold")
@@ -111,3 +138,79 @@ def short_time(seconds: float) -> str:
     if seconds < 100 * 60:
         return f"{seconds / 60:.0f}min"
     return f"{seconds / 3600:.1f}h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f}d"
+
+
+# --- Comparison: the settings that differ, and the metrics ---
+
+
+def _print_comparison(runs: list[ComparedRun], *, json: bool) -> int:
+    from paceline.insight.comparison import differing_settings
+
+    differing = differing_settings([run.settings for run in runs])
+    if json:
+        document = {"runs": [run.as_json() for run in runs], "differing_settings": differing}
+        print(json_module.dumps(document))
+        return 0
+    names = dict.fromkeys((split, name) for run in runs for split, values in run.metrics.items() for name in values)
+    rows: dict[str, list[str]] = {name: [_value(value) for value in values] for name, values in differing.items()}
+    rows["state"] = [run.summary.state for run in runs]
+    rows["steps"] = [_value(run.summary.step) for run in runs]
+    rows["time"] = ["" if run.summary.seconds is None else short_time(run.summary.seconds) for run in runs]
+    for split, name in names:
+        rows[f"{split}.{name}"] = [_value(run.metrics.get(split, {}).get(name)) for run in runs]
+    _print_rows([run.name for run in runs], rows, len(differing))
+    if not differing:
+        print("Their configurations are equal.")
+    return 0
+
+
+def _print_rows(names: list[str], rows: dict[str, list[str]], num_settings: int) -> None:
+    """Print a column for each of a few runs, which suits long values, or a line for each of many."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    if len(names) <= _MOST_COLUMNS:
+        table.add_column("")
+        for name in names:
+            table.add_column(Text(name), overflow="fold", justify="right")
+        for index, (name, values) in enumerate(rows.items()):
+            table.add_row(Text(name), *map(Text, values), end_section=index == num_settings - 1)
+    else:
+        table.add_column("run", no_wrap=True)
+        for name in rows:
+            table.add_column(Text(name), overflow="fold", justify="right")
+        for name, cells in zip(names, zip(*rows.values(), strict=True), strict=True):
+            table.add_row(Text(name), *map(Text, cells))
+    _console().print(table)
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _serve(runs: list[ComparedRun], tool: Literal["tensorboard", "mlflow"], *, json: bool) -> int:
+    import signal
+    import threading
+
+    from paceline.core.errors import LaunchError
+    from paceline.core.signals import handle_signals
+    from paceline.insight.tracking_tools import served
+
+    ended = threading.Event()
+    if not json:
+        print(f"Copying {len(runs)} runs for the tool, then starting it ...", file=sys.stderr)
+    name = {"tensorboard": "TensorBoard", "mlflow": "MLflow"}[tool]
+    with handle_signals((signal.SIGINT, signal.SIGTERM), lambda *_: ended.set()), served(tool, runs, ended) as server:
+        if server.is_running() and not ended.is_set():
+            text = f"{name} shows {len(runs)} runs at {server.url} (Ctrl-C ends it)"
+            print(json_module.dumps({"url": server.url}) if json else text, flush=True)
+        while not ended.wait(0.5):
+            if not server.is_running():
+                raise LaunchError(f"{name} has ended: {server.last_line()}. Run the command again.")
+    return 0

@@ -9,8 +9,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -56,7 +57,9 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard: ``train/*``, ``eval/SPLIT/NAME`` and ``rank/N/*``.
+    """Scalars for TensorBoard: ``train/*``, ``eval/SPLIT/NAME``, ``final/SPLIT/NAME`` and ``rank/N/*``.
+
+    The run's configuration is on TensorBoard's HParams page, with the final metrics.
 
     An event file is a sequence of TFRecords. This class uses TensorBoard's own record
     writer, because its higher-level writer imports TensorFlow if that is installed.
@@ -64,12 +67,13 @@ class TensorBoardWriter:
     Args:
         directory: the directory of the event file.
         purge_step: TensorBoard drops points of earlier files from this step on.
+        hparams: the run's configuration.
 
     Raises:
         RunDirectoryError: the file cannot be written.
     """
 
-    def __init__(self, directory: Path, purge_step: int) -> None:
+    def __init__(self, directory: Path, purge_step: int, hparams: Mapping[str, Any] = MappingProxyType({})) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -82,14 +86,22 @@ class TensorBoardWriter:
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         restart = SessionLog(status=SessionLog.START)
         self._add(Event(wall_time=time.time(), step=purge_step, session_log=restart))
+        if hparams:
+            self._add(Event(wall_time=time.time(), summary=Summary(value=[begin_session(hparams)])))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record)]
-        summary = self._summary(value=values)
-        self._add(self._event(wall_time=time.time(), step=record["step"], summary=summary))
+        self._write(record["step"], scalars(record))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the final metrics; ``result`` is the content of ``result.json``."""
+        self._write(int(result.get("steps", 0)), final_scalars(result.get("metrics", {})), end_session(succeeded=True))
 
     def close(self) -> None:
         self._file.close()
+
+    def _write(self, step: int, values: Iterable[tuple[str, float]], *more: Any) -> None:
+        summary = self._summary(value=[*(self._summary.Value(tag=n, simple_value=v) for n, v in values), *more])
+        self._add(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def _add(self, event: Any) -> None:
         framed = io.BytesIO()
@@ -97,10 +109,48 @@ class TensorBoardWriter:
         self._file.write(framed.getvalue())
 
 
+def begin_session(hparams: Mapping[str, Any]) -> Any:
+    """Return the summary value that gives a run its row on TensorBoard's HParams page."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+
+    start = SessionStartInfo()
+    for name, value in hparams.items():
+        set_hparam(start.hparams[name], value)
+    return plugin_value("session_start_info", HParamsPluginData(session_start_info=start))
+
+
+def end_session(*, succeeded: bool) -> Any:
+    """Return the summary value with which the row says how the run ended."""
+    from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+
+    end = SessionEndInfo(status=STATUS_SUCCESS if succeeded else STATUS_UNKNOWN, end_time_secs=time.time())
+    return plugin_value("session_end_info", HParamsPluginData(session_end_info=end))
+
+
+def set_hparam(message: Any, value: Any) -> None:
+    """Set a ``google.protobuf.Value`` to a hyperparameter; lists and tables become text."""
+    if isinstance(value, bool):
+        message.bool_value = value
+    elif isinstance(value, int | float):
+        message.number_value = float(value)
+    else:
+        message.string_value = json.dumps(value, default=str) if isinstance(value, list | dict) else str(value)
+
+
+def plugin_value(kind: str, content: Any) -> Any:
+    """Return a summary value of the HParams plug-in (``tensorboard/plugins/hparams/plugin_data.proto``)."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+
+    plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=content.SerializeToString())
+    return Summary.Value(tag=f"_hparams_/{kind}", metadata=SummaryMetadata(plugin_data=plugin))
+
+
 def preload_tensorboard() -> None:
     """Import the modules of :class:`TensorBoardWriter`; that takes a third of a second."""
     import tensorboard.compat.proto.event_pb2
     import tensorboard.compat.proto.summary_pb2
+    import tensorboard.plugins.hparams.plugin_data_pb2
     import tensorboard.summary.writer.record_writer  # noqa: F401
 
 
@@ -163,6 +213,14 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         for name in ("step_ms", "memory_mib", "utilisation"):
             if status[name] is not None and math.isfinite(status[name]):
                 yield f"rank/{status['rank']}/{name}", status[name]
+
+
+def final_scalars(metrics: Mapping[str, Mapping[str, float | None]]) -> Iterator[tuple[str, float]]:
+    """Yield the metrics of ``result.json`` under the names that trackers and TensorBoard show."""
+    for split, values in metrics.items():
+        for name, value in values.items():
+            if value is not None:
+                yield f"final/{split}/{name}", float(value)
 
 
 # --- A rank's telemetry, as a few floats that are reduced along with the gradients ---

@@ -20,7 +20,7 @@ from paceline.runs.metrics import (
     keep_until,
 )
 from paceline.runs.phases import PhaseTimer
-from paceline.runs.status import Heartbeat
+from paceline.runs.status import Heartbeat, configuration
 from paceline.runs.trackers import TrackerWriter
 
 if TYPE_CHECKING:
@@ -99,7 +99,9 @@ class Monitor:
         self._on_record = {(r.get("split"), r["step"]) for r in kept if r.get("kind") == "eval"}
         self._earlier_s = next((r["seconds"] for r in reversed(kept) if r.get("kind") == "train"), 0.0)
         self._writers.append(JsonlWriter(directory.metrics))
-        self._writers.append(TensorBoardWriter(directory.tensorboard, purge_step=first_step + 1))
+        hparams = configuration(directory.read_manifest()) if directory.exists() else {}
+        self._tensorboard = TensorBoardWriter(directory.tensorboard, first_step + 1, hparams)
+        self._writers.append(self._tensorboard)
         self._trackers = tuple(trackers(kept))
         self._writers.extend(self._trackers)
         self._recorded_samples = 0
@@ -229,6 +231,7 @@ class Monitor:
         if self.rank == 0:
             from paceline.runs.console import summary
 
+            self._tensorboard.finish(result)
             for tracker in self._trackers:
                 tracker.finish(result)
             self._terminal.close()

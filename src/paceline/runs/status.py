@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import open_regular, parse_json, read_document
+from paceline.core.option_sets import select
 from paceline.core.options import parse_best
 from paceline.runs.directory import RunDirectory
 
@@ -135,6 +137,9 @@ def _read(path: Path) -> HeartbeatRecord | None:
 
 State = Literal["running", "finished", "stopped", "failed", "crashed", "damaged"]
 
+NOT_COMPARED = select(lambda its: its.scope in ("place", "task"))
+"""Options that say where a run was, and the task, which a configuration names separately."""
+
 _TAIL_BYTES = 64 * 1024
 _SPLITS = ("test", "val", "train")
 
@@ -170,6 +175,20 @@ class RunSummary:
     created: float | None = None
     seconds: float | None = None
     problem: str | None = None
+
+
+def configuration(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that decides what a run computes, by name: the task, its fields and all options.
+
+    A field that has the name of an option is ``task.NAME``.
+
+    Args:
+        manifest: the content of ``run.toml``.
+    """
+    task, config = manifest.get("task", {}), manifest.get("config", {})
+    options = {name: value for name, value in config.items() if name not in NOT_COMPARED}
+    fields = {f"task.{name}" if name in config else name: value for name, value in task.get("fields", {}).items()}
+    return {"task": task.get("spec", ""), **fields, **options}
 
 
 def check_folder(root: Path) -> None:
@@ -210,6 +229,25 @@ def run_directories(root: Path) -> list[RunDirectory]:
     except OSError as error:
         raise RunDirectoryError(f"{root} cannot be read: {error.strerror}.") from error
     return [directory for directory in directories if _looks_like_run(directory)]
+
+
+def search_directories(root: Path) -> list[Path]:
+    """Return the directories of the searches directly in a directory, or the directory itself if it is one's.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    if not root.is_dir():
+        return []
+    return [path for path in (root, *root.iterdir()) if not path.name.startswith(".") and is_search(path)]
+
+
+def is_search(path: Path) -> bool:
+    """Return whether a search was started here."""
+    try:
+        return (path / "tune.json").is_file()
+    except OSError:  # another user's, or on a broken disk
+        return False
 
 
 def summarise(directory: RunDirectory) -> RunSummary:
@@ -298,10 +336,17 @@ def _active_seconds(directory: RunDirectory, events: list[dict[str, Any]], state
     return round(total + last - begin, 3)
 
 
+def final_metrics(
+    result: Mapping[str, Any], records: Iterable[Mapping[str, Any]]
+) -> dict[str, dict[str, float | None]]:
+    """Return the metrics of ``result.json``, and the last ones of the splits that it lacks: split -> name -> value."""
+    return {r["split"]: r["metrics"] for r in records if r["kind"] == "eval"} | dict(result.get("metrics", {}))
+
+
 def _main_metric(
     config: dict[str, Any], result: dict[str, Any], records: list[dict[str, Any]]
 ) -> tuple[str | None, float | None]:
-    by_split = {r["split"]: r["metrics"] for r in records if r["kind"] == "eval"} | result.get("metrics", {})
+    by_split = final_metrics(result, records)
     try:
         best = parse_best(config["best_metric"])[0] if config.get("best_metric") else None
     except ConfigError:

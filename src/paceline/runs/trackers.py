@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from paceline.core.errors import ConfigError
+from paceline.core.files import read_document
+from paceline.core.option_sets import select
 from paceline.core.plugins import BUILT_IN, load
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metrics import scalars
+from paceline.runs.metrics import final_scalars, scalars
+from paceline.runs.status import is_search
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 RUN_ID = "paceline.run_id"
 """The tag with the run's id."""
+
+_NOT_TRACKED = select(lambda its: its.scope == "place")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +60,31 @@ class RunInfo:
     options: Mapping[str, Any]
     tags: Mapping[str, str]
 
+    @classmethod
+    def read(cls, directory: RunDirectory) -> RunInfo:
+        """Read the description of a run from its ``run.toml``.
+
+        Raises:
+            RunDirectoryError: the directory contains no complete one.
+        """
+        manifest = directory.read_complete_manifest()
+        fields = {f"task.{name}": value for name, value in manifest["task"]["fields"].items()}
+        return cls(
+            id=manifest["id"],
+            name=directory.path.resolve().name,
+            task=manifest["task"]["spec"],
+            directory=directory,
+            options={**{n: v for n, v in manifest["config"].items() if n not in _NOT_TRACKED}, **fields},
+            tags={RUN_ID: manifest["id"], "paceline.run": str(directory.path.absolute())},
+        )
+
 
 @runtime_checkable
 class Tracker(Protocol):
-    """One tracking service; all methods are called from one thread, and may raise anything."""
+    """One tracking service; all methods are called from one thread, and may raise anything.
+
+    If it has an attribute ``url`` with the address of the run's page, the dashboard links to it.
+    """
 
     def open(self, run: RunInfo, earlier: str | None) -> str:
         """Begin a run, or continue the ``earlier`` one; return the tracker's id of it."""
@@ -79,6 +105,7 @@ class Tracker(Protocol):
 _LONGEST = 500  # characters of a parameter, which all stores take
 _MOST_AT_ONCE = 100  # parameters; MLflow's own limit
 _TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
+_PARENT = "mlflow.parentRunId"
 
 
 class MlflowTracker:
@@ -87,35 +114,37 @@ class MlflowTracker:
     def __init__(self) -> None:
         self._client: Any = None
         self._run = ""
+        self._parent: str | None = None
         self._finished = False
+        self.url: str | None = None
 
     def open(self, run: RunInfo, earlier: str | None) -> str:
-        with _disable_telemetry():
+        with disable_telemetry():
             import mlflow
-            from mlflow.entities import Param
             from mlflow.tracking import MlflowClient
-        _make_database(mlflow.get_tracking_uri())
+        make_database(mlflow.get_tracking_uri())
         self._client = MlflowClient()
         if earlier is not None:
             self._run = earlier
             self._client.update_run(earlier, status="RUNNING")
+            self._parent = self._client.get_run(earlier).data.tags.get(_PARENT)
+            self.url = self._page(mlflow.get_tracking_uri(), self._client.get_run(earlier).info.experiment_id)
             return earlier
-        tags = {**run.tags, "mlflow.source.name": run.task, "mlflow.source.type": "LOCAL"}
         experiment = self._experiment(run)
+        tags = mlflow_tags(run.task, f"`{run.task}`, trained in `{run.directory.path.absolute()}`.") | dict(run.tags)
+        if (search := search_of(run.directory)) is not None:
+            self._parent = self._join_search(search, experiment, run.task)
+            tags[_PARENT] = self._parent
         # An earlier process may have died between creating the run and recording its id.
         begun = self._client.search_runs([experiment], f"tags.`{RUN_ID}` = '{run.id}'", max_results=1)
         created = begun or [self._client.create_run(experiment, tags=tags, run_name=run.name)]
         self._run = str(created[0].info.run_id)
-        params = (Param(name, str(value)[:_LONGEST]) for name, value in run.options.items())
-        while some := list(itertools.islice(params, _MOST_AT_ONCE)):
-            self._client.log_batch(self._run, params=some)
+        log_mlflow_params(self._client, self._run, run.options)
+        self.url = self._page(mlflow.get_tracking_uri(), experiment)
         return self._run
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
-        metrics = [Metric(name, value, int(at * 1000), step) for name, value in values.items()]
-        self._client.log_batch(self._run, metrics=metrics, synchronous=True)
+        self._client.log_batch(self._run, metrics=mlflow_metrics(step, at, values), synchronous=True)
 
     def conclude(self, tags: Mapping[str, str], values: Mapping[str, float]) -> None:
         for name, text in tags.items():
@@ -126,6 +155,35 @@ class MlflowTracker:
 
     def close(self) -> None:
         self._client.set_terminated(self._run, "FINISHED" if self._finished else "KILLED")
+        if self._parent is not None:
+            self._client.set_terminated(self._parent)
+
+    def _page(self, uri: str, experiment: str) -> str | None:
+        """Return the address of the run's page; None for a store without a server."""
+        is_server = uri.startswith(("http://", "https://"))
+        return f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{self._run}" if is_server else None
+
+    def _join_search(self, search: Path, experiment: str, task: str) -> str:
+        """Return the id of the search's own run, of which trials are children; the first trial creates it."""
+        note = search / "trackers" / "mlflow.json"
+        try:
+            parent = str(json.loads(read_document(note))["run"])
+            self._client.update_run(parent, status="RUNNING")
+            return parent
+        except FileNotFoundError:
+            pass
+        parent = create_mlflow_search(self._client, search, experiment, task)
+        note.parent.mkdir(exist_ok=True)
+        own = note.with_name(f".{note.name}-{parent}")
+        own.write_text(json.dumps({"run": parent}))
+        try:
+            os.link(own, note)
+        except FileExistsError:  # a trial that started at the same time was first
+            self._client.delete_run(parent)
+            return str(json.loads(read_document(note))["run"])
+        finally:
+            own.unlink()
+        return parent
 
     def _experiment(self, run: RunInfo) -> str:
         from mlflow.exceptions import MlflowException
@@ -145,7 +203,58 @@ class MlflowTracker:
         return str(experiment.experiment_id)
 
 
-def _make_database(uri: str) -> None:
+def search_of(directory: RunDirectory) -> Path | None:
+    """Return the directory of the search of which a run is a trial; None if it belongs to no search."""
+    trials = directory.path.absolute().parent
+    return trials.parent if trials.name == "trials" and is_search(trials.parent) else None
+
+
+def create_mlflow_search(client: Any, search: Path, experiment: str, task: str, **started: Any) -> str:
+    """Create the run of a search, with its settings as parameters, and return its id.
+
+    Args:
+        client: an ``MlflowClient``.
+        search: the search's directory.
+        experiment: the experiment's id.
+        task: the task's name.
+        started: ``start_time`` in ms.
+    """
+    try:
+        settings = dict(json.loads(read_document(search / "tune.json")))
+    except (OSError, ValueError, TypeError):
+        settings = {}
+    tags = mlflow_tags(task, f"A search of `{task}` in `{search}`; its trials are the child runs.")
+    created = client.create_run(
+        experiment, tags={**tags, "paceline.search": str(search)}, run_name=search.name, **started
+    )
+    run_id = str(created.info.run_id)
+    settings.pop("options", None)
+    log_mlflow_params(client, run_id, {n: v for n, v in settings.items() if v not in (None, {}, [], "")})
+    return run_id
+
+
+def mlflow_tags(task: str, note: str) -> dict[str, str]:
+    """Return the tags that MLflow's page shows as a run's source and description."""
+    return {"mlflow.source.name": task, "mlflow.source.type": "LOCAL", "mlflow.note.content": note}
+
+
+def log_mlflow_params(client: Any, run_id: str, options: Mapping[str, Any]) -> None:
+    """Log options as parameters."""
+    from mlflow.entities import Param
+
+    params = (Param(name, str(value)[:_LONGEST]) for name, value in options.items())
+    while some := list(itertools.islice(params, _MOST_AT_ONCE)):
+        client.log_batch(run_id, params=some)
+
+
+def mlflow_metrics(step: int, at: float, values: Mapping[str, float]) -> list[Any]:
+    """Return the values of a step as MLflow's metrics; ``at`` is Unix time."""
+    from mlflow.entities import Metric
+
+    return [Metric(name, value, int(at * 1000), step) for name, value in values.items()]
+
+
+def make_database(uri: str) -> None:
     """Create a new SQLite store atomically.
 
     MLflow takes seconds to create the tables. A process that dies meanwhile leaves an unusable file, and two that start
@@ -176,7 +285,7 @@ def _make_database(uri: str) -> None:
 
 
 @contextmanager
-def _disable_telemetry() -> Iterator[None]:
+def disable_telemetry() -> Iterator[None]:
     """Import MLflow with telemetry disabled, unless the user has set its variable."""
     if _TELEMETRY in os.environ:
         yield
@@ -197,6 +306,7 @@ class WandbTracker:
     def __init__(self) -> None:
         self._run: Any = None
         self._finished = False
+        self.url: str | None = None
 
     def open(self, run: RunInfo, earlier: str | None) -> str:
         import wandb
@@ -224,6 +334,7 @@ class WandbTracker:
                 x_save_requirements=False,
             ),
         )
+        self.url = self._run.url  # None while offline
         return run_id
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
@@ -356,7 +467,8 @@ class TrackerWriter:
                 if self._send(record):
                     self._save_progress(run_id)
             if self._result is not None:
-                self._tracker.conclude(self._final_tags(self._result), _final_values(self._result))
+                final = dict(final_scalars(self._result.get("metrics", {})))
+                self._tracker.conclude(self._final_tags(self._result), final)
             self._tracker.close()
         except Exception as error:  # a third-party library and a network can raise anything
             if not self._has_warned:
@@ -368,8 +480,7 @@ class TrackerWriter:
         step = int(record["step"])
         if step <= self._sent.get(stream, 0):
             return False
-        values = {name: float(value) for name, value in scalars(record) if math.isfinite(value)}
-        self._tracker.log(step, float(record.get("time", time.time())), values)
+        self._tracker.log(step, float(record.get("time", time.time())), finite_scalars(record))
         self._sent[stream] = step
         return True
 
@@ -377,7 +488,9 @@ class TrackerWriter:
         # Without fsync, so that no step waits for the disk; after a power cut a record may be sent twice.
         self._path.parent.mkdir(exist_ok=True)
         temporary = self._path.with_name(f".{self._path.name}")
-        temporary.write_text(json.dumps({"run": run_id, "sent": self._sent}))
+        url = getattr(self._tracker, "url", None)
+        url = _CREDENTIALS.sub("//", url) if isinstance(url, str) else None
+        temporary.write_text(json.dumps({"run": run_id, "url": url, "sent": self._sent}))
         temporary.replace(self._path)
 
     def _read_note(self) -> dict[str, Any]:
@@ -402,10 +515,6 @@ class TrackerWriter:
         )
 
 
-def _final_values(result: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        f"final/{split}/{name}": float(value)
-        for split, values in result.get("metrics", {}).items()
-        for name, value in values.items()
-        if value is not None
-    }
+def finite_scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return a record's numbers, by the names that trackers show, without NaN and infinity."""
+    return {name: float(value) for name, value in scalars(record) if math.isfinite(value)}

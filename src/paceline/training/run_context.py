@@ -14,7 +14,6 @@ from torch import nn
 
 from paceline.core.callback import RunSchedule
 from paceline.core.config import RunConfig
-from paceline.core.option_sets import select
 from paceline.core.options import parse_interval
 from paceline.core.task import Task
 from paceline.data.loader import EvalBatches, build_loader, resolve_workers
@@ -31,7 +30,7 @@ from paceline.parallel.strategy_selection import build_layout, build_strategy
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.directory import RunDirectory, backup_path
 from paceline.runs.monitor import Monitor
-from paceline.runs.trackers import RUN_ID, RunInfo, TrackerWriter, load_tracker
+from paceline.runs.trackers import RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
 from paceline.training.purity_record import PurityRecord
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from paceline.runs.profiler import StepProfiler
 
 _EVAL_MICROBATCHES = 4  # an evaluation batch holds this many micro-batches' samples: no gradients are kept
-_NOT_TRACKED = select(lambda its: its.scope == "place")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,18 +254,7 @@ class RunContext:
     def _build_trackers(self, earlier: Sequence[Mapping[str, Any]]) -> list[TrackerWriter]:
         if not self.config.log_to:
             return []
-        manifest = self.directory.read_complete_manifest()
-        tracked = RunInfo(
-            id=self.run_id,
-            name=self.directory.path.name,
-            task=self.task_name,
-            directory=self.directory,
-            options={
-                **{k: v for k, v in manifest["config"].items() if k not in _NOT_TRACKED},
-                **{f"task.{name}": value for name, value in manifest["task"]["fields"].items()},
-            },
-            tags={RUN_ID: self.run_id, "paceline.run": str(self.directory.path.absolute())},
-        )
+        tracked = RunInfo.read(self.directory)
         names = dict.fromkeys(self.config.log_to)
         return [TrackerWriter(name, load_tracker(name)(), tracked, earlier) for name in names]
 

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from paceline.runs.directory import RunDirectory
@@ -23,6 +24,10 @@ def make_run(
     task: str = "task.py:Task",
     spikes: Sequence[int] = (),
     age_s: float = 100.0,
+    run_id: str = "0" * 16,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    config: Mapping[str, Any] = MappingProxyType({"epochs": 4}),
+    accuracy: float | None = None,
 ) -> RunDirectory:
     """A run with a record every step, that began ``age_s`` ago.
 
@@ -34,13 +39,20 @@ def make_run(
         task: its task.
         spikes: steps whose loss is NaN.
         age_s: the age of the run in seconds.
+        run_id: its id.
+        fields: the task's.
+        config: its options.
+        accuracy: in its result; None: it has none.
     """
     directory = RunDirectory(path)
     directory.create()
     began = time.time() - age_s
     directory.write_manifest(
-        {"id": "0" * 16, "task": {"spec": task, "name": "Task", "fields": {}}, "config": {"epochs": 4}}
+        {"id": run_id, "task": {"spec": task, "name": "Task", "fields": dict(fields)}, "config": dict(config)}
     )
+    if accuracy is not None:
+        directory.write_result({"steps": steps, "metrics": {"val": {"accuracy": accuracy}}})
+        events = [*events, {"event": "finished"}]
     started = {"event": "started", "generation": 0, "world_size": world_size, "microbatches": 4, "step": 0}
     told = [{"event": "created", "task": task}, {**started, "total_steps": 100}, *events]
     with directory.events.open("w") as file:

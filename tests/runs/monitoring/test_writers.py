@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
+from tensorboard.plugins.hparams.metadata import (
+    parse_session_end_info_plugin_data,
+    parse_session_start_info_plugin_data,
+)
 
 from paceline.core.errors import RunDirectoryError
 from paceline.runs.metrics import JsonlWriter, TensorBoardWriter, finite, keep_until
@@ -107,6 +112,23 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
         "rank/0/memory_mib": [(50, 100.0)],
         "rank/1/memory_mib": [(50, 100.0)],
     }
+
+
+def test_tensorboard_has_a_runs_configuration_with_its_final_metrics(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, purge_step=1, hparams={"lr": 0.1, "amp": True, "act": "relu", "mesh": [1, 2]})
+    writer.write(train_record(50, 0.5))
+    writer.finish({"steps": 60, "metrics": {"test": {"accuracy": 0.75, "f1": None}}})
+    writer.close()
+    assert read_scalars(tmp_path)["final/test/accuracy"] == [(60, 0.75)]
+    assert "final/test/f1" not in read_scalars(tmp_path)
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    content = accumulator.PluginTagToContent("hparams")
+    start = parse_session_start_info_plugin_data(content["_hparams_/session_start_info"])
+    end = parse_session_end_info_plugin_data(content["_hparams_/session_end_info"])
+    values = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
+    assert values == {"lr": 0.1, "amp": True, "act": "relu", "mesh": "[1, 2]"}
+    assert end.status == STATUS_SUCCESS
 
 
 def test_a_resumed_run_has_one_point_a_step_in_tensorboard(tmp_path: Path) -> None:

@@ -1,0 +1,292 @@
+"""Runs in TensorBoard or MLflow: a copy of their records for the tool, which is served on loopback.
+
+Nothing is written into the runs. The copy is in a temporary directory, which goes when the tool has ended.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.core.errors import ConfigError
+from paceline.core.files import read_json_lines, write_atomically
+from paceline.core.parent_death import kill_with_parent_command
+from paceline.insight.comparison import ComparedRun, differing_settings, find_artifacts, read_search
+from paceline.runs.metrics import begin_session, end_session, final_scalars, plugin_value, set_hparam
+from paceline.runs.trackers import (
+    RunInfo,
+    create_mlflow_search,
+    disable_telemetry,
+    finite_scalars,
+    log_mlflow_params,
+    make_database,
+    mlflow_metrics,
+    mlflow_tags,
+)
+
+Tool = Literal["tensorboard", "mlflow"]
+
+_LOOPBACK = "127.0.0.1"
+_SETTINGS = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+_POLL_S = 0.2
+_END_S = 3.0  # then the server is killed: it has nothing to save
+
+# --- TensorBoard: links to the runs' own event files, and the HParams page of what differs ---
+
+_LAST_FILE = "events.out.tfevents.9999999999.hparams"  # TensorBoard reads files by name; a restart purges earlier ones
+
+
+def write_tensorboard(runs: Sequence[ComparedRun], folder: Path) -> None:
+    """Fill a folder for ``tensorboard --logdir``: one directory for each run, and the description of the HParams."""
+    from tensorboard.plugins.hparams import api_pb2
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    def describe(name: str, values: Sequence[Any]) -> Any:
+        info = api_pb2.HParamInfo(name=name, type=api_pb2.DATA_TYPE_FLOAT64, differs=True)
+        different = {str(value): value for value in values if value is not None}.values()
+        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in different):
+            info.type = api_pb2.DATA_TYPE_STRING
+            for value in different:
+                set_hparam(info.domain_discrete.values.add(), value)
+        return info
+
+    differing = differing_settings([run.settings for run in runs])
+    tags = dict.fromkeys(tag for run in runs for tag, _ in final_scalars(run.metrics))
+    experiment = api_pb2.Experiment(
+        description="paceline runs --compare",
+        hparam_infos=[describe(name, values) for name, values in differing.items()],
+        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in tags],
+    )
+    _write_events(folder, 0, [plugin_value("experiment", HParamsPluginData(experiment=experiment))])
+    for run in runs:
+        own = folder / run.name
+        own.mkdir(parents=True)
+        for path in run.directory.tensorboard.glob("events.out.tfevents.*"):
+            if path.is_file():  # not a pipe, which would block TensorBoard
+                (own / path.name).symlink_to(path.resolve())
+        ended = [end_session(succeeded=run.summary.state == "finished")] if run.summary.state != "running" else []
+        begun = begin_session({name: run.settings[name] for name in differing if name in run.settings})
+        _write_events(own, run.summary.step or 0, [begun, *ended], final_scalars(run.metrics))
+
+
+def _write_events(folder: Path, step: int, values: list[Any], scalars: Any = ()) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    values += [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
+    framed = io.BytesIO()
+    for event in (Event(file_version="brain.Event:2"), Event(step=step, summary=Summary(value=values))):
+        event.wall_time = time.time()
+        RecordWriter(framed).write(event.SerializeToString())
+    write_atomically(folder / _LAST_FILE, framed.getvalue())
+
+
+# --- MLflow: a database of its own, with searches as parents of their trials ---
+
+_EXPERIMENT = "paceline runs --compare"
+_MOST_METRICS = 1000  # in a batch; MLflow's own limit
+_STATUS = {"finished": "FINISHED", "running": "RUNNING", "failed": "FAILED"}
+
+
+def write_mlflow(runs: Sequence[ComparedRun], folder: Path) -> tuple[str, str]:
+    """Make a database with the runs in a folder, and return its URI and the id of the runs' experiment.
+
+    Raises:
+        ConfigError: MLflow is not installed.
+    """
+    try:
+        with disable_telemetry():
+            from mlflow.tracking import MlflowClient
+    except ImportError as error:
+        raise ConfigError("--in mlflow needs MLflow. Install it: pip install mlflow") from error
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    uri = f"sqlite:///{folder}/mlflow.db"
+    make_database(uri)
+    client = MlflowClient(uri)
+    experiment = client.create_experiment(
+        _EXPERIMENT,
+        artifact_location=(folder / "artifacts").as_uri(),
+        tags={"mlflow.experimentKind": "custom_model_development"},  # else its page is that of language models
+    )
+    parents: dict[Path, str] = {}
+    for run in runs:
+        if run.search is not None and run.search not in parents:
+            parents[run.search] = _add_search(client, run.search, experiment, runs)
+        _add_run(client, run, experiment, None if run.search is None else parents[run.search])
+    return uri, str(experiment)
+
+
+def _add_run(client: Any, run: ComparedRun, experiment: str, parent: str | None) -> None:
+    info, made = RunInfo.read(run.directory), find_artifacts(run.directory)
+    note = [f"`{info.task}`, trained in `{run.directory.path.absolute()}`."]
+    tags = dict(info.tags)
+    if parent is not None:
+        tags["mlflow.parentRunId"] = parent
+    if made.report is not None:
+        tags["paceline.report"] = str(made.report.absolute())
+        note.append(f"Its report is among the artifacts, and in `{made.report.absolute()}`.")
+    for digest, package in made.packages.items():
+        tags["paceline.package"] = digest
+        note.append(f"Exported as the package `{package}`.")
+    begin_ms, end_ms = _span_ms(run)
+    created = client.create_run(
+        experiment, start_time=begin_ms, tags={**mlflow_tags(info.task, "\n\n".join(note)), **tags}, run_name=run.name
+    )
+    run_id = created.info.run_id
+    log_mlflow_params(client, run_id, info.options)
+    metrics: list[Any] = []
+    for record in read_json_lines(run.directory.metrics, errors="replace"):
+        with suppress(KeyError, TypeError, ValueError, AttributeError):  # a damaged line
+            at = float(record.get("time", begin_ms / 1000))
+            metrics += mlflow_metrics(int(record["step"]), at, finite_scalars(record))
+    metrics += mlflow_metrics(run.summary.step or 0, end_ms / 1000, dict(final_scalars(run.metrics)))
+    for start in range(0, len(metrics), _MOST_METRICS):
+        client.log_batch(run_id, metrics=metrics[start : start + _MOST_METRICS])
+    if made.report is not None:
+        client.log_artifact(run_id, str(made.report))
+    status = _STATUS.get(run.summary.state, "KILLED")
+    if status != "RUNNING":
+        client.set_terminated(run_id, status, end_ms)
+
+
+def _add_search(client: Any, search: Path, experiment: str, runs: Sequence[ComparedRun]) -> str:
+    trials = [run for run in runs if run.search == search]
+    spans = [_span_ms(run) for run in trials]
+    begin_ms, end_ms = min(begin for begin, _ in spans), max(end for _, end in spans)
+    parent = create_mlflow_search(client, search, experiment, trials[0].summary.task or "", start_time=begin_ms)
+    result = read_search(search)
+    best, name = result.get("best"), str(result.get("metric", "")).partition(":")[0]
+    if isinstance(best, Mapping) and isinstance(best.get(name), int | float):
+        client.log_batch(parent, metrics=mlflow_metrics(0, end_ms / 1000, {f"best/val/{name}": float(best[name])}))
+        client.set_tag(parent, "paceline.best_trial", str(best.get("trial")))
+    if all(run.summary.state != "running" for run in trials):
+        client.set_terminated(parent, "FINISHED", end_ms)
+    return parent
+
+
+def _span_ms(run: ComparedRun) -> tuple[int, int]:
+    """Return when a run was created, and when it had been active for its time, in Unix ms."""
+    begin = run.summary.created or 0.0
+    return int(begin * 1000), int((begin + (run.summary.seconds or 0.0)) * 1000)
+
+
+# --- The tool's server ---
+
+
+def require(tool: Tool) -> None:
+    """Check that the tool's page can be served, before anything is copied.
+
+    Raises:
+        ConfigError: gives the command that installs it.
+    """
+    if tool == "mlflow":
+        try:
+            importlib.metadata.version("mlflow")  # mlflow-skinny, which --log-to needs, has no pages
+        except importlib.metadata.PackageNotFoundError as error:
+            raise ConfigError("--in mlflow shows runs on MLflow's pages. Install them: pip install mlflow") from error
+
+
+@dataclass(frozen=True)
+class ToolServer:
+    """The process of a tool's server.
+
+    Attributes:
+        url: of the page with the runs.
+        process: of the server, the leader of a group of its own.
+        log: the file with its output.
+    """
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def last_line(self) -> str:
+        """Return the last line of its output."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self.process.poll()}"
+
+
+@contextmanager
+def served(tool: Tool, runs: Sequence[ComparedRun], ended: threading.Event) -> Iterator[ToolServer]:
+    """Serve the runs in the tool while the context is open.
+
+    Args:
+        tool: the tool.
+        runs: what it shows.
+        ended: set when the command stops waiting for the server.
+
+    Raises:
+        ConfigError: the tool is not installed.
+    """
+    require(tool)
+    with tempfile.TemporaryDirectory(prefix="paceline-compare-", ignore_cleanup_errors=True) as name:
+        folder = Path(name).resolve()
+        port = _free_port()
+        if tool == "tensorboard":
+            write_tensorboard(runs, folder)
+            command = ["-m", "tensorboard.main", "--logdir", str(folder), "--host", _LOOPBACK, "--port", str(port)]
+            page = "#hparams"
+        else:
+            uri, experiment = write_mlflow(runs, folder)
+            command = ["-m", "mlflow", "server", "--backend-store-uri", uri, "--host", _LOOPBACK, "--port", str(port)]
+            command += ["--workers", "1"]
+            page = f"#/experiments/{experiment}/runs"
+        with _process([sys.executable, *command], folder) as process:
+            server = ToolServer(f"http://{_LOOPBACK}:{port}/{page}", process, folder / "server.log")
+            while server.is_running() and not _is_listening(port) and not ended.wait(_POLL_S):
+                pass
+            yield server
+
+
+@contextmanager
+def _process(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    own = {n: v for n, v in os.environ.items() if not n.startswith("MLFLOW_")} | _SETTINGS
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            kill_with_parent_command(command),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=own,
+            start_new_session=True,  # Ctrl-C is for this command, which then ends the server and its children
+        )
+    try:
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+
+
+def _is_listening(port: int) -> bool:
+    with suppress(OSError), socket.create_connection((_LOOPBACK, port), timeout=_END_S):
+        return True
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])
