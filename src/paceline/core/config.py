@@ -44,10 +44,10 @@ class RunConfig(FineTuningOptions):
     """All options of a training run; ``None`` means "the task's default, else Paceline's"."""
 
     global_batch_size: int | None = _training_option(
-        None, "Samples per step, over all processes.", minimum=1, fingerprint=True, evaluation=True, summary=True
+        None, "Samples per step, over all processes.", minimum=1, fingerprint=True, evaluation=True
     )
     epochs: int | None = _training_option(
-        None, "Passes over the training data.", replaces="max_steps", minimum=1, evaluation=True, summary=True
+        None, "Passes over the training data.", replaces="max_steps", minimum=1, evaluation=True
     )
     max_steps: int | None = _training_option(
         None,
@@ -55,7 +55,6 @@ class RunConfig(FineTuningOptions):
         replaces="epochs",
         minimum=1,
         evaluation=True,
-        summary=True,
     )
     seed: int = _training_option(
         0,
@@ -63,10 +62,9 @@ class RunConfig(FineTuningOptions):
         minimum=0,
         maximum=2**63 - 1,
         evaluation=True,
-        summary=True,
     )
     precision: Literal["fp32", "bf16", "fp16"] = _training_option(
-        "fp32", "Mixed precision by torch.amp: bf16 or fp16.", fingerprint=True, evaluation=True, summary=True
+        "fp32", "Mixed precision by torch.amp: bf16 or fp16.", fingerprint=True, evaluation=True
     )
     clip_norm: float | None = _training_option(
         None, "Clip the gradient's 2-norm to this value.", minimum=0, exclusive=True
@@ -79,9 +77,7 @@ class RunConfig(FineTuningOptions):
         maximum=1,
         exclusive=True,
     )
-    compile: bool = _training_option(
-        False, "Compile the model with torch.compile.", needs="compile", fingerprint=True, summary=True
-    )
+    compile: bool = _training_option(False, "Compile the model with torch.compile.", needs="compile", fingerprint=True)
 
     shuffle: str = _data_option("sample", "sample, window:N (blocks of N neighbours) or none.")
     num_workers: int | Literal["auto"] = option(
@@ -102,9 +98,7 @@ class RunConfig(FineTuningOptions):
         evaluation=True,
     )
 
-    eval_every: str = _evaluation_option(
-        "1epoch", "Evaluate every Nsteps or Nepochs, or never.", evaluation=True, summary=True
-    )
+    eval_every: str = _evaluation_option("1epoch", "Evaluate every Nsteps or Nepochs, or never.", evaluation=True)
     early_stop: str | None = _evaluation_option(
         None,
         "METRIC:PATIENCE. Stop after PATIENCE evaluations without a better METRIC.",
@@ -113,10 +107,9 @@ class RunConfig(FineTuningOptions):
             other_than="never",
             message="--early-stop needs evaluations, but --eval-every is {value}.",
         ),
-        summary=True,
     )
     best_metric: str | None = _evaluation_option(
-        None, "METRIC:min or METRIC:max, to select the best checkpoint.", evaluation=True, summary=True
+        None, "METRIC:min or METRIC:max, to select the best checkpoint.", evaluation=True
     )
 
     run_dir: str | None = option(

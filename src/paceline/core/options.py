@@ -91,7 +91,6 @@ class Classification:
     from_launcher: bool
     fingerprint: bool
     evaluation: bool
-    summary: bool
 
 
 def option(
@@ -112,7 +111,6 @@ def option(
     from_launcher: bool = False,
     fingerprint: bool = False,
     evaluation: bool = False,
-    summary: bool = False,
 ) -> Any:
     """Declare an option: a field of an options class with its classification.
 
@@ -133,7 +131,6 @@ def option(
         from_launcher: whether the launcher sets it for each node.
         fingerprint: whether checkpoints record it in the numerics fingerprint, on which equal bits depend.
         evaluation: whether packages record it, because evaluating the model needs it.
-        summary: whether the dashboard shows it.
     """
     classification = Classification(
         resume=resume,
@@ -149,7 +146,6 @@ def option(
         from_launcher=from_launcher,
         fingerprint=fingerprint,
         evaluation=evaluation,
-        summary=summary,
     )
     return field(default=default, metadata={"help": help, "group": group, "classification": classification})
 

@@ -385,7 +385,6 @@ class ParallelOptions(ServerOptions):
         resume="kept",
         bits="by_strategy",
         scope="parallel",
-        summary=True,
     )
     dp_devices: int | Literal["auto"] = option(
         "auto",
@@ -404,7 +403,6 @@ class ParallelOptions(ServerOptions):
         resume="kept",
         bits="by_strategy",
         scope="parallel",
-        summary=True,
     )
     sequence_parallel: bool = option(
         False,
@@ -447,7 +445,6 @@ class ParallelOptions(ServerOptions):
         bits="always",
         scope="parallel",
         fingerprint=True,
-        summary=True,
     )
     load_balance: Literal["auto", "equal"] = option(
         "auto",
@@ -464,7 +461,6 @@ class ParallelOptions(ServerOptions):
         minimum=1,
         fingerprint=True,
         evaluation=True,
-        summary=True,
     )
     grad_accumulation: int = _microbatch_option(
         1, "Micro-batches per process with --microbatches auto (gradient accumulation).", minimum=1

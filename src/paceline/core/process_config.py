@@ -56,10 +56,8 @@ _device_option = partial(option, group="Processes", resume="kept", bits="roundin
 class ProcessOptions:
     """Options of the task and its processes."""
 
-    task: str = _task_option(
-        "", "file.py:Name, package.module:Name or a built-in task's name.", from_launcher=True, summary=True
-    )
-    set: tuple[str, ...] = _task_option((), "A hyperparameter as field=value; may be repeated.", summary=True)
+    task: str = _task_option("", "file.py:Name, package.module:Name or a built-in task's name.", from_launcher=True)
+    set: tuple[str, ...] = _task_option((), "A hyperparameter as field=value; may be repeated.")
 
     on: LauncherName | LauncherPlugin = option(
         "auto",
@@ -117,11 +115,8 @@ class ProcessOptions:
         from_launcher=True,
         fingerprint=True,
         evaluation=True,
-        summary=True,
     )
-    device: Literal["auto", "cpu", "cuda"] = _device_option(
-        "auto", "Where to train. auto: on GPUs if available.", summary=True
-    )
+    device: Literal["auto", "cpu", "cuda"] = _device_option("auto", "Where to train. auto: on GPUs if available.")
 
     def __post_init__(self) -> None:
         most_nodes = parse_nodes(self.nodes)[1]
@@ -148,7 +143,6 @@ class RecoveryOptions(ProcessOptions):
         "When a process dies. inplace: replace it while the others continue; restart: restart all from the "
         "newest checkpoint; none: end the job. auto: inplace where supported (--on spawn, CPU, ddp, "
         "reduction exact or allreduce), else restart with --on spawn, else none.",
-        summary=True,
     )
     hot_spares: int = _recovery_option(
         0, "Spare processes, over all nodes, that hold the state and replace lost ones.", needs="spares", minimum=0
@@ -176,7 +170,6 @@ class RecoveryOptions(ProcessOptions):
         resume="adjustable",
         bits="never",
         scope="recovery",
-        summary=True,
     )
     heartbeat: float = _heartbeat_option(
         2.0, "Replace a process after this many seconds without a heartbeat.", minimum=0.2, maximum=3600

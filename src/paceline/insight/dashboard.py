@@ -17,22 +17,23 @@ from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from paceline import __version__
 from paceline.core.access import LOOPBACK_NAMES, is_cross_site, is_loopback, is_same_token
-from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.files import open_regular
-from paceline.core.option_sets import select
+from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDirectoryError
+from paceline.core.files import open_regular, read_document
 from paceline.insight.run_index import Curves, Index
 from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, read_records
 from paceline.runs.checkpoint_admin import entries
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metrics import finite
-from paceline.runs.status import read_beats
+from paceline.runs.package import read_manifest
+from paceline.runs.package_registry import Registry
+from paceline.runs.status import configuration, read_beats
 from paceline.runs.timeline import timeline
 from paceline.serving.static_assets import HEADERS, Assets, tag_of
 
@@ -178,7 +179,6 @@ def _run_id(record: JobRecord, index: Index) -> str | None:
 _MAX_FOLLOWED = 16
 _MAX_ENTRIES = 300
 _LOG_BYTES = 64 * 1024
-_SHOWN_OPTIONS = select(lambda its: its.summary)
 
 
 class Views:
@@ -186,6 +186,7 @@ class Views:
 
     def __init__(self) -> None:
         self._followed: OrderedDict[str, Curves] = OrderedDict()
+        self._packages = PackageIndex()
         self._lock = threading.Lock()
 
     def curves(self, run: str, directory: RunDirectory) -> dict[str, Any]:
@@ -203,13 +204,21 @@ class Views:
         detail["ranks"] = [{**asdict(beat), "telemetry": rows.get(beat.rank)} for beat in read_beats(directory)] or [
             {"rank": rank, "telemetry": telemetry} for rank, telemetry in sorted(rows.items())
         ]
-        for name, read in (("config", _config), ("history", _history), ("checkpoints", _checkpoints)):
+        readers: tuple[tuple[str, Callable[[RunDirectory], Any]], ...] = (
+            ("config", _config),
+            ("history", _history),
+            ("checkpoints", _checkpoints),
+            ("packages", self._packages.of_run),
+        )
+        for name, read in readers:
             try:
                 detail[name] = read(directory)
             except (PacelineError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                 detail[name] = None
                 problems.append(f"{name}: {error}")
         detail["logs"] = _logs(directory)
+        detail["report"] = _report_of(directory).is_file()
+        detail["trackers"] = _trackers(directory)
         return detail
 
     def _follow(self, run: str, directory: RunDirectory) -> Curves:
@@ -236,12 +245,61 @@ def log_tail(directory: RunDirectory, rank: int) -> str | None:
     return content if size <= _LOG_BYTES else content.partition("\n")[2]
 
 
+class PackageIndex:
+    """The packages in the user's registry by the run from which they were exported; each manifest is read once."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, str | None] = {}
+
+    def of_run(self, directory: RunDirectory) -> list[str]:
+        """Return the references, or else the digests, of a run's packages."""
+        try:
+            run_id, registry = directory.read_manifest().get("id"), Registry.of_user()
+        except RunDirectoryError:
+            return []  # the configuration's problem says so
+        found = []
+        for digest in registry.digests():
+            if digest not in self._runs:
+                try:
+                    self._runs[digest] = read_manifest(registry.path_of(digest))[0].provenance.run
+                except PackageError:  # it concerns its own commands
+                    self._runs[digest] = None
+            if self._runs[digest] == run_id:
+                found.append(digest)
+        if not found:
+            return []
+        names = [(str(reference), tag.digest) for reference, tag in registry.references().items()]
+        return [name for digest in found for name in [n for n, its in names if its == digest] or [digest]]
+
+
+def _report_of(directory: RunDirectory) -> Path:
+    return directory.path / "report.html"
+
+
+def read_report(directory: RunDirectory) -> bytes | None:
+    """Return the page of ``paceline report``; None if there is none."""
+    path = _report_of(directory)
+    try:
+        return None if path.is_symlink() else read_document(path)
+    except OSError:
+        return None
+
+
+def _trackers(directory: RunDirectory) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted((directory.path / "trackers").glob("*.json")):
+        try:
+            note = json.loads(read_document(path, _LOG_BYTES))
+            url = note.get("url")
+            is_page = isinstance(url, str) and url.startswith(("http://", "https://"))
+            found.append({"name": path.stem, "run": str(note["run"]), "url": url if is_page else None})
+        except (OSError, ValueError, KeyError, AttributeError):
+            continue  # the tracker writes another one
+    return found
+
+
 def _config(directory: RunDirectory) -> dict[str, Any]:
-    manifest = directory.read_manifest()
-    task = manifest.get("task", {})
-    fields = [f"{name}={value}" for name, value in task.get("fields", {}).items()]
-    options = {"task": task.get("spec", ""), "set": fields, **manifest.get("config", {})}
-    return {name: options[name] for name in _SHOWN_OPTIONS if name in options}
+    return configuration(directory.read_manifest())
 
 
 def _history(directory: RunDirectory) -> dict[str, Any]:
@@ -278,7 +336,7 @@ def _logs(directory: RunDirectory) -> list[int]:
 # --- HTTP: static files of the package, and read-only JSON about runs ---
 
 
-_PATHS = re.compile(r"/api/runs/([0-9a-f]{16})(?:/(curves|logs/(\d{1,6})))?")
+_PATHS = re.compile(r"/api/runs/([0-9a-f]{16})(?:/(curves|report|logs/(\d{1,6})))?")
 _IDLE_S = 30.0  # within which a client must send its next request
 _MAX_CLIENTS = 64
 _MAX_FORM_BYTES = 1024  # bytes
@@ -328,6 +386,26 @@ class DashboardServer:
         self._jobs.close()
 
 
+class Page(NamedTuple):
+    """A resource.
+
+    Attributes:
+        kind: its content type.
+        content: its bytes.
+        tag: its ``ETag``.
+        policy: its Content-Security-Policy; None for that of all others.
+    """
+
+    kind: str
+    content: bytes
+    tag: str
+    policy: str | None = None
+
+
+_REPORT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
+"""A report is a file of the run, which may be another's: it runs nothing, and has an origin of its own."""
+
+
 class Pages:
     """The dashboard's resources, by path."""
 
@@ -335,8 +413,8 @@ class Pages:
         self._index, self._jobs, self._views = index, jobs, Views()
         self._assets = Assets("paceline.insight")
 
-    def find(self, path: str, query: dict[str, list[str]]) -> tuple[str, bytes, str] | None:
-        """Return a path's content type, content and tag; None if the path does not exist."""
+    def find(self, path: str, query: dict[str, list[str]]) -> Page | None:
+        """Return a path's page; None if the path does not exist."""
         if path == "/":
             return self._file("index.html")
         if path.startswith("/static/"):
@@ -344,14 +422,16 @@ class Pages:
         document = self._document(path, query)
         if document is None:
             return None
+        if isinstance(document, bytes):
+            return Page("text/html; charset=utf-8", document, tag_of(document), _REPORT_POLICY)
         content = json.dumps(finite(document), separators=(",", ":"), default=str).encode()
-        return "application/json", content, tag_of(content)
+        return Page("application/json", content, tag_of(content))
 
-    def _file(self, name: str) -> tuple[str, bytes, str] | None:
+    def _file(self, name: str) -> Page | None:
         asset = self._assets.find(name)
-        return None if asset is None else (asset.content_type, asset.content, asset.tag)
+        return None if asset is None else Page(asset.content_type, asset.content, asset.tag)
 
-    def _document(self, path: str, query: dict[str, list[str]]) -> dict[str, Any] | None:
+    def _document(self, path: str, query: dict[str, list[str]]) -> dict[str, Any] | bytes | None:
         if path == "/api/runs":
             _, rows = self._index.rows(query.get("since", [""])[0])
             return {**rows, "jobs": self._jobs.rows(self._index), "version": __version__}
@@ -362,6 +442,8 @@ class Pages:
             return None
         if match[2] is None:
             return self._views.detail(match[1], directory, row)
+        if match[2] == "report":
+            return read_report(directory)
         if match[3] is None:
             return self._views.curves(match[1], directory)
         text = log_tail(directory, int(match[3]))
@@ -483,11 +565,10 @@ class _Handler(BaseHTTPRequestHandler):
         if page is None:
             self._refuse(HTTPStatus.NOT_FOUND, "this page does not exist")
             return
-        kind, content, tag = page
-        if self.headers.get("If-None-Match") == tag:
-            self._answer(HTTPStatus.NOT_MODIFIED, kind, b"", tag)
+        if self.headers.get("If-None-Match") == page.tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, page._replace(content=b""))
         else:
-            self._answer(HTTPStatus.OK, kind, content, tag)
+            self._answer(HTTPStatus.OK, page)
 
     do_HEAD = do_GET
 
@@ -514,18 +595,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Set-Cookie", access.set_cookie())
         self._end(b"")
 
-    def _answer(self, status: HTTPStatus, kind: str, content: bytes, tag: str | None = None) -> None:
+    def _answer(self, status: HTTPStatus, page: Page) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        if tag is not None:
-            self.send_header("ETag", tag)
-        self._end(content)
+        self.send_header("Content-Type", page.kind)
+        if page.tag:
+            self.send_header("ETag", page.tag)
+        self._end(page.content, {"Content-Security-Policy": page.policy} if page.policy else {})
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self._answer(status, "application/json", json.dumps({"error": why}).encode())
+        self._answer(status, Page("application/json", json.dumps({"error": why}).encode(), tag=""))
 
-    def _end(self, content: bytes) -> None:
-        for name, value in HEADERS.items():
+    def _end(self, content: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        for name, value in {**HEADERS, **headers}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

@@ -9,14 +9,16 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+import msgspec
 
 from paceline.core.errors import RunDirectoryError
-from paceline.core.files import open_regular, parse_json
-from paceline.runs.directory import RunDirectory
+from paceline.core.files import open_regular, read_document
+from paceline.runs.directory import RunDirectory, is_locked
 from paceline.runs.status import (
     FOREIGN,
     HeartbeatRecord,
@@ -25,8 +27,10 @@ from paceline.runs.status import (
     last_records,
     read_beats,
     run_directories,
+    search_directories,
     summarise,
 )
+from paceline.runs.trackers import search_of
 
 # --- Curves: follow a growing ``metrics.jsonl`` in bounded memory ---
 
@@ -37,78 +41,100 @@ MAX_POINTS = 800
 _MAX_CURVES = 64
 _MAX_NAME_LENGTH = 100
 _CHUNK = 4 * 2**20  # bytes per read
-_MAX_BYTES = 64 * 2**20  # of a new file; earlier bytes are skipped
-
-
-class MetricPoint(NamedTuple):
-    """One or several neighbouring records.
-
-    Attributes:
-        step: of the last record.
-        mean, low, high: of their values.
-        records: number of records.
-    """
-
-    step: int
-    mean: float
-    low: float
-    high: float
-    records: int
+_MAX_BYTES = 512 * 2**20  # of a new file; earlier bytes are skipped
 
 
 class Curve:
-    """A curve of at most :data:`MAX_POINTS` points, in which a spike stays visible as ``high`` or ``low``."""
+    """A curve of at most :data:`MAX_POINTS` points, in which a spike stays visible as ``high`` or ``low``.
+
+    A point is the mean of neighbouring records, as many for each point; the newest ones are collected apart until they
+    are as many. Columns and plain numbers, so that the page of a run with 300,000 records appears in a second or two.
+    """
 
     def __init__(self) -> None:
-        self.points: list[MetricPoint] = []
+        self._columns: tuple[list[int], list[float], list[float], list[float]] = ([], [], [], [])
         self._group = 1  # records per point
+        self._count = 0  # newest records
+        self._sum, self._low, self._high, self._step = 0.0, math.inf, -math.inf, 0
 
     def add(self, step: int, value: float) -> None:
         """Add a record's value; steps must not decrease."""
-        last = self.points[-1] if self.points else None
-        if last is None or last.records >= self._group:
-            self.points.append(MetricPoint(step, value, value, value, 1))
-        else:
-            self.points[-1] = _merge(last, MetricPoint(step, value, value, value, 1))
-        if len(self.points) > MAX_POINTS:
-            halves = iter(self.points)
-            self.points = [_merge(a, b) if (b := next(halves, None)) else a for a in halves]
-            self._group *= 2
+        self._step = step
+        self._count += 1
+        self._sum += value
+        if value < self._low:
+            self._low = value
+        if value > self._high:
+            self._high = value
+        if self._count == self._group:
+            steps, means, lows, highs = self._columns
+            steps.append(step)
+            means.append(self._sum / self._count)
+            lows.append(self._low)
+            highs.append(self._high)
+            self._count, self._sum, self._low, self._high = 0, 0.0, math.inf, -math.inf
+            if len(steps) == MAX_POINTS:
+                self._halve()
+
+    def _halve(self) -> None:
+        steps, means, lows, highs = self._columns
+        pairs = range(0, len(steps), 2)
+        self._columns = (
+            steps[1::2],
+            [(means[i] + means[i + 1]) / 2 for i in pairs],
+            [min(lows[i], lows[i + 1]) for i in pairs],
+            [max(highs[i], highs[i + 1]) for i in pairs],
+        )
+        self._group *= 2
 
     def as_json(self) -> dict[str, Any]:
-        """Return the points as columns, with lows and highs only if records were merged."""
-        columns: dict[str, Any] = {
-            "step": [p.step for p in self.points],
-            "mean": [p.mean for p in self.points],
-        }
-        if self._group > 1:
-            columns |= {"low": [p.low for p in self.points], "high": [p.high for p in self.points]}
-        return columns
+        """Return the points as columns, with lows and highs only if records were merged.
+
+        The newest records belong to the last point: the mean of a few of them would look like a drop or a rise at the
+        end of the curve.
+        """
+        if self._group == 1:
+            return {"step": list(self._columns[0]), "mean": list(self._columns[1])}
+        steps, means, lows, highs = (list(column) for column in self._columns)
+        if self._count:
+            steps[-1] = self._step
+            means[-1] = (means[-1] * self._group + self._sum) / (self._group + self._count)
+            lows[-1], highs[-1] = min(lows[-1], self._low), max(highs[-1], self._high)
+        return {"step": steps, "mean": means, "low": lows, "high": highs}
 
 
-def _merge(a: MetricPoint, b: MetricPoint) -> MetricPoint:
-    records = a.records + b.records
-    mean = (a.mean * a.records + b.mean * b.records) / records
-    return MetricPoint(b.step, mean, min(a.low, b.low), max(a.high, b.high), records)
+class _Record(msgspec.Struct):
+    """The parts of a line of ``metrics.jsonl`` that are shown; the rows of ranks only of the newest one."""
+
+    kind: str
+    step: int
+    loss: Any = None
+    lr: Any = None
+    samples_per_s: Any = None
+    imbalance: Any = None
+    logged: Any = None
+    split: Any = None
+    metrics: Any = None
+    ranks: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class Curves:
     """The curves of one file, of which each update reads the new lines.
 
     Attributes:
-        ranks: the newest record's rows, one per rank.
         nonfinite: the newest steps whose loss was NaN or infinite.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._decoder = msgspec.json.Decoder(_Record)
         self._reset()
 
     def _reset(self) -> None:
         self._file: tuple[int, int] | None = None
         self._offset = 0
         self._curves: dict[str, Curve] = {}
-        self.ranks: list[dict[str, Any]] = []
+        self._ranks = msgspec.Raw(b"null")
         self.nonfinite: list[int] = []
 
     def update(self) -> None:
@@ -134,43 +160,48 @@ class Curves:
         except OSError:
             self._reset()
 
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        """Return the newest record's rows, one per rank."""
+        rows = msgspec.json.decode(self._ranks)
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
     def as_json(self) -> dict[str, Any]:
-        return {name: curve.as_json() for name, curve in self._curves.items()}
+        curves = {name: curve.as_json() for name, curve in self._curves.items()}
+        return {name: curve for name, curve in curves.items() if curve["step"]}
 
     def _read(self, line: bytes) -> None:
         try:
-            record = parse_json(line)
-            step = int(record["step"])
-            if record["kind"] == "train":
-                rows = record.get("ranks")
-                self.ranks = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-                if record.get("loss") is None:
-                    self.nonfinite = [*self.nonfinite[-9:], step]
-            for name, value in _values(record):
-                self._add(name[:_MAX_NAME_LENGTH], step, value)
-        except (ValueError, TypeError, KeyError, AttributeError):
+            record = self._decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return  # a foreign or incomplete line
+        step = record.step
+        if record.kind == "train":
+            self._ranks = record.ranks
+            if record.loss is None:
+                self.nonfinite = [*self.nonfinite[-9:], step]
+            self._add("loss", step, record.loss)
+            self._add("lr", step, record.lr)
+            self._add("samples_per_s", step, record.samples_per_s)
+            self._add("imbalance", step, record.imbalance)
+            self._add_all("logged", step, record.logged)
+        elif record.kind == "eval":
+            self._add_all(str(record.split), step, record.metrics)
+
+    def _add_all(self, group: str, step: int, values: object) -> None:
+        if isinstance(values, dict):
+            for name, value in values.items():
+                self._add(f"{group}.{name}"[:_MAX_NAME_LENGTH], step, value)
 
     def _add(self, name: str, step: int, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
             return
         curve = self._curves.get(name)
         if curve is None:
             if len(self._curves) >= _MAX_CURVES:
                 return
             curve = self._curves[name] = Curve()
-        curve.add(step, float(value))
-
-
-def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    if record["kind"] == "eval":
-        for name, value in record["metrics"].items():
-            yield f"{record['split']}.{name}", value
-    elif record["kind"] == "train":
-        for name in ("loss", "lr", "samples_per_s", "imbalance"):
-            yield name, record.get(name)
-        for name, value in record.get("logged", {}).items():
-            yield f"logged.{name}", value
+        curve.add(step, value)  # type: ignore[arg-type]
 
 
 # --- Alerts: pure functions of the known state of a run ---
@@ -323,6 +354,7 @@ class Index:
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = tuple(roots)
         self._runs: dict[str, IndexedRun] = {}
+        self._searches: dict[str, IndexedSearch] = {}
         self._removed: dict[str, int] = {}
         self._revision = 0
         self._epoch = secrets.token_hex(4)  # tells this server's revisions from another's
@@ -337,7 +369,7 @@ class Index:
 
     def id_of(self, path: Path) -> str | None:
         """Return the id of the run in a directory; None if it is not listed."""
-        name = _name(RunDirectory(path))
+        name = _name(path)
         with self._lock:
             return name if name in self._runs else None
 
@@ -358,12 +390,13 @@ class Index:
             rows = [indexed.row for indexed in self._runs.values() if indexed.revision > seen]
             removed = [run for run, revision in self._removed.items() if revision > seen] if is_partial else []
             tag = f"{self._epoch}-{self._revision}"
-            return tag, {"tag": tag, "part": is_partial, "runs": rows, "removed": removed}
+            searches = [search.row for search in self._searches.values()]
+            return tag, {"tag": tag, "part": is_partial, "runs": rows, "removed": removed, "searches": searches}
 
     def _refresh(self) -> None:
         if time.monotonic() - self._read_at < REFRESH_S:
             return
-        found = {_name(directory): directory for directory in self._directories()}
+        found = {_name(directory.path): directory for directory in self._directories()}
         revision = self._revision + 1
         for run in self._runs.keys() - found.keys():
             del self._runs[run]
@@ -372,7 +405,10 @@ class Index:
             signature, indexed = _signature(directory), self._runs.get(run)
             if indexed is not None and indexed.signature == signature and indexed.row["state"] not in _ACTIVE:
                 continue
-            row = {"id": run, **_row(directory)}
+            search = search_of(directory)
+            row = {"id": run, "search": None, "search_name": None, **_row(directory)}
+            if search is not None:
+                row |= {"search": _name(search), "search_name": search.name}
             changed = indexed is None or indexed.row != row
             if changed:
                 self._revision = revision
@@ -387,27 +423,82 @@ class Index:
         for root in self._roots:
             run = RunDirectory(root)
             try:
+                searches = search_directories(root)
                 directories = [run] if run.exists() else run_directories(root)
+                directories += [trial for path in searches for trial in run_directories(path / "trials")]
             except (RunDirectoryError, OSError):
                 continue  # it cannot be read at present
             for directory in directories:
                 found.setdefault(directory.path.absolute(), directory)
+            for path in searches:
+                known = self._searches.get(_name(path))
+                self._searches[_name(path)] = known or IndexedSearch(path)
+        for name, search in list(self._searches.items()):
+            if not search.update():
+                del self._searches[name]
         return list(found.values())
 
 
-def _name(directory: RunDirectory) -> str:
-    return hashlib.sha256(str(directory.path.absolute()).encode()).hexdigest()[:16]
+class IndexedSearch:
+    """A search's row; its two files are read again only when they have changed.
+
+    Attributes:
+        row: as the page shows it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._signature: _Signature | None = None
+        self.row: dict[str, Any] = {}
+
+    def update(self) -> bool:
+        """Read what has changed; return whether the search still exists."""
+        files = [self._path / name for name in ("tune.json", "result.json")]
+        signature = (is_locked(self._path / "tune.lock"), *map(_file_signature, files))
+        if signature != self._signature:
+            self._signature = signature
+            settings, result = map(_read_object, files)
+            state = "running" if signature[0] else "finished" if result.get("done") is True else "stopped"
+            best, metric = result.get("best"), str(settings.get("metric", "")).partition(":")[0]
+            best = best if isinstance(best, dict) and isinstance(best.get(metric), int | float) else None
+            options, planned = settings.get("options"), result.get("planned", settings.get("trials"))
+            self.row = {
+                "id": _name(self._path),
+                "name": self._path.name,
+                "state": state,
+                "task": str(options.get("task", "")) if isinstance(options, dict) else "",
+                "planned": planned if isinstance(planned, int) else None,
+                "metric": metric,
+                "value": None if best is None else best[metric],
+                "best": None if best is None else _name(self._path / str(best.get("run", ""))),
+            }
+        return signature[1] is not None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        document = msgspec.json.decode(read_document(path))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _name(path: Path) -> str:
+    return hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]
 
 
 def _signature(directory: RunDirectory) -> _Signature:
     state: list[object] = [directory.is_running()]
-    for path in (directory.manifest, directory.events, directory.metrics, directory.result):
-        try:
-            status = path.stat()
-            state.append((status.st_mtime_ns, status.st_size, status.st_ino))
-        except OSError:
-            state.append(None)
+    state += map(_file_signature, (directory.manifest, directory.events, directory.metrics, directory.result))
     return tuple(state)
+
+
+def _file_signature(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _row(directory: RunDirectory) -> dict[str, Any]:

@@ -292,14 +292,7 @@ class RunDirectory:
 
     def is_running(self) -> bool:
         """Return whether a process on this node holds the run's lock."""
-        try:
-            with open_regular(self.lock) as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return is_locked(self.lock)
 
     def in_use(self) -> RunInUseError:
         """Return the error for a directory that another process is using."""
@@ -317,6 +310,18 @@ class RunDirectory:
         with closing(RunLock(self)) as lock:
             lock.take()
             yield
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process on this node holds the lock of a run or a search."""
+    try:
+        with open_regular(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class RunLock:

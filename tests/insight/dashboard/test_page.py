@@ -13,6 +13,7 @@ import pytest
 from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.select import Select
 from tests.conftest import Processes
 from tests.insight.dashboard.browser import browser, complaints, requested, show_as, why_not
 from tests.insight.dashboard.made import make_run
@@ -70,7 +71,8 @@ def points(chrome: Chrome) -> int:
 def clicked(chrome: Chrome, link: str) -> bool:
     """Click on it, unless it is drawn anew just then."""
     try:
-        chrome.find_element(By.LINK_TEXT, link).click()
+        # Not by the pointer: the header covers the top of a page that scrolls.
+        chrome.execute_script("arguments[0].click()", chrome.find_element(By.LINK_TEXT, link))
     except (NoSuchElementException, StaleElementReferenceException):
         return False
     return True
@@ -178,12 +180,51 @@ def test_narrow_and_dark_windows_and_no_runs(
         wait_until(lambda: points(chrome) == 19, "its curve", WAIT_S)
         assert chrome.execute_script(too_wide) == 0
         assert any("NaN or infinite at step 5" in text for text in texts(chrome, ".alerts li"))
+
+        def shown_at(place: float) -> str:
+            """The readout where the pointer is over a part of the training loss."""
+            move = "const box = arguments[0].getBoundingClientRect(); arguments[0].dispatchEvent(new PointerEvent("
+            move += "'pointermove', {clientX: box.left + arguments[1] * box.width})); "
+            move += "return arguments[0].parentElement.querySelector('.readout').textContent"
+            plot = chrome.find_element(By.CSS_SELECTOR, "svg[aria-label='Evaluation: loss']")
+            return str(chrome.execute_script(move, plot, place))
+
+        # Training goes to step 20, the two splits were evaluated at other steps.
+        with (runs / ("long-" * 12) / "metrics.jsonl").open("a") as file:
+            for split, step in (("val", 7), ("val", 14), ("test", 20)):
+                values = {"loss": 1.0 / step}
+                line = {"kind": "eval", "step": step, "epoch": 0, "split": split, "metrics": values}
+                file.write(json.dumps(line) + "\n")
+        wait_until(lambda: "Evaluation: loss" in texts(chrome, ".chart figcaption > span"), "another curve", WAIT_S)
+        assert shown_at(0.13) == "step 7: val 0.1429"
+        assert shown_at(0.95) == "step 20: test 0.05"
+        before = chrome.find_element(By.CSS_SELECTOR, ".chart polyline").get_attribute("points")
+        chrome.execute_script("document.querySelector('.log-axis').click()")
+        assert chrome.find_element(By.CSS_SELECTOR, ".chart polyline").get_attribute("points") != before
+
+        other = make_run(runs / "other", [{"event": "finished"}], steps=1, fields={"lr": 0.5})
+        (other.path / "report.html").write_text("<h1>The report</h1><script>document.title = 'ran'</script>")
+        make_run(runs / "search" / "trials" / "00000", [{"event": "finished"}], steps=1)
+        (runs / "search" / "tune.json").write_text("{}")
+        options = ".config option"
+        wait_until(lambda: texts(chrome, options) == ["no run", "other", "search/00000"], "the other runs", WAIT_S)
+        Select(chrome.find_element(By.CSS_SELECTOR, ".config select")).select_by_visible_text("other")
+        wait_until(lambda: texts(chrome, ".config .tools + div tbody tr") == ["lr – 0.5"], "what differs", WAIT_S)
+        assert chrome.execute_script(too_wide) == 0
+        wait_until(lambda: clicked(chrome, "← all runs"), "the way back", WAIT_S)
+        wait_until(lambda: clicked(chrome, "search"), "the search", WAIT_S)
+        wait_until(lambda: texts(chrome, ".runs a") == ["00000"], "its trial", WAIT_S)
+        wait_until(lambda: clicked(chrome, "← all runs"), "the way back", WAIT_S)
+        wait_until(lambda: clicked(chrome, "other"), "the other run", WAIT_S)
         colours = []
         for scheme in ("light", "dark"):
             show_as(chrome, scheme)
             colours.append(chrome.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
         assert colours[0] != colours[1]
         assert complaints(chrome) == []
+        wait_until(lambda: clicked(chrome, "Report"), "the report", WAIT_S)
+        wait_until(lambda: texts(chrome, "h1") == ["The report"], "what it says", WAIT_S)
+        assert chrome.title != "ran"
 
 
 def test_a_visitor_gives_the_token(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import time
@@ -11,10 +12,13 @@ from typing import Any
 
 import pytest
 from tests.insight.dashboard.made import beat, make_run, record
+from tests.runs.packages.conftest import manifest_of
 
 from paceline.insight.dashboard import Views, log_tail
 from paceline.insight.run_index import MAX_POINTS, AlertInputs, Curves, Index, alerts
+from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.directory import RunDirectory
+from paceline.runs.package_registry import Registry, parse_reference
 from paceline.runs.status import BEAT_S, Heartbeat, read_beats
 
 
@@ -68,6 +72,21 @@ def test_many_records_are_few_points_that_hide_no_spike(tmp_path: Path) -> None:
     assert loss["step"][place - 1] < spike <= loss["step"][place]
     first = range(1, loss["step"][0] + 1)
     assert loss["mean"][0] == pytest.approx(sum(values[step] for step in first) / len(first))
+
+
+def test_a_few_last_records_are_no_drop_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = [*[1.0] * 2 * MAX_POINTS, 0.0]  # a short last batch, for one
+    append(path, *(json.dumps({"kind": "train", "step": s, "loss": v}) + "\n" for s, v in enumerate(values, 1)))
+    curves = Curves(path)
+    curves.update()
+    loss = curves.as_json()["loss"]
+    group = 2 * MAX_POINTS // len(loss["step"])
+    assert (loss["step"][-1], loss["low"][-1], loss["high"][-1]) == (len(values), 0.0, 1.0)
+    assert loss["mean"][-1] == pytest.approx(group / (group + 1))
+    append(path, *(json.dumps({"kind": "train", "step": len(values) + n, "loss": 1.0}) + "\n" for n in range(1, 8)))
+    curves.update()
+    assert curves.as_json()["loss"]["mean"][-2] == pytest.approx((group - 1) / group)
 
 
 @pytest.mark.parametrize(
@@ -205,15 +224,70 @@ def test_finished_runs_are_not_read_again(tmp_path: Path, monkeypatch: pytest.Mo
     index.rows()
 
 
-def test_a_run_shows_its_task_and_the_options_that_sum_it_up(tmp_path: Path) -> None:
-    directory = make_run(tmp_path / "run", steps=1)
-    manifest = directory.read_manifest()
-    manifest["task"]["fields"] = {"lr": 0.2, "layers": 3}
-    directory.write_manifest({**manifest, "config": {"epochs": 4, "keep_checkpoints": 9}})
+def test_a_run_shows_its_whole_configuration(tmp_path: Path) -> None:
+    fields, options = {"lr": 0.2, "epochs": 3}, {"epochs": 4, "keep_checkpoints": 9, "run_dir": "run"}
+    directory = make_run(tmp_path / "run", steps=1, fields=fields, config=options)
     (row,) = Index([tmp_path]).rows()[1]["runs"]
-    spec = manifest["task"]["spec"]
     config = Views().detail("0", directory, row)["config"]
-    assert config == {"task": spec, "set": ["lr=0.2", "layers=3"], "epochs": 4}
+    assert config == {"task": "task.py:Task", "lr": 0.2, "task.epochs": 3, "epochs": 4, "keep_checkpoints": 9}
+
+
+def test_a_run_leads_to_its_report_packages_and_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_REGISTRY", str(tmp_path / "registry"))
+    registry = Registry.of_user()
+    with registry.draft() as draft:
+        names = ("weights.safetensors", "program.pt2", "README.md")
+        files = {name: write_file(draft / name, [name.encode()]) for name in names}
+        digest = registry.commit(draft, manifest_of(files=files))
+    registry.put_tag(parse_reference("demo@latest"), digest)
+    (tmp_path / "registry" / "packages" / ("0" * 64)).mkdir()  # a damaged one
+    ours = make_run(tmp_path / "ours", steps=1, run_id="0123456789abcdef")
+    other = make_run(tmp_path / "other", steps=1)
+    (ours.path / "report.html").write_text("a report")
+    (ours.path / "trackers").mkdir()
+    for name, url in (("mlflow", "http://tracker/#/runs/1"), ("bad", "javascript:alert(1)"), ("wandb", None)):
+        (ours.path / "trackers" / f"{name}.json").write_text(json.dumps({"run": "1", "url": url, "sent": {}}))
+    (ours.path / "trackers" / "torn.json").write_text("{")
+    views = Views()
+    detail = views.detail("0", ours, {})
+    assert (detail["report"], detail["packages"]) == (True, ["demo@latest"])
+    urls = {tracker["name"]: tracker["url"] for tracker in detail["trackers"]}
+    assert urls == {"bad": None, "mlflow": "http://tracker/#/runs/1", "wandb": None}
+    detail = views.detail("1", other, {})
+    assert (detail["report"], detail["packages"], detail["trackers"]) == (False, [], [])
+
+
+def test_a_search_is_listed_and_its_trials_belong_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.insight.run_index.REFRESH_S", 0.0)
+    search = tmp_path / "search"
+    for number in range(3):
+        make_run(search / "trials" / f"{number:05d}", [{"event": "finished"}], steps=1)
+    make_run(tmp_path / "alone", [{"event": "finished"}], steps=1)
+    settings = {"metric": "loss:min", "trials": 5, "options": {"task": "task.py:Task"}}
+    (search / "tune.json").write_text(json.dumps(settings))
+    index = Index([tmp_path])
+    answer = index.rows()[1]
+    (row,) = answer["searches"]
+    assert {(run["name"], run["search"]) for run in answer["runs"]} == {
+        ("alone", None),
+        *((f"{number:05d}", row["id"]) for number in range(3)),
+    }
+    assert (row["name"], row["state"], row["planned"], row["value"]) == ("search", "stopped", 5, None)
+    with (search / "tune.lock").open("a+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert index.rows()[1]["searches"][0]["state"] == "running"
+    best = {"trial": 1, "loss": 0.25, "run": "trials/00001"}
+    (search / "result.json").write_text(json.dumps({"done": True, "planned": 3, "best": best}))
+    (row,) = index.rows()[1]["searches"]
+    (trial,) = (run for run in index.rows()[1]["runs"] if run["name"] == "00001")
+    assert (row["state"], row["planned"], row["value"], row["best"]) == ("finished", 3, 0.25, trial["id"])
+    # Damaged files, and a search that goes, hide nothing else.
+    (search / "tune.json").write_text("[")
+    (search / "result.json").write_text('{"best": {"loss": "low"}}')
+    assert index.rows()[1]["searches"][0]["value"] is None
+    (search / "tune.json").unlink()
+    assert index.rows()[1]["searches"] == []
+    assert Index([search]).rows()[1]["searches"] == []
 
 
 def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None:

@@ -121,6 +121,21 @@ def test_every_answer_carries_the_policy(server: DashboardServer) -> None:
         assert "<script>" not in content
 
 
+def test_a_report_can_run_nothing_and_is_no_link_to_another_file(server: DashboardServer, runs: Path) -> None:
+    path, page = f"/api/runs/{the_run(server)}/report", runs / "run" / "report.html"
+    assert ask(server, path)[0] == 404
+    (runs / "secret").write_text("a secret")
+    page.symlink_to(runs / "secret")
+    assert ask(server, path)[0] == 404
+    page.unlink()
+    page.write_text("<script>alert(1)</script>")
+    status, headers, content = ask(server, path)
+    assert (status, content) == (200, page.read_bytes())
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert headers["Content-Security-Policy"].startswith("sandbox; default-src 'none';")
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
 def test_a_foreign_name_that_leads_here_is_refused(server: DashboardServer) -> None:
     assert ask(server, "/api/runs", Host="evil.example")[0] == 421
     assert ask(server, "/api/runs", Host=f"localhost:{server.port}")[0] == 200

@@ -8,8 +8,9 @@ const EVERY_MS = 2000;
 const main = document.getElementById("main"), contact = document.getElementById("contact");
 const runs = new Map();
 const list = new List();
-let jobs = [], tag = "", skew_s = 0, page = null, asking = null;
+let jobs = [], searches = [], tag = "", skew_s = 0, page = null, asking = null;
 
+const search = () => /^#search=([0-9a-f]{16})$/.exec(location.hash)?.[1] ?? null;
 const now = () => Date.now() / 1000 - skew_s;
 
 async function get(path) {
@@ -27,14 +28,14 @@ async function ask() {
   if (!told.part) runs.clear();
   for (const run of told.runs) runs.set(run.id, run);
   for (const id of told.removed) runs.delete(id);
-  ({ tag, jobs } = told);
+  ({ tag, jobs, searches } = told);
   const asked = page;
   if (asked && !runs.has(asked.id)) throw new Error("This run is not there any more.");
   if (asked) {
     const [detail, told] = await Promise.all([get(`/api/runs/${asked.id}`), get(`/api/runs/${asked.id}/curves`)]);
-    if (asked === page) asked.update(detail, told.curves, now());
+    if (asked === page) asked.update(detail, told.curves, now(), runs, get);
   } else {
-    list.update(runs, jobs);
+    list.update(runs, jobs, searches, search());
   }
 }
 
@@ -48,7 +49,7 @@ async function refresh() {
   } catch (error) {
     contact.className = "lost";
     // What fetch itself throws differs by browser.
-    contact.textContent = error instanceof TypeError || error.name === "TimeoutError" ? "no contact" : error.message;
+    contact.textContent = error instanceof TypeError || error.name === "TimeoutError" ? "disconnected" : error.message;
   } finally {
     asking = null;
   }

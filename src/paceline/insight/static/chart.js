@@ -8,14 +8,16 @@ const MOST_ROWS = 200;
 export class Chart {
   constructor(title) {
     this.title = title;
+    this.isLog = false;
     this.legend = h("div", { class: "legend" });
+    this.log = h("button", { type: "button", class: "log-axis", "aria-pressed": "false", onclick: () => this.#toggle() }, "log");
     this.plot = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
     this.readout = h("div", { class: "readout", "aria-hidden": "true" });
     this.numbers = h("details", null, h("summary", null, "Numbers"));
     this.numbers.addEventListener("toggle", () => this.#list());
     this.element = h(
       "figure", { class: "chart" },
-      h("figcaption", null, h("span", null, title), this.legend), this.plot, this.readout, this.numbers,
+      h("figcaption", null, h("span", null, title), this.legend, this.log), this.plot, this.readout, this.numbers,
     );
     this.plot.addEventListener("pointermove", (event) => this.#point(event));
     this.plot.addEventListener("pointerleave", () => this.#leave());
@@ -29,24 +31,37 @@ export class Chart {
     this.series = series;
     this.legend.replaceChildren(...(series.length < 2 ? [] : series.map(([name], i) =>
       h("span", { class: `series-${i % 6}` }, h("i", null), name))));
+    const lowest = reduce(series.flatMap(([, data]) => data.low ?? data.mean), Math.min);
+    this.log.disabled = lowest <= 0; // zero has no logarithm
+    this.log.title = this.log.disabled ? "A logarithmic axis needs values above zero" : "Logarithmic axis";
     this.#draw();
     this.#list();
+  }
+
+  #toggle() {
+    this.isLog = !this.isLog;
+    this.log.setAttribute("aria-pressed", String(this.isLog));
+    this.#draw();
   }
 
   #draw() {
     const steps = this.series.flatMap(([, data]) => [data.step[0], data.step.at(-1)]);
     const values = this.series.flatMap(([, data]) => [...(data.low ?? data.mean), ...(data.high ?? data.mean)]);
     const [x0, x1] = widened(Math.min(...steps), Math.max(...steps));
-    const ticks = niceTicks(...widened(reduce(values, Math.min), reduce(values, Math.max)), 4);
-    const [y0, y1] = [ticks[0], ticks.at(-1)];
+    const isLog = this.isLog && !this.log.disabled, scale = isLog ? Math.log10 : (value) => value;
+    const [lowest, highest] = widened(reduce(values, Math.min), reduce(values, Math.max));
+    const ticks = isLog && lowest > 0 ? logTicks(lowest, highest) : niceTicks(lowest, highest, 4);
+    const [y0, y1] = isLog ? [scale(Math.min(lowest, ticks[0])), scale(Math.max(highest, ticks.at(-1)))] : [ticks[0], ticks.at(-1)];
     this.x = (step) => LEFT + ((step - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);
-    this.y = (value) => HEIGHT - BOTTOM - ((value - y0) / (y1 - y0)) * (HEIGHT - TOP - BOTTOM);
+    this.y = (value) => HEIGHT - BOTTOM - ((scale(value) - y0) / (y1 - y0)) * (HEIGHT - TOP - BOTTOM);
     const parts = ticks.map((tick) => [
       s("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: this.y(tick), y2: this.y(tick) }),
       s("text", { x: LEFT - 6, y: this.y(tick) + 4, "text-anchor": "end" }, figure(tick)),
     ]);
     for (const tick of niceTicks(x0, x1, 5).filter((tick) => tick >= x0 && tick <= x1)) {
-      parts.push(s("text", { x: this.x(tick), y: HEIGHT - 8, "text-anchor": "middle" }, figure(tick)));
+      const isLast = this.x(tick) > WIDTH - 3 * RIGHT; // in the middle of its tick, the text would be cut
+      const at = isLast ? { x: WIDTH - 1, "text-anchor": "end" } : { x: this.x(tick), "text-anchor": "middle" };
+      parts.push(s("text", { ...at, y: HEIGHT - 8 }, figure(tick)));
     }
     this.series.forEach(([, data], i) => {
       const at = data.step.map((step) => this.x(step).toFixed(1));
@@ -67,26 +82,30 @@ export class Chart {
   #point(event) {
     const box = this.plot.getBoundingClientRect();
     const wanted = ((event.clientX - box.left) / box.width) * WIDTH;
-    const told = this.series.map(([name, data]) => {
-      const i = nearest(data.step, (step) => Math.abs(this.x(step) - wanted));
-      return [name, data.step[i], data.mean[i]];
-    });
+    const steps = this.series.flatMap(([, data]) => data.step);
+    const step = steps[nearest(steps, (one) => Math.abs(this.x(one) - wanted))];
     this.pointed = true;
-    const x = this.x(told[0][1]);
+    const x = this.x(step);
     for (const [name, value] of [["x1", x], ["x2", x], ["visibility", "visible"]]) this.cursor.setAttribute(name, value);
-    this.#tell(told);
+    this.#tell(step);
   }
 
   #leave() {
     this.pointed = false;
     this.cursor.setAttribute("visibility", "hidden");
-    this.#tell(this.series.map(([name, data]) => [name, data.step.at(-1), data.mean.at(-1)]));
+    this.#tell(Math.max(...this.series.map(([, data]) => data.step.at(-1))));
   }
 
-  #tell(told) {
-    const named = told.length > 1;
-    const text = told.map(([name, step, value]) => `${named ? `${name} ` : ""}${figure(value)}`).join(" · ");
-    this.readout.textContent = `step ${figure(told[0][1])}: ${text}`;
+  // Only series with a point at this very step are told: a neighbour's value belongs to another step.
+  #tell(step) {
+    const told = [];
+    for (const [name, data] of this.series) {
+      const i = data.step.indexOf(step);
+      if (i < 0) continue;
+      const value = `${this.series.length > 1 ? `${name} ` : ""}${figure(data.mean[i])}`;
+      told.push(data.low ? `${value} (mean since step ${figure(i ? data.step[i - 1] + 1 : 1)}; ${figure(data.low[i])} to ${figure(data.high[i])})` : value);
+    }
+    this.readout.textContent = `step ${figure(step)}: ${told.join(" · ")}`;
   }
 
   #list() {
@@ -117,6 +136,16 @@ function niceTicks(low, high, about) {
     ticks.push(Number((i * step).toPrecision(12)));
     if (i * step >= high - step * 1e-9) return ticks;
   }
+}
+
+// Powers of ten, or where there are less than two between the two, also 2 and 5 times them.
+function logTicks(low, high) {
+  const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
+  const every = Math.max(1, Math.ceil((last - first) / 6)), ticks = [];
+  const factors = Math.log10(high / low) < 2 ? [1, 2, 5] : [1];
+  for (let power = first; power <= last; power += every) ticks.push(...factors.map((n) => Number((n * 10 ** power).toPrecision(3))));
+  const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  return inside.length > 1 ? inside : niceTicks(low, high, 4).filter((tick) => tick > 0);
 }
 
 function nearest(items, distance) {

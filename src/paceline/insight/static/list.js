@@ -22,12 +22,22 @@ export class List {
     const runs = h("table", { class: "runs" }, h("thead", null, h("tr", null, heads)), this.body);
     this.runs = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Runs" }, runs);
     this.jobs = h("section", { hidden: true });
+    this.searches = h("section", { hidden: true });
+    this.title = h("div");
     this.element = h(
-      "div", null, h("div", { class: "tools" }, this.chips, this.search), this.runs, this.empty, this.jobs,
+      "div", null, this.title, h("div", { class: "tools" }, this.chips, this.search), this.runs, this.empty,
+      this.searches, this.jobs,
     );
   }
 
-  update(runs, jobs) {
+  // inside: the search whose trials are listed; null: the runs that are no trials.
+  update(runs, jobs, searches, inside) {
+    this.inside = inside;
+    const one = searches.find((search) => search.id === inside);
+    const title = inside === null ? "" : one ? `Trials of ${one.name}` : "This search is not there any more.";
+    if (title !== this.title.lastChild?.textContent) {
+      this.title.replaceChildren(...(title ? [h("p", null, h("a", { href: "#" }, "← all runs")), h("h1", null, title)] : []));
+    }
     for (const id of [...this.rows.keys()]) {
       if (!runs.has(id)) this.rows.delete(id);
     }
@@ -35,11 +45,12 @@ export class List {
       if (this.rows.get(run.id)?.run !== run) this.rows.set(run.id, { run, element: row(run) });
     }
     this.#arrange();
-    this.#showJobs(jobs);
+    this.#showSearches(inside === null ? searches : [], runs);
+    this.#showJobs(inside === null ? jobs : []);
   }
 
   #arrange() {
-    const all = [...this.rows.values()];
+    const all = [...this.rows.values()].filter(({ run }) => run.search === this.inside);
     const counts = new Map();
     for (const { run } of all) counts.set(run.state, (counts.get(run.state) ?? 0) + 1);
     if (this.shown !== "all" && !counts.has(this.shown)) this.shown = "all";
@@ -67,6 +78,32 @@ export class List {
     this.runs.hidden = wanted.length === 0;
     this.empty.hidden = wanted.length > 0;
     this.empty.textContent = all.length ? "No run matches." : "No runs yet. Start one: paceline train fashion-mnist";
+  }
+
+  #showSearches(searches, runs) {
+    const trials = new Map();
+    for (const { search, state } of runs.values()) {
+      const counts = trials.get(search) ?? { begun: 0, active: 0 };
+      trials.set(search, { begun: counts.begun + 1, active: counts.active + (state === "running") });
+    }
+    const rows = searches.map((one) => {
+      const { begun, active } = trials.get(one.id) ?? { begun: 0, active: 0 };
+      const best = one.value === null ? "" : `${one.metric} ${figure(one.value)}`;
+      return [
+        one.state, one.id, one.name, one.task, `${begun}${one.planned === null ? "" : ` / ${one.planned}`}`,
+        String(active || ""), best, one.best !== null && runs.has(one.best) ? one.best : null,
+      ];
+    });
+    const key = JSON.stringify(rows);
+    if (key === this.searchesKey) return;
+    this.searchesKey = key;
+    this.searches.hidden = rows.length === 0;
+    const headings = [["state", ""], ["search", ""], ["task", "wide"], ["trials", "number"], ["running", "number wide"], ["best trial", ""]];
+    const cells = rows.map(([state, id, name, task, count, active, best, run]) => [
+      pill(state), h("a", { href: `#search=${id}` }, name), task, count, active,
+      run ? h("a", { href: `#run=${run}` }, best) : best,
+    ]);
+    this.searches.replaceChildren(h("h2", null, "Searches"), table(headings, cells, "Searches"));
   }
 
   #showJobs(jobs) {

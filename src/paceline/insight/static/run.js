@@ -4,8 +4,9 @@ import { Chart } from "./chart.js";
 import { bytes, duration, figure, h, table } from "./dom.js";
 import { age, pill, progress } from "./parts.js";
 
-const TITLES = { loss: "Training loss", lr: "Learning rate", samples_per_s: "Throughput, samples/s", imbalance: "Imbalance, slowest rank over mean" };
+const TITLES = { loss: "Training loss", lr: "Learning rate", samples_per_s: "Throughput, samples/s", imbalance: "Load imbalance, slowest rank / mean" };
 const SILENT_S = 15;
+const MOST_CHOICES = 200;
 
 export class RunPage {
   constructor(id) {
@@ -19,16 +20,23 @@ export class RunPage {
       return this.parts[name];
     };
     this.element = h(
-      "article", null, h("p", null, h("a", { href: "#" }, "← all runs")),
-      section("head"), section("alerts"), section("curves"), section("ranks", "Ranks"),
+      "article", null, this.back = h("p"), section("head"), section("links"), section("alerts"), section("curves"), section("ranks", "Ranks"),
       section("recoveries", "Recoveries"), section("history", "Timeline"),
-      section("checkpoints", "Checkpoints"), section("config", "Options"), this.#logSection(),
+      section("checkpoints", "Checkpoints"), section("config", "Configuration"), this.#logSection(),
     );
     this.parts.curves.className = "charts";
+    this.other = h("select", { "aria-label": "Compare the configuration with that of" });
+    this.other.addEventListener("change", () => this.#compare());
+    this.differences = h("div");
   }
 
-  update(detail, curves, now) {
+  update(detail, curves, now, runs, get) {
     const run = detail.run;
+    this.get = get;
+    this.detail = detail;
+    const back = run.search ? "← all trials" : "← all runs";
+    if (this.back.textContent !== back) this.back.replaceChildren(h("a", { href: run.search ? `#search=${run.search}` : "#" }, back));
+    this.#show("links", [detail.report, detail.packages ?? [], detail.trackers, detail.logs.length > 0], (v) => this.#links(...v));
     document.title = `${run.name} · Paceline`;
     this.#show("head", [run, detail.history?.goodput, curves.samples_per_s?.mean.at(-1), curves.loss?.mean.at(-1)], (v) => head(...v));
     this.#show("alerts", [...run.alerts, ...detail.problems.map((text) => ({ severity: "warning", text }))], alerts);
@@ -38,7 +46,10 @@ export class RunPage {
     this.#show("recoveries", detail.history?.recoveries ?? [], recoveries);
     this.#show("history", detail.history?.entries ?? [], (entries) => timeline(entries, detail.history.left_out));
     this.#show("checkpoints", detail.checkpoints ?? [], checkpoints);
-    this.#show("config", Object.entries(detail.config ?? {}), options);
+    this.#show("config", Object.entries(detail.config ?? {}), (all) => [
+      h("div", { class: "tools" }, h("label", null, "Compare with ", this.other)), this.differences, options(all),
+    ]);
+    this.#offerRuns(run, runs);
     this.#offerLogs(detail.logs);
   }
 
@@ -77,6 +88,53 @@ export class RunPage {
     }
   }
 
+  #links(report, packages, trackers, hasLog) {
+    const to = [];
+    if (report) to.push(h("a", { href: `/api/runs/${this.id}/report` }, "Report"));
+    if (hasLog) {
+      const open = () => { this.log.open = true; this.log.scrollIntoView(); };
+      to.push(h("button", { type: "button", class: "link", onclick: open }, "Log"));
+    }
+    for (const { name, run, url } of trackers) {
+      const text = `${{ mlflow: "MLflow", wandb: "W&B" }[name] ?? name} run ${run.slice(0, 8)}`;
+      to.push(url ? h("a", { href: url, rel: "noreferrer" }, text) : h("span", { title: run }, text));
+    }
+    for (const name of packages) to.push(h("span", null, "Package ", h("code", null, name.length === 64 ? name.slice(0, 12) : name)));
+    return to.length ? to : null;
+  }
+
+  // Runs of the same task come first: their configurations have the same names.
+  #offerRuns(run, runs) {
+    const others = [...runs.values()].filter((other) => other.id !== run.id);
+    const nearness = (other) => 2 * (other.search === run.search) + (other.task === run.task);
+    others.sort((a, b) => nearness(b) - nearness(a) || (b.created ?? 0) - (a.created ?? 0));
+    const offered = others.slice(0, MOST_CHOICES), key = offered.map((other) => other.id).join();
+    if (key === this.offered || document.activeElement === this.other) return;
+    this.offered = key;
+    const chosen = this.other.value;
+    this.other.replaceChildren(h("option", { value: "" }, "no run"),
+      ...offered.map((other) => h("option", { value: other.id }, other.search ? `${other.search_name}/${other.name}` : other.name)));
+    this.other.value = offered.some((other) => other.id === chosen) ? chosen : "";
+  }
+
+  async #compare() {
+    const id = this.other.value;
+    if (!id) { this.differences.replaceChildren(); return; }
+    let other;
+    try {
+      other = await this.get(`/api/runs/${id}`);
+    } catch (error) {
+      this.differences.replaceChildren(h("p", { class: "problem" }, error.message));
+      return;
+    }
+    if (this.other.value !== id) return;
+    const ours = this.detail.config ?? {}, theirs = other.config ?? {};
+    const names = [...new Set([...Object.keys(ours), ...Object.keys(theirs)])];
+    const rows = names.filter((name) => shown(ours[name]) !== shown(theirs[name])).map((name) => [name, shown(ours[name]), shown(theirs[name])]);
+    const headings = [["", ""], [this.detail.run.name, ""], [other.run.name, ""]];
+    this.differences.replaceChildren(rows.length ? table(headings, rows, "Differences") : h("p", { class: "muted" }, "The configurations are equal."));
+  }
+
   #logSection() {
     this.logChoice = h("select", { "aria-label": "Rank" });
     this.logText = h("pre", { tabindex: "0", "aria-label": "Log" });
@@ -86,7 +144,7 @@ export class RunPage {
       this.logText.scrollTop = this.logText.scrollHeight;
     };
     this.logChoice.addEventListener("change", load);
-    const again = h("button", { type: "button", onclick: load }, "Read again");
+    const again = h("button", { type: "button", onclick: load }, "Reload");
     this.log = h("details", { class: "log" }, h("summary", null, "Logs"), h("div", { class: "tools" }, this.logChoice, again), this.logText);
     this.log.addEventListener("toggle", () => { if (this.log.open) load(); });
     return this.log;
@@ -116,8 +174,8 @@ function head(run, goodput, throughput, loss) {
     ["samples/s", throughput === undefined ? null : figure(throughput)],
     ["processes", run.world_size],
     ["micro-batches", run.microbatches],
-    ["active", run.seconds === null ? null : duration(run.seconds)],
-    ["to go", left === null ? null : duration(left)],
+    ["active time", run.seconds === null ? null : duration(run.seconds)],
+    ["time left", left === null ? null : duration(left)],
     ["goodput", typeof goodput === "number" ? `${(goodput * 100).toFixed(1)} %` : null],
   ].filter(([name, value]) => name && value !== null && value !== undefined);
   return [
@@ -144,8 +202,8 @@ function rankTable(ranks, state) {
     ];
   });
   return table([
-    ["rank", "number"], ["machine", ""], ["process", "number"], ["last heartbeat", "number"], ["step", "number"],
-    ["steps/s", "number"], ["ms a step", "number"], ["busy", "number"], ["memory", "number"], ["utilisation", "number"],
+    ["rank", "number"], ["node", ""], ["PID", "number"], ["last heartbeat", "number"], ["step", "number"],
+    ["steps/s", "number"], ["ms/step", "number"], ["busy", "number"], ["memory", "number"], ["utilisation", "number"],
   ], rows, "Ranks");
 }
 
@@ -153,13 +211,13 @@ function recoveries(all) {
   const rows = [...all].reverse().map((r) => [
     clock(r.begin), r.cause, r.seconds < 1 ? `${(r.seconds * 1000).toFixed(0)} ms` : `${r.seconds.toFixed(1)} s`, String(r.generation),
   ]);
-  return table([["began after", "number"], ["cause", ""], ["took", "number"], ["generation", "number"]], rows, "Recoveries");
+  return table([["time", "number"], ["cause", ""], ["duration", "number"], ["attempt", "number"]], rows, "Recoveries");
 }
 
 function timeline(entries, leftOut) {
   const rows = [...entries].reverse().map((e) => [clock(e.seconds), e.step === null ? "" : figure(e.step), e.text]);
   const note = leftOut ? h("p", { class: "muted" }, `${figure(leftOut)} earlier entries: paceline runs show`) : null;
-  return [table([["after", "number"], ["step", "number"], ["what happened", "text"]], rows, "Timeline"), note].filter(Boolean);
+  return [table([["time", "number"], ["step", "number"], ["event", "text"]], rows, "Timeline"), note].filter(Boolean);
 }
 
 function checkpoints(all) {
@@ -170,10 +228,11 @@ function checkpoints(all) {
 }
 
 function options(all) {
-  const shown = (value) => (Array.isArray(value) ? value.join(" ") : String(value));
-  return h("details", null, h("summary", null, `${all.length} options`), table([["option", ""], ["value", "text"]],
-    all.map(([name, value]) => [name, shown(value)]), "Options"));
+  return h("details", null, h("summary", null, `All ${all.length} settings`), table([["setting", ""], ["value", "text"]],
+    all.map(([name, value]) => [name, shown(value)]), "Configuration"));
 }
+
+const shown = (value) => (value === undefined || value === null ? "–" : Array.isArray(value) ? value.join(" ") : String(value));
 
 function clock(seconds) {
   const whole = Math.floor(seconds), two = (n) => String(n).padStart(2, "0");
