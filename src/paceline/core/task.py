@@ -156,11 +156,11 @@ class Task:
         return None
 
     def inference_batch(self, batch: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-        """Split a dataset's batch into inputs of :meth:`inference_signature`'s module and expected classes.
+        """Split a dataset's batch into inputs of :meth:`inference_signature`'s module and expected outputs.
 
         Returns:
-            The inputs in their order; and each sample's class, int64 (B,), or None for a task
-            without classes.
+            The inputs in their order; and each sample's class, int64 (B,), or a regression's true value,
+            floating point (B,) or (B, 1), or None for a task with neither.
         """
         raise TaskError(
             f"{type(self).__name__} defines inference_signature and must define inference_batch(self, batch)."

@@ -20,20 +20,17 @@ from paceline.core.config import config_from_mapping, non_defaults, to_flags
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import read_json_lines
 from paceline.core.inference import InferenceSignature
-from paceline.core.option_sets import select
 from paceline.core.stats import Estimate, Floats
 from paceline.data.samples import MicroBatch
 from paceline.insight.classification import ClassificationResult, classify
-from paceline.insight.evaluation_recorder import EvaluationRecorder, Predictions
+from paceline.insight.evaluation_recorder import EvaluationRecorder, Predictions, RegressionValues
+from paceline.insight.regression import RegressionResult, regress
 from paceline.runs.directory import RunDirectory
+from paceline.runs.status import NOT_COMPARED, configuration
 from paceline.runs.timeline import Timeline, timeline
 from paceline.training.loaded_model import LoadedModel, load_trained_model, make_evaluator
 
 # --- A run's directory, read without trusting its contents ---
-
-
-_NOT_RECORDED = select(lambda its: its.scope in ("place", "task"))
-"""Options that say where a run was, and the task, which a record names separately."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,11 @@ class Record:
         ]
         return _points(values, "value")
 
+    def metrics_of(self, split: str) -> list[str]:
+        """Return the names of the metrics that a split's evaluations had, in their order."""
+        metrics = (r.get("metrics") for r in self.evaluations if r.get("split") == split)
+        return list(dict.fromkeys(str(name) for values in metrics if isinstance(values, Mapping) for name in values))
+
     @property
     def fields(self) -> Mapping[str, Any]:
         return dict(self.manifest["task"]["fields"])
@@ -110,8 +112,7 @@ class Record:
     @property
     def settings(self) -> dict[str, Any]:
         """Return everything that decides what the run computes: the task, its fields and all options."""
-        options = {n: v for n, v in self.manifest["config"].items() if n not in _NOT_RECORDED}
-        return {"task": self.manifest["task"]["spec"], **self.fields, **options}
+        return configuration(self.manifest)
 
     @property
     def phases_s(self) -> dict[str, float]:
@@ -143,7 +144,7 @@ class Record:
         words = ["paceline", "train", str(self.manifest["task"]["spec"])]
         for name, value in self.fields.items():
             words += ["--set", f"{name}={value}"]
-        words += to_flags(non_defaults(config), leave_out=_NOT_RECORDED)
+        words += to_flags(non_defaults(config), leave_out=NOT_COMPARED)
         return shlex.join(words)
 
 
@@ -339,6 +340,8 @@ class Analysis:
         per_sample: the metrics that have a value for each sample, (N,), by name.
         predictions: None if the model is not a classifier.
         classification: of the predictions.
+        values: None if the model is not a regression.
+        regression: of the values.
         architecture: of the model.
         data: the evaluated data.
         device: of the evaluation.
@@ -354,6 +357,8 @@ class Analysis:
     per_sample: Mapping[str, Floats]
     predictions: Predictions | None
     classification: ClassificationResult | None
+    values: RegressionValues | None
+    regression: RegressionResult | None
     architecture: Architecture
     data: Data
     device: str
@@ -416,7 +421,7 @@ def analyse(
 
         with shapes.recording():
             measured = trained.evaluate(evaluator, split, observe)
-        predictions = recorder.predictions()
+        predictions, values = recorder.predictions(), recorder.regression()
         return Analysis(
             record=record,
             split=split,
@@ -428,6 +433,8 @@ def analyse(
             per_sample=recorder.estimates.per_sample(),
             predictions=predictions,
             classification=None if predictions is None else classify(predictions),
+            values=values,
+            regression=None if values is None else regress(values),
             architecture=shapes.architecture(),
             data=_data(record, evaluator.num_samples, recorder.data_sha256, inference),
             device=str(trained.run.device),

@@ -9,9 +9,11 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paceline.core.errors import ConfigError
+
+_T = TypeVar("_T")
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,6 +51,8 @@ _STYLE: dict[str, Any] = {
     "patch.linewidth": 0,
 }
 _POINTS = 300
+_POINTS_IN_ALL = 1500
+_WIDE = 500  # points; wider drawings scroll on a phone, where their text would be too small
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,79 @@ def reliability(
     return drawing.chart(("run", "confidence", "accuracy"), rows, _legend(series))
 
 
+def rates(
+    name: str, title: str, series: Sequence[Series], x_label: str, y_label: str, *, diagonal: bool = False
+) -> Chart:
+    """Draw rates between 0 and 1 over each other, such as a ROC curve; ``diagonal`` shows what guessing gives."""
+    with _drawing(name, title, size=(4.6, 3.4)) as drawing:
+        axes = drawing.axes
+        if diagonal:
+            axes.plot([0, 1], [0, 1], color=_COLOURS["muted"], linewidth=1, linestyle=(0, (2, 3)))
+        for line in series:
+            axes.plot(line.xs, line.ys, color=_series_colour(line.colour))
+        axes.set_xlim(-0.01, 1.01)
+        axes.set_ylim(-0.01, 1.02)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+    rows = [
+        (line.label, f"{line.xs[i]:.4f}", f"{line.ys[i]:.4f}")
+        for line in series
+        for i in _sample(list(range(len(line.xs))))
+    ]
+    return drawing.chart(("curve", x_label, y_label), rows, _legend(series))
+
+
+def scatter(
+    name: str, title: str, series: Sequence[Series], x_label: str, y_label: str, *, reference: Literal["equal", "zero"]
+) -> Chart:
+    """Draw samples as points, at most ``_POINTS_IN_ALL``, with the line on which they should be.
+
+    Args:
+        name: the chart's identifier.
+        title: above the chart.
+        series: the points of each run.
+        x_label: of the horizontal axis.
+        y_label: of the vertical axis.
+        reference: "equal": both axes are equal there; "zero": y is 0.
+    """
+    most = max(1, _POINTS_IN_ALL // max(1, len(series)))
+    shown = [(line, range(0, len(line.xs), -(-len(line.xs) // most))) for line in series]
+    with _drawing(name, title, size=(4.6, 3.4)) as drawing:
+        axes = drawing.axes
+        for line, chosen in shown:
+            xs, ys = [line.xs[i] for i in chosen], [line.ys[i] for i in chosen]
+            axes.plot(xs, ys, ".", color=_series_colour(line.colour), markersize=4, alpha=0.5, markeredgewidth=0)
+        style: Any = {"color": _COLOURS["muted"], "linewidth": 1, "linestyle": (0, (2, 3))}
+        if reference == "equal":
+            axes.axline((0, 0), slope=1, **style)
+        else:
+            axes.axhline(0, **style)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+    rows = [
+        (line.label, _number(line.xs[i]), _number(line.ys[i])) for line, chosen in shown for i in _sample(list(chosen))
+    ]
+    return drawing.chart(("run", x_label, y_label), rows, _legend(series))
+
+
+def histogram(name: str, title: str, series: Sequence[Series], x_label: str) -> Chart:
+    """Draw how many samples have which value; ``xs`` are the edges of the bins, and ``ys`` the shares of samples."""
+    with _drawing(name, title, size=(4.6, 3.4)) as drawing:
+        axes = drawing.axes
+        for line in series:
+            axes.stairs(line.ys, line.xs, color=_series_colour(line.colour), fill=len(series) == 1, alpha=0.85)
+        axes.axvline(0, color=_COLOURS["muted"], linewidth=1, linestyle=(0, (2, 3)))
+        axes.set_xlabel(x_label)
+        axes.set_ylabel("share of samples")
+        axes.grid(visible=False, axis="x")
+    rows = [
+        (line.label, f"{line.xs[i]:.4g} to {line.xs[i + 1]:.4g}", f"{share:.4f}")
+        for line in series
+        for i, share in enumerate(line.ys)
+    ]
+    return drawing.chart(("run", x_label, "share of samples"), rows, _legend(series))
+
+
 def stacked(name: str, title: str, bars: Sequence[tuple[str, dict[str, float]]], unit: str) -> Chart:
     """Draw one bar per run, divided into parts, the largest first."""
     totals: dict[str, float] = {}
@@ -284,8 +361,9 @@ def _to_page_svg(svg: str, name: str, title: str) -> str:
     view = re.search(r'viewBox="[^"]*"', opening)
     assert view is not None
     text = html.escape(title)
+    kind = ' class="wide"' if float(view[0].split()[2]) > _WIDE else ""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {view[0]} '
+        f'<svg{kind} xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {view[0]} '
         f'role="img" aria-label="{text}"><title>{text}</title>{rest}'
     )
 
@@ -319,7 +397,7 @@ def _downsample(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], 
     )
 
 
-def _sample(values: list[float], max_values: int = 12) -> list[float]:
+def _sample(values: list[_T], max_values: int = 12) -> list[_T]:
     if len(values) <= max_values:
         return values
     return [values[round(i * (len(values) - 1) / (max_values - 1))] for i in range(max_values)]

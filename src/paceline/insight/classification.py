@@ -1,4 +1,4 @@
-"""Results of a classifier: scores by class, confusions and calibration."""
+"""Results of a classifier: scores by class, ROC and precision-recall, confusions and calibration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.core.stats import Counts, Estimate, Floats, mean, of_counts, wilson
 from paceline.insight.evaluation_recorder import Predictions
@@ -13,6 +14,7 @@ from paceline.insight.evaluation_recorder import Predictions
 BINS = 15
 """Number of bins of equal width, as in Guo et al., "On Calibration of Modern Neural Networks" (ICML 2017)."""
 _PAIRS = 10
+_POINTS = 200
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class ClassScore:
         precision: share of these that is correct; None without predictions.
         recall: share of its samples that was found; None without samples.
         f1: harmonic mean of both; None without samples and predictions.
+        ranking: how well its probability separates its samples from the others; None if there are none of either, or
+            more than ``CURVES`` classes.
     """
 
     label: str
@@ -34,6 +38,24 @@ class ClassScore:
     precision: Estimate | None
     recall: Estimate | None
     f1: float | None
+    ranking: Ranking | None = None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The rates for each threshold of a class's probability, the highest threshold first.
+
+    Attributes:
+        false_positive_rate, recall, precision: at most ``_POINTS`` of them.
+        auc: area under the ROC curve: the probability that a sample of the class gets the higher one of two.
+        average_precision: the mean precision, weighted by the steps of recall.
+    """
+
+    false_positive_rate: Floats
+    recall: Floats
+    precision: Floats
+    auc: float
+    average_precision: float
 
 
 @dataclass(frozen=True)
@@ -122,7 +144,7 @@ def classify(predictions: Predictions) -> ClassificationResult:
         brier=mean(predictions.brier),
         calibration_error=_calibration_error(predictions),
         classes=tuple(
-            _score(labels[k], int(support[k]), int(num_predicted[k]), int(hits[k]))
+            _score(labels[k], int(support[k]), int(num_predicted[k]), int(hits[k]), _ranking_of(predictions, k))
             for k in range(num_classes)
             if num_classes <= MATRIX or support[k] or num_predicted[k]
         ),
@@ -132,7 +154,42 @@ def classify(predictions: Predictions) -> ClassificationResult:
     )
 
 
-def _score(label: str, support: int, num_predicted: int, hits: int) -> ClassScore:
+def rank(scores: Floats, positive: npt.NDArray[np.bool_]) -> Ranking | None:
+    """Compute the rates at each threshold of a score; None if all samples are positive, or none is.
+
+    Args:
+        scores: (N,).
+        positive: (N,).
+    """
+    num_positive = int(positive.sum())
+    num_negative = len(positive) - num_positive
+    if not num_positive or not num_negative or not np.isfinite(scores).all():
+        return None
+    order = np.argsort(-scores, kind="stable")
+    ends = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)  # equal scores have one threshold
+    hits = np.cumsum(positive[order])[ends]
+    precision, recall = hits / (ends + 1), hits / num_positive
+    false_rate = (ends + 1 - hits) / num_negative
+    at = np.linspace(0, 1, _POINTS // 2)
+    kept = np.unique(np.concatenate([np.searchsorted(rates, at) for rates in (recall, false_rate)]))
+    kept = np.minimum(kept, len(ends) - 1)
+    return Ranking(
+        false_positive_rate=np.append(0.0, false_rate[kept]),
+        recall=np.append(0.0, recall[kept]),
+        precision=np.append(precision[0], precision[kept]),
+        auc=float(np.trapezoid(np.append(0.0, recall), np.append(0.0, false_rate))),
+        average_precision=float(np.sum(np.diff(recall, prepend=0.0) * precision)),
+    )
+
+
+def _ranking_of(predictions: Predictions, number: int) -> Ranking | None:
+    probabilities = predictions.probabilities
+    if probabilities is None or number >= probabilities.shape[1]:
+        return None
+    return rank(probabilities[:, number].astype(np.float64), predictions.actual == number)
+
+
+def _score(label: str, support: int, num_predicted: int, hits: int, ranking: Ranking | None) -> ClassScore:
     return ClassScore(
         label=label,
         support=support,
@@ -140,6 +197,7 @@ def _score(label: str, support: int, num_predicted: int, hits: int) -> ClassScor
         precision=wilson(hits, num_predicted) if num_predicted else None,
         recall=wilson(hits, support) if support else None,
         f1=2 * hits / (support + num_predicted) if support + num_predicted else None,
+        ranking=ranking,
     )
 
 

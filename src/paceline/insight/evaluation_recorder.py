@@ -1,4 +1,4 @@
-"""Per-sample metrics and predictions, recorded during the evaluation of a split."""
+"""Per-sample metrics, predictions and errors, recorded during the evaluation of a split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from paceline.data.samples import MicroBatch
 from paceline.training.evaluation import MetricIntervals
 
 MISTAKES = 12
-"""Number of most confident mistakes to keep with their inputs."""
+"""Number of most confident mistakes, or largest errors, to keep with their inputs."""
+
+CURVES = 20
+"""Largest number of classes for which every probability is kept."""
+
+_MAX_COLUMNS = 32
 
 Classes = npt.NDArray[np.int64]
 
@@ -57,6 +62,7 @@ class Predictions:
         brier: squared distance of the probabilities from the truth, (N,).
         labels: names of the classes.
         mistakes: most confident first.
+        probabilities: of all classes, (N, classes); None with more than ``CURVES`` classes.
     """
 
     actual: Classes
@@ -66,11 +72,40 @@ class Predictions:
     brier: Floats
     labels: tuple[str, ...]
     mistakes: tuple[Mistake, ...]
+    probabilities: npt.NDArray[np.float32] | None = None
 
     @property
     def right(self) -> npt.NDArray[np.bool_]:
         """Return whether each prediction is correct, (N,)."""
         return np.asarray(self.actual == self.predicted)
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A sample of a regression: index in its split, predicted and true value, and inputs without the batch."""
+
+    number: int
+    predicted: float
+    actual: float
+    inputs: Mapping[str, torch.Tensor] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class RegressionValues:
+    """A regression's predictions for a split of N samples, in the split's order.
+
+    Attributes:
+        target: name of the output.
+        actual, predicted: (N,).
+        columns: the inputs that are single numbers, (N,), by name.
+        misses: those with the largest errors, the largest first.
+    """
+
+    target: str
+    actual: Floats
+    predicted: Floats
+    columns: Mapping[str, Floats]
+    misses: tuple[Miss, ...]
 
 
 class EvaluationRecorder:
@@ -90,7 +125,12 @@ class EvaluationRecorder:
         self.estimates = MetricIntervals()
         self._digests: list[hashlib._Hash] = []  # one per tensor of a batch, over all blocks
         self._rows: list[tuple[Any, ...]] = []
-        self._worst: list[tuple[float, int, Mistake]] = []
+        self._probabilities: list[npt.NDArray[np.float32]] = []
+        self._values: list[tuple[Any, ...]] = []
+        self._columns: dict[str, list[Any]] = {}
+        self._target = ""
+        self._task_gives_values = True
+        self._worst: list[tuple[float, int, Any]] = []
         self._samples = 0
 
     def __call__(self, microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
@@ -105,6 +145,8 @@ class EvaluationRecorder:
         inference = self._inference
         if inference is not None and inference.probabilities is not None:
             self._classify(inference, microbatch.batch)
+        elif inference is not None and self._task_gives_values:
+            self._regress(inference, microbatch.batch)
         self._samples += microbatch.num_samples
 
     @property
@@ -133,7 +175,43 @@ class EvaluationRecorder:
             brier=brier,
             labels=self._inference.labels,
             mistakes=tuple(mistake for _, _, mistake in worst),
+            probabilities=np.concatenate(self._probabilities) if self._probabilities else None,
         )
+
+    def regression(self) -> RegressionValues | None:
+        """Return the values that the model predicted; None if it is not a regression."""
+        if not self._values:
+            return None
+        actual, predicted = (np.concatenate(column) for column in zip(*self._values, strict=True))
+        worst = sorted(self._worst, key=lambda entry: (-entry[0], entry[2].number))
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        return RegressionValues(self._target, actual, predicted, columns, tuple(miss for _, _, miss in worst))
+
+    def _regress(self, inference: InferenceSignature, batch: Any) -> None:
+        try:
+            inputs, actual = self._task.inference_batch(batch)
+        except TaskError:
+            actual = None  # the task does not define it: export says so, a report goes without
+        if actual is None or not actual.is_floating_point() or actual.numel() != len(actual):
+            self._task_gives_values = False
+            return
+        outputs = inference.module(*inputs)
+        fitting = [n for n, out in outputs.items() if out.is_floating_point() and out.numel() == actual.numel()]
+        if len(fitting) != 1:  # no single number for a sample, or several
+            self._task_gives_values = False
+            return
+        self._target = fitting[0]
+        actual, predicted = (t.detach().double().cpu().reshape(-1) for t in (actual, outputs[self._target]))
+        self._values.append((actual.numpy(), predicted.numpy()))
+        for name, tensor in list(zip(inference.inputs, inputs, strict=True))[:_MAX_COLUMNS]:
+            if tensor.numel() == len(actual):
+                self._columns.setdefault(name, []).append(tensor.detach().double().cpu().reshape(-1).numpy())
+        errors = (predicted - actual).abs().nan_to_num(torch.inf)
+        for index in errors.argsort(descending=True, stable=True)[:MISTAKES].tolist():
+            kept = _inputs_of(inference, inputs, index)
+            miss = Miss(self._samples + index, float(predicted[index]), float(actual[index]), kept)
+            if not self._keep(float(errors[index]), miss):
+                break
 
     def _classify(self, inference: InferenceSignature, batch: Any) -> None:
         inputs, actual = self._task.inference_batch(batch)
@@ -158,6 +236,8 @@ class EvaluationRecorder:
         actual_probability = probabilities.gather(1, actual[:, None])[:, 0]
         brier = probabilities.square().sum(dim=1) - 2 * actual_probability + 1
         self._rows.append(tuple(t.numpy() for t in (actual, predicted, confidence, actual_probability, brier)))
+        if probabilities.shape[1] <= CURVES:
+            self._probabilities.append(probabilities.float().numpy())
         self._keep_worst(inference, inputs, actual, predicted, confidence, actual_probability)
 
     def _keep_worst(
@@ -171,19 +251,25 @@ class EvaluationRecorder:
     ) -> None:
         wrong = (actual != predicted).nonzero()[:, 0]
         for index in wrong[confidence[wrong].argsort(descending=True, stable=True)][:MISTAKES].tolist():
-            sample_confidence, number = float(confidence[index]), self._samples + index
-            if len(self._worst) == MISTAKES and sample_confidence <= self._worst[0][0]:
-                break
             mistake = Mistake(
-                number=number,
+                number=self._samples + index,
                 predicted=int(predicted[index]),
                 actual=int(actual[index]),
-                confidence=sample_confidence,
+                confidence=float(confidence[index]),
                 actual_probability=float(actual_probability[index]),
-                inputs={
-                    name: tensor[index].detach().cpu().clone()
-                    for name, tensor in zip(inference.inputs, inputs, strict=True)
-                },
+                inputs=_inputs_of(inference, inputs, index),
             )
-            push = heapq.heappush if len(self._worst) < MISTAKES else heapq.heappushpop
-            push(self._worst, (sample_confidence, -number, mistake))
+            if not self._keep(mistake.confidence, mistake):
+                break
+
+    def _keep(self, score: float, sample: Mistake | Miss) -> bool:
+        """Keep a sample if it is among the worst so far; return whether it is."""
+        if len(self._worst) == MISTAKES and score <= self._worst[0][0]:
+            return False
+        push = heapq.heappush if len(self._worst) < MISTAKES else heapq.heappushpop
+        push(self._worst, (score, -sample.number, sample))
+        return True
+
+
+def _inputs_of(inference: InferenceSignature, inputs: Sequence[torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    return {name: tensor[index].detach().cpu().clone() for name, tensor in zip(inference.inputs, inputs, strict=True)}

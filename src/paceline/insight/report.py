@@ -16,7 +16,8 @@ from paceline import __version__
 from paceline.core.stats import LEVEL, RESAMPLES, Difference, Estimate, holm, mcnemar, paired
 from paceline.insight.analysis import Analysis
 from paceline.insight.classification import ClassificationResult
-from paceline.insight.evaluation_recorder import Predictions
+from paceline.insight.evaluation_recorder import Predictions, RegressionValues
+from paceline.insight.regression import RegressionResult
 from paceline.runs.directory import RunDirectory
 from paceline.runs.purity import read_purity
 
@@ -307,6 +308,9 @@ def _run(analysis: Analysis) -> dict[str, Any]:
         "classification": None
         if analysis.classification is None or analysis.predictions is None
         else _classification(analysis.classification, analysis.predictions),
+        "regression": None
+        if analysis.regression is None or analysis.values is None
+        else _regression(analysis.regression, analysis.values),
         "parameters": analysis.architecture.parameters,
         "trained_parameters": analysis.architecture.trained,
         "layers": [dataclasses.asdict(layer) for layer in analysis.architecture.layers],
@@ -335,6 +339,8 @@ def _classification(result: ClassificationResult, predictions: Predictions) -> d
                 "precision": _or_none(score.precision),
                 "recall": _or_none(score.recall),
                 "f1": score.f1,
+                "auc": None if score.ranking is None else score.ranking.auc,
+                "average_precision": None if score.ranking is None else score.ranking.average_precision,
             }
             for score in result.classes
         ],
@@ -350,6 +356,18 @@ def _classification(result: ClassificationResult, predictions: Predictions) -> d
                 "actual_probability": mistake.actual_probability,
             }
             for mistake in predictions.mistakes
+        ],
+    }
+
+
+def _regression(result: RegressionResult, values: RegressionValues) -> dict[str, Any]:
+    return {
+        "target": values.target,
+        **{name: getattr(result, name).as_json() for name in ("mae", "rmse", "bias")},
+        "r2": result.r2,
+        "slices": [{**dataclasses.asdict(part), "mae": part.mae.as_json()} for part in result.slices],
+        "largest_errors": [
+            {"number": miss.number, "predicted": miss.predicted, "actual": miss.actual} for miss in values.misses
         ],
     }
 

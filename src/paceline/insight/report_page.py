@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,23 @@ import numpy as np
 import torch
 
 from paceline.core.stats import Estimate
-from paceline.insight.analysis import Analysis, CurvePoint
+from paceline.insight.analysis import Analysis, CurvePoint, Record
 from paceline.insight.charts import (
     SERIES,
     Chart,
     Series,
     curves,
+    histogram,
+    rates,
     reliability,
     require_matplotlib,
+    scatter,
     stacked,
     workers,
 )
-from paceline.insight.classification import BINS, ClassScore
+from paceline.insight.classification import BINS, ClassScore, Ranking
+from paceline.insight.evaluation_recorder import Miss, Mistake
+from paceline.insight.regression import figure
 from paceline.insight.report import RunReport, interval, number, points_of, probability
 from paceline.runs.console import duration
 
@@ -80,6 +86,10 @@ def _png(tensor: torch.Tensor) -> str:
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_LAYERS = 60
 _MAX_ENTRIES = 80
+_MAX_METRICS = 6
+_MAX_ELEMENTS = 16  # of an input that is shown as columns
+_MAX_COLUMNS = 32
+_BINS = 40
 _HIDDEN_EVENTS = ("checkpoint", "backup", "created")
 
 
@@ -101,6 +111,7 @@ def render(report: RunReport) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "figure": figure,
         "number": number,
         "interval": interval,
         "points": points_of,
@@ -118,6 +129,11 @@ def render(report: RunReport) -> str:
         style=style,
         report=report,
         training=_training(report.analyses),
+        rankings=_rankings(report.analyses),
+        ranked=_shown_rankings(report.analyses[0]),
+        errors=_errors(report.analyses),
+        columns_of=columns_of,
+        cells_of=cells_of,
         phases=_phases(report.analyses),
         calibration=_calibration(report.analyses),
         histories=[_history(index, analysis) for index, analysis in enumerate(report.analyses)],
@@ -133,8 +149,17 @@ def render(report: RunReport) -> str:
 
 
 def _all_metrics(analysis: Analysis) -> dict[str, Estimate]:
-    """Return the task's metrics, and those of a classifier."""
+    """Return the task's metrics, and those of a classifier or a regression."""
     result = analysis.classification
+    if analysis.regression is not None:
+        regression = {
+            "mean absolute error": analysis.regression.mae,
+            "root mean squared error": analysis.regression.rmse,
+            "mean residual": analysis.regression.bias,
+        }
+        if analysis.regression.r2 is not None:
+            regression["R²"] = Estimate(analysis.regression.r2)
+        return {**analysis.metrics, **regression}
     if result is None:
         return dict(analysis.metrics)
     classifier_metrics = {
@@ -147,42 +172,111 @@ def _all_metrics(analysis: Analysis) -> dict[str, Estimate]:
 
 
 def _training(analyses: Sequence[Analysis]) -> list[Chart]:
-    metrics = dict.fromkeys((analyses[0].main_metric, "loss"))
-    losses = _series(analyses, [a.record.loss for a in analyses])
-    charts: list[tuple[str, str, list[Series], dict[str, Any]]] = [
-        ("loss", "Training loss", losses, {"log": True}),
+    """Draw the losses, next to them the validation's other metrics, and how the training went."""
+    several = len(analyses) > 1
+
+    def series(points: Callable[[Record], list[CurvePoint]], part: str = "", **line: Any) -> list[Series]:
+        found = []
+        for index, analysis in enumerate(analyses):
+            if run_points := points(analysis.record):
+                label = " ".join(word for word in (analysis.record.name if several else "", part) if word)
+                xs, ys = [p.step for p in run_points], [p.value for p in run_points]
+                found.append(Series(label or analysis.record.name, index, xs, ys, **line))
+        return found
+
+    losses = series(lambda record: record.loss, "training")
+    # With one run the colour, and with several the line, tells validation from training.
+    part = "validation (dashed)" if several else "validation"
+    validation = series(lambda record: record.metric("val", "loss"), part, dashed=several)
+    losses += validation if several else [replace(line, colour=1) for line in validation]
+    metrics = [name for name in analyses[0].record.metrics_of("val") if name != "loss"][:_MAX_METRICS]
+    charts: list[tuple[str, str, list[Series], str, dict[str, Any]]] = [
+        ("loss", "Loss", losses, "loss", {"log": True}),
         *(
-            (
-                f"val-{k}",
-                f"Validation {metric}",
-                _series(analyses, [a.record.metric("val", metric) for a in analyses]),
-                {},
-            )
-            for k, metric in enumerate(metrics)
+            (f"val-{k}", f"Validation {name}", series(partial(Record.metric, split="val", name=name)), name, {})
+            for k, name in enumerate(metrics)
         ),
-        ("lr", "Learning rate", _series(analyses, [a.record.learning_rate for a in analyses]), {}),
-        (
-            "throughput",
-            "Samples per second",
-            _series(analyses, [a.record.throughput for a in analyses]),
-            {"from_zero": True},
-        ),
-        (
-            "memory",
-            "Memory of the largest rank, MiB",
-            _series(analyses, [a.record.memory for a in analyses]),
-            {"from_zero": True},
-        ),
+        ("lr", "Learning rate", series(lambda record: record.learning_rate), "learning rate", {}),
+        ("throughput", "Throughput", series(lambda record: record.throughput), "samples/s", {"from_zero": True}),
+        ("memory", "Memory of the largest rank", series(lambda record: record.memory), "MiB", {"from_zero": True}),
     ]
-    return [curves(name, title, series, **options) for name, title, series, options in charts if series]
+    return [curves(name, title, lines, y_label=y, **more) for name, title, lines, y, more in charts if lines]
 
 
-def _series(analyses: Sequence[Analysis], points: Sequence[list[CurvePoint]]) -> list[Series]:
+def _rankings(analyses: Sequence[Analysis]) -> list[Chart]:
+    """Draw the ROC and precision-recall curves: of each class of one run, or of the first run's weakest class."""
+    lines: list[tuple[str, Ranking]] = []
+    if len(analyses) == 1 and analyses[0].classification is not None:
+        lines = [(score.label, score.ranking) for score in _shown_rankings(analyses[0]) if score.ranking is not None]
+    elif (first := analyses[0].classification) is not None and (shown := _shown_rankings(analyses[0])):
+        number = first.classes.index(shown[0])
+        for analysis in analyses:
+            scores = analysis.classification.classes if analysis.classification is not None else ()
+            if number < len(scores) and (ranking := scores[number].ranking) is not None:
+                lines.append((analysis.record.name, ranking))
+    if not lines:
+        return []
+    of = f" of {shown[0].label}" if len(analyses) > 1 else ""
+    roc = [Series(label, i, r.false_positive_rate.tolist(), r.recall.tolist()) for i, (label, r) in enumerate(lines)]
+    pr = [Series(label, i, r.recall.tolist(), r.precision.tolist()) for i, (label, r) in enumerate(lines)]
     return [
-        Series(analysis.record.name, index, [p.step for p in run_points], [p.value for p in run_points])
-        for index, (analysis, run_points) in enumerate(zip(analyses, points, strict=True))
-        if run_points
+        rates("roc", f"ROC{of}", roc, "false positive rate", "recall (true positive rate)", diagonal=True),
+        rates("pr", f"Precision and recall{of}", pr, "recall", "precision"),
     ]
+
+
+def _shown_rankings(analysis: Analysis) -> list[ClassScore]:
+    """Return the classes with a curve, those with the smallest area first; of two, the second is the other's mirror."""
+    classes = () if analysis.classification is None else analysis.classification.classes
+    ranked = [(score.ranking.auc, score) for score in classes if score.ranking is not None]
+    if len(classes) == 2:
+        return [score for _, score in ranked[-1:]]
+    return [score for _, score in sorted(ranked, key=lambda pair: pair[0])][:SERIES]
+
+
+def _errors(analyses: Sequence[Analysis]) -> list[Chart]:
+    """Draw predicted over true values, and the residuals."""
+    found = [(i, a.record.name, a.values) for i, a in enumerate(analyses) if a.values is not None]
+    if not found:
+        return []
+    target = found[0][2].target
+    residuals = [values.predicted - values.actual for _, _, values in found]
+    finite = np.concatenate([part[np.isfinite(part)] for part in residuals])
+    edges = np.histogram_bin_edges(finite, bins=_BINS) if len(finite) else np.array([-1.0, 1.0])
+    against = [Series(name, i, values.actual.tolist(), values.predicted.tolist()) for i, name, values in found]
+    over = [
+        Series(name, i, values.predicted.tolist(), part.tolist())
+        for (i, name, values), part in zip(found, residuals, strict=True)
+    ]
+    shares = [np.histogram(part[np.isfinite(part)], edges)[0] / len(part) for part in residuals]
+    bars = [Series(name, i, edges.tolist(), part.tolist()) for (i, name, _), part in zip(found, shares, strict=True)]
+    residual = "residual (predicted - true)"
+    return [
+        scatter("predicted", "Predicted and true", against, f"true {target}", f"predicted {target}", reference="equal"),
+        scatter("residuals", "Residuals", over, f"predicted {target}", residual, reference="zero"),
+        histogram("residual-shares", "Distribution of the residuals", bars, residual),
+    ]
+
+
+def columns_of(samples: Sequence[Mistake | Miss]) -> list[str]:
+    """Return the columns of samples that are rows of a table: their inputs, if each is a number or a few; else none."""
+    inputs = samples[0].inputs if samples else {}
+    if not inputs or any(tensor.numel() > _MAX_ELEMENTS for tensor in inputs.values()):
+        return []
+    return [column for name, tensor in inputs.items() for column in _columns(name, tensor)][:_MAX_COLUMNS]
+
+
+def cells_of(sample: Mistake | Miss) -> dict[str, str]:
+    """Return a sample's cells by column."""
+    return {
+        column: figure(value) if isinstance(value, float) else str(value)
+        for name, tensor in sample.inputs.items()
+        for column, value in zip(_columns(name, tensor), tensor.reshape(-1).tolist(), strict=True)
+    }
+
+
+def _columns(name: str, tensor: torch.Tensor) -> list[str]:
+    return [name] if tensor.dim() == 0 else [f"{name}[{i}]" for i in range(tensor.numel())]
 
 
 def _phases(analyses: Sequence[Analysis]) -> Chart | None:

@@ -80,7 +80,7 @@ class Classifier(nn.Module):
 
 @dataclass
 class Line(paceline.Task):
-    """A regression without classes, and without a test split."""
+    """A regression without a test split, whose inputs are columns."""
 
     lr: float = 0.1
 
@@ -110,6 +110,28 @@ class Line(paceline.Task):
             "absolute_error": errors,
             "weighted": ((errors * targets[:, 0].abs()).sum(), targets.abs().sum()),
         }
+
+    def inference_signature(self, model):
+        return InferenceSignature(
+            module=Sum(model),
+            inputs={name: TensorSpec(dtype="float32") for name in ("age", "<b>income</b>", "height")},
+            outputs={"total": TensorSpec(dtype="float32")},
+        )
+
+    def inference_batch(self, batch):
+        points, targets = batch
+        return list(points.T), targets
+
+
+class Sum(nn.Module):
+    """From columns to a value."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, age, income, height):
+        return {"total": self.model(torch.stack([age, income, height], dim=1))[:, 0]}
 
 
 if __name__ == "__main__":

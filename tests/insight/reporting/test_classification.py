@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,19 +10,22 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import (
+    average_precision_score,
     balanced_accuracy_score,
     confusion_matrix,
     f1_score,
     log_loss,
     precision_recall_fscore_support,
+    roc_auc_score,
 )
 
 from paceline.core.errors import TaskError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
-from paceline.insight.classification import ClassificationResult, classify
+from paceline.insight.classification import ClassificationResult, classify, rank
 from paceline.insight.evaluation_recorder import MISTAKES, EvaluationRecorder, Predictions
+from paceline.insight.regression import regress
 
 
 class Given(Task):
@@ -146,3 +150,67 @@ def test_a_classifier_without_mistakes_and_classes_without_samples() -> None:
 def test_classes_that_the_model_does_not_have_are_refused() -> None:
     with pytest.raises(TaskError, match="classes 0 to 4, but 'p' has 3 columns"):
         observed(torch.eye(3)[[0, 1]], torch.tensor([0, 4]))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_areas_under_the_curves_are_scikit_learns(ties: bool) -> None:
+    generator = np.random.default_rng(3)
+    positive = generator.random(3000) < 0.2
+    scores = np.clip(0.3 * generator.standard_normal(3000) + 0.3 * positive + 0.4, 0, 1)
+    scores = scores.round(1) if ties else scores
+    ranking = rank(scores, positive)
+    assert ranking is not None
+    assert ranking.auc == pytest.approx(roc_auc_score(positive, scores))
+    assert ranking.average_precision == pytest.approx(average_precision_score(positive, scores))
+    # What is drawn has few points, and nearly the same area.
+    assert len(ranking.recall) <= 201
+    assert np.trapezoid(ranking.recall, ranking.false_positive_rate) == pytest.approx(ranking.auc, abs=0.003)
+    assert (ranking.recall[-1], ranking.false_positive_rate[-1]) == (1.0, 1.0)
+    assert rank(scores, np.ones(3000, dtype=bool)) is None
+    assert rank(np.full(3000, np.nan), positive) is None
+
+
+def test_each_of_a_few_classes_has_its_curves() -> None:
+    few, many = (made(400, classes) for classes in (3, 21))
+    for number, score in enumerate(classify(few.predictions).classes):
+        expected = roc_auc_score(few.actual == number, few.probabilities[:, number])
+        assert score.ranking is not None
+        assert score.ranking.auc == pytest.approx(expected)
+    assert all(score.ranking is None for score in classify(many.predictions).classes)
+
+
+def test_a_regressions_largest_errors_and_slices() -> None:
+    region = torch.arange(200) % 4
+    actual = torch.arange(200) / 4
+    predicted = actual + torch.where(region == 2, 5.0, 0.5)
+    predicted[7] = torch.inf
+    inference = InferenceSignature(
+        module=torch.nn.Identity(),
+        inputs={"region": TensorSpec(dtype="int64"), "pixels": TensorSpec(dtype="float32", shape=(2,))},
+        outputs={"y": TensorSpec(dtype="float32", shape=(1,))},
+    )
+    object.__setattr__(inference, "module", lambda region, pixels: {"y": pixels[:, :1]})
+
+    class Value(Task):
+        def inference_batch(self, batch: Any) -> Any:
+            return batch[:2], batch[2]
+
+    observer = EvaluationRecorder(Value(), inference)
+    for number, start in enumerate(range(0, 200, 64)):
+        at = slice(start, start + 64)
+        part = [region[at], torch.stack([predicted[at], predicted[at]], 1), actual[at, None]]
+        observer(MicroBatch(number, part, len(part[0]), 0), {})
+    assert observer.predictions() is None
+    values = observer.regression()
+    assert values is not None
+    assert values.columns.keys() == {"region"}
+    assert [miss.number for miss in values.misses] == [7, *range(2, 2 + 4 * (MISTAKES - 1), 4)]
+    assert values.misses[1].inputs["region"] == 2
+    finite = replace(values, actual=values.actual[8:], predicted=values.predicted[8:])
+    result = regress(replace(finite, columns={"region": values.columns["region"][8:]}))
+    assert (result.slices[0].column, result.slices[0].text, result.slices[0].samples) == ("region", "2", 48)
+    assert result.slices[0].mae.value == pytest.approx(5.0)
+    assert result.bias.value == pytest.approx((5.0 + 3 * 0.5) / 4)
+    assert result.rmse.value == pytest.approx(((25 + 3 * 0.25) / 4) ** 0.5)
+    assert result.r2 == pytest.approx(1 - (25 + 3 * 0.25) / 4 / float(np.var(finite.actual)))
+    regress(values)  # also with an infinite error

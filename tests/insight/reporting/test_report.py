@@ -146,10 +146,13 @@ def test_charts_take_the_pages_colours_and_have_their_numbers_as_tables(
     titles = [re.search(r"<title>(.*?)</title>", drawing) for drawing in drawings]
     names = [title[1] for title in titles if title]
     assert len(names) == len(drawings)
-    for name in ("Training loss", "Validation accuracy", "Learning rate", "Samples per second"):
+    for name in ("Loss", "Validation accuracy", "Learning rate", "Throughput"):
         assert name in names
     assert "Accuracy by confidence" in names
     assert "Seconds by phase, rank 0" in names
+    assert {"ROC of a &amp; b", "Precision and recall of a &amp; b"} <= set(names)
+    for label in (">loss<", ">accuracy<", ">learning rate<", ">samples/s<", ">MiB<", ">false positive rate<"):
+        assert label in page  # the axes
     for drawing in drawings:
         assert not set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawing)) - {"#000000"}
         assert "var(--" in drawing
@@ -179,7 +182,30 @@ def test_a_task_without_classes_has_the_parts_that_need_none(reported_runs: Path
     assert run["metrics"]["weighted"]["low"] is None, "three batches are too few"
     text = page.read_text(encoding="utf-8")
     assert 'id="classes"' not in text
-    assert "Training loss" in text
+    assert "<figcaption>Loss</figcaption>" in text
+
+
+def test_a_regression_has_its_errors_by_slice_and_the_largest_with_their_columns(
+    reported_runs: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "line.html"
+    (run,) = said([reported_runs / "line"], output=page, split="val")["runs"]
+    regression = run["regression"]
+    assert regression["target"] == "total"
+    assert regression["mae"]["value"] == pytest.approx(run["metrics"]["absolute_error"]["value"])
+    assert regression["rmse"]["low"] < regression["rmse"]["value"] < regression["rmse"]["high"]
+    assert {part["column"] for part in regression["slices"]} == {"age", "<b>income</b>", "height", "total"}
+    errors = [part["mae"]["value"] for part in regression["slices"]]
+    assert errors == sorted(errors, reverse=True)
+    misses = [abs(miss["predicted"] - miss["actual"]) for miss in regression["largest_errors"]]
+    assert misses == sorted(misses, reverse=True)
+    text = page.read_text(encoding="utf-8")
+    for name in ("Predicted and true", "Residuals", "Distribution of the residuals"):
+        assert f"<figcaption>{name}</figcaption>" in text
+    for label in (">true total<", ">predicted total<", ">residual (predicted - true)<"):
+        assert label in text
+    assert '<th class="n">&lt;b&gt;income&lt;/b&gt;</th>' in text
+    assert "<b>income" not in text
 
 
 def test_runs_on_other_data_are_not_compared(reported_runs: Path, tmp_path: Path) -> None:
