@@ -16,6 +16,7 @@ from paceline import __version__
 from paceline.core.stats import LEVEL, RESAMPLES, Difference, Estimate, holm, mcnemar, paired
 from paceline.insight.analysis import Analysis
 from paceline.insight.classification import ClassificationResult
+from paceline.insight.comparison import differing_settings
 from paceline.insight.evaluation_recorder import Predictions, RegressionValues
 from paceline.insight.regression import RegressionResult
 from paceline.runs.directory import RunDirectory
@@ -71,14 +72,6 @@ def compare(analyses: Sequence[Analysis]) -> list[RunComparison]:
         better = gain > 0 if p_value < SIGNIFICANT else None
         comparisons[index] = replace(comparisons[index], difference=replace(difference, p_value=p_value), better=better)
     return comparisons
-
-
-def differing_settings(analyses: Sequence[Analysis]) -> list[Setting]:
-    """Return the options and fields that differ between the runs."""
-    settings = [analysis.record.settings for analysis in analyses]
-    names = dict.fromkeys(name for settings_of_run in settings for name in settings_of_run)
-    rows = [Setting(name, tuple(settings_of_run.get(name) for settings_of_run in settings)) for name in names]
-    return [row for row in rows if any(value != row.values[0] for value in row.values)]
 
 
 def _difference(first: Analysis, other: Analysis, metric: str) -> tuple[Difference | None, str]:
@@ -251,10 +244,11 @@ class RunReport:
 def make_report(analyses: Sequence[Analysis]) -> RunReport:
     """Compare the runs and build the report."""
     comparisons = compare(analyses)
+    differing = differing_settings([analysis.record.settings for analysis in analyses])
     return RunReport(
         analyses=tuple(analyses),
         comparisons=tuple(comparisons),
-        differing=tuple(differing_settings(analyses)),
+        differing=tuple(Setting(name, values) for name, values in differing.items()),
         headline=headline(analyses, comparisons),
         created=time.strftime("%Y-%m-%d %H:%M %z"),
         versions=versions_now(),

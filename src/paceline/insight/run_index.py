@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.core.errors import RunDirectoryError
-from paceline.core.files import open_regular, read_document
+from paceline.core.files import open_regular, parse_json, read_document
 from paceline.runs.directory import RunDirectory, is_locked
 from paceline.runs.status import (
     FOREIGN,
@@ -163,7 +163,10 @@ class Curves:
     @property
     def ranks(self) -> list[dict[str, Any]]:
         """Return the newest record's rows, one per rank."""
-        rows = msgspec.json.decode(self._ranks)
+        try:
+            rows = parse_json(bytes(self._ranks))
+        except ValueError:
+            return []
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
     def as_json(self) -> dict[str, Any]:
@@ -173,7 +176,7 @@ class Curves:
     def _read(self, line: bytes) -> None:
         try:
             record = self._decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return  # a foreign or incomplete line
         step = record.step
         if record.kind == "train":
@@ -477,7 +480,7 @@ class IndexedSearch:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        document = msgspec.json.decode(read_document(path))
+        document = parse_json(read_document(path))
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}

@@ -141,9 +141,9 @@ def _add_run(client: Any, run: ComparedRun, experiment: str, parent: str | None)
     if made.report is not None:
         tags["paceline.report"] = str(made.report.absolute())
         note.append(f"Its report is among the artifacts, and in `{made.report.absolute()}`.")
-    for digest, package in made.packages.items():
-        tags["paceline.package"] = digest
-        note.append(f"Exported as the package `{package}`.")
+    if made.packages:
+        tags["paceline.package"] = " ".join(made.packages)
+    note += [f"Exported as the package `{package}`." for package in made.packages.values()]
     begin_ms, end_ms = _span_ms(run)
     created = client.create_run(
         experiment, start_time=begin_ms, tags={**mlflow_tags(info.task, "\n\n".join(note)), **tags}, run_name=run.name
