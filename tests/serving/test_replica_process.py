@@ -36,7 +36,7 @@ class Puppet(ReplicaStarter):
 
     async def start(self, source: ModelLocation, device: str, channel: socket.socket) -> Puppet:
         self.channel = channel.dup()
-        frames.send(self.channel, frames.encode({}))
+        frames.send(self.channel, frames.encode({"ready": 0, "exact_sizes": ()}))
         return self
 
     def answer(self, number: int) -> None:
