@@ -315,7 +315,7 @@ def test_the_description_tells_the_truth_of_a_row() -> None:
 
 @pytest.fixture
 def visits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a trusted package, whose program nobody runs."""
+    """The name of a trusted package; no test runs its program."""
     signature = InferenceSignature(module=Visit(), inputs=VISIT, outputs=SPEC.outputs)
     put_files(tmp_path, signature, b"weights", {"program.pt2": b"program"}, name="visits", example=VISIT_ROW)
     monkeypatch.setenv("PACELINE_REGISTRY", str(tmp_path))

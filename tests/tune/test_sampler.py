@@ -60,7 +60,7 @@ def test_it_finds_better_values_than_random_draws() -> None:
 
 
 def test_a_choice_depends_on_the_journal_alone(tmp_path: Path) -> None:
-    """So a search that was killed goes on with the configurations of one that was not."""
+    """A resumed search tries the same configurations as one that was not killed."""
     whole = run(SEARCH, SearchHistory([]), range(20))
     journal = SearchJournal(tmp_path / "journal.jsonl")
     for number, parameters in enumerate(whole[:15]):

@@ -352,7 +352,7 @@ def test_a_package_shows_a_real_sample_by_names_and_texts(
     first = Shapes().build_dataset("test").tensors[0][0]
     about = read_inputs(package)
     assert torch.equal(torch.tensor(about.example["image"]), first)
-    assert about.ranges == {}, "of a picture's elements nobody asks"
+    assert about.ranges == {}, "a client does not set a picture's elements one by one"
 
     request = ExportRequest(run=as_task(run_directory, tmp_path / "named", "Named"), formats=("pt2",), name="named")
     named, _ = export(request, Registry.of_user())
