@@ -14,6 +14,8 @@ import pytest
 import paceline
 
 EXPORTED = [
+    "BatchInfo",
+    "Callback",
     "Categories",
     "CheckpointError",
     "CheckpointWriteError",
@@ -32,10 +34,12 @@ EXPORTED = [
     "PackageError",
     "PeerLostError",
     "PurityError",
+    "RankInfo",
     "Result",
     "RunDirectoryError",
     "RunDirectoryWriteError",
     "RunInUseError",
+    "RunSchedule",
     "ServingError",
     "SilentDataCorruptionError",
     "StopRequested",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.api import Result, TaskJob, fit, submit, submit_array
+    from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
     from paceline.core.encodings import Categories, Tokenizer, Vocabulary
     from paceline.core.errors import (
         CheckpointError,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchInfo",
+    "Callback",
     "Categories",
     "CheckpointError",
     "CheckpointWriteError",
@@ -63,10 +66,12 @@ __all__ = [
     "PackageError",
     "PeerLostError",
     "PurityError",
+    "RankInfo",
     "Result",
     "RunDirectoryError",
     "RunDirectoryWriteError",
     "RunInUseError",
+    "RunSchedule",
     "ServingError",
     "SilentDataCorruptionError",
     "StopRequested",
@@ -87,6 +92,7 @@ __all__ = [
 
 _HOME = {
     "paceline.api": ("Result", "TaskJob", "fit", "submit", "submit_array"),
+    "paceline.core.callback": ("BatchInfo", "Callback", "RankInfo", "RunSchedule"),
     "paceline.core.encodings": ("Categories", "Tokenizer", "Vocabulary"),
     "paceline.core.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
     "paceline.core.inference": ("InferenceSignature", "TensorSpec"),
