@@ -304,6 +304,42 @@ def test_a_dead_worker_is_reported() -> None:
         loader.fetch(0, 0, range(1))
 
 
+class Drawing(Squares):
+    """Sample k is a draw from the dataset's own generator."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(1, generator=self.generator), k
+
+
+def test_a_dataset_with_a_generator_travels_to_its_worker_with_the_generators_state() -> None:
+    dataset = Drawing(20)
+    dataset[0]
+    expected = torch.Generator()
+    expected.set_state(dataset.generator.get_state())
+    order = DeterministicSampler(20, 20, 1, seed=0)
+    with closing(loader_for(dataset, order, workers=1)) as loader:
+        (micro_batch,) = loader.fetch(0, 0, range(1))
+    draws = torch.stack([torch.randn(1, generator=expected) for _ in range(20)])
+    assert torch.equal(micro_batch.batch[0], draws)
+
+
+class Unreadable(Squares):
+    """Can be pickled, and cannot be rebuilt."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise ValueError("cannot be rebuilt")
+
+
+def test_a_worker_that_cannot_rebuild_its_dataset_says_so() -> None:
+    loader = loader_for(Unreadable(20), DeterministicSampler(20, 20, 1, seed=0), workers=1)
+    with closing(loader), pytest.raises(DataError, match="cannot rebuild there from a pickle may be the cause"):
+        loader.fetch(0, 0, range(1))
+
+
 def test_a_dataset_that_cannot_travel_is_refused() -> None:
     dataset = Squares(20)
     dataset.transform = lambda x: x  # type: ignore[attr-defined]

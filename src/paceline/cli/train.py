@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -18,6 +17,7 @@ from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, explicit_options, group, run_options
 from paceline.core.config import RunConfig, config_from_mapping, read_config_file
 from paceline.core.errors import ConfigError
+from paceline.core.files import parse_toml
 from paceline.core.option_sets import CLASSIFICATIONS, resume_config
 from paceline.core.options import parse_duration_s, parse_nproc
 
@@ -238,7 +238,7 @@ def _recorded_task(run_toml: Path) -> dict[str, Any]:
     """Return the task of a ``run.toml`` and its fields; nothing for another kind of file."""
     from paceline.core.task_loading import recorded_spec
 
-    task = tomllib.loads(run_toml.read_text(encoding="utf-8")).get("task")
+    task = parse_toml(run_toml.read_bytes()).get("task")
     if not isinstance(task, dict) or "spec" not in task:
         return {}
     fields = task.get("fields")

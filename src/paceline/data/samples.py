@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import SemLock
 from typing import Any, Protocol
 
@@ -462,10 +463,12 @@ class SampleSource:
             return next(workers)
         except (RuntimeError, OSError, EOFError) as error:  # whichever end of the pipe notices first
             rows = self._pending[0].rows
+            cause = "The usual cause is lack of memory: use"
+            if workers.any_failed():
+                cause = "A dataset that Python cannot rebuild there from a pickle may be the cause; else use"
             raise DataError(
                 f"a worker process of the {self._split} dataset died; samples {rows[0]} ... {rows[-1]} were "
-                "due. See above for its own message. The usual cause is lack of memory: use fewer --num-workers, or "
-                f"--num-workers 0. ({error})"
+                f"due. See above for its own message. {cause} fewer --num-workers, or --num-workers 0. ({error})"
             ) from error
 
 
@@ -530,6 +533,11 @@ class _Workers:
             self._names = set()
         return batch
 
+    def any_failed(self) -> bool:
+        """Return whether a worker ended by an error of its own, and not by a signal."""
+        wait([process.sentinel for process in self._processes], 1.0)  # its pipe may have closed before its end
+        return any((process.exitcode or 0) > 0 for process in self._processes)
+
     def close(self) -> None:
         # These are the last references; the DataLoader's iterator ends its workers when it is collected.
         del self._iterator, self._loader
@@ -584,6 +592,20 @@ def _import_task_files(specs: list[str]) -> None:
 
 def _unpack(task_files: None, reader: SampleReader) -> SampleReader:
     return reader
+
+
+def _reduce_generator(generator: torch.Generator) -> tuple[Any, ...]:
+    return _rebuild_generator, (str(generator.device), generator.get_state().numpy().tobytes())
+
+
+def _rebuild_generator(device: str, state: bytes) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
+
+
+# torch sends a generator's state as a tensor in shared memory, which is closed before a fork server's child opens it.
+ForkingPickler.register(torch.Generator, _reduce_generator)
 
 
 def _identity(batch: Any) -> Any:
