@@ -96,19 +96,23 @@ def _status_kib(name: str) -> int:
     raise OSError(f"{_MEMORY} has no {name}")
 
 
-@dataclass
-class ConvNetAlone(FashionMNIST):
-    """Fashion-MNIST by the two-layer ConvNet, without any evaluation."""
-
-    defaults: ClassVar[Defaults] = Defaults()
+class WithoutEvaluation(Task):
+    """Mixed into a task, leaves it the training split only."""
 
     def build_dataset(self, split: str) -> Any:
-        """The training split only."""
+        """The task's training split, and no other."""
         return super().build_dataset(split) if split == "train" else None
 
 
 @dataclass
-class Timed(Task):
+class ConvNetAlone(WithoutEvaluation, FashionMNIST):
+    """Fashion-MNIST by the two-layer ConvNet, without any evaluation."""
+
+    defaults: ClassVar[Defaults] = Defaults()
+
+
+@dataclass
+class Timed(WithoutEvaluation):
     """Mixed into a task, measures its training: see :class:`Probe`.
 
     Attributes:
@@ -142,9 +146,9 @@ class Timed(Task):
         return super().build_model()
 
     def build_dataset(self, split: str) -> Any:
-        """The built-in task's training split; no other, so that there is no evaluation."""
+        """The built-in task's training split."""
         self.note_imports()
-        return super().build_dataset(split) if split == "train" else None
+        return super().build_dataset(split)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The built-in task's mean loss; the clock is read before it."""
@@ -157,7 +161,7 @@ class Timed(Task):
 
 
 @dataclass
-class GuardByTurns(Task):
+class GuardByTurns(WithoutEvaluation):
     """Mixed into a task, the purity guard is in every other block of steps, and rank 0 measures the blocks.
 
     Both kinds of step meet the same process and the same minutes, which differ by more than the guard costs.
@@ -175,10 +179,6 @@ class GuardByTurns(Task):
     report: str = "report.json"
 
     defaults: ClassVar[Defaults] = Defaults()
-
-    def build_dataset(self, split: str) -> Any:
-        """The built-in task's training split; no other, so that there is no evaluation."""
-        return super().build_dataset(split) if split == "train" else None
 
     def build_callback(self, model: nn.Module, schedule: Any) -> Callback:
         """Let the guard take turns."""

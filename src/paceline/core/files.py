@@ -10,7 +10,7 @@ import secrets
 import stat
 import tomllib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -139,6 +139,11 @@ def read_json_lines(path: Path, *, errors: Literal["strict", "replace"] = "stric
             lines = file.read(os.fstat(file.fileno()).st_size).decode(errors=errors).splitlines()
     except FileNotFoundError:
         return []
+    return parse_json_records(lines)
+
+
+def parse_json_records(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the JSON objects among these lines; others and torn lines are skipped."""
     records = []
     for line in lines:
         try:

@@ -18,7 +18,7 @@ from paceline.parallel.microbatches import MicrobatchStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import Combine, ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
-from paceline.parallel.transports import GradBuffer, gather_headers
+from paceline.parallel.transports import gather_headers, zero_grad_buffers
 from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
 # --- The partition: each server holds neighbouring parameters of about equal total size ---
@@ -90,10 +90,7 @@ class ServerTransport:
         self._parts = parts
         self._buffers = buffers
         self._nodes = [(rank, index) for rank, nodes in enumerate(plan.subtrees) for index in range(len(nodes))]
-        self.grad_buffers: list[GradBuffer] = [
-            {dtype: torch.zeros(numel, dtype=dtype, device=world.device) for dtype, numel in lanes.items()}
-            for _ in range(plan.num_grad_buffers[world.rank])
-        ]
+        self.grad_buffers = zero_grad_buffers(plan.num_grad_buffers[world.rank], lanes, world.device)
 
     def launch(self, bucket: int) -> None:
         raise AssertionError("sums are pushed together")

@@ -58,16 +58,18 @@ class Transport(Protocol):
         ...
 
 
+def zero_grad_buffers(count: int, lanes: Mapping[torch.dtype, int], device: torch.device) -> list[GradBuffer]:
+    """Return ``count`` buffers of zeros, each with a flat buffer of that many elements for each dtype."""
+    return [{dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in lanes.items()} for _ in range(count)]
+
+
 class LocalTransport:
     """The transport of a single process, without communication."""
 
     overlaps = False
 
     def __init__(self, num_buffers: int, flat_buffers: Mapping[torch.dtype, int], device: torch.device) -> None:
-        self.grad_buffers: list[GradBuffer] = [
-            {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in flat_buffers.items()}
-            for _ in range(num_buffers)
-        ]
+        self.grad_buffers = zero_grad_buffers(num_buffers, flat_buffers, device)
 
     def launch(self, bucket: int) -> None:
         raise AssertionError("a single process sends nothing")
@@ -130,10 +132,7 @@ class GroupTransport:
         self._plan = plan
         self._buckets = buckets
         self._nodes = [(rank, index) for rank, nodes in enumerate(plan.subtrees) for index in range(len(nodes))]
-        self.grad_buffers: list[GradBuffer] = [
-            {dtype: torch.zeros(numel, dtype=dtype, device=world.device) for dtype, numel in lanes.items()}
-            for _ in range(plan.num_grad_buffers[world.rank])
-        ]
+        self.grad_buffers = zero_grad_buffers(plan.num_grad_buffers[world.rank], lanes, world.device)
         self._sent: dict[int, _Sending] = {}
 
     def launch(self, bucket: int) -> None:

@@ -24,6 +24,29 @@ from paceline.core.files import fail_if_armed
 # --- Files that a manifest lists ---
 
 
+@contextmanager
+def open_untrusted(what: str, failure: type[PacelineError], remedy: str, path: Path) -> Iterator[int]:
+    """Yield an untrusted directory's descriptor; turn any error inside into one that names ``path``.
+
+    Reads go through the descriptor, so that exchanging the directory meanwhile has no effect.
+
+    Args:
+        what: what the directory is, for messages.
+        failure: the error to raise.
+        remedy: what the user can do, a sentence.
+        path: the directory.
+    """
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield directory
+        finally:
+            os.close(directory)
+    except (failure, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise failure(f"{what} {path} cannot be used: {reason}. {remedy}") from error
+
+
 def open_listed(
     manifest: str, failure: type[PacelineError], directory: int, name: str, size: int | None = None
 ) -> io.BufferedReader:
@@ -75,6 +98,9 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _PIECE_BYTES = 2**20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
+_REMEDY = "Resume from another checkpoint, or restore this one from a copy."
+
+_untrusted = partial(open_untrusted, "checkpoint", CheckpointError, _REMEDY)
 _open = partial(open_listed, MANIFEST, CheckpointError)
 _compare = partial(require_equal, MANIFEST, CheckpointError)
 
@@ -311,26 +337,6 @@ def problems(path: Path, on_read: Callable[[int], None] = lambda size: None) -> 
     except CheckpointError as error:
         messages.append(str(error.__cause__ or error))
     return messages
-
-
-@contextmanager
-def _untrusted(path: Path) -> Iterator[int]:
-    """Yield the directory's descriptor; turn any error inside into one that names ``path``.
-
-    Reads go through the descriptor, so that exchanging the directory meanwhile has no effect.
-    """
-    try:
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            yield directory
-        finally:
-            os.close(directory)
-    except (CheckpointError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(
-            f"checkpoint {path} cannot be used: {reason}. "
-            "Resume from another checkpoint, or restore this one from a copy."
-        ) from error
 
 
 def _read_manifest(directory: int) -> Manifest:

@@ -6,8 +6,8 @@ import fcntl
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.core.errors import PackageError, UntrustedError
 from paceline.core.files import open_regular
 from paceline.core.printable import escape_controls
-from paceline.runs.checkpoint_manifest import open_listed, require_equal
+from paceline.runs.checkpoint_manifest import open_listed, open_untrusted, require_equal
 from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
 from paceline.runs.package_registry import Registry
 
@@ -107,6 +107,9 @@ def _check(path: Path, status: os.stat_result) -> None:
 
 
 _PIECE_BYTES = 2**20
+_REMEDY = "Export it again, or pull it from an intact registry."
+
+_untrusted = partial(open_untrusted, "package", PackageError, _REMEDY)
 _open = partial(open_listed, MANIFEST, PackageError)
 _compare = partial(require_equal, MANIFEST, PackageError)
 
@@ -227,25 +230,6 @@ def read_manifest(path: Path) -> tuple[PackageManifest, str]:
     """
     with _untrusted(path) as directory:
         return _read_manifest(directory)
-
-
-@contextmanager
-def _untrusted(path: Path) -> Iterator[int]:
-    """Yield the directory's descriptor; turn any error inside into one that names ``path``.
-
-    Reads go through the descriptor, so that exchanging the directory meanwhile has no effect.
-    """
-    try:
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            yield directory
-        finally:
-            os.close(directory)
-    except (PackageError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise PackageError(
-            f"package {path} cannot be used: {reason}. Export it again, or pull it from an intact registry."
-        ) from error
 
 
 def _read_manifest(directory: int) -> tuple[PackageManifest, str]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.files import open_regular, parse_json, read_document
+from paceline.core.files import open_regular, parse_json, parse_json_records, read_document
 from paceline.core.option_sets import select
 from paceline.core.options import parse_best
 from paceline.runs.directory import RunDirectory
@@ -368,12 +368,4 @@ def last_records(path: Path) -> list[dict[str, Any]]:
             lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    records = []
-    for line in lines[1:] if size > _TAIL_BYTES else lines:  # the first one may be cut
-        try:
-            record = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    return parse_json_records(lines[1:] if size > _TAIL_BYTES else lines)  # the first one may be cut
