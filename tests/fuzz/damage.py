@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def damage_json(rng: random.Random, document: Any) -> Any:
             case 1 if isinstance(owner, dict):
                 owner[str(rng.choice(ODD_VALUES))[:100]] = owner[key]
             case _:
-                owner[key] = rng.choice(ODD_VALUES)
+                owner[key] = deepcopy(rng.choice(ODD_VALUES))  # which later damage may change
     return copy
 
 

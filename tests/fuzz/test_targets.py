@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import Processes
-from tests.fuzz.damage import copy_tree, damage_json, damage_tree
+from tests.fuzz.damage import ODD_VALUES, copy_tree, damage_json, damage_tree
 from tests.fuzz.targets import TARGETS, World, read_registry, read_run, run_case, time_limit
 from tests.fuzz.world import make_world
 
@@ -33,6 +33,14 @@ def world(module_processes: Processes, tmp_path_factory: pytest.TempPathFactory)
 def test_damaged_input_gets_an_answer_or_an_error(world: World, target: str) -> None:
     for seed in range(CASES):
         run_case(target, seed, world)
+
+
+def test_damage_depends_on_its_seed_alone() -> None:
+    document = {"rows": [{"age": 3, "name": "a"}], "more": {"nested": [1, 2]}}
+    before = json.dumps(ODD_VALUES)
+    damaged = [json.dumps(damage_json(random.Random(seed), document)) for seed in range(2000)]
+    assert json.dumps(ODD_VALUES) == before
+    assert damaged == [json.dumps(damage_json(random.Random(seed), document)) for seed in range(2000)]
 
 
 @pytest.mark.parametrize("kind", [*CONTENTS, "fifo", "folder", "endless"])
