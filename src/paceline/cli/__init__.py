@@ -34,6 +34,7 @@ _SERVE, _CLEAN, _OTHER = "Serve", "Keep clean", "Other"
 _COMMANDS = {
     "train": (_START, "train:train", "Train a task on one process or many."),
     "resume": (_START, "train:resume", "Continue a run at its exact next sample."),
+    "fork": (_START, "fork:fork", "Continue from a run's checkpoint with other hyperparameters."),
     "launch": (_START, "launch:launch", "Start any program on one process or many nodes."),
     "join": (_START, "join:join", "Add this machine to a running job."),
     "scale": (_START, "scale:scale", "Change the number of processes of a running job."),

@@ -249,6 +249,17 @@ def task_fields(task: Task) -> dict[str, Any]:
     return values
 
 
+def recorded_fields(task: Task) -> dict[str, Any]:
+    """Return the values of a task's fields as ``run.toml`` holds them.
+
+    TOML has no null; the word "none" is turned back where the field may be None.
+
+    Raises:
+        TaskError: a value has no JSON form.
+    """
+    return {name: "none" if value is None else value for name, value in task_fields(task).items()}
+
+
 def task_assignments(task: Task) -> tuple[str, ...]:
     """Return the fields that differ from their defaults, in the form of :func:`parse_assignments`.
 

@@ -165,6 +165,26 @@ def superseded_at(directory: Path, generation: int) -> int | None:
     return min(parents, default=None)
 
 
+def copy_until(source: Path, target: Path, version: int) -> None:
+    """Copy a ledger without the steps after a state version, which another run may be recording.
+
+    Raises:
+        RunDirectoryError: a line is malformed.
+    """
+    target.mkdir()
+    for generation in generations(source):
+        path = ledger_path(source, generation)
+        lines = _lines(path)
+        header = next(lines, None)
+        if header is None:
+            continue  # a crash cut the header short
+        file = _parse_header(header, path, generation)
+        if file.parent_version is None or file.parent_version < version:
+            numbered = enumerate(lines, start=2)
+            kept = [line for number, line in numbered if _parse_entry(line, file, number).version <= version]
+            ledger_path(target, generation).write_bytes(header + b"".join(kept))
+
+
 def generations(directory: Path) -> list[int]:
     """Return the generations that have a file."""
     if not directory.is_dir():

@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -156,11 +156,16 @@ def commit(
     return target
 
 
-def copy(source: Path, directory: Path) -> Path:
+def copy(source: Path, directory: Path, *, run: str | None = None) -> Path:
     """Copy a checkpoint into another directory atomically, and return the copy's path.
 
     The source may be deleted meanwhile. The copy is read back and verified before it gets its name; an existing copy
     that verifies is kept.
+
+    Args:
+        source: the checkpoint.
+        directory: the checkpoints' directory; created if missing.
+        run: the id of the run that the copy belongs to; None: the source's.
 
     Raises:
         CheckpointWriteError: the disk is full, read-only or broken, or returned other bytes.
@@ -178,6 +183,8 @@ def copy(source: Path, directory: Path) -> Path:
                 for name, file in files:
                     if write_file(temporary / name, chunks(file)) != manifest.files[name]:
                         raise CheckpointError(f"checkpoint {source} changed while it was copied: {name}.")
+                if run is not None:
+                    manifest = replace(manifest, info=replace(manifest.info, run=run))
                 write_file(temporary / MANIFEST, [manifest.to_bytes()])
                 fsync_directory(temporary)
                 try:

@@ -238,6 +238,9 @@ def describe(event: Event) -> str:
     match event:
         case {"event": "created", "task": task}:
             return f"created: {task}"
+        case {"event": "forked", "path": path, "step": int() as step, "changed": changed}:
+            different = f", with another {', '.join(map(str, changed))}" if changed else ""
+            return f"forked from step {step:,} of {path}{different}"
         case {"event": "started", "step": 0, "world_size": size}:
             return f"training begins on {_workers(size)}"
         case {"event": "started", "step": _, "world_size": size}:

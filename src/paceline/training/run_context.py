@@ -29,6 +29,7 @@ from paceline.parallel.strategy import (
 from paceline.parallel.strategy_selection import build_layout, build_strategy
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.directory import RunDirectory, backup_path
+from paceline.runs.fork import Fork
 from paceline.runs.monitor import Monitor
 from paceline.runs.trackers import RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH, StopSignals
@@ -74,6 +75,11 @@ class RunContext:
     def run_id(self) -> str:
         """The run's unique id; ``run.toml`` holds it once the run is created."""
         return str(self.directory.read_complete_manifest()["id"])
+
+    def begins_fork_at(self, version: int) -> bool:
+        """Return whether this run has other hyperparameters than the run whose state of this version it begins with."""
+        fork = Fork.of(self.directory.read_complete_manifest())
+        return fork is not None and bool(fork.changed) and fork.version == version
 
     @cached_property
     def purity(self) -> PurityRecord:

@@ -25,6 +25,7 @@ from paceline.core.task_loading import (
     load_task_class,
     parse_assignments,
     record_spec,
+    recorded_fields,
     recorded_spec,
     task_fields,
 )
@@ -184,18 +185,17 @@ def _require_same_task(recorded: Mapping[str, Any], spec: str, task: Task, confi
     if changed:
         raise RunDirectoryError(
             f"{config.run_dir} was created with other hyperparameters:\n" + "\n".join(changed) + "\n"
-            "Leave them out to continue the run, or start a new one with another --run-dir DIR."
+            "Leave them out to continue the run, or start a new one with another --run-dir DIR, or continue from a "
+            "checkpoint of this one with the new ones: paceline fork."
         )
 
 
 def _manifest(config: RunConfig, task: Task, data: DataSetup, device: torch.device) -> dict[str, Any]:
     """Return the content of ``run.toml``."""
     order = data.order
-    # TOML has no null; the word is turned back where the field may be None.
-    fields = {name: "none" if value is None else value for name, value in task_fields(task).items()}
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "task": {**record_spec(config.task), "name": type(task).__qualname__, "fields": fields},
+        "task": {**record_spec(config.task), "name": type(task).__qualname__, "fields": recorded_fields(task)},
         "config": {name: value for name, value in vars(config).items() if CLASSIFICATIONS[name].scope != "task"},
         "data": {
             "train_samples": None if order is None else order.num_samples,

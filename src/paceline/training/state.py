@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -293,13 +294,20 @@ class TrainingState:
             state["outer"] = self.outer.state_dict()
         return state | {name: buffers.state_dict() for name, buffers in self.changed_buffers.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, own_hyperparameters: bool = False) -> None:
         """Take over a state that :meth:`state_dict` gave.
+
+        Args:
+            state: the state.
+            own_hyperparameters: keep what the task has built, before any step: the hyperparameters of the optimizers
+                (learning rate, weight decay, ...), and the schedulers, moved to the same step.
 
         Raises:
             CheckpointError: it is of another model, or of other optimizers.
         """
         try:
+            if own_hyperparameters:
+                state = self._with_own_hyperparameters(state)
             load_module(self.module, state["model"])
             for optimizer, saved in _matched(self.optimizers, state["optimizers"]):
                 load_optimizer(optimizer, saved)
@@ -328,6 +336,20 @@ class TrainingState:
                 "start a new run with another --run-dir DIR."
             ) from error
 
+    def _with_own_hyperparameters(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        optimizers, schedulers = dict(state["optimizers"]), dict(state["schedulers"])
+        for name, scheduler in self.schedulers.items():
+            if not isinstance(scheduler, ReduceLROnPlateau):  # which follows the evaluations, not the steps
+                _move_to(scheduler, schedulers[name]["last_epoch"])
+                schedulers[name] = scheduler_state(scheduler)
+        for name, optimizer in self.optimizers.items():
+            groups = [
+                {**saved, **{key: value for key, value in built.items() if key != "params"}}
+                for saved, built in zip(optimizers[name]["param_groups"], optimizer.param_groups, strict=True)
+            ]
+            optimizers[name] = {**optimizers[name], "param_groups": groups}
+        return {**state, "optimizers": optimizers, "schedulers": schedulers}
+
 
 def build_task_model(task: Task) -> nn.Module:
     """Build the task's model.
@@ -354,6 +376,15 @@ def build_task_model(task: Task) -> nn.Module:
             # a micro-batch would depend on the micro-batches before it, and so on the number of ranks.
             layer.sparse = False
     return module
+
+
+def _move_to(scheduler: Any, steps: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Detected call of `lr_scheduler.step", UserWarning
+        )  # no optimizer has stepped
+        for _ in range(steps):
+            scheduler.step()
 
 
 def _matched(parts: Mapping[str, Any], states: Mapping[str, Any]) -> list[tuple[Any, Any]]:

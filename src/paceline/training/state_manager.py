@@ -115,6 +115,8 @@ class StateManager:
         mesh: ParallelDims,
         saved: Mapping[str, Any] | None,
         weights: Mapping[str, Tensor] | None = None,
+        *,
+        own_hyperparameters: bool = False,
     ) -> None:
         """Begin, or continue from a checkpoint; all ranks call this together.
 
@@ -122,6 +124,7 @@ class StateManager:
             mesh: the ranks.
             saved: the state of the checkpoint, the same on all ranks; None for a new run.
             weights: pretrained weights for a new run, the same on all ranks.
+            own_hyperparameters: keep those that the task builds, for a fork of another run.
 
         Raises:
             CheckpointError: ``saved`` does not fit the task.
@@ -134,7 +137,7 @@ class StateManager:
         if self._run.config.shards_state or not self._pristine or weights is not None:
             self.close()  # before another one takes its place in memory
         if saved is not None:
-            self.import_state(saved)
+            self.import_state(saved, own_hyperparameters=own_hyperparameters)
             return
         if weights is not None:
             self._weights = weights
@@ -147,14 +150,18 @@ class StateManager:
                 mesh.world.broadcast_module(self.state.ema)
         self.valid, self._pristine = True, False
 
-    def import_state(self, state: Mapping[str, Any]) -> None:
+    def import_state(self, state: Mapping[str, Any], *, own_hyperparameters: bool = False) -> None:
         """Continue from the state of a checkpoint or another rank.
+
+        Args:
+            state: the state.
+            own_hyperparameters: keep those that the task builds.
 
         Raises:
             CheckpointError: it does not fit the task.
         """
         self.valid, self._pristine = False, False
-        self.state.load_state_dict(state)
+        self.state.load_state_dict(state, own_hyperparameters=own_hyperparameters)
         if isinstance(self.loader, StreamLoader) and "streams" in state:
             self.loader.load_state_dict(state["streams"])
         if "recent" in state:

@@ -1,0 +1,54 @@
+"""``paceline fork RUN --set lr=0.003``: another run, which continues from a checkpoint with other hyperparameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from paceline.core.job import default_run_path
+from paceline.core.task_loading import parse_assignments, recorded_spec
+from paceline.runs.directory import RunDirectory
+from paceline.runs.fork import fork_run
+
+
+def fork(
+    run: Path,
+    *,
+    set: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    step: int | None = None,
+    run_dir: Path | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Make a run that continues from a checkpoint of RUN with other hyperparameters; RUN stays as it is.
+
+    It takes over the weights, the optimizer's state and the position in the data. The optimizer's hyperparameters and
+    the schedule are those that the task builds with the new values. Start it with paceline resume.
+
+    Parameters
+    ----------
+    run
+        The run's directory; the run may be active.
+    set
+        FIELD=VALUE: the new value of a field of the task; may be repeated.
+    step
+        The step of a checkpoint of RUN. Default: the newest one.
+    run_dir
+        The new run's directory. Default: runs/TASK-TIME.
+    json
+        Print the new run's directory and what differs as JSON.
+    """
+    source = RunDirectory(run)
+    target = run_dir or Path(default_run_path(recorded_spec(source.read_complete_manifest()["task"])))
+    made = fork_run(source, RunDirectory(target), parse_assignments(set), step=step)
+    if json:
+        print(json_module.dumps({"run_dir": str(target), **dataclasses.asdict(made)}))
+        return 0
+    fields = RunDirectory(target).read_complete_manifest()["task"]["fields"]
+    changes = ", ".join(f"{name} {before} -> {fields[name]}" for name, before in made.changed.items())
+    print(f"{target} continues {run} from step {made.step:,}, with {changes or 'the same hyperparameters'}.")
+    print(f"Start it with: paceline resume {target}")
+    return 0

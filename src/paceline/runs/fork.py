@@ -1,0 +1,149 @@
+"""A run that is forked from another one: it continues from a checkpoint of that run, with other hyperparameters.
+
+A fork has an id of its own, and copies of the checkpoint, the ledger and the metrics, so that ``paceline resume``
+continues it as any other run, and its audit covers the steps from before the fork. The table ``forked`` of its
+``run.toml`` says where it comes from.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from paceline.core.errors import CheckpointError, ConfigError, RunDirectoryError
+from paceline.core.task_loading import TaskReference, recorded_fields, recorded_spec
+from paceline.data.ledger import copy_until
+from paceline.runs.checkpoint_manifest import CheckpointInfo, verify
+from paceline.runs.checkpoint_store import copy, find_version, newest_verified, parse_name, scan
+from paceline.runs.directory import RunDirectory
+from paceline.runs.metrics import keep_until
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a run was forked from another one.
+
+    Attributes:
+        run: the id of the other run.
+        path: its directory.
+        step: the steps that both have in common.
+        version: the state version of the checkpoint.
+        changed: the other run's values of the fields that differ, by name.
+    """
+
+    run: str
+    path: str
+    step: int
+    version: int
+    changed: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> Self | None:
+        """Return the fork that ``run.toml`` records; None if the run began at step 0.
+
+        Raises:
+            RunDirectoryError: the record is damaged.
+        """
+        record = manifest.get("forked")
+        if record is None:
+            return None
+        try:
+            fork = cls(**record)
+            if type(fork.step) is int and type(fork.version) is int and isinstance(fork.changed, Mapping):
+                return fork
+        except TypeError:
+            pass
+        raise RunDirectoryError("the table [forked] of run.toml is damaged. Restore the file from a copy.")
+
+
+def fork_run(source: RunDirectory, target: RunDirectory, fields: Mapping[str, Any], *, step: int | None = None) -> Fork:
+    """Make ``target`` a run that continues from a checkpoint of ``source``, which may be training meanwhile.
+
+    Args:
+        source: the other run.
+        target: the new run's directory, which must not exist.
+        fields: new values of the task's fields, by name, as ``--set`` accepts them.
+        step: the steps after which the checkpoint was saved; None: the newest one that verifies.
+
+    Raises:
+        RunDirectoryError: ``source`` holds no run, or ``target`` exists or cannot be written.
+        ConfigError: there is no checkpoint of this step.
+        CheckpointError: no checkpoint can be used, or the chosen one is damaged.
+        TaskError: the task has no such field, or does not accept a value.
+    """
+    manifest = source.read_complete_manifest()
+    recorded = manifest["task"]["fields"]
+    spec = recorded_spec(manifest["task"])
+    before = recorded_fields(TaskReference(spec, recorded).load())
+    after = recorded_fields(TaskReference(spec, {**recorded, **fields}).load())
+    checkpoint, info = _find_checkpoint(source, step)
+    fork = Fork(
+        run=manifest["id"],
+        path=str(source.path.absolute()),
+        step=info.step,
+        version=info.state_version,
+        changed={name: value for name, value in before.items() if after[name] != value},
+    )
+    run = secrets.token_hex(8)
+    with _new_directory(target) as draft:
+        kept = {checkpoint}
+        if info.best_version is not None:
+            kept.add(find_version(source.checkpoints, info.best_version))
+        for path in sorted(kept):
+            copy(path, draft.checkpoints, run=run)
+        copy_until(source.ledger, draft.ledger, fork.version)
+        for path in (source.metrics, source.initial, source.sample_lengths):
+            with suppress(FileNotFoundError):
+                shutil.copyfile(path, draft.path / path.name)
+        keep_until(draft.metrics, fork.step)
+        draft.append_event("created", task=manifest["task"]["spec"])
+        draft.append_event("forked", run=fork.run, path=fork.path, step=fork.step, changed=dict(fork.changed))
+        draft.write_manifest(
+            {
+                **manifest,
+                "id": run,
+                "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "task": {**manifest["task"], "fields": after},
+                "config": {**manifest["config"], "run_dir": str(target.path)},
+                "forked": asdict(fork),
+            }
+        )
+    return fork
+
+
+def _find_checkpoint(source: RunDirectory, step: int | None) -> tuple[Path, CheckpointInfo]:
+    if step is None:
+        found = newest_verified(source.checkpoints)
+        if found.path is None or found.manifest is None:
+            reasons = "".join(f"\n  {reason}" for reason in found.skipped)
+            raise CheckpointError(f"{source.path} holds no checkpoint that can be used.{reasons}")
+        return found.path, found.manifest.info
+    steps = {parse_name(path.name)[0]: path for path in reversed(scan(source.checkpoints))}
+    if step not in steps:
+        there = ", ".join(map(str, sorted(steps))) or "none"
+        raise ConfigError(f"{source.path} holds no checkpoint of step {step}. It has those of the steps {there}.")
+    return steps[step], verify(steps[step]).info
+
+
+@contextmanager
+def _new_directory(target: RunDirectory) -> Iterator[RunDirectory]:
+    """Yield a directory that becomes ``target`` at the end, unless there was an error."""
+    draft = RunDirectory(target.path.with_name(f".{target.path.name}.fork"))
+    try:
+        if target.path.exists():
+            raise RunDirectoryError(f"{target.path} exists already. Choose another directory with --run-dir DIR.")
+        shutil.rmtree(draft.path, ignore_errors=True)  # of a command that was killed
+        draft.create()
+        yield draft
+        os.rename(draft.path, target.path)
+    except OSError as error:
+        raise target.unwritable(error) from error
+    finally:
+        shutil.rmtree(draft.path, ignore_errors=True)

@@ -1,0 +1,154 @@
+"""``paceline fork``: a run that continues from another's checkpoint, with other hyperparameters."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.faulty import Paceline, assert_refused, sha256
+from tests.conftest import Processes
+
+from paceline.core.files import read_json_lines
+from paceline.data.audit import audit
+from paceline.runs.directory import RunDirectory
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("numerics")]
+
+TASK = """
+    from dataclasses import dataclass
+
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    import paceline
+
+
+    @dataclass
+    class Annealed(paceline.Task):
+        lr: float = 0.1
+        dropout: float = 0.2
+        note: str | None = None
+
+        def build_model(self):
+            return nn.Sequential(nn.Linear(13, 16), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(16, 3))
+
+        def build_dataset(self, split):
+            points = torch.randn(120, 13, generator=torch.Generator().manual_seed(0))
+            return TensorDataset(points, points[:, :3].argmax(1)) if split in ("train", "val") else None
+
+        def build_optimizer(self, model):
+            return torch.optim.AdamW(model.parameters(), lr=self.lr)
+
+        def build_scheduler(self, optimizer, total_steps):
+            return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
+
+        def loss(self, model, batch):
+            points, labels = batch
+            return nn.functional.cross_entropy(model(points), labels)
+"""
+OPTIONS = ("--epochs", "4", "--global-batch-size", "24", "--microbatches", "6", "--threads", "1", "--log-every", "1")
+OPTIONS += ("--checkpoint-every", "5steps", "--keep-checkpoints", "9", "--quiet")
+FORKED_AT, STEPS = 10, 20
+
+
+@pytest.fixture
+def trained(paceline: Paceline, tmp_path: Path) -> Path:
+    """A run of 20 steps, which has a checkpoint of each fifth."""
+    (tmp_path / "annealed.py").write_text(textwrap.dedent(TASK))
+    assert paceline("train", "annealed.py:Annealed", *OPTIONS, "--run-dir", "old").code == 0
+    return tmp_path / "old"
+
+
+def learning_rates(run: Path) -> dict[int, float]:
+    return {r["step"]: r["lr"] for r in read_json_lines(run / "metrics.jsonl") if r["kind"] == "train"}
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_json_lines(run / "metrics.jsonl") if r["kind"] == "train"}
+
+
+@pytest.mark.parametrize("change", [(), ("--set", "note=another")])
+def test_a_fork_with_the_same_training_has_the_bits_of_the_other_run(
+    trained: Path, paceline: Paceline, change: tuple[str, ...]
+) -> None:
+    """A field that training does not use changes: the optimizer's hyperparameters and schedule are built anew."""
+    with (trained / "ledger" / "gen-00000.jsonl").open("a") as ledger:
+        ledger.write('{"v":99')  # an active run may be writing
+    said = paceline("fork", "old", "--run-dir", "new", "--step", str(FORKED_AT), *change)
+    assert said.code == 0
+    assert "paceline resume new" in said.out
+    new = trained.with_name("new")
+    assert max(losses(new)) == FORKED_AT
+    assert paceline("resume", "new", "--quiet").code == 0
+    assert sha256(new) == sha256(trained)
+    assert losses(new) == losses(trained)
+    report = audit(RunDirectory(new))
+    assert report.clean
+    assert report.recomputed_steps == 0
+    assert f"forked from step {FORKED_AT}" in paceline("runs", "show", "new").out
+
+
+def test_a_fork_trains_with_the_new_hyperparameters_from_its_checkpoint_on(trained: Path, paceline: Paceline) -> None:
+    assert paceline("fork", "old", "--run-dir", "new", "--step", "10", "--set", "lr=0.01").code == 0
+    assert paceline("resume", "new", "--quiet").code == 0
+    new, before, after = trained.with_name("new"), learning_rates(trained), learning_rates(trained.with_name("new"))
+    for step in range(1, STEPS + 1):
+        factor = 1.0 if step <= FORKED_AT else 0.1
+        assert after[step] == pytest.approx(factor * before[step], rel=1e-9, abs=1e-12)
+        assert (losses(new)[step] == losses(trained)[step]) is (step <= FORKED_AT + 1)
+    assert RunDirectory(new).read_complete_manifest()["forked"]["changed"] == {"lr": 0.1}
+    again = json.loads(paceline("fork", "new", "--run-dir", "third", "--set", "lr=0.1", "--json").out)
+    assert (again["run_dir"], again["step"], again["changed"]) == ("third", STEPS, {"lr": 0.01})
+
+
+def test_a_fork_has_the_same_bits_on_any_number_of_processes(
+    trained: Path, paceline: Paceline, module_processes: Processes
+) -> None:
+    hashes = set()
+    for name, more in (("one", ()), ("three", ("--nproc", "3")), ("sharded", ("--nproc", "2", "--strategy", "fsdp"))):
+        change = ("--set", "lr=0.01", "--set", "dropout=0.5")
+        assert paceline("fork", "old", "--run-dir", name, "--step", "10", *change).code == 0
+        directory = trained.with_name(name)
+        done = module_processes.paceline("resume", str(directory), *more, "--quiet")
+        assert done.returncode == 0, done.stderr
+        hashes.add(sha256(directory))
+    assert len(hashes) == 1
+    assert hashes != {sha256(trained)}
+
+
+def test_what_a_killed_command_left_behind_is_no_part_of_the_fork(trained: Path, paceline: Paceline) -> None:
+    left = trained.with_name(".new.fork")
+    left.mkdir()
+    (left / "result.json").write_text("{}")
+    assert paceline("fork", "old", "--run-dir", "new").code == 0
+    assert not left.exists()
+    assert not trained.with_name("new").joinpath("result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("old", "--step", "7"), "no checkpoint of step 7. It has those of the steps 5, 10, 15, 20"),
+        (("old", "--run-dir", "old"), "old exists already"),
+        (("nothing",), "nothing is not a run directory"),
+        (("old", "--set", "lrr=1"), "no field 'lrr'. Its fields: lr, dropout, note"),
+        (("old", "--set", "lr=fast"), "must be float"),
+    ],
+)
+def test_a_bad_request_makes_no_run(
+    trained: Path, paceline: Paceline, arguments: tuple[str, ...], message: str
+) -> None:
+    before: Any = sorted(trained.parent.iterdir())
+    assert_refused(paceline("fork", *arguments), message)
+    assert sorted(trained.parent.iterdir()) == before
+
+
+def test_a_damaged_record_of_the_fork_is_refused(trained: Path, paceline: Paceline) -> None:
+    assert paceline("fork", "old", "--run-dir", "new", "--step", "10").code == 0
+    manifest = trained.with_name("new") / "run.toml"
+    manifest.write_text(manifest.read_text().replace("version = ", "versions = "))
+    assert_refused(paceline("resume", "new", "--quiet"), "the table [forked] of run.toml is damaged")
