@@ -121,6 +121,8 @@ def test_damaged_directories_get_a_row(tmp_path: Path) -> None:
     make_run(tmp_path, "no-manifest", started()).manifest.unlink()
     make_run(tmp_path, "bad-manifest", started()).manifest.write_text("[[[")
     make_run(tmp_path, "bad-result", started()).result.write_text('{"steps":')
+    odd = make_run(tmp_path, "odd-value", started(), {"event": "finished"})
+    odd.write_result({"steps": 9, "metrics": {"val": {"accuracy": "high"}}})
     make_run(tmp_path, "foreign-events").events.write_text('[1, 2]\n{"no": "event"}\nnot json\n')
     make_run(tmp_path, "binary").events.write_bytes(b"\xff\xfe\x00")
     make_run(tmp_path, "bad-config").manifest.write_text('config = "text"')
@@ -136,7 +138,9 @@ def test_damaged_directories_get_a_row(tmp_path: Path) -> None:
         "binary",
         "foreign-events",
         "no-manifest",
+        "odd-value",
     ]
+    assert runs(tmp_path) == 0  # the table can be printed
     assert "has no run.toml" in str(found["no-manifest"].problem)
     assert all(run.problem for run in found.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json as json_module
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,11 +16,13 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import parse_best
 
 if TYPE_CHECKING:
+    from paceline.core.rich_console import Console
     from paceline.tune.search import Search, SearchDirectory
 
 Options: Any = run_options(without=("resume",))
 Flag = Annotated[bool, Parameter(negative="")]
 _SEARCH, _BUDGET, _RESOURCES = group("Search", 0), group("Budget", 1), group("Resources", 2)
+_TRIALS, _MEMBERS = 128, 8
 _MAX_SHOWN_FAILURES = 3
 
 
@@ -33,9 +35,10 @@ def tune(
     trials: Annotated[int | None, Parameter(group=_SEARCH)] = None,
     repeats: Annotated[int | None, Parameter(group=_SEARCH)] = None,
     sampler: Annotated[Literal["random", "tpe"] | None, Parameter(group=_SEARCH)] = None,
-    scheduler: Annotated[Literal["asha", "none"] | None, Parameter(group=_SEARCH)] = None,
+    scheduler: Annotated[Literal["asha", "pbt", "none"] | None, Parameter(group=_SEARCH)] = None,
     grace_period: Annotated[int | None, Parameter(group=_SEARCH)] = None,
     reduction_factor: Annotated[float | None, Parameter(group=_SEARCH)] = None,
+    perturbation_interval: Annotated[int | None, Parameter(group=_SEARCH)] = None,
     stop: Annotated[tuple[str, ...], Parameter(group=_SEARCH, negative="")] = (),
     budget: Annotated[str | None, Parameter(group=_BUDGET)] = None,
     price_per_hour: Annotated[float | None, Parameter(group=_BUDGET)] = None,
@@ -66,19 +69,21 @@ def tune(
     metric
         NAME:min or NAME:max, to rank trials by. Default: the task's, else loss:min.
     trials
-        Maximum number of configurations; a smaller grid is tried once. Default: 128.
+        Maximum number of configurations; a smaller grid is tried once. With pbt, the members. Default: 128; 8.
     repeats
         Trials of each configuration, with different seeds, ranked by their mean. Default: 1.
     sampler
         random, or tpe, which learns from earlier results. Default: random.
     scheduler
-        asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end. Default: asha; with
-        --repeats none.
+        asha compares trials after 1, 4, 16, ... evaluations; pbt lets bad ones continue from good ones with
+        other values; none trains each to its end. Default: asha; with --repeats none.
     grace_period
         Evaluations before a trial can be stopped. Default: 1.
     reduction_factor
         With asha, one in N trials continues after a comparison, and comparisons are N times further apart
         each time. Default: 4.
+    perturbation_interval
+        With pbt, evaluations between two comparisons of all members. Default: 1.
     stop
         NAME=VALUE: stop a trial that reaches this value; may be repeated.
     budget
@@ -113,6 +118,7 @@ def tune(
         "scheduler": scheduler or ("none" if (repeats or 1) > 1 else None),
         "grace_period": grace_period,
         "reduction_factor": reduction_factor,
+        "perturbation_interval": perturbation_interval,
         "gpus": gpus_per_trial,
     }
     settings: dict[str, Any] = {name: value for name, value in ranking.items() if value is not None}
@@ -124,6 +130,7 @@ def tune(
     directory = SearchDirectory(run_dir or plan_search.default_directory(task))
     request = None
     if task or not resume:
+        trials = trials or (_MEMBERS if scheduler == "pbt" else _TRIALS)
         request = _make_search(task, explicit_options(options), cpus_per_trial, trials, stop)
         request = dataclasses.replace(request, space=search, constraints=constraint, **settings, **changes)
     elif search or constraint or stop or cpus_per_trial is not None or settings or explicit_options(options):
@@ -135,6 +142,8 @@ def tune(
         recorded = directory.read()
         if request is not None:
             plan_search.require_same(recorded, request, directory, metric)
+        if recorded.scheduler == "pbt" and trials not in (None, recorded.trials):
+            raise ConfigError("--trials: the members of a population stay. Leave it out, or start another search.")
         search_plan = dataclasses.replace(recorded, **changes)
         plan_search.check(search_plan)
     else:
@@ -164,7 +173,7 @@ def _make_search(
     task: str,
     options: Mapping[str, Any],
     cpus_per_trial: float | None,
-    trials: int | None,
+    trials: int,
     stop: tuple[str, ...],
 ) -> Search:
     from paceline.core.config import config_from_mapping
@@ -182,7 +191,7 @@ def _make_search(
         # The number of threads decides bits, so it must not depend on the machine that runs a trial.
         options={**options, "task": task, "threads": threads},
         space=(),
-        trials=trials or 128,
+        trials=trials,
         metric="loss:min",
         stop=dict(map(_goal, stop)),
         cpus=cpus_per_trial or counts[0] * threads,
@@ -239,8 +248,12 @@ def _print_result(search: Search, directory: SearchDirectory, code: int, *, json
         best = journal.ranking(name, direction, search.repeats)[0]
         seeds = f", the mean of {search.repeats} seeds" if search.repeats > 1 else ""
         number = best.trials[0].number
+        following = "Train it in full:"
+        if search.scheduler == "pbt":
+            _print_schedule(console, result["best"]["schedule"])
+            following = "Export its model:"
         console.print(
-            f"\nBest: trial {number:05d}, {direction} {name} {best.show()}{seeds}. Train it in full:",
+            f"\nBest: trial {number:05d}, {direction} {name} {best.show()}{seeds}. {following}",
             style="bold",
             markup=False,
         )
@@ -249,6 +262,17 @@ def _print_result(search: Search, directory: SearchDirectory, code: int, *, json
         console.print(f"Continue with: paceline tune --resume --run-dir {directory.path}", soft_wrap=True, markup=False)
     console.print(f"search: {directory.path}", style="dim", markup=False, soft_wrap=True)
     return code
+
+
+def _print_schedule(console: Console, schedule: Sequence[Mapping[str, Any]]) -> None:
+    """Print the values of the best trial and of those that it continues, by step."""
+    from rich.table import Table
+
+    table = Table("from step", "trial", *schedule[0]["parameters"])
+    for part in schedule:
+        values = (str(value) for value in part["parameters"].values())
+        table.add_row(str(part["from_step"]), f"{part['trial']:05d}", *values)
+    console.print(table)
 
 
 def _print_status(quiet: bool, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -287,7 +288,7 @@ def _summarise(directory: RunDirectory) -> RunSummary:
     steps = [r["step"] for r in (*events, *records) if r.get("step") is not None]
     state = _state(directory, events)
     metric, value = _main_metric(config, result, records)
-    return RunSummary(
+    summary = RunSummary(
         name=directory.path.name,
         path=str(directory.path),
         state=state,
@@ -303,6 +304,7 @@ def _summarise(directory: RunDirectory) -> RunSummary:
         seconds=_active_seconds(directory, events, state),
         problem=_failure(events[-1]) if state == "failed" else None,
     )
+    return msgspec.convert(dataclasses.asdict(summary), RunSummary)  # a damaged file may hold values of any type
 
 
 def _state(directory: RunDirectory, events: list[dict[str, Any]]) -> State:

@@ -86,10 +86,17 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """The parameters of a trial that a sampler has chosen by earlier results."""
+    """The parameters of a trial that were chosen by earlier results.
+
+    Attributes:
+        trial: number of the trial.
+        parameters: by name.
+        parent: the trial that it continues, if it does.
+    """
 
     trial: int
     parameters: Mapping[str, Value]
+    parent: int | None = None
 
 
 @dataclass
@@ -101,7 +108,8 @@ class Trial:
         results: in order.
         placed: node and process of the last result.
         begun: whether it runs in this start of the search; always False when read from a journal.
-        suggested: its parameters, if a sampler has chosen them by earlier results.
+        suggested: its parameters, if they were chosen by earlier results.
+        parent: the number of the trial that it continues, if it does.
     """
 
     number: int
@@ -109,6 +117,7 @@ class Trial:
     placed: str = ""
     begun: bool = False
     suggested: Mapping[str, Value] | None = None
+    parent: int | None = None
 
     def parameters(self, search: Search) -> Mapping[str, Value]:
         """Return its parameters, by name."""
@@ -195,7 +204,8 @@ class SearchHistory:
             if isinstance(record, Spent):
                 self._spent = record
             elif isinstance(record, Suggestion):
-                self.trial(record.trial).suggested = record.parameters
+                trial = self.trial(record.trial)
+                trial.suggested, trial.parent = record.parameters, record.parent
             else:
                 self.take(record)
         self.unrecorded_s = max(0.0, self._spent.trial_s - self._trial_s)
@@ -210,6 +220,23 @@ class SearchHistory:
     def trial(self, number: int) -> Trial:
         """Return a trial, which may have no result yet."""
         return self.trials.setdefault(number, Trial(number))
+
+    def lineage(self, trial: Trial) -> list[Trial]:
+        """Return the trials that it continues, the first one first, and itself."""
+        lineage = [trial]
+        while (parent := lineage[0].parent) is not None:
+            lineage.insert(0, self.trials[parent])
+        return lineage
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of all trials, without those that they took over from others."""
+        taken_over = (
+            self.trials[trial.parent].step
+            for trial in self.trials.values()
+            if trial.parent is not None and trial.results
+        )
+        return sum(trial.step for trial in self.trials.values()) - sum(taken_over)
 
     @property
     def clock_s(self) -> float:
@@ -272,10 +299,11 @@ class SearchJournal(SearchHistory):
         self._spent = Spent(clock_s=round(clock_s, 3), trial_s=round(trial_s, 3))
         self._write(self._spent)
 
-    def suggest(self, number: int, parameters: Mapping[str, Value]) -> None:
-        """Record the parameters that a sampler has chosen for a trial."""
-        self.trial(number).suggested = parameters
-        self._write(Suggestion(trial=number, parameters=parameters))
+    def suggest(self, number: int, parameters: Mapping[str, Value], parent: int | None = None) -> None:
+        """Record the parameters that were chosen for a trial, and the trial that it continues, if it does."""
+        trial = self.trial(number)
+        trial.suggested, trial.parent = parameters, parent
+        self._write(Suggestion(trial=number, parameters=parameters, parent=parent))
 
     def _write(self, record: TrialResult | Spent | Suggestion) -> None:
         self._file.write((json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n").encode())
@@ -294,7 +322,7 @@ def _read(path: Path) -> Iterator[TrialResult | Spent | Suggestion]:
     for record in read_json_lines(path):
         if record.keys() == {"clock_s", "trial_s"}:
             yield Spent(**record)
-        elif record.keys() == {"trial", "parameters"}:
+        elif record.keys() == {"trial", "parameters", "parent"}:
             yield Suggestion(**record)
         elif record.keys() <= names and {"trial", "state", "iteration", "step", "metrics"} <= record.keys():
             yield TrialResult(**record)
@@ -343,8 +371,7 @@ def write_result(search: Search, directory: SearchDirectory, journal: SearchHist
     best = _configuration(search, ranking[0]) if ranking else None
     clock_s = journal.clock_s
     cost = journal.cost(clock_s, search.gpus)
-    steps = sum(trial.step for trial in trials)
-    full_steps = None if search.total_steps is None else search.total_steps * search.planned
+    full_steps = None if search.total_steps is None else search.total_steps * search.whole_trials
     result = {
         "search": str(directory.path),
         "task": search.options["task"],
@@ -352,8 +379,8 @@ def write_result(search: Search, directory: SearchDirectory, journal: SearchHist
         "done": done,
         "planned": search.planned,
         "states": dict(Counter(trial.state for trial in trials)),
-        "best": None if best is None else best | {"command": command_of(search, ranking[0].trials[0])},
-        "steps": steps,
+        "best": None if best is None else best | _how_to_get(search, directory, journal, ranking[0].trials[0]),
+        "steps": journal.steps,
         "steps_without_early_stops": full_steps,
         "seconds": round(clock_s, 3),
         "gpu_hours": round(cost.gpu_hours, 4),
@@ -363,6 +390,19 @@ def write_result(search: Search, directory: SearchDirectory, journal: SearchHist
     }
     write_atomically(directory.result, (json.dumps(result, indent=2) + "\n").encode())
     return result
+
+
+def _how_to_get(search: Search, directory: SearchDirectory, journal: SearchHistory, trial: Trial) -> dict[str, Any]:
+    """Return the command that gives the trial's model; of one that continues others also their values."""
+    if search.scheduler != "pbt":
+        return {"command": command_of(search, trial)}
+    lineage = journal.lineage(trial)
+    begins = (0, *(each.step for each in lineage))
+    schedule = [
+        {"trial": each.number, "from_step": step, "parameters": dict(each.parameters(search))}
+        for each, step in zip(lineage, begins, strict=False)
+    ]
+    return {"command": shlex.join(["paceline", "export", str(directory.trial(trial.number))]), "schedule": schedule}
 
 
 def _configuration(search: Search, configuration: Configuration) -> dict[str, Any]:

@@ -271,6 +271,11 @@ def resolve_space(task_class: type[Task], search: Search) -> Search:
 
 def _check_searched_option(search: Search, dimension: Dimension) -> None:
     name = dimension.name
+    if search.scheduler == "pbt":
+        raise ConfigError(
+            f"{flag(name)} cannot be searched with --scheduler pbt, which changes values while a member trains: "
+            "options of a run stay. Search fields of the task."
+        )
     if name not in SEARCHABLE or name == "val_fraction" or (name == "seed" and search.repeats > 1):
         raise ConfigError(
             f"{flag(name)} cannot be searched: it belongs to the search or the node, or decides what trials are "
@@ -308,13 +313,15 @@ def check(search: Search) -> None:
         ConfigError: an option has an impossible value.
     """
     config = search.config
-    for name in ("trials", "grace_period", "repeats"):
+    for name in ("trials", "grace_period", "perturbation_interval", "repeats"):
         if (value := getattr(search, name)) < 1:
             raise ConfigError(f"{flag(name)} must be at least 1, but is {value}.")
     if search.repeats > 1 and search.scheduler == "asha":
         raise ConfigError(
             "--repeats compares the means of whole trials, and ASHA would stop some of them. Leave --scheduler out."
         )
+    if search.scheduler == "pbt":
+        _check_population(search)
     if search.sampler == "tpe":
         import_optuna()
     if not search.reduction_factor > 1:
@@ -339,6 +346,25 @@ def check(search: Search) -> None:
     _ = search.parsed_space, search.mode, search.limit
 
 
+def _check_population(search: Search) -> None:
+    """Check the options of population-based training.
+
+    Raises:
+        ConfigError: an option cannot be combined with it.
+    """
+    combined = {
+        "--trials 1: a population has at least 2 members": search.trials < 2,
+        "--sampler tpe: the members themselves choose their values": search.sampler == "tpe",
+        "--repeats: each member has its own history": search.repeats > 1,
+        "--stop: members are compared when all have got equally far": bool(search.stop),
+        "--early-stop: members are compared when all have got equally far": search.config.early_stop is not None,
+        "--budget in trials: give it in hours": search.limit is not None and search.limit.unit == "trials",
+    }
+    for why, applies in combined.items():
+        if applies:
+            raise ConfigError(f"--scheduler pbt cannot be combined with {why}.")
+
+
 def measure_search(search: Search, metric: str | None) -> tuple[Search, TaskProfile]:
     """Profile the task; return the search with the measured costs, and the profile.
 
@@ -357,6 +383,8 @@ def measure_search(search: Search, metric: str | None) -> tuple[Search, TaskProf
             raise ConfigError(
                 f"the task has no metric {name!r} on its validation split. It has: {', '.join(profile.metrics)}."
             )
+    if search.scheduler == "pbt" and profile.evaluations is None:
+        raise ConfigError("--scheduler pbt needs trials of a known number of evaluations. Give --max-steps.")
     options = {**search.options}
     if options.get("best_metric") is None and profile.best is None:
         options["best_metric"] = metric
@@ -386,7 +414,7 @@ def estimate_search(search: Search, cpus: int) -> CostEstimate | None:
     expected = estimate(
         evaluations=search.evaluations,
         seconds_per_evaluation=search.seconds_per_evaluation,
-        trials=search.planned,
+        trials=search.whole_trials,
         rungs=search.rungs,
         reduction=search.reduction_factor,
         concurrent=max(1, int(cpus // search.cpus)),
@@ -414,6 +442,7 @@ def require_same(recorded: Search, requested: Search, directory: SearchDirectory
         options.pop("best_metric", None)  # chosen by the search itself
     names = {"space": "search", "constraints": "constraint", "cpus": "cpus-per-trial", "gpus": "gpus-per-trial"}
     fields = ["constraints", "sampler", "repeats", "scheduler", "grace_period", "reduction_factor", "stop"]
+    fields += ["perturbation_interval", *(["trials"] if recorded.scheduler == "pbt" else [])]
     fields += ["cpus", "gpus", *(["space"] if requested.space else [])]  # without --search, it is the task's
     differing = [names.get(n, n) for n in fields if not _are_equal(getattr(recorded, n), getattr(requested, n))]
     differing += [
@@ -445,6 +474,8 @@ def describe(search: Search, expected: CostEstimate | None, *, here: bool) -> st
         here: trials run on this machine, not in a cluster.
     """
     trials = f"{search.planned} trials"
+    if search.scheduler == "pbt":
+        trials = f"a population of {search.trials} in {search.generations} generations: {trials}"
     if expected is None:
         return f"{trials}; their length is unknown in advance."
     plural = "s" if len(search.rungs) > 1 else ""

@@ -17,6 +17,7 @@ from ray.tune.search import Searcher
 
 from paceline.core.errors import ConfigError
 from paceline.tune.history import SearchJournal, TrialResult, TrialState
+from paceline.tune.population import choose_successor, is_comparable
 from paceline.tune.sampler import suggest
 from paceline.tune.search import Search, SearchDirectory
 from paceline.tune.trial import RunningTrial, TrialCommand, TrialReport, TrialServer
@@ -46,8 +47,13 @@ class TrialRun(Trainable):  # type: ignore[misc]
         self._goals, self._metric, self._mode = config["stop"], config["metric"], config["mode"]
         stop_file = Path(order["stop_file"])
         self._command = TrialCommand(
-            options=order["options"], iteration=order["iteration"], step=order["step"], stop_file=stop_file
+            options=order["options"],
+            iteration=order["iteration"],
+            step=order["step"],
+            stop_file=stop_file,
+            parent=order["parent"],
         )
+        self._last_evaluation = order["last_evaluation"]
         # Start the trial only in the first step: Tune also creates actors whose trials another actor then runs.
         self._trial: RunningTrial | None = None
 
@@ -70,6 +76,10 @@ class TrialRun(Trainable):  # type: ignore[misc]
         state = report.state
         if state == "running" and self._reached_goal(report.metrics):
             state = "goal"
+        done = state != "running"
+        if not done and self._last_evaluation is not None and report.iteration >= self._last_evaluation:
+            self._end()  # it saves before a trial that continues it may begin
+            done = True
         return {
             TIME: report.iteration,
             OBJECTIVE: self._objective(report),
@@ -79,7 +89,7 @@ class TrialRun(Trainable):  # type: ignore[misc]
             "message": report.message,
             "seconds": time.monotonic() - start_s,
             "start_s": trial_start_s - start_s,
-            "done": state != "running",
+            "done": done,
         }
 
     def _objective(self, report: TrialReport) -> float:
@@ -154,11 +164,21 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
         """Return the next trial's configuration; None: not yet."""
         if not self._numbers or self._closed():
             return Searcher.FINISHED
-        search = self._search
-        if search.sampler != "random" and not self._has_room(len(self._running)):
+        search, number = self._search, self._numbers[0]
+        continues = search.generation(number) > 0 and number not in self._journal.trials
+        if continues:
+            if not is_comparable(search, self._journal, number):
+                return None
+            successor = choose_successor(search, self._journal, number)
+            if successor is None:
+                return Searcher.FINISHED
+            self._journal.suggest(number, successor.parameters, successor.parent)
+        elif search.sampler != "random" and not self._has_room(len(self._running)):
             return None
-        number = self._numbers.pop(0)
+        del self._numbers[0]
         trial = self._journal.trial(number)
+        parent = None if trial.parent is None else self._journal.trials[trial.parent]
+        begun = trial if trial.results or parent is None else parent
         self._running.add(trial_id)
         if search.sampler == "tpe" and trial.suggested is None:
             first = self._journal.trials.get(number - number % search.repeats)
@@ -172,9 +192,11 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
             "stop": dict(search.stop),
             "order": {
                 "options": search.trial_options(number, trial.parameters(search), self._directory),
-                "iteration": trial.iteration,
-                "step": trial.step,
+                "iteration": begun.iteration,
+                "step": begun.step,
                 "stop_file": str(self._directory.stop),
+                "parent": None if parent is None else str(self._directory.trial(parent.number)),
+                "last_evaluation": search.last_evaluation(number),
             },
         }
 
@@ -261,7 +283,7 @@ def _name(trial: Any) -> _NamedTrial:
 
 def make_scheduler(search: Search, results: Sequence[TrialResult]) -> TrialScheduler:
     """Return the scheduler that stops trials early, after it has replayed earlier results."""
-    if search.scheduler == "none":
+    if search.scheduler != "asha":
         return FIFOScheduler()
     scheduler = Asha(search)
     scheduler.replay(results, search)

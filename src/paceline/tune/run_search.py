@@ -88,6 +88,8 @@ class SearchMonitor:
         self.spent = False
         self.failure = ""
         self.failures: list[str] = []
+        # A population without a member that has a result cannot go on.
+        self._max_failed = min(MAX_FAILED, search.trials) if search.scheduler == "pbt" else MAX_FAILED
         self._since: dict[int, float] = {}  # time of a running trial's start or last result
         self.callback = _Events(self)
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
@@ -133,7 +135,7 @@ class SearchMonitor:
     @property
     def hopeless(self) -> bool:
         """Return whether several trials have failed, and none has succeeded."""
-        return len(self.failures) >= MAX_FAILED
+        return len(self.failures) >= self._max_failed
 
     def _note_end(self, result: TrialResult) -> None:
         """Stop the search if nothing succeeds."""
@@ -141,7 +143,7 @@ class SearchMonitor:
             if not self._journal.ranking(self._search.metric_name, self._search.mode):
                 parameters = self._journal.trial(result.trial).parameters(self._search)
                 self.failures.append(describe_failure(parameters, result.state, result.message))
-            if len(self.failures) == MAX_FAILED:
+            if len(self.failures) == self._max_failed:
                 self._directory.stop.touch()
 
     def poll(self) -> None:
@@ -270,7 +272,7 @@ class SearchMonitor:
         expected = estimate(
             evaluations=search.evaluations,
             seconds_per_evaluation=seconds_per_evaluation,
-            trials=search.planned,
+            trials=search.whole_trials,
             rungs=search.rungs,
             reduction=search.reduction_factor,
             concurrent=self._concurrent,

@@ -203,7 +203,7 @@ def show_seconds(seconds: float) -> str:
 #     result.json       the best trial, and how each trial ended
 
 
-SchedulerName = Literal["asha", "none"]
+SchedulerName = Literal["asha", "pbt", "none"]
 SamplerName = Literal["random", "tpe"]
 
 _LOCK_TIMEOUT_S = 30.0
@@ -217,15 +217,16 @@ class Search:
     Attributes:
         options: of each trial's run, as for ``paceline train``: task, seed, epochs, nproc, ...
         space: of ``--search``, or the task's own.
-        trials: largest number of configurations.
+        trials: largest number of configurations; with pbt the number of members.
         constraints: of ``--constraint``.
         sampler: chooses the next configuration.
         repeats: trials of each configuration, with different seeds.
         choices: the values of choices with the types of the task's fields, by name.
         searched_options: the names in ``space`` that are options of the run.
-        scheduler: stops trials early.
+        scheduler: stops trials early, or lets them continue others.
         grace_period: evaluations that every trial has.
         reduction_factor: one in this many trials passes a rung.
+        perturbation_interval: evaluations between two comparisons of all members.
         metric: ``NAME:min`` or ``NAME:max``, of the validation split.
         stop: values at which a trial ends, by metric.
         cpus: CPUs of each trial.
@@ -250,6 +251,7 @@ class Search:
     scheduler: SchedulerName = "asha"
     grace_period: int = 1
     reduction_factor: float = 4.0
+    perturbation_interval: int = 1
     stop: Mapping[str, float] = field(default_factory=dict)
     cpus: float = 1.0
     gpus: float = 0.0
@@ -294,15 +296,37 @@ class Search:
     @property
     def planned(self) -> int:
         """Return the number of trials within the request, the budget and the space."""
+        return self.whole_trials * self.generations
+
+    @property
+    def whole_trials(self) -> int:
+        """Return the number of trials but for later generations: together they are as long as that many whole runs."""
         limit, size = self.limit, self.parsed_space.size
-        configurations = self.trials if size is None else min(self.trials, size)
-        planned = configurations * self.repeats
-        return min(planned, int(limit.amount)) if limit is not None and limit.unit == "trials" else planned
+        if self.scheduler == "pbt":
+            return self.trials
+        whole = (self.trials if size is None else min(self.trials, size)) * self.repeats
+        return min(whole, int(limit.amount)) if limit is not None and limit.unit == "trials" else whole
+
+    @property
+    def generations(self) -> int:
+        """Return the number of generations: 1, except with pbt."""
+        if self.scheduler != "pbt" or self.evaluations is None:
+            return 1
+        return -(-self.evaluations // self.perturbation_interval)
+
+    def generation(self, number: int) -> int:
+        """Return the generation of a trial, counted from 0."""
+        return number // self.trials if self.scheduler == "pbt" else 0
+
+    def last_evaluation(self, number: int) -> int | None:
+        """Return the evaluation after which a trial ends for the next generation; None: it is trained to its end."""
+        generation = self.generation(number) + 1
+        return generation * self.perturbation_interval if generation < self.generations else None
 
     @property
     def rungs(self) -> tuple[int, ...]:
         """Return the evaluations after which trials are compared, ascending."""
-        if self.scheduler == "none" or self.evaluations is None:
+        if self.scheduler != "asha" or self.evaluations is None:
             return ()
         pending_rungs = [float(self.grace_period)]
         while pending_rungs[-1] < self.evaluations:
@@ -330,7 +354,10 @@ class Search:
 
     def parameters(self, number: int) -> dict[str, Value]:
         """Return the parameters that the space alone gives to a trial: those of sampler "random"."""
-        return self.parsed_space.parameters(number // self.repeats)
+        configuration, size = number // self.repeats, self.parsed_space.size
+        if self.scheduler == "pbt" and size is not None:
+            configuration %= size  # several members may begin with the same
+        return self.parsed_space.parameters(configuration)
 
 
 @dataclass(frozen=True)

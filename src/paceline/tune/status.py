@@ -55,6 +55,8 @@ def render(search: Search, journal: SearchHistory, status: SearchStatus, *, show
     counts["waiting"] = search.planned - num_started
     states = ", ".join(f"{counts[state]} {state}" for state in _ORDER if counts[state])
     lines = [f"Trials: {num_started}/{search.planned} ({states}); {show_seconds(status.clock_s)}"]
+    if search.scheduler == "pbt" and trials:
+        lines.append(f"PBT: generation {search.generation(trials[-1].number) + 1} of {search.generations}")
     if status.scheduler:
         lines += status.scheduler.splitlines()
     if status.resources:

@@ -37,9 +37,11 @@ from paceline.core.hash_seed import with_hash_seed
 from paceline.core.job import WorkerConfig
 from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import die_with_parent, kill_with_parent_command
+from paceline.core.task_loading import parse_assignments
 from paceline.launch.ray import own_variables
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure
+from paceline.runs.fork import fork_run
 from paceline.tune.history import TrialState
 
 # --- Forks trials: ``python -m paceline.tune.trial FD``; see :mod:`paceline.core.fork_server` ---
@@ -110,12 +112,14 @@ class TrialCommand:
         iteration: number of reported evaluations.
         step: of the last of them; earlier ones are not reported again.
         stop_file: while it exists, the trial saves and ends.
+        parent: directory of the run that it continues with other parameters, if it does.
     """
 
     options: Mapping[str, Any]
     iteration: int
     step: int
     stop_file: Path
+    parent: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +207,9 @@ class RunningTrial:
 
     def _start(self) -> None:
         self._await_lock()
+        if self._order.parent is not None and not self._directory.exists():
+            fields = parse_assignments(self._order.options["set"])
+            fork_run(RunDirectory(Path(self._order.parent)), self._directory, fields)
         for old in self._directory.logs.glob("rank-*.error.json"):
             old.unlink()
         config = config_from_mapping(dict(self._order.options), "tune.json")
