@@ -116,8 +116,8 @@ def test_another_generator_finds_no_failure(server: Server, run_processes: Proce
     done = run_processes.finish(run_processes.start(command, cwd=tmp_path), timeout_s=600)
     assert done.returncode == 0, done.stdout
     paths = httpx.get(f"{server.url}/openapi.json", timeout=60).json()["paths"]
-    operations = [method for path in paths.values() for method in path if method in ("get", "post")]
-    assert f"Tested: {len(operations)}" in done.stdout
+    del paths["/openapi.json"]  # it does not test where it read the document
+    assert f"Tested: {sum(map(len, paths.values()))}" in done.stdout
 
 
 @pytest.mark.slow
