@@ -50,7 +50,7 @@ def searched(module_processes: Processes, tmp_path_factory: pytest.TempPathFacto
     words += ["--trials", "5", "--reduction-factor", "2", "--run-dir", str(path)]
     first = module_processes.start(words, cwd=path.parent)
     journal = path / "journal.jsonl"
-    _wait_for_lines(first, journal, 7)
+    wait_for_lines(first, journal, 7)
     os.kill(first.pid, signal.SIGKILL)
     module_processes.finish(first, timeout_s=TIME_LIMIT_S)
     before = read_json_lines(journal)
@@ -62,7 +62,7 @@ def searched(module_processes: Processes, tmp_path_factory: pytest.TempPathFacto
     return Searched(path, json.loads(again.stdout.splitlines()[-1]), before, again.stderr)
 
 
-def _wait_for_lines(process: subprocess.Popen[str], path: Path, lines: int) -> None:
+def wait_for_lines(process: subprocess.Popen[str], path: Path, lines: int) -> None:
     import time
 
     deadline = time.monotonic() + TIME_LIMIT_S

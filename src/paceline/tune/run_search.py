@@ -88,7 +88,7 @@ class SearchMonitor:
         self.spent = False
         self.failure = ""
         self.failures: list[str] = []
-        # A population without a member that has a result cannot go on.
+        # A population without a member that has a result cannot continue.
         self._max_failed = min(MAX_FAILED, search.trials) if search.scheduler == "pbt" else MAX_FAILED
         self._since: dict[int, float] = {}  # time of a running trial's start or last result
         self.callback = _Events(self)
