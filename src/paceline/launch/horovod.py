@@ -6,14 +6,19 @@ Paceline task, or of a script for torch, also gets its rank variables from :mod:
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.launch.launcher import (
@@ -43,6 +48,7 @@ from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, Proces
 from paceline.runs.directory import RunDirectory
 
 _INSTALL = "build it against this PyTorch: scripts/build-horovod, as docs/launchers/horovod.md says"
+_DISCOVERY_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +115,8 @@ class HorovodLauncher(ForegroundLauncher):
                 )
             return MpiLauncher().submit(rendered)
         _require_horovodrun(rendered.commands[0].argv[0])
-        return HorovodJob(SupervisedJob(rendered.commands, starter=RankStarter(name="horovodrun")), rendered.spec)
+        commands = (_on_loopback(rendered.commands[0], rendered.spec, rendered.options),)
+        return HorovodJob(SupervisedJob(commands, starter=RankStarter(name="horovodrun")), rendered.spec)
 
 
 class HorovodJob(ForegroundJob):
@@ -170,6 +177,57 @@ def _elastic(spec: LaunchSpec, hosts: tuple[Host, ...], options: HorovodOptions)
     if not (options.min_np or 1) <= spec.world_size <= (options.max_np or spec.world_size):
         raise ConfigError(f"--nproc {spec.world_size}, with which the job begins, must be from --min-np to --max-np.")
     return words
+
+
+def _on_loopback(command: Command, spec: LaunchSpec, options: HorovodOptions) -> Command:
+    """Add loopback to the command of an elastic job whose discovery script lists no other node.
+
+    Without an interface horovodrun looks for one that two hosts share: with one host it waits 10 minutes, and fails.
+    The script runs when the job starts, not when it is rendered.
+    """
+    script = options.host_discovery_script
+    if script is None or spec.interface is not None or "--network-interface" in " ".join(command.argv):
+        return command
+    hosts = _discovered(script, command.env)
+    if hosts and all(map(_is_this_machine, hosts)):
+        print(
+            f"paceline: {script} lists only this machine, so Horovod uses the network interface lo; others cannot "
+            "join later.",
+            file=sys.stderr,
+        )
+        place = command.argv.index("--gloo") + 1
+        return replace(command, argv=(*command.argv[:place], "--network-interface", "lo", *command.argv[place:]))
+    if len(hosts) == 1:
+        print(
+            f"paceline: {script} lists only {hosts[0]}, and without --interface horovodrun waits for a second one.",
+            file=sys.stderr,
+        )
+    return command
+
+
+def _discovered(script: str, env: Mapping[str, str]) -> list[str]:
+    """Return the hosts that a discovery script prints now; none if it fails, which horovodrun reports."""
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            ["sh", "-c", script],
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_DISCOVERY_S,
+            check=False,
+        )
+        if done.returncode == 0:
+            return list(dict.fromkeys(line.partition(":")[0] for line in done.stdout.split()))
+    return []
+
+
+def _is_this_machine(host: str) -> bool:
+    own = {address.address for card in psutil.net_if_addrs().values() for address in card}
+    try:
+        return socket.gethostbyname(host) in own
+    except OSError:
+        return False
 
 
 def find_horovodrun(python: str = sys.executable) -> str:

@@ -199,6 +199,31 @@ def test_the_mpi_controller(run: Callable[..., Any]) -> None:
     assert what_was_found(done.stdout) == (["0", "1"], {"y = 3.00 x -1.00"})
 
 
+def test_an_elastic_job_on_this_node_alone_needs_no_interface(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "elastic.py").write_text(ELASTIC)
+    (tmp_path / "lost").touch()  # no process is lost here
+    machines = tmp_path / "machines.sh"
+    machines.write_text("#!/bin/sh\necho localhost:2\n")
+    machines.chmod(machines.stat().st_mode | stat.S_IXUSR)
+    elastic = ("--min-np", "1", "--max-np", "2", "--host-discovery-script", "./machines.sh")
+    done = run("launch", *HOROVOD, *elastic, "--", "elastic.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank (\d) of 2 is at step 20", done.stdout)) == ["0", "1"]
+    assert "./machines.sh lists only this machine, so Horovod uses the network interface lo" in done.stderr
+
+
+def test_an_elastic_job_that_waits_for_a_second_node_says_so(
+    start: Callable[..., Any], run_processes: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "elastic.py").write_text(ELASTIC)
+    elastic = ("--min-np", "1", "--max-np", "4", "--host-discovery-script", "echo 192.0.2.250:2")
+    job = start("launch", *HOROVOD, *elastic, "--", "elastic.py")
+    said = job.stderr.readline()
+    assert "echo 192.0.2.250:2 lists only 192.0.2.250, and without --interface horovodrun waits for a" in said
+    job.send_signal(signal.SIGTERM)
+    assert run_processes.finish(job).returncode != 0
+
+
 @pytest.mark.slow
 def test_an_elastic_job_goes_on_without_a_lost_process(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "elastic.py").write_text(ELASTIC)
@@ -206,7 +231,7 @@ def test_an_elastic_job_goes_on_without_a_lost_process(run: Callable[..., Any], 
     machines.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
     machines.chmod(machines.stat().st_mode | stat.S_IXUSR)
     done = run(
-        *("launch", *HOROVOD, "--interface", "lo", "--min-np", "1", "--max-np", "2"),
+        *("launch", *HOROVOD, "--min-np", "1", "--max-np", "2"),
         *("--host-discovery-script", machines, "--horovod-args=--blacklist-cooldown-range 2 4"),
         *("--", "elastic.py"),
     )
