@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -84,6 +86,42 @@ class Harmed(FashionMNIST):
             while harm.name.startswith("wait") and not (pathlib.Path(self.plan) / "go").exists():
                 time.sleep(0.01)
         return super().loss(model, batch)
+"""
+# The get-started of Ray Train's documentation, with a small model and data of its own.
+RAY_TRAIN = """\
+import os
+import tempfile
+
+import ray.train.torch
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def train_func():
+    model = ray.train.torch.prepare_model(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    loader = ray.train.torch.prepare_data_loader(DataLoader(data, batch_size=16, shuffle=True))
+    for epoch in range(2):
+        for inputs, labels in loader:
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(model.state_dict(), os.path.join(folder, "model.pt"))
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({"loss": loss.item(), "epoch": epoch}, checkpoint=checkpoint)
+
+
+trainer = ray.train.torch.TorchTrainer(
+    train_func,
+    scaling_config=ray.train.ScalingConfig(num_workers=1, use_gpu=False),
+    run_config=ray.train.RunConfig(storage_path=os.path.abspath("results")),
+)
+result = trainer.fit()
+with result.checkpoint.as_directory() as folder:
+    print(sorted(torch.load(os.path.join(folder, "model.pt"))), result.metrics["epoch"])
 """
 RUN = ("--microbatches", "12", "--global-batch-size", "96", "--threads", "1", "--seed", "7")
 
@@ -289,6 +327,26 @@ def test_a_program_with_tasks_and_actors_runs_as_it_is(run_processes: Any) -> No
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[0, 1, 4, 9]", "[1, 1, 1, 1]"]
     assert leftovers() == before
+
+
+def test_a_driver_skips_what_ray_train_warns_of_without_a_dashboard(cluster: Cluster) -> None:
+    from ray.train.v2._internal.execution.controller import placement_group_cleaner
+
+    skipped = cluster.env["RAY_DEDUP_LOGS_SKIP_REGEX"]
+    assert re.search(skipped, inspect.getsource(placement_group_cleaner))
+
+
+@pytest.mark.slow
+def test_ray_train_does_not_repeat_that_there_is_no_dashboard(run_processes: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RAY_TRAIN)
+    skips = {"RAY_DEDUP_LOGS_SKIP_REGEX": "Requesting resources"}
+    words = ("launch", "--on", "ray", "--cpus-per-task", "2", "--", "train.py")
+    done = run_processes.paceline(*words, env=skips, timeout_s=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("['bias', 'weight'] 1\n")
+    assert "Attempting to start training worker group of size 1" in done.stderr  # what Ray Train logs is shown
+    assert "Requesting resources" not in done.stderr  # but for what the user skips
+    assert "Failed to query Ray Train Controller actor state" not in done.stderr
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ _MEETING_S = 300.0
 _POLL_S = 0.2
 _ENDING_S = 15.0  # the head may be ending its own part before it says so
 _GRACE_S = 5.0  # shorter than that of this process's supervisor
+_NEEDS_DASHBOARD = "Failed to query Ray Train Controller actor state"
 
 
 def ray_node_command(spec: LaunchSpec) -> tuple[str, ...]:
@@ -196,7 +197,7 @@ def _head(here: _RayNode, command: Sequence[str]) -> int:
             stack.callback(here.meeting.unlink, missing_ok=True)
             stack.enter_context(_door(here, address, cluster))
             _wait_for_all(ray, here.place.nodes)
-        code = _run(command, {"RAY_ADDRESS": cluster})
+        code = _run(command, {"RAY_ADDRESS": cluster, **_without_repeated_warnings(os.environ)})
         # Before the others end: while Ray runs here, it would print that theirs ends unexpectedly.
         shut_down(ray)
         return code
@@ -232,6 +233,12 @@ def _wait_for_all(ray: ModuleType, nodes: int) -> None:
                 f"{', '.join(there)}. What the others said is above; a firewall may be between them."
             )
         time.sleep(_POLL_S)
+
+
+def _without_repeated_warnings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which a driver skips what Ray Train logs every second where there is no dashboard."""
+    own = environ.get("RAY_DEDUP_LOGS_SKIP_REGEX")
+    return {"RAY_DEDUP_LOGS_SKIP_REGEX": f"(?:{own})|{_NEEDS_DASHBOARD}" if own else _NEEDS_DASHBOARD}
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
