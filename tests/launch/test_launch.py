@@ -45,12 +45,12 @@ def own_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_spawn_starts_any_script(run_processes: Any) -> None:
     done = run_processes.paceline(
         *("launch", "--on", "spawn", "--nproc", "2", "--threads", "1", "--env", "COLOUR=red"),
-        *("--", "place.py", "--lr", "0.1", "{master_addr}:{node_rank}/{nnodes}"),
+        *("--", "place.py", "--lr", "0.1", "{master_addr}:{node_rank}/{nnodes}", "{local_rank}"),
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        "0 2 0 2 127.0.0.1 red 1 --lr 0.1 127.0.0.1:0/1",
-        "1 2 1 2 127.0.0.1 red 1 --lr 0.1 127.0.0.1:0/1",
+        "0 2 0 2 127.0.0.1 red 1 --lr 0.1 127.0.0.1:0/1 0",
+        "1 2 1 2 127.0.0.1 red 1 --lr 0.1 127.0.0.1:0/1 1",
     ]
 
 
@@ -348,7 +348,8 @@ def test_a_job_whose_process_was_killed_has_failed(
         ("--on spawn --colour red -- place.py", "--colour"),
         ("--on torchrun --nproc_per_node 2 -- place.py", "--nproc_per_node is torchrun's. Use --nproc. See"),
         ("--on torchrun --nnodes=2 -- place.py", "--nnodes is torchrun's. Use --nodes."),
-        ("--on torchrun --tee 3 -- place.py", "Give it to --on torchrun as --torchrun tee=VALUE"),
+        ("--on torchrun --tee 3 -- place.py", "--tee is torchrun's. Give it as --torchrun tee=VALUE"),
+        ("--on spawn --torchrun tee=3 -- place.py", "--torchrun tee=3: the ranks are started by spawn. Use --rank-"),
         ("--on torchrun --torchrun nnodes=2 -- place.py", "--torchrun nnodes=2 is not allowed. Use --nodes."),
         ("--on torchrun --torchrun te=2 -- place.py", "--torchrun te=2: torchrun has tee, redirects, log-dir"),
     ],
@@ -374,7 +375,13 @@ def test_bad_input_leaves_nothing(run_processes: Any, tmp_path: Path, words: str
         ("python -m torch.distributed.run --nproc-per-node 2 a.py", "--on torchrun --nproc 2 -- a.py (on Slurm"),
         ("accelerate launch --num_processes 2 a.py", "--on torchrun --nproc 2 -- a.py (on Slurm"),
         ("fabric run --devices=2 a.py", "--on torchrun --nproc 2 -- a.py (on Slurm"),
-        ("deepspeed a.py --deepspeed", "--on torchrun --nproc N -- a.py --deepspeed (on Slurm"),
+        (
+            "deepspeed --num_gpus 2 a.py --deepspeed",
+            "--on torchrun --nproc 2 -- a.py '--local_rank={local_rank}' --deepspeed (on Slurm",
+        ),
+        ("deepspeed --no_local_rank a.py", "--on torchrun --nproc N -- a.py (on Slurm"),
+        ("python -m torch.distributed.launch a.py", "--nproc N -- a.py '--local-rank={local_rank}' (on Slurm"),
+        ("python -m torch.distributed.launch --use_env a.py", "--nproc N -- a.py (on Slurm"),
         ("horovodrun -np 2 python a.py", "--on horovod --nproc 2 -- a.py (on Slurm"),
         ("mpirun -n 4 ./hello", "--on mpi --nproc 4 -- COMMAND (on Slurm"),
     ],
@@ -386,14 +393,10 @@ def test_a_command_that_starts_ranks_itself_is_told_its_equal(command: str, inst
 
 
 def test_torchrun_s_other_options_pass_through() -> None:
-    options = TorchrunOptions(torchrun=("tee=3", "--log_dir=logs", "rdzv-conf=timeout=9"))
-    spec = LaunchSpec(command=("python", "place.py"))
-    assert (
-        "--standalone --rdzv-conf=timeout=9 --tee=3 --log_dir=logs "
-        in get_launcher("torchrun").render(spec, options).text
-    )
+    spec = LaunchSpec(command=("python", "place.py"), torchrun=("tee=3", "--log_dir=logs", "rdzv-conf=timeout=9"))
+    assert "--standalone --rdzv-conf=timeout=9 --tee=3 --log_dir=logs " in get_launcher("torchrun").render(spec).text
     spec = dataclasses.replace(spec, nodes=(2, 2))
-    options = dataclasses.replace(options, node_rank=0, rdzv_endpoint="a:1")
+    options = TorchrunOptions(node_rank=0, rdzv_endpoint="a:1")
     assert "--rdzv-conf=is_host=1,timeout=9 --tee=3 " in get_launcher("torchrun").render(spec, options).text
 
 

@@ -297,8 +297,10 @@ def test_scripts_that_are_preempted_save_and_are_requeued(jobs: Jobs, mode: str)
 
 def test_scripts_by_torchrun_by_rank_and_by_their_own_processes(jobs: Jobs) -> None:
     two = ("--nodes", "2", "--nproc", "2", "--threads", "1")
-    torchrun = jobs.launch(*two, "--", "sums.py", "{master_addr}:{node_rank}/{nnodes}")
-    by_rank = jobs.launch(*two, "--rank-launcher", "srun", "--", "sums.py")
+    where = "{master_addr}:{node_rank}/{nnodes} {local_rank}"
+    of_torchrun = ("--torchrun", "tee=3", "--torchrun", "role=trainer")  # lines after the role and the local rank
+    torchrun = jobs.launch(*two, *of_torchrun, "--", "sums.py", where)
+    by_rank = jobs.launch(*two, "--rank-launcher", "srun", "--", "sums.py", "{local_rank}")
     own = jobs.launch(
         *("--nodes", "2", "--cpus-per-task", "2", "--env-style", "none", "--", "distributed.py"),
         *("--dist-url", "tcp://{master_addr}:{master_port}", "--multiprocessing-distributed"),
@@ -307,9 +309,14 @@ def test_scripts_by_torchrun_by_rank_and_by_their_own_processes(jobs: Jobs) -> N
     lines = jobs.end_of(torchrun, "COMPLETED")
     assert len(lines) == 4, lines
     first = min(line.split()[5] for line in lines)
-    assert {line.split()[-1] for line in lines} == {f"{first}:0/2", f"{first}:1/2"}
-    assert {line.partition(" local")[0] for line in lines} == {f"rank {rank}" for rank in range(4)}
-    assert jobs.end_of(by_rank, "COMPLETED")
+    assert sorted(line.split()[-2:] for line in lines) == [
+        [f"{first}:{node}/2", str(local)] for node in (0, 1) for local in (0, 1)
+    ]
+    assert {line.partition(" on")[0] for line in lines} == {
+        f"[trainer{rank % 2}]:rank {rank} local {rank % 2}" for rank in range(4)
+    }
+    lines = jobs.end_of(by_rank, "COMPLETED")
+    assert [line.split()[-1] for line in sorted(lines)] == ["0", "1", "0", "1"]
     lines = jobs.end_of(own, "COMPLETED")
     assert {line.split(" on ")[0] for line in lines} == {f"rank {rank}" for rank in range(4)}
     assert all(line.endswith("has 10") for line in lines)

@@ -187,8 +187,9 @@ def test_a_machine_joins_is_lost_and_joins_again(
 
 
 def test_scripts_of_torch_distributed_launch(launch: Any, run_processes: Any) -> None:
-    """Some want ``--local-rank`` as an argument, the others (``--use-env``) the variable."""
-    argument = launch("--on", "torchrun", "--nproc", "2", "--local-rank-argument", "--", "local_rank.py")
+    """Some want ``--local-rank`` or ``--local_rank`` as an argument, the others (``--use-env``) the variable."""
+    word = "--local_rank={local_rank}"
+    argument = launch("--on", "torchrun", "--nproc", "2", "--", "local_rank.py", word)
     variable = launch("--on", "torchrun", "--nproc", "2", "--", "local_rank.py")
     assert printed(run_processes.finish(argument)) == ["argument 0 variable 0", "argument 1 variable 1"]
     assert printed(run_processes.finish(variable)) == ["argument -1 variable 0", "argument -1 variable 1"]

@@ -42,6 +42,9 @@ class JobOptions:
         None
     )
     master_port: Annotated[int | None, _flag("Port on which rank 0 listens.")] = None
+    torchrun: Annotated[
+        tuple[str, ...], _flag("KEY=VALUE or KEY for torchrun where it starts the ranks: tee=3; may be repeated.")
+    ] = ()
     preflight: Annotated[bool, _flag("Run paceline doctor's checks first; start nothing if one fails.")] = False
     wait: Annotated[bool, _flag("Wait for a submitted job: show its output and exit with its code.")] = False
     detach: Annotated[bool, _flag("Keep the job running after this command ends.")] = False
@@ -57,6 +60,8 @@ class JobOptions:
             fields["gpu_type"], fields["gpus_per_node"] = parse_gpus(self.gpus_per_node)
         if self.env:
             fields["env"] = parse_env(self.env)
+        if self.torchrun:
+            fields["torchrun"] = self.torchrun
         if self.roles is not None and world_size is not None:
             from paceline.launch.rank import parse_roles
 

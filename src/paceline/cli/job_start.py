@@ -16,7 +16,7 @@ from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_nodes, parse_nproc, parse_walltime_s
-from paceline.launch.launcher import Launcher, LaunchSpec, refuse_gpu_type
+from paceline.launch.launcher import Launcher, LaunchSpec, refuse_gpu_type, refuse_torchrun_options
 from paceline.launch.local_run import check_task
 from paceline.launch.preflight.spec import run_before
 from paceline.launch.submit import (
@@ -106,6 +106,7 @@ def start(
         if launcher.preallocated:
             spec = dataclasses.replace(spec, gpus_per_node=None)  # the preflight has checked them
     refuse_gpu_type(spec, launcher.name)
+    refuse_torchrun_options(spec)
     rendered = launcher.render(spec, own)
     if dry_run and json:
         commands = rendered.commands if first is None else (first, *rendered.commands)

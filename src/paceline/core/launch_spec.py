@@ -30,7 +30,8 @@ class LaunchSpec:
 
     Attributes:
         command: a program and its arguments: ``("python", "train.py", "--lr", "0.1")``. In them
-            ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` are replaced at the start.
+            ``{master_addr}``, ``{master_port}``, ``{node_rank}``, ``{nnodes}`` and ``{local_rank}`` are replaced at the
+            start.
         name: shown in lists and by the cluster's own tools.
         directory: absolute, and shared by the nodes; it holds the rendered files and the job's logs.
         is_recorded: other commands may query the job later: ``directory`` keeps its exit code for them.
@@ -51,6 +52,7 @@ class LaunchSpec:
         interface: the network interface to the other nodes.
         master_port: the port on which rank 0 listens; default: derived from the job's number, so that jobs do not
             clash; on one node a free one.
+        torchrun: further options of torchrun, if it is the rank launcher: ``("tee=3",)``.
         workdir: the command's working directory.
         python: the interpreter on the nodes.
         preflight: a command that runs first on each node, if the job is started once on each; the job starts only if
@@ -102,6 +104,7 @@ class LaunchSpec:
     job_file: Path | None = None
     interface: str | None = None
     master_port: int | None = None
+    torchrun: tuple[str, ...] = ()
     workdir: Path = field(default_factory=Path.cwd)
     python: str = sys.executable
     preflight: tuple[str, ...] = ()

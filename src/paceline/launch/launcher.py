@@ -15,6 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import Command as Command
 from paceline.core.launch_spec import LaunchSpec as LaunchSpec
 from paceline.core.options import flag
+from paceline.launch.options import TORCHRUN_EQUALS, TORCHRUN_OTHERS
 from paceline.launch.registry import EnvStyle as EnvStyle
 from paceline.launch.registry import RankLauncher as RankLauncher
 from paceline.launch.registry import load_launcher
@@ -378,6 +379,25 @@ def refuse_gpu_type(spec: LaunchSpec, name: str) -> None:
             f"--gpus-per-node {spec.gpu_type}:{spec.gpus_per_node}: only --on slurm takes a type of GPUs. Give "
             f"--gpus-per-node {spec.gpus_per_node}, and name the type in the way of --on {name}."
         )
+
+
+def refuse_torchrun_options(spec: LaunchSpec) -> None:
+    """Reject options that torchrun does not have or Paceline sets, and all where another program starts the ranks.
+
+    Raises:
+        ConfigError: the spec has one.
+    """
+    for text in spec.torchrun:
+        name = text.removeprefix("--").partition("=")[0].replace("_", "-")
+        if spec.rank_launcher != "torchrun":
+            raise ConfigError(
+                f"--torchrun {text}: the ranks are started by {spec.rank_launcher}. Use --rank-launcher torchrun, here "
+                "--on torchrun, or leave it out."
+            )
+        if name in TORCHRUN_EQUALS:
+            raise ConfigError(f"--torchrun {text} is not allowed. Use {TORCHRUN_EQUALS[name]}.")
+        if name not in TORCHRUN_OTHERS:
+            raise ConfigError(f"--torchrun {text}: torchrun has {', '.join(TORCHRUN_OTHERS)}.")
 
 
 def refuse_walltime(spec: LaunchSpec, name: str) -> None:

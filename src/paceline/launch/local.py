@@ -31,6 +31,7 @@ from paceline.launch.rank import (
     expand_placeholders,
     has_placeholders,
     interface_variables,
+    names_port,
 )
 from paceline.launch.stop_codes import stop_codes_command
 from paceline.launch.supervisor import (
@@ -101,7 +102,7 @@ class LocalLauncher(ForegroundLauncher):
             if spec.rdzv_endpoint is not None:
                 parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
         needs_port = spec.rdzv_endpoint is None and spec.master_port is None and not spec.is_task
-        if needs_port and has_placeholders(spec.command):
+        if needs_port and names_port(spec.command):
             spec = replace(spec, master_port=free_master_port(spec.env_style, spec.local_world_size))
         return spec
 
@@ -114,14 +115,19 @@ def visible_gpus() -> int:
     return len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
 
 
-def process_command(spec: LaunchSpec) -> tuple[str, ...]:
-    """Return the command of each process; a task has no placeholders."""
+def process_command(spec: LaunchSpec, local_rank: int | str) -> tuple[str, ...]:
+    """Return the command of a process, whose ``local_rank`` may be a placeholder of torchrun's; a task has none."""
     if spec.is_task or not has_placeholders(spec.command):
         return spec.command
     endpoint = spec.rdzv_endpoint
     host, port = parse_endpoint(endpoint, "--rdzv-endpoint") if endpoint else ("127.0.0.1", spec.master_port or 0)
     return expand_placeholders(
-        spec.command, master_addr=host, master_port=port, node_rank=spec.node_rank or 0, nodes=spec.nodes[0]
+        spec.command,
+        master_addr=host,
+        master_port=port,
+        node_rank=spec.node_rank or 0,
+        nodes=spec.nodes[0],
+        local_rank=local_rank,
     )
 
 
@@ -158,7 +164,7 @@ class InProcess(LocalLauncher):
         nproc, nodes = spec.local_world_size, spec.nodes[0]
         if nproc > 1 or nodes > 1:
             raise ConfigError(f"--on inprocess runs one process, but {nproc * nodes} were asked for. Use --on spawn.")
-        command = process_command(spec)
+        command = process_command(spec, 0)
         python, arguments = split_python(command)
         if not python or arguments == ("-m",):
             raise ConfigError(
@@ -267,10 +273,7 @@ class Spawn(LocalLauncher):
             host, port = parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
         else:
             host, port = "127.0.0.1", spec.master_port or free_master_port(spec.env_style, nproc)
-        command = process_command(spec)
-        if spec.leaves_stop_codes:
-            command = stop_codes_command(sys.executable, command)
-        return tuple(_rank(spec, command, local_rank, host, port) for local_rank in range(nproc))
+        return tuple(_rank(spec, local_rank, host, port) for local_rank in range(nproc))
 
     def _start(self, rendered: RenderedJob) -> ProcessGroup:
         """Start the ranks. Where another process took the port since, the job gets a new one."""
@@ -307,8 +310,11 @@ class Spawn(LocalLauncher):
             )
 
 
-def _rank(spec: LaunchSpec, command: tuple[str, ...], local_rank: int, host: str, port: int) -> Command:
+def _rank(spec: LaunchSpec, local_rank: int, host: str, port: int) -> Command:
     rank = spec.first_rank + local_rank
+    command = process_command(spec, local_rank)
+    if spec.leaves_stop_codes:
+        command = stop_codes_command(sys.executable, command)
     place = Environment(
         source="variables",
         rank=rank,

@@ -24,7 +24,7 @@ from paceline.core.sockets import job_port
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.local import free_master_port
 from paceline.launch.preflight.spec import run_before
-from paceline.launch.rank import expand_placeholders, has_placeholders
+from paceline.launch.rank import expand_placeholders, names_port
 from paceline.launch.ray_node import ray_node_command
 from paceline.launch.stop_codes import STOP_CODES, leave_stop_code
 from paceline.runs.directory import RunDirectory
@@ -61,6 +61,7 @@ def node_command(spec: LaunchSpec) -> tuple[str, ...]:
             options += [f"--{name.replace('_', '-')}", str(value)]
     if spec.max_restarts:
         options += ["--max-restarts", str(spec.max_restarts)]
+    options += [f"--torchrun={text}" for text in spec.torchrun]
     if spec.preflight:
         options += ["--preflight", shlex.join(spec.preflight)]
     return (spec.python, "-m", "paceline.launch.node", *options, "--", *spec.command)
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--interface")
     parser.add_argument("--master-port", type=int, help="default: made from the job's number")
     parser.add_argument("--max-restarts", type=int, default=0)
+    parser.add_argument("--torchrun", action="append", default=[], help="KEY=VALUE or KEY for torchrun")
     parser.add_argument("--preflight", type=shlex.split, default=(), help="a command that must succeed first")
     parser.add_argument("command", nargs="+")
     return parser
@@ -108,7 +110,7 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
     port = options.master_port or (
         job_port(place.job_id or "paceline") if several else free_master_port(options.env_style, nproc)
     )
-    port_is_named = options.master_port is not None or has_placeholders(options.command)
+    port_is_named = options.master_port is not None or names_port(options.command)
     expand = partial(
         expand_placeholders,
         master_addr=host,
@@ -142,6 +144,7 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
         threads=options.threads,
         interface=options.interface,
         max_restarts=options.max_restarts if options.rank_launcher == "torchrun" else 0,
+        torchrun=tuple(options.torchrun),
         rank_launcher=options.rank_launcher,
         env_style=options.env_style,
         roles=tuple(role for role in options.roles.split(",") if role),

@@ -28,10 +28,6 @@ class TorchrunOptions(RendezvousOptions):
     """Further options of torchrun."""
 
     rdzv_backend: str = option("Rendezvous of the agents on several nodes: c10d, or static with fixed ranks.", "c10d")
-    local_rank_argument: bool = option(
-        "Pass --local-rank=N to each script, as torch.distributed.launch did without --use-env.", False
-    )
-    torchrun: tuple[str, ...] = option("KEY=VALUE or KEY for torchrun, such as tee=3; may be repeated.", ())
 
 
 TORCHRUN_EQUALS = {
@@ -61,7 +57,7 @@ def torchrun_equal(text: str) -> str | None:
     text = text.partition("=")[0]
     name = text.lstrip("-").replace("_", "-")
     if name in TORCHRUN_OTHERS:
-        return f"{text} is torchrun's. Give it to --on torchrun as --torchrun {name}=VALUE."
+        return f"{text} is torchrun's. Give it as --torchrun {name}=VALUE."
     equal = TORCHRUN_EQUALS.get(name)
     return None if equal is None or text == equal else f"{text} is torchrun's. Use {equal}."
 

@@ -133,13 +133,18 @@ def parse_roles(text: str, world_size: int) -> tuple[str, ...]:
     return tuple(roles)
 
 
-_NAMES = "master_addr|master_port|node_rank|nnodes"
+_NAMES = "master_addr|master_port|node_rank|nnodes|local_rank"
 _PLACEHOLDER = re.compile(rf"\{{\{{(?P<literal>{_NAMES})\}}\}}|\{{(?P<name>{_NAMES})\}}")
 
 
 def has_placeholders(command: Sequence[str]) -> bool:
     """Return whether :func:`expand_placeholders` would change the command."""
     return any(_PLACEHOLDER.search(word) for word in command)
+
+
+def names_port(command: Sequence[str]) -> bool:
+    """Return whether the command gets the port of rank 0 as an argument."""
+    return any(match["name"] == "master_port" for word in command for match in _PLACEHOLDER.finditer(word))
 
 
 def expand_placeholders(
@@ -149,9 +154,10 @@ def expand_placeholders(
     master_port: int,
     node_rank: int,
     nodes: int,
+    local_rank: int | str | None = None,
     keep_literals: bool = False,
 ) -> tuple[str, ...]:
-    """Return the command with ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` replaced.
+    """Return the command with the placeholders replaced: ``{master_addr}``, ``{local_rank}`` and so on.
 
     Doubled braces, ``{{node_rank}}``, become single ones. Others stay as they are, so that JSON can be an argument.
 
@@ -161,9 +167,16 @@ def expand_placeholders(
         master_port: its port.
         node_rank: this node's number.
         nodes: the job's nodes.
+        local_rank: the process's number on its node, or what another launcher will replace by it; None: stays.
         keep_literals: leave doubled braces to a later call.
     """
-    values = {"master_addr": master_addr, "master_port": master_port, "node_rank": node_rank, "nnodes": nodes}
+    values: dict[str, int | str] = {
+        "master_addr": master_addr,
+        "master_port": master_port,
+        "node_rank": node_rank,
+        "nnodes": nodes,
+        "local_rank": "{local_rank}" if local_rank is None else local_rank,
+    }
 
     def expanded(match: re.Match[str]) -> str:
         if match["literal"]:
@@ -272,7 +285,12 @@ def _place(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tup
             options.env_style, placed, hosts=machine.hosts, counts=options.nproc, roles=roles
         )
     command = expand_placeholders(
-        options.command, master_addr=host, master_port=port, node_rank=who.node_rank, nodes=who.nodes
+        options.command,
+        master_addr=host,
+        master_port=port,
+        node_rank=who.node_rank,
+        nodes=who.nodes,
+        local_rank=who.local_rank,
     )
     return command, variables
 

@@ -265,6 +265,12 @@ _STARTERS = {
 }
 """Programs that start ranks themselves, and the launcher in their place."""
 
+_LOCAL_RANK_ARGUMENTS = {
+    "deepspeed": ("--local_rank={local_rank}", ("--no_local_rank",)),
+    "torch.distributed.launch": ("--local-rank={local_rank}", ("--use-env", "--use_env")),
+}
+"""Starters that pass an argument to the script, which so must take it; and their options to leave it out."""
+
 _PROCESSES = re.compile(
     r"(?:--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|devices|num-proc)|-np?|-g)(?:=|\0)(\d+)\0"
 )
@@ -287,7 +293,11 @@ def refuse_starters(command: Sequence[str], env_style: EnvStyle) -> None:
     script = next((number for number, word in enumerate(words) if number and word.endswith(".py")), None)
     found = _PROCESSES.search("\0".join(words[1:script]) + "\0")
     on = _STARTERS[starter]
-    instead = shlex.join(words[script:]) if script is not None else "COMMAND"
+    instead = "COMMAND"
+    if script is not None:
+        local_rank = _LOCAL_RANK_ARGUMENTS.get(starter, ("", ()))
+        passes = local_rank[0] and not set(local_rank[1]) & set(words[1:script])
+        instead = shlex.join([words[script], *([local_rank[0]] if passes else []), *words[script + 1 :]])
     raise ConfigError(
         f"{starter} starts processes itself, and each of Paceline's would start all of them. Write: paceline launch "
         f"--on {on} --nproc {found[1] if found is not None else 'N'} -- {instead} (on Slurm: --on slurm "

@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import Command, LaunchSpec, split_python
 from paceline.launch.launcher import RenderedJob
 from paceline.launch.local import LocalLauncher, process_command, process_variables
-from paceline.launch.options import TORCHRUN_EQUALS, TORCHRUN_OTHERS, RendezvousOptions, TorchrunOptions
+from paceline.launch.options import RendezvousOptions, TorchrunOptions
 from paceline.launch.stop_codes import signal_ranks, stop_codes_command
 from paceline.launch.supervisor import RankStarter, SupervisedJob, check_program
 from paceline.runs.directory import RunDirectory
@@ -23,6 +23,8 @@ from paceline.runs.failures import read_failure
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 _REACHING_RANKS = ("TERM", "USR1")
+_LOCAL_RANK = "${local_rank}"
+"""torchrun replaces it in the arguments of each rank."""
 
 
 class Torchrun(LocalLauncher):
@@ -44,29 +46,23 @@ class Torchrun(LocalLauncher):
                 raise ConfigError(f"--rdzv-backend must be c10d or static, but is {options.rdzv_backend!r}.")
             if options.rdzv_backend == "static" and options.node_rank is None:
                 raise ConfigError("--rdzv-backend static needs --node-rank: this node's number is fixed.")
-            for text in options.torchrun:
-                name = text.removeprefix("--").partition("=")[0].replace("_", "-")
-                if name in TORCHRUN_EQUALS:
-                    raise ConfigError(f"--torchrun {text} is not allowed. Use {TORCHRUN_EQUALS[name]}.")
-                if name not in TORCHRUN_OTHERS:
-                    raise ConfigError(f"--torchrun {text}: torchrun has {', '.join(TORCHRUN_OTHERS)}.")
         return replace(spec, recover="restart") if spec.max_restarts and not spec.is_task else spec
 
     def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
         """Render torchrun's command."""
-        own = options if isinstance(options, TorchrunOptions) else TorchrunOptions()
-        python, arguments = split_python(process_command(spec))
+        backend = options.rdzv_backend if isinstance(options, TorchrunOptions) else "c10d"
+        script_command = process_command(spec, _LOCAL_RANK)
+        python, arguments = split_python(script_command)
         signals, shell = _SIGNALS, []
         if spec.leaves_stop_codes:
             # torchrun would kill ranks that save for longer than 30 s: it ignores Slurm's signals.
             shell = ["sh", "-c", f"trap '' {' '.join(_REACHING_RANKS)}; exec \"$@\"", "sh"]
             signals = ",".join(name for name in _SIGNALS.split(",") if name.removeprefix("SIG") not in _REACHING_RANKS)
-            python, arguments = split_python(stop_codes_command(sys.executable, process_command(spec)))
+            python, arguments = split_python(stop_codes_command(sys.executable, script_command))
         # torchrun's parser drops a -- that is the script's first argument.
         script = 2 if arguments[:1] == ("-m",) else 1
         if arguments[script : script + 1] == ("--",):
             arguments = (*arguments[:script], "--", *arguments[script:])
-        module = "torch.distributed.launch" if own.local_rank_argument else "torch.distributed.run"
         nproc, restarts_workers = spec.local_world_size, spec.recover == "restart"
         restarts = [f"--max-restarts={spec.max_restarts}"] if restarts_workers else []
         # A store that agents share with their workers is made once: an agent that joins later, or replaces a dead one,
@@ -77,8 +73,8 @@ class Torchrun(LocalLauncher):
         command = Command(
             title=f"torchrun, {nproc} processes",
             argv=(
-                *(*shell, python or sys.executable, "-m", module),
-                *(*_meeting(spec, own), f"--nproc-per-node={nproc}"),
+                *(*shell, python or sys.executable, "-m", "torch.distributed.run"),
+                *(*_meeting(spec, backend), f"--nproc-per-node={nproc}"),
                 # Its default omits SIGUSR1, Slurm's warning, which would kill it and its workers.
                 f"--signals-to-handle={signals}",
                 *(*restarts, *([] if python else ["--no-python"]), *arguments),
@@ -103,14 +99,14 @@ class Torchrun(LocalLauncher):
         )
 
 
-def _meeting(spec: LaunchSpec, own: TorchrunOptions) -> list[str]:
+def _meeting(spec: LaunchSpec, backend: str) -> list[str]:
     """Return torchrun's options for the rendezvous of the agents, and the user's own."""
-    words = [f"--{text.removeprefix('--')}" for text in own.torchrun]
+    words = [f"--{text.removeprefix('--')}" for text in spec.torchrun]
     # Of several --rdzv-conf torchrun takes the last one.
     is_conf = [re.match("--rdzv[-_]conf=", word) is not None for word in words]
     conf = ",".join(word.partition("=")[2] for word, is_one in zip(words, is_conf, strict=True) if is_one)
     others = [word for word, is_one in zip(words, is_conf, strict=True) if not is_one]
-    meeting = _rendezvous(spec, own.rdzv_backend)
+    meeting = _rendezvous(spec, backend)
     if conf:
         ours = [word for word in meeting if word.startswith("--rdzv-conf=")]
         meeting = [word for word in meeting if word not in ours]

@@ -173,7 +173,7 @@ class Own:
 
     hosts: str | None = None
     image: str | None = None
-    local_rank_argument: bool | None = None
+    rdzv_backend: str | None = None
 
 
 def scale_on(on: str, nproc: str, own: Own | None = None, **job: Any) -> int:
@@ -231,7 +231,7 @@ def test_hosts_say_how_many_machines_there_are(cluster: Cluster, capsys: pytest.
         ("ssh", Own(hosts="a,b"), {"detach": True}, "--detach: a scaling benchmark stays"),
         ("slurm", None, {"env_style": "none"}, "--env-style is for scripts"),
         ("spawn", None, {"gpus_per_node": 2}, "--gpus-per-node: only for jobs on a cluster"),
-        ("torchrun", Own(local_rank_argument=True), {}, "--local-rank-argument: .* but --on is torchrun"),
+        ("torchrun", Own(rdzv_backend="static"), {}, "--rdzv-backend: .* but --on is torchrun"),
         ("ssh", Own(hosts="a:2,b:2"), {}, "--nproc 1: --hosts says 2 processes a machine"),
         ("slurm", None, {"gpus_per_node": 1}, "--nproc 2 processes cannot have a GPU each"),
     ],

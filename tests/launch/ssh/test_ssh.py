@@ -212,14 +212,15 @@ def test_what_a_machine_lacks_is_said(lab: SshLab) -> None:
 def test_torchrun_starts_the_ranks_of_a_script(lab: SshLab, wait_until: Callable[..., None]) -> None:
     """The default; detached from the command that started it, and followed by its logs."""
     (lab.path / "sum.py").write_text(SUM)
-    command = ("--detach", "--name", "sum", "--threads", "1", "--", "sum.py")
+    of_torchrun = ("--torchrun", "tee=3", "--torchrun", "role=trainer")  # lines after the role and the local rank
+    command = ("--detach", "--name", "sum", "--threads", "1", *of_torchrun, "--", "sum.py")
     launcher = lab.launch(lab.nodes[0], "node0,node1", *command)
     assert launcher.wait() == 0, launcher.text
     logs = lab.paceline(lab.nodes[0], "logs", "-f", "sum")
     assert logs.wait() == 0, logs.text
     assert sorted(line for line in logs.text.splitlines() if "sum" in line) == [
-        "node0 | rank 0 of 2: the sum is 3.0, started by torchrun",
-        "node1 | rank 1 of 2: the sum is 3.0, started by torchrun",
+        "node0 | [trainer0]:rank 0 of 2: the sum is 3.0, started by torchrun",
+        "node1 | [trainer0]:rank 1 of 2: the sum is 3.0, started by torchrun",
     ]
     assert lab.paceline(lab.nodes[0], "status", "sum").wait() == 0
     wait_until(lambda: not left(lab), "the end of the detached launcher")
