@@ -334,6 +334,9 @@ def test_the_command_line(aws: str, run_processes: Any, tmp_path: Path) -> None:
         ("no bucket", r"refused to upload.*NoSuchBucket.*Create the bucket"),
         ("the same name", r"refused to create the training job train-1: ResourceInUse.*another --name"),
         ("no credentials", r"Unable to locate credentials. Run `aws configure`"),
+        ("half of them", r"AWS is not configured: Partial credentials.*Set AWS_PROFILE, or run `aws configure`"),
+        ("no profile", r"The config profile \(nowhere\) could not be found\. Set AWS_PROFILE"),
+        ("no region", r"You must specify a region\. Give --region, or run `aws configure`"),
         ("no answer", r"Could not connect to the endpoint URL.*Check the network and --region"),
     ],
 )
@@ -353,6 +356,12 @@ def test_a_refusal_is_passed_on_and_leaves_nothing(
         case "no credentials":
             monkeypatch.delenv("AWS_ACCESS_KEY_ID")
             monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        case "half of them":
+            monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        case "no profile":
+            monkeypatch.setenv("AWS_PROFILE", "nowhere")
+        case "no region":
+            monkeypatch.delenv("AWS_DEFAULT_REGION")
         case "no answer":
             monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(LaunchError, match=message):

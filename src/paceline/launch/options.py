@@ -321,8 +321,10 @@ class SageMakerOptions:
         if not re.fullmatch(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", self.instance_type or ""):
             raise ConfigError(f"--instance-type must be such as ml.g5.12xlarge, but is {self.instance_type!r}.")
         for flag, value in (("--s3", self.s3), ("--checkpoints", self.checkpoints)):
-            if value is not None and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]+(/.*)?", value):
-                raise ConfigError(f"{flag} must be s3://BUCKET/PREFIX, but is {value!r}.")
+            if value is not None and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{2,62}(/.*)?", value):
+                raise ConfigError(
+                    f"{flag} must be s3://BUCKET/PREFIX, with a bucket of 3 to 63 characters, but is {value!r}."
+                )
         if self.distribution is not None and self.distribution not in DISTRIBUTIONS:
             raise ConfigError(
                 f"--distribution must be one of {', '.join(DISTRIBUTIONS)}, but is {self.distribution!r}."

@@ -54,6 +54,12 @@ class AwsApiError(LaunchError):
         self.lost = lost
 
 
+_BAD_CREDENTIALS = (
+    *("ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch"),
+    "UnrecognizedClientException",
+)
+
+
 def connect(service: str, region: str | None, *, attempts: int = 3) -> Any:
     """Return a client of a service.
 
@@ -68,17 +74,20 @@ def connect(service: str, region: str | None, *, attempts: int = 3) -> Any:
     try:
         import boto3
         from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
+        from botocore.exceptions import BotoCoreError, InvalidRegionError, NoRegionError
     except ImportError as error:
         raise LaunchError(
-            "--on sagemaker submits and follows jobs with boto3. Install it: "
+            f"--on sagemaker uploads to --s3, and submits and follows jobs, with boto3 ({error}). Install it: "
             "pip install 'paceline[sagemaker]'. --dry-run works without."
         ) from error
     settings = Config(connect_timeout=5, read_timeout=30, retries={"total_max_attempts": attempts, "mode": "standard"})
     try:
         return boto3.Session().client(service, region_name=region, config=settings)
     except BotoCoreError as error:
-        raise LaunchError(f"AWS is not configured: {error} Give --region, or run `aws configure`.") from error
+        advice = "Give --region" if isinstance(error, NoRegionError | InvalidRegionError) else "Set AWS_PROFILE"
+        raise LaunchError(
+            f"AWS is not configured: {str(error).rstrip('.')}. {advice}, or run `aws configure`."
+        ) from error
 
 
 def request_aws(what: str, call: Callable[[], _T]) -> _T:
@@ -87,18 +96,17 @@ def request_aws(what: str, call: Callable[[], _T]) -> _T:
     Raises:
         AwsApiError: AWS refused it, or cannot be reached; with its message.
     """
-    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
+    from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
     try:
         return call()
-    except NoCredentialsError as error:
-        raise AwsApiError(f"could not {what}: {error}. Run `aws configure`, or set AWS_PROFILE.") from error
     except ClientError as error:
         details = error.response.get("Error", {})
         code, message = details.get("Code", ""), str(details.get("Message", error)).rstrip(".")
         advice = {
             "AccessDenied": "Request the permission, or set another AWS_PROFILE.",
             "AccessDeniedException": "Request the permission, or set another AWS_PROFILE.",
+            **dict.fromkeys(_BAD_CREDENTIALS, "Renew your credentials, or set another AWS_PROFILE."),
             "NoSuchBucket": "Create the bucket, or give another --s3.",
             "ResourceInUse": "Give another --name.",
             "ResourceLimitExceeded": "Request a higher quota, or give another --instance-type.",
@@ -109,8 +117,10 @@ def request_aws(what: str, call: Callable[[], _T]) -> _T:
             f"AWS refused to {what}: {code}: {message}. {advice}".rstrip(), code, lost=status >= 500
         ) from error
     except BotoCoreError as error:
+        is_network = isinstance(error, HTTPClientError | ConnectionError)
+        advice = "Check the network and --region" if is_network else "Run `aws configure`, or set AWS_PROFILE"
         raise AwsApiError(
-            f"could not {what}: {str(error).rstrip('.')}. Check the network and --region.",
+            f"could not {what}: {str(error).rstrip('.')}. {advice}.",
             lost=isinstance(error, HTTPClientError),
         ) from error
 
