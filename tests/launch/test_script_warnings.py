@@ -30,6 +30,28 @@ def test_lightning_s_trainer_needs_its_devices(tmp_path: Path) -> None:
     assert not warnings(tmp_path, "from transformers import Trainer\nTrainer()\n")
 
 
+def test_fabric_needs_its_devices(tmp_path: Path) -> None:
+    fabric = "from lightning.fabric import Fabric\nfabric = Fabric({})\n"
+    [warning] = warnings(tmp_path, fabric.format("accelerator='cpu'"))
+    assert "each of the 2 processes may train a copy by itself" in warning
+    assert "Fabric(devices=2, num_nodes=1); or, as fabric run does, --env LT_CLI_USED=1 --env LT_DEVICES=2." in warning
+    [warning] = warnings(tmp_path, fabric.format(""), nodes=(3, 3))
+    assert "--env LT_DEVICES=2 --env LT_NUM_NODES=3." in warning
+    assert not warnings(tmp_path, fabric.format(""), env={"LT_DEVICES": "2"})
+    assert not warnings(tmp_path, fabric.format("devices=2"))
+    assert not warnings(tmp_path, fabric.format("*options"))
+
+
+def test_horovod_needs_its_own_launcher(tmp_path: Path) -> None:
+    script = "import horovod.torch as hvd\nhvd.init()\n"
+    [warning] = warnings(tmp_path, script, rank_launcher="spawn")
+    assert "does not find the ranks that spawn starts: each of the 2 processes may train a copy" in warning
+    assert "Use --on horovod, or --rank-launcher horovod." in warning
+    assert not warnings(tmp_path, script, rank_launcher="spawn", nproc=(1,))
+    for rank_launcher in ("horovod", "mpi", "srun"):
+        assert not warnings(tmp_path, script, rank_launcher=rank_launcher)
+
+
 def test_fit_on_several_workers_needs_keras_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_warnings.metadata, "version", lambda name: "3.12.0")
     [warning] = warnings(tmp_path, KERAS, env_style="tensorflow")

@@ -24,11 +24,27 @@ def script_warnings(spec: LaunchSpec) -> Iterator[str]:
     except (OSError, SyntaxError, ValueError):  # the script's own process says so
         return
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    if spec.world_size > 1 and _imports_lightning(tree) and any(map(_is_trainer_without_devices, calls)):
+    imported = set(_imported_packages(tree))
+    copies = f"each of the {spec.world_size} processes may train a copy by itself"
+    if spec.world_size > 1 and imported & {"lightning", "pytorch_lightning", "lightning_fabric"}:
+        processes = f"devices={max(spec.nproc)}, num_nodes={spec.nodes[0]}"
+        if any(_is_without_devices(call, "Trainer") for call in calls):
+            yield (
+                f"{script} calls Lightning's Trainer() without devices: {copies}. Give it the processes of a node: "
+                f"Trainer({processes})."
+            )
+        has_devices = "LT_DEVICES" in {**os.environ, **spec.env}
+        if not has_devices and any(_is_without_devices(call, "Fabric") for call in calls):
+            nodes = f" --env LT_NUM_NODES={spec.nodes[0]}" if spec.nodes[0] > 1 else ""
+            yield (
+                f"{script} calls Lightning's Fabric() without devices: {copies}. Give it the processes of a node: "
+                f"Fabric({processes}); or, as fabric run does, --env LT_CLI_USED=1 --env LT_DEVICES={max(spec.nproc)}"
+                f"{nodes}."
+            )
+    if spec.world_size > 1 and "horovod" in imported and spec.rank_launcher in ("spawn", "torchrun"):
         yield (
-            f"{script} calls Lightning's Trainer() without devices: each of the {spec.world_size} processes may "
-            f"train a copy by itself. Give it the processes of a node: Trainer(devices={max(spec.nproc)}, "
-            f"num_nodes={spec.nodes[0]})."
+            f"{script} uses Horovod, which does not find the ranks that {spec.rank_launcher} starts: {copies}. Use "
+            "--on horovod, or --rank-launcher horovod."
         )
     names = {_name(call) for call in calls}
     if spec.env_style == "tensorflow" and {"MultiWorkerMirroredStrategy", "fit"} <= names:
@@ -42,10 +58,10 @@ def script_warnings(spec: LaunchSpec) -> Iterator[str]:
             )
 
 
-def _imports_lightning(tree: ast.Module) -> bool:
+def _imported_packages(tree: ast.Module) -> Iterator[str]:
     modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return any(module.partition(".")[0] in ("lightning", "pytorch_lightning") for module in modules)
+    return (module.partition(".")[0] for module in modules)
 
 
 def _name(call: ast.Call) -> str:
@@ -54,9 +70,10 @@ def _name(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-def _is_trainer_without_devices(call: ast.Call) -> bool:
-    # `**options` may have them.
-    return _name(call) == "Trainer" and not {"devices", None} & {keyword.arg for keyword in call.keywords}
+def _is_without_devices(call: ast.Call, name: str) -> bool:
+    # `*options` and `**options` may have them.
+    has_others = any(isinstance(argument, ast.Starred) for argument in call.args)
+    return _name(call) == name and not has_others and not {"devices", None} & {word.arg for word in call.keywords}
 
 
 def _version(distribution: str) -> str | None:
