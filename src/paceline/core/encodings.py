@@ -26,6 +26,7 @@ MAX_TEXT_LENGTH = 65_536
 
 _MAX_NAMED = 10  # categories in a message
 _WORD = re.compile(r"\w+|[^\w\s]")
+_SPACE_BEFORE_MARK = re.compile(r" (?=[,.;:!)])")  # not ?, which stands for an unknown token
 
 
 class EncodingError(DataError):
@@ -212,7 +213,7 @@ class Vocabulary(Encoding):
 
     def decode(self, numbers: Any) -> str:
         tokens = [self._words.get(int(number), "?") for number in numbers if int(number) != self.padding]
-        return ("" if self.split == "characters" else " ").join(tokens)
+        return "".join(tokens) if self.split == "characters" else _SPACE_BEFORE_MARK.sub("", " ".join(tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +280,11 @@ class Tokenizer(Encoding):
     def decode(self, numbers: Any) -> str:
         kept = [int(number) for number in numbers if int(number) != self.padding]
         return str(self._tokenizer.decode(kept))
+
+
+def show_category(value: str) -> str:
+    """Return a category for people: in quotes if its ends, or its place in a list, could not be seen."""
+    return repr(value) if value != value.strip() or "," in value else value
 
 
 def _text_of(value: Any) -> str:

@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.config import config_from_mapping, non_defaults, to_flags
+from paceline.core.encodings import Categories
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import read_json_lines
-from paceline.core.inference import InferenceSignature
+from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.stats import Estimate, Floats
 from paceline.data.samples import MicroBatch
 from paceline.insight.classification import ClassificationResult, classify
@@ -453,8 +454,7 @@ def _data(record: Record, samples: int, sha256: str, inference: InferenceSignatu
     inputs = {}
     if inference is not None:
         for name, spec in inference.inputs.items():
-            shape = " × ".join("any" if size is None else str(size) for size in spec.shape)
-            inputs[name] = f"{spec.dtype}, {shape or 'a number'}"
+            inputs[name] = _describe(spec)
     return Data(
         samples=samples,
         sha256=sha256,
@@ -463,6 +463,19 @@ def _data(record: Record, samples: int, sha256: str, inference: InferenceSignatu
         inputs=inputs,
         preprocessing=None if inference is None else _source(type(inference.module)),
     )
+
+
+def _describe(spec: TensorSpec) -> str:
+    shape = " × ".join("any" if size is None else str(size) for size in spec.shape)
+    if isinstance(spec.encoding, Categories):
+        return f"{shape + ' of' if shape else 'one of'} {len(spec.encoding.codes):,} categories"
+    if spec.encoding is not None:
+        return f"a text, as {shape} numbers"
+    if spec.columns:
+        return f"{spec.dtype}: " + ", ".join(
+            f"{name} ({unit})" if unit else name for name, unit in spec.columns.items()
+        )
+    return f"{spec.dtype}, {shape or 'a number'}" + (f" in {spec.unit}" if spec.unit else "")
 
 
 def _source(kind: type) -> str | None:

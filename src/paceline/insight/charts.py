@@ -127,7 +127,8 @@ def curves(
         if log and all(y > 0 for line in series for y in line.ys):
             _scale_by_decades(axes)
         elif from_zero:
-            axes.set_ylim(bottom=0)
+            highest = max((y for line in series for y in line.ys), default=0.0)
+            axes.set_ylim(0, 1.08 * highest if highest > 0 else None)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.grid(visible=False, axis="x")
@@ -223,6 +224,7 @@ def scatter(
             axes.axhline(0, **style)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
+        _space_ticks(axes)
     rows = [
         (line.label, _number(line.xs[i]), _number(line.ys[i])) for line, chosen in shown for i in _sample(list(chosen))
     ]
@@ -239,6 +241,7 @@ def histogram(name: str, title: str, series: Sequence[Series], x_label: str) -> 
         axes.set_xlabel(x_label)
         axes.set_ylabel("share of samples")
         axes.grid(visible=False, axis="x")
+        _space_ticks(axes)
     rows = [
         (line.label, f"{line.xs[i]:.4g} to {line.xs[i + 1]:.4g}", f"{share:.4f}")
         for line in series
@@ -375,6 +378,13 @@ def _scale_by_decades(axes: Axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _space_ticks(axes: Axes) -> None:
+    """Leave room between the numbers under an axis, which may be long."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(5))
 
 
 def _legend(series: Sequence[Series]) -> tuple[tuple[int, str], ...]:

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_leaves
 
+from paceline.core.encodings import Categories
 from paceline.core.errors import TaskError
-from paceline.core.inference import InferenceSignature
+from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.stats import Floats
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
@@ -62,6 +63,7 @@ class Predictions:
         brier: squared distance of the probabilities from the truth, (N,).
         labels: names of the classes.
         mistakes: most confident first.
+        inputs: of the model, by name.
         probabilities: of all classes, (N, classes); None with more than ``CURVES`` classes.
     """
 
@@ -72,6 +74,7 @@ class Predictions:
     brier: Floats
     labels: tuple[str, ...]
     mistakes: tuple[Mistake, ...]
+    inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
     probabilities: npt.NDArray[np.float32] | None = None
 
     @property
@@ -91,21 +94,33 @@ class Miss:
 
 
 @dataclass(frozen=True)
+class Column:
+    """A number of each sample: (N,); NaN where it is missing. Of a category it is the code by ``categories``."""
+
+    cells: Floats
+    categories: Categories | None = None
+
+
+@dataclass(frozen=True)
 class RegressionValues:
     """A regression's predictions for a split of N samples, in the split's order.
 
     Attributes:
         target: name of the output.
         actual, predicted: (N,).
-        columns: the inputs that are single numbers, (N,), by name.
+        columns: by name: the inputs that are single numbers or categories, and the named elements of others.
         misses: those with the largest errors, the largest first.
+        inputs: of the model, by name.
+        unit: of the output.
     """
 
     target: str
     actual: Floats
     predicted: Floats
-    columns: Mapping[str, Floats]
+    columns: Mapping[str, Column]
     misses: tuple[Miss, ...]
+    inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
+    unit: str = ""
 
 
 class EvaluationRecorder:
@@ -175,17 +190,34 @@ class EvaluationRecorder:
             brier=brier,
             labels=self._inference.labels,
             mistakes=tuple(mistake for _, _, mistake in worst),
+            inputs=self._inference.inputs,
             probabilities=np.concatenate(self._probabilities) if self._probabilities else None,
         )
 
     def regression(self) -> RegressionValues | None:
         """Return the values that the model predicted; None if it is not a regression."""
-        if not self._values:
+        if not self._values or self._inference is None:
             return None
         actual, predicted = (np.concatenate(column) for column in zip(*self._values, strict=True))
         worst = sorted(self._worst, key=lambda entry: (-entry[0], entry[2].number))
-        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        return RegressionValues(self._target, actual, predicted, columns, tuple(miss for _, _, miss in worst))
+        inputs = self._inference.inputs
+        encodings = {
+            column: spec.encoding
+            for name, spec in inputs.items()
+            for column in spec.columns or [name]
+            if isinstance(spec.encoding, Categories)
+        }
+        columns = {name: Column(np.concatenate(parts), encodings.get(name)) for name, parts in self._columns.items()}
+        output = self._inference.outputs.get(self._target)
+        return RegressionValues(
+            target=self._target,
+            actual=actual,
+            predicted=predicted,
+            columns=columns,
+            misses=tuple(miss for _, _, miss in worst),
+            inputs=inputs,
+            unit="" if output is None else output.unit,
+        )
 
     def _regress(self, inference: InferenceSignature, batch: Any) -> None:
         try:
@@ -203,9 +235,8 @@ class EvaluationRecorder:
         self._target = fitting[0]
         actual, predicted = (t.detach().double().cpu().reshape(-1) for t in (actual, outputs[self._target]))
         self._values.append((actual.numpy(), predicted.numpy()))
-        for name, tensor in list(zip(inference.inputs, inputs, strict=True))[:_MAX_COLUMNS]:
-            if tensor.numel() == len(actual):
-                self._columns.setdefault(name, []).append(tensor.detach().double().cpu().reshape(-1).numpy())
+        for name, cells in _cells_of(inference, inputs, len(actual))[:_MAX_COLUMNS]:
+            self._columns.setdefault(name, []).append(cells)
         errors = (predicted - actual).abs().nan_to_num(torch.inf)
         for index in errors.argsort(descending=True, stable=True)[:MISTAKES].tolist():
             kept = _inputs_of(inference, inputs, index)
@@ -273,3 +304,15 @@ class EvaluationRecorder:
 
 def _inputs_of(inference: InferenceSignature, inputs: Sequence[torch.Tensor], index: int) -> dict[str, torch.Tensor]:
     return {name: tensor[index].detach().cpu().clone() for name, tensor in zip(inference.inputs, inputs, strict=True)}
+
+
+def _cells_of(inference: InferenceSignature, inputs: Sequence[torch.Tensor], samples: int) -> list[tuple[str, Floats]]:
+    """Return the columns of a batch that are numbers or categories, (samples,), with their names."""
+    found = []
+    for (name, spec), tensor in zip(inference.inputs.items(), inputs, strict=True):
+        columns = list(spec.columns) or [name]
+        is_text = spec.encoding is not None and bool(spec.encoding.shape)
+        if not is_text and tensor.numel() == samples * len(columns):
+            table = tensor.detach().double().cpu().reshape(samples, len(columns)).numpy()
+            found += [(column, table[:, number]) for number, column in enumerate(columns)]
+    return found

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.encodings import show_category
 from paceline.core.stats import Estimate, Floats, mean
-from paceline.insight.evaluation_recorder import RegressionValues
+from paceline.insight.evaluation_recorder import Column, RegressionValues
 
 _MOST_CATEGORIES = 8
 _QUANTILES = 4
@@ -55,9 +56,12 @@ class RegressionResult:
     slices: tuple[Slice, ...]
 
 
-def figure(value: float) -> str:
-    """Format a value with four digits, and a large one without an exponent."""
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+MISSING = "(missing)"
+
+
+def figure(value: float, sign: str = "") -> str:
+    """Format a value with four digits, a large one without an exponent, a positive one with its sign if it is "+"."""
+    return f"{value:{sign},.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:{sign}.4g}"
 
 
 def regress(values: RegressionValues) -> RegressionResult:
@@ -76,29 +80,33 @@ def regress(values: RegressionValues) -> RegressionResult:
         rmse=rmse,
         r2=1.0 - squares.value / variance if variance > 0 else None,
         bias=mean(residuals),
-        slices=_slices({**values.columns, values.target: values.actual}, residuals),
+        slices=_slices({**values.columns, values.target: Column(values.actual)}, residuals),
     )
 
 
-def _slices(columns: Mapping[str, Floats], residuals: Floats) -> tuple[Slice, ...]:
+def _slices(columns: Mapping[str, Column], residuals: Floats) -> tuple[Slice, ...]:
     found = []
-    for column, cells in columns.items():
-        for text, inside in _parts(cells):
-            if inside.sum() >= max(2.0, _MIN_SHARE * len(cells)) and not inside.all():
+    for name, column in columns.items():
+        for text, inside in _parts(column):
+            if inside.sum() >= max(2.0, _MIN_SHARE * len(residuals)) and not inside.all():
                 errors = residuals[inside]
-                found.append(Slice(column, text, int(inside.sum()), mean(np.abs(errors)), float(errors.mean())))
+                found.append(Slice(name, text, int(inside.sum()), mean(np.abs(errors)), float(errors.mean())))
     return tuple(sorted(found, key=lambda part: -part.mae.value)[:_MOST_SLICES])
 
 
-def _parts(cells: Floats) -> list[tuple[str, npt.NDArray[np.bool_]]]:
-    """Divide samples by a column's values if there are few, else at its quartiles."""
+def _parts(column: Column) -> list[tuple[str, npt.NDArray[np.bool_]]]:
+    """Divide samples by a column's categories, or its values if there are few, else at its quartiles."""
+    cells = column.cells
+    if (categories := column.categories) is not None:
+        return [(show_category(categories.decode(code)) or MISSING, cells == code) for code in np.unique(cells)]
     finite = cells[np.isfinite(cells)]
+    missing = [(MISSING, np.isnan(cells))]
     different = np.unique(finite)
     if len(different) <= _MOST_CATEGORIES:
-        return [(figure(value), cells == value) for value in different]
+        return missing + [(figure(value), cells == value) for value in different]
     edges = np.unique(np.quantile(finite, np.linspace(0, 1, _QUANTILES + 1)))
     ends = range(len(edges) - 1)
-    return [
+    return missing + [
         (
             f"{figure(edges[i])} to {figure(edges[i + 1])}",
             (cells >= edges[i]) & ((cells < edges[i + 1]) if i < ends[-1] else (cells <= edges[i + 1])),

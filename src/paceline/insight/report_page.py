@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from paceline.core.encodings import Encoding, show_category
+from paceline.core.inference import TensorSpec
 from paceline.core.stats import Estimate
 from paceline.insight.analysis import Analysis, CurvePoint, Record
 from paceline.insight.charts import (
@@ -39,6 +41,8 @@ from paceline.runs.console import duration
 
 _MAX_PIXELS = 160  # per side, in the page
 _MAX_NUMBERS = 24
+_MAX_TEXT = 240
+_LONG = 24  # characters of a text that needs a wide column
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,14 @@ class Preview:
     text: str
 
 
-def show(tensor: torch.Tensor) -> Preview:
-    """Make a preview of one sample's input.
+def show(tensor: torch.Tensor, spec: TensorSpec | None = None) -> Preview:
+    """Make a preview of one sample's input, as the spec describes it.
 
     A tensor (1, H, W) or (3, H, W), or (H, W) of bytes, is a picture. Bytes are shown as they are; other values
     are scaled to black and white by minimum and maximum, since the model's own normalisation is unknown.
     """
+    if spec is not None and spec.encoding is not None:
+        return Preview(None, ", ".join(_texts(tensor, spec.encoding)))
     if tensor.dim() == 2 and tensor.dtype == torch.uint8:
         tensor = tensor[None]
     if tensor.dim() == 3 and tensor.shape[0] in (1, 3) and min(tensor.shape[1:]) > 1:
@@ -239,7 +245,8 @@ def _errors(analyses: Sequence[Analysis]) -> list[Chart]:
     found = [(i, a.record.name, a.values) for i, a in enumerate(analyses) if a.values is not None]
     if not found:
         return []
-    target = found[0][2].target
+    target, unit = found[0][2].target, found[0][2].unit
+    of_target = f"{target} ({unit})" if unit else target
     residuals = [values.predicted - values.actual for _, _, values in found]
     finite = np.concatenate([part[np.isfinite(part)] for part in residuals])
     edges = np.histogram_bin_edges(finite, bins=_BINS) if len(finite) else np.array([-1.0, 1.0])
@@ -252,31 +259,57 @@ def _errors(analyses: Sequence[Analysis]) -> list[Chart]:
     bars = [Series(name, i, edges.tolist(), part.tolist()) for (i, name, _), part in zip(found, shares, strict=True)]
     residual = "residual (predicted - true)"
     return [
-        scatter("predicted", "Predicted and true", against, f"true {target}", f"predicted {target}", reference="equal"),
-        scatter("residuals", "Residuals", over, f"predicted {target}", residual, reference="zero"),
+        scatter(
+            "predicted", "Predicted and true", against, f"true {of_target}", f"predicted {of_target}", reference="equal"
+        ),
+        scatter("residuals", "Residuals", over, f"predicted {of_target}", residual, reference="zero"),
         histogram("residual-shares", "Distribution of the residuals", bars, residual),
     ]
 
 
-def columns_of(samples: Sequence[Mistake | Miss]) -> list[str]:
-    """Return the columns of samples that are rows of a table: their inputs, if each is a number or a few; else none."""
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a sample that is a row of a table; ``kind`` is its class in the page: a number or a long text."""
+
+    text: str
+    kind: Literal["n", "long", ""]
+
+
+def columns_of(samples: Sequence[Mistake | Miss], specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Return the columns of samples that are rows of a table: if all inputs are texts or few numbers; else none."""
     inputs = samples[0].inputs if samples else {}
-    if not inputs or any(tensor.numel() > _MAX_ELEMENTS for tensor in inputs.values()):
+    if not inputs or any(len(_cells(tensor, specs[name])) > _MAX_ELEMENTS for name, tensor in inputs.items()):
         return []
-    return [column for name, tensor in inputs.items() for column in _columns(name, tensor)][:_MAX_COLUMNS]
+    return list(cells_of(samples[0], specs))[:_MAX_COLUMNS]
 
 
-def cells_of(sample: Mistake | Miss) -> dict[str, str]:
-    """Return a sample's cells by column."""
-    return {
-        column: figure(value) if isinstance(value, float) else str(value)
-        for name, tensor in sample.inputs.items()
-        for column, value in zip(_columns(name, tensor), tensor.reshape(-1).tolist(), strict=True)
-    }
+def cells_of(sample: Mistake | Miss, specs: Mapping[str, TensorSpec]) -> dict[str, Cell]:
+    """Return a sample's cells by column: a number, a category or a text."""
+    found: dict[str, Cell] = {}
+    for name, tensor in sample.inputs.items():
+        cells, spec = _cells(tensor, specs[name]), specs[name]
+        is_single = tensor.dim() == 0 or (spec.encoding is not None and bool(spec.encoding.shape))
+        numbered = [name] if is_single else [f"{name}[{i}]" for i in range(len(cells))]
+        found |= dict(zip(spec.columns or numbered, cells, strict=True))
+    return found
 
 
-def _columns(name: str, tensor: torch.Tensor) -> list[str]:
-    return [name] if tensor.dim() == 0 else [f"{name}[{i}]" for i in range(tensor.numel())]
+def _cells(tensor: torch.Tensor, spec: TensorSpec) -> list[Cell]:
+    if spec.encoding is not None:
+        return [Cell(text, "long" if len(text) > _LONG else "") for text in _texts(tensor, spec.encoding)]
+    return [
+        Cell("–" if value != value else figure(value) if isinstance(value, float) else str(value), "n")
+        for value in tensor.reshape(-1).tolist()
+    ]
+
+
+def _texts(tensor: torch.Tensor, encoding: Encoding) -> list[str]:
+    """Return the categories or the text that an input's numbers stand for."""
+    rows = [tensor.tolist()] if encoding.shape else tensor.reshape(-1).tolist()
+    texts = [
+        encoding.decode(numbers) if encoding.shape else show_category(encoding.decode(numbers)) for numbers in rows
+    ]
+    return [text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…" for text in texts]
 
 
 def _phases(analyses: Sequence[Analysis]) -> Chart | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -115,6 +117,7 @@ Compute = Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
 
 PROGRAM_FILES = {"pt2": "program.pt2", "onnx": "model.onnx"}
 _EXPORT_LOGGER = "torch.onnx"
+_TORCH_ADVICE = ("For more information about this error", "The error above occurred when calling")
 _EXAMPLE_SAMPLES = 2  # torch.export treats a size of 1 as a constant
 
 
@@ -135,7 +138,16 @@ def capture(inference: InferenceSignature, inputs: Sequence[Tensor]) -> Exported
         # DYNAMIC without a name, since the lengths of tokens and of their mask may have to be equal.
         open_sizes = {d: Dim.DYNAMIC for d, size in enumerate(spec.shape, 1) if size is None}
         dynamic.append({0: batch, **open_sizes})
-    return trace(inference.module, tuple(example), tuple(dynamic))
+    return trace(inference.module, tuple(example), _arrange_sizes(inference.module, dynamic))
+
+
+def _arrange_sizes(module: nn.Module, sizes: Sequence[Any]) -> tuple[Any, ...]:
+    """Return each input's sizes in the form of ``forward``'s parameters: for torch.export, ``*args`` is one of them."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    variadic = next((n for n, parameter in enumerate(parameters) if parameter.kind is parameter.VAR_POSITIONAL), None)
+    if variadic is None:
+        return tuple(sizes)
+    return (*sizes[:variadic], tuple(sizes[variadic:]))
 
 
 def trace(module: nn.Module, example: tuple[Any, ...], dynamic: Any = None) -> ExportedProgram:
@@ -270,6 +282,7 @@ class _NamedLayer(nn.Module):
 
 def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = list(itertools.takewhile(lambda line: not line.startswith(_TORCH_ADVICE), lines))
     return " ".join(lines[:3])[:500] or type(error).__name__
 
 

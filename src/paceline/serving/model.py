@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.encodings import Categories, Encoding
+from paceline.core.encodings import Categories, Encoding, show_category
 from paceline.core.errors import ConfigError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package_inputs import PackageInputs
@@ -196,7 +196,7 @@ class InputField:
         """The values that it takes, as far as they are known, for people."""
         parts = []
         if self.choices:
-            named, more = ", ".join(self.choices[:_MAX_NAMED]), len(self.choices) - _MAX_NAMED
+            named, more = ", ".join(map(show_category, self.choices[:_MAX_NAMED])), len(self.choices) - _MAX_NAMED
             named = f"{named} and {more} more" if more > 0 else named
             parts.append(f"{named} or any other" if self.is_open else named)
         elif self.minimum is not None or self.maximum is not None:

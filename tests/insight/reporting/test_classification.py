@@ -19,13 +19,15 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
+from paceline.core.encodings import Categories, Vocabulary
 from paceline.core.errors import TaskError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
 from paceline.insight.classification import ClassificationResult, classify, rank
-from paceline.insight.evaluation_recorder import MISTAKES, EvaluationRecorder, Predictions
+from paceline.insight.evaluation_recorder import MISTAKES, Column, EvaluationRecorder, Miss, Predictions
 from paceline.insight.regression import regress
+from paceline.insight.report_page import cells_of, columns_of, show
 
 
 class Given(Task):
@@ -207,10 +209,63 @@ def test_a_regressions_largest_errors_and_slices() -> None:
     assert [miss.number for miss in values.misses] == [7, *range(2, 2 + 4 * (MISTAKES - 1), 4)]
     assert values.misses[1].inputs["region"] == 2
     finite = replace(values, actual=values.actual[8:], predicted=values.predicted[8:])
-    result = regress(replace(finite, columns={"region": values.columns["region"][8:]}))
+    result = regress(replace(finite, columns={"region": Column(values.columns["region"].cells[8:])}))
     assert (result.slices[0].column, result.slices[0].text, result.slices[0].samples) == ("region", "2", 48)
     assert result.slices[0].mae.value == pytest.approx(5.0)
     assert result.bias.value == pytest.approx((5.0 + 3 * 0.5) / 4)
     assert result.rmse.value == pytest.approx(((25 + 3 * 0.25) / 4) ** 0.5)
     assert result.r2 == pytest.approx(1 - (25 + 3 * 0.25) / 4 / float(np.var(finite.actual)))
     regress(values)  # also with an infinite error
+
+
+def test_a_tables_rows_have_their_names_categories_and_texts() -> None:
+    city = Categories({"Bern": 0, "Basel ": 1, "St. Gallen, SG": 2}, unknown=3, missing=4)
+    review = Vocabulary.observe(["A good room, quiet."], max_length=8, lowercase=True)
+    inputs = {
+        "numbers": TensorSpec(
+            dtype="float32", shape=(2,), columns={"age": "years", "income": "kCHF"}, allow_missing=True
+        ),
+        "city": TensorSpec(dtype="int64", encoding=city),
+        "review": TensorSpec(dtype="int64", shape=review.shape, encoding=review),
+    }
+    inference = InferenceSignature(
+        module=torch.nn.Identity(), inputs=inputs, outputs={"rent": TensorSpec(dtype="float32", unit="CHF")}
+    )
+    object.__setattr__(inference, "module", lambda numbers, city, review: {"rent": numbers[:, :1].nan_to_num()})
+
+    class Rent(Task):
+        def inference_batch(self, batch: Any) -> Any:
+            return batch[:3], batch[3]
+
+    samples = 40
+    numbers = torch.tensor([[30.0, 73683.0], [torch.nan, 5.5]]).repeat(samples // 2, 1)
+    codes = torch.arange(samples) % 5
+    texts = torch.from_numpy(review.encode(["a good room, quiet."] * samples))
+    actual = torch.where(codes == 1, 1000.0, 0.0)
+    observer = EvaluationRecorder(Rent(), inference)
+    observer(MicroBatch(0, [numbers, codes, texts, actual], samples, 0), {})
+    values = observer.regression()
+    assert values is not None
+    assert values.unit == "CHF"
+    slices = {(part.column, part.text): part.samples for part in regress(values).slices}
+    assert slices["city", "'Basel '"] == samples // 5, "what cannot be seen at its end is in quotes"
+    assert {text for column, text in slices if column == "city"} == {
+        *("Bern", "'Basel '", "'St. Gallen, SG'", "unknown", "(missing)")
+    }
+    assert slices["age", "(missing)"] == slices["age", "30"] == samples // 2
+    assert not any(column == "review" for column, _ in slices)
+    assert columns_of(values.misses, values.inputs) == ["age", "income", "city", "review"]
+    cells = {name: cell.text for name, cell in cells_of(values.misses[0], values.inputs).items()}
+    assert cells["city"] == "'Basel '"
+    assert cells["review"] == "a good room, quiet."
+    assert (cells["age"], cells["income"]) in {("30", "73,683"), ("–", "5.5")}
+    assert show(codes[1], inputs["city"]).text == "'Basel '"
+
+
+def test_long_inputs_are_no_columns() -> None:
+    inputs = {"pixels": TensorSpec(dtype="float32", shape=(17,)), "kind": TensorSpec(dtype="int64")}
+    miss = Miss(0, 1.0, 2.0, {"pixels": torch.zeros(17), "kind": torch.tensor(3)})
+    assert columns_of([miss], inputs) == []
+    assert columns_of([], inputs) == []
+    few = {**inputs, "pixels": TensorSpec(dtype="float32", shape=(1,))}
+    assert columns_of([replace(miss, inputs={**miss.inputs, "pixels": torch.zeros(1)})], few) == ["pixels[0]", "kind"]

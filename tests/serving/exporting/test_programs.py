@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.core.errors import PackageError
+from paceline.core.errors import ExportError, PackageError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.serving.formats import (
     capture,
@@ -82,6 +82,38 @@ def test_two_open_sizes_that_must_be_equal() -> None:
     for samples, length in ((1, 1), (4, 8), (2, 30)):
         inputs = torch.rand(samples, length), torch.ones(samples, length)
         torch.testing.assert_close(program(*inputs), inference.module(*inputs))
+
+
+class Variadic(nn.Module):
+    """A module that passes on what it is given."""
+
+    def forward(self, first: torch.Tensor, *others: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sum": torch.stack([first, *others]).sum(dim=0)}
+
+
+def test_a_forward_of_any_number_of_inputs() -> None:
+    spec = TensorSpec(dtype="float32", shape=(2,))
+    inference = InferenceSignature(
+        module=Variadic(), inputs=dict.fromkeys("abc", spec), outputs={"sum": TensorSpec(dtype="float32", shape=(2,))}
+    )
+    program = capture(inference, [torch.rand(3, 2) for _ in range(3)]).module()
+    for samples in (1, 5):
+        inputs = [torch.rand(samples, 2) for _ in range(3)]
+        torch.testing.assert_close(program(*inputs), inference.module(*inputs))
+
+
+def test_an_error_of_the_trace_is_without_torchs_advice() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"y": x if x.sum() > 0 else -x}
+
+    inference = InferenceSignature(
+        module=Branch(), inputs={"x": TensorSpec(dtype="float32")}, outputs={"y": TensorSpec(dtype="float32")}
+    )
+    with pytest.raises(ExportError, match="cannot trace Branch") as raised:
+        capture(inference, [torch.rand(3)])
+    assert "For more information" not in str(raised.value)
+    assert "export()" not in str(raised.value)
 
 
 def test_what_is_tied_is_kept_once_and_comes_back_tied() -> None:
