@@ -67,10 +67,17 @@ def test_a_run_keeps_what_it_was_created_with(
     assert_refused(train(paceline, *arguments), *parts, "another --run-dir DIR")
     assert (run / "run.toml").read_bytes() == before
     assert not (run / "result.json").exists()
+    assert _events(run)[-1] == "finished", "a refused start is no failure of the run"
+
+
+def test_a_refused_start_of_several_processes_is_no_failure_of_the_run(paceline: Paceline, run: Path) -> None:
+    assert_refused(train(paceline, "--seed", "5", "--nproc", "2"), "created with other options")
+    assert _events(run)[-1] == "finished"
 
 
 def test_a_run_of_another_task(paceline: Paceline, run: Path) -> None:
     assert_refused(train(paceline, task="tasks.py:Other"), "run is a run of tasks.py:Good, not of tasks.py:Other")
+    assert _events(run)[-1] == "finished"
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(paceline: Paceline, run: Path, trained: Path) -> None:
@@ -158,6 +165,10 @@ def test_a_full_disk_and_a_read_only_one(
     assert report.clean
     assert report.steps == 20
     assert report.recomputed_steps > 0
+
+
+def _events(run: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
 def _damage(path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.environment import Environment, default_threads, detect_environment
 from paceline.core.errors import (
     CheckpointError,
+    ConfigError,
     NonFiniteLossError,
     PeerLostError,
     RunDirectoryError,
@@ -85,6 +86,7 @@ def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[
     directory = RunDirectory(Path(job.config.run_dir))
     member = AgentClient(WorkerChannel.of(channel), job.config.heartbeat)
     member.progress_tracker.limit_steps_to(parse_hang_timeout(job.config.hang_timeout))
+    existed = directory.exists()
     try:
         _run_member(job, member, directory, local_index, terminal)
     except Retired:
@@ -92,7 +94,8 @@ def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[
     except Exception as raised:
         error = _explained(raised, directory)
         member.beat()  # the agent judges by the step at which it happened
-        if isinstance(error, UserError | NonFiniteLossError | CheckpointError) and directory.exists():
+        is_failure = isinstance(error, UserError | NonFiniteLossError | CheckpointError)
+        if is_failure and directory.exists() and not (existed and _is_refusal(error)):
             with suppress(OSError):
                 directory.append_event("failed", slot=local_index, error=str(error).partition("\n")[0])
         return record_failure(directory, local_index, error, member.fail)
@@ -136,18 +139,25 @@ def run_reported(
 ) -> tuple[int, dict[str, Any] | None]:
     """Run a job; on failure record it, tell the user unless a launcher does, and return the exit code."""
     directory = RunDirectory(Path(job.config.run_dir)) if job.config.run_dir else None
+    existed = directory is not None and directory.exists()
     try:
         return 0, run(job, environment, task)
     except Exception as raised:
         error = _explained(raised, directory)
         if directory is not None and directory.path.is_dir() and not isinstance(error, RunInUseError):
             record_failure(directory, environment.rank, error)
-            if directory.exists() and not isinstance(error, StopRequested | PeerLostError):
+            is_failure = not isinstance(error, StopRequested | PeerLostError) and not (existed and _is_refusal(error))
+            if directory.exists() and is_failure:
                 with suppress(OSError):
                     directory.append_event("failed", rank=environment.rank, error=str(error).partition("\n")[0])
         if not job.supervised:
             _tell(error, environment, directory)
         return exit_code_of(error), None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether a start was refused: a run that existed before stays as it was, such as finished."""
+    return isinstance(error, ConfigError) or type(error) is RunDirectoryError
 
 
 def _explained(error: Exception, directory: RunDirectory | None) -> Exception:
