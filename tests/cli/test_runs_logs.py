@@ -189,6 +189,28 @@ def test_no_runs_is_no_error_but_a_wrong_folder_is(
         runs(Path("elsewhere"))
 
 
+def test_searches_are_listed_and_their_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search = tmp_path / "search"
+    make_run(search / "trials", "00000", {"event": "finished"})
+    settings = {"options": {"task": "[bold]task.py:Net"}, "metric": "accuracy:max", "trials": 4}
+    (search / "tune.json").write_text(json.dumps(settings))
+    result = {"done": True, "planned": 5, "best": {"accuracy": 0.75, "run": "trials/00000"}}
+    (search / "result.json").write_text(json.dumps(result))
+    assert runs(tmp_path) == 0
+    out = capsys.readouterr().out
+    (line,) = (line.split() for line in out.splitlines() if line.startswith(" search ") and "state" not in line)
+    assert line == ["search", "finished", "[bold]task.py:Net", "5", "accuracy", "0.75"]
+    assert f"paceline runs --compare {search}" in out
+    assert "No runs" not in out
+    assert runs(search) == 0
+    assert "00000  finished" in capsys.readouterr().out
+    assert runs(search, json=True) == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)] == ["00000"]
+    make_run(tmp_path, "alone", {"event": "finished"})
+    assert runs(tmp_path, json=True) == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)] == ["alone"]
+
+
 def test_markup_in_names_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, "[red]x", {"event": "failed", "error": "list[int] [bold]"})
     runs(tmp_path)

@@ -221,6 +221,7 @@ def test_a_form_has_a_field_for_every_kind_of_input(page: Chrome, wait_until: Ca
     labels = ["age years", "income kCHF", "city", "mood", "note", "member", "hours FP32 [any]"]
     assert texts(page, ".field > label:not(.button)") == labels
     assert texts(page, ".heading") == ["plan"]
+    assert {"may be empty", "calm, tired or any other"} <= set(texts(page, ".field small"))
     shown = {
         "age": "39.5",
         "income": "",

@@ -17,6 +17,7 @@ from PIL import Image
 from tests.conftest import Processes
 from tests.serving.conftest import Server
 
+from paceline.cli.predict import _show
 from paceline.core.errors import DataError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package import open_package
@@ -59,6 +60,27 @@ def test_a_picture_and_arrays_of_every_form(predict: Callable[..., str], server:
     table = predict(server.url, tmp_path / "one.png")
     assert "one.png" in table
     assert found[0]["label"] in table
+
+
+def test_a_models_address_is_taken_for_the_server_and_the_model(
+    predict: Callable[..., str], server: Server, tmp_path: Path
+) -> None:
+    """As the server prints it, and as people have it from their commands."""
+    np.save(tmp_path / "rows.npy", PIXELS[:1])
+    model = f"{server.url}/v2/models/fashion-mnist"
+    for address in (f"{server.url}/", model, f"{model}/infer", f"{server.url}/predict", f"{server.url}/v2"):
+        assert json.loads(predict(address, tmp_path / "rows.npy", "--json"))["model"] == "fashion-mnist"
+    said = predict(f"{server.url}/v2/models/other", tmp_path / "rows.npy", code=2)
+    assert "has no model 'other': give --name with one of fashion-mnist" in said
+
+
+def test_a_terminal_shows_the_digits_that_people_read() -> None:
+    assert [_show(value) for value in (2012.347412109375, 11840.1875, 1234567.5, 7, 1e-9)] == [
+        *("2012.35", "11840.2", "1234567.5", "7", "1e-09")
+    ]
+    assert _show([0.123456789, [1.0, 2.5]]) == "[0.123457, [1, 2.5]]"
+    assert _show(list(range(11))) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...]"
+    assert len(_show([0.123456789] * 10)) <= 60
 
 
 def test_a_file_through_a_server(predict: Callable[..., str], server: Server, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -103,9 +105,19 @@ def test_columns_are_found_by_name_and_others_are_kept(tmp_path: Path, suffix: s
         ("t.csv", CSV.splitlines()[0], "t.csv has no rows"),
         ("t.jsonl", '{"age": 1}\n{', "t.jsonl, line 2 is not JSON"),
         ("t.jsonl", "[1]", "line 1 must be a JSON object"),
-        ("t.jsonl", json.dumps({**RECORDS[0], "age": "30"}), "line 1, column age: must be a whole number, but is '30'"),
+        (
+            "t.jsonl",
+            json.dumps({**RECORDS[0], "age": "30"}),
+            "column age: must be a whole number, but is the text '30'",
+        ),
         ("t.jsonl", json.dumps({**RECORDS[0], "visits": [1]}), r"column visits: must be a list of the shape \[2\]"),
         ("t.jsonl", json.dumps({**RECORDS[0], "visits": [1, None]}), "column visits: must be a number, but is empty"),
+        ("t.jsonl", json.dumps({**RECORDS[0], "age": [True, None]}), r"but is \[true, null\]\."),
+        ("t.json", json.dumps([*RECORDS, {"age": 1}]), "t.json, row 3, column income: must be a number, but is empty"),
+        ("t.json", "[{", "t.json cannot be read: Expecting"),
+        ("t.csv", CSV.replace(",", ";"), "t.csv, line 1: its cells are separated by ';'. Separate them by commas."),
+        ("t.csv", CSV.replace(",", "\t"), "line 1: its cells are separated by '.t'"),
+        ("t.csv.gz", "", "t.csv.gz is compressed. Unpack it: zcat .*t.csv.gz | paceline predict MODEL -"),
         ("t.parquet", "PAR1", "t.parquet cannot be read"),
     ],
 )
@@ -114,6 +126,41 @@ def test_an_error_names_file_line_and_column(tmp_path: Path, name: str, content:
     with pytest.raises(DataError, match=said) as caught:
         read_rows([tmp_path / name], SPEC)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "command"),
+    [
+        *((name, "cp1252", "iconv -f WINDOWS-1252") for name in ("t.csv", "t.jsonl", "t.json")),
+        *((name, "utf-16", "iconv -f UTF-16 -t UTF-8") for name in ("t.csv", "t.jsonl")),
+    ],
+)
+def test_a_file_of_another_encoding_is_told_how_to_convert(
+    tmp_path: Path, name: str, encoding: str, command: str
+) -> None:
+    content = CSV.replace("a7", "Zürich") if name == "t.csv" else '{"id": "Zürich"}'
+    (tmp_path / name).write_bytes(content.encode(encoding))
+    with pytest.raises(DataError, match="is not UTF-8: it has the byte 0xf") as caught:
+        read_rows([tmp_path / name], SPEC)
+    assert command in str(caught.value)
+
+
+def test_json_holds_records_as_a_request_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, document in (("list.json", RECORDS), ("rows.json", {"rows": RECORDS})):
+        (tmp_path / name).write_text(json.dumps(document, indent=1))
+        rows = read_rows([tmp_path / name], SPEC)
+        assert rows.arrays["age"].tolist() == [30, 40]
+        assert rows.other_columns == {"id": ["a7", "b8"], "label": ["x,\ny", ""]}
+        assert (rows.names, rows.suffix) == (["row 1", "row 2"], ".jsonl")
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO((tmp_path / name).read_bytes())))
+        piped = read_rows([Path("-")], SPEC)
+        assert (piped.names, piped.suffix) == (rows.names, rows.suffix)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(gzip.compress(CSV.encode()))))
+    with pytest.raises(DataError, match=r"standard input is compressed\. Unpack it: zcat"):
+        read_rows([Path("-")], SPEC)
+    arrays = {name: [record[name] for record in RECORDS] for name in INPUTS}
+    (tmp_path / "arrays.json").write_text(json.dumps(arrays))
+    assert read_rows([tmp_path / "arrays.json"], SPEC).arrays["age"].tolist() == [30, 40], "by input, as before"
 
 
 def test_several_tables_and_rows_of_any_length(tmp_path: Path) -> None:

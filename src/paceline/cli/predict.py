@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Flag = Annotated[bool, Parameter(negative="")]
 _MAX_SHOWN = 20
+_MAX_ELEMENTS = 10  # of an output of a row that is shown
+_MAX_PLAIN = 1e6  # above it, six digits would not show the whole part
 
 
 def predict(
@@ -90,7 +92,7 @@ def predict(
 
     if model.startswith(("http://", "https://")):
         with Client(model, token_file=token_file) as client:
-            name = client.choose(name)
+            name = client.choose(name, "name")
             if describe:
                 return _describe(name, client.fields(name), json=json)
             spec = client.spec(name)
@@ -218,7 +220,7 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
             probability = record.get("probability")
             cells = [str(record["label"]), "" if probability is None else f"{probability:.4f}"]
         else:
-            cells = [f"{value!s:.60}" for value in record["outputs"].values()]
+            cells = [_show(value) for value in record["outputs"].values()]
         table.add_row(*map(Text, (record["source"], *cells)))
     console = Console()
     console.print(table)
@@ -226,3 +228,10 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
         console.print(
             f"and {len(predictions) - _MAX_SHOWN} more; --json or --output FILE gives all of them.", style="dim"
         )
+
+
+def _show(value: Any) -> str:
+    """Return an output's value with the digits that people read; the files have all."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_show, value[:_MAX_ELEMENTS]))}{', ...' if len(value) > _MAX_ELEMENTS else ''}]"[:60]
+    return f"{value:.6g}" if isinstance(value, float) and abs(value) < _MAX_PLAIN else f"{value!s:.60}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from paceline.core.errors import ConfigError
-from paceline.runs.status import RunSummary, check_folder, find_runs
+from paceline.runs.status import RunSummary, check_folder, find_runs, is_search, search_directories
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,9 @@ def runs(
     ] = None,
     json: Annotated[bool, Parameter(negative="", help="Print JSON instead of a table.")] = False,
 ) -> int:
-    """List runs: state, progress, processes and micro-batches, result, age and running time.
+    """List runs: state, progress, processes and micro-batches, result, age and running time; and searches.
+
+    Of a search's directory it lists the trials.
 
     With --compare, show what differs in the configuration of some runs, and their metrics, side by side.
     """
@@ -59,13 +61,16 @@ def runs(
         return _print_comparison(compared, json=json) if in_ is None else _serve(compared, in_, json=json)
     if root != _DEFAULT_ROOT:
         check_folder(root)
-    summaries = find_runs(root)
+    summaries = find_runs(root / "trials" if is_search(root) else root)
     if json:
         print(json_module.dumps([asdict(run) for run in summaries], indent=2))
+        return 0
+    if summaries:
+        _print_table(summaries)
+    if searches := search_directories(root):
+        _print_searches(searches)
     elif not summaries:
         print(f"No runs in {root}/ yet. Start one: paceline train fashion-mnist")
-    else:
-        _print_table(summaries)
     return 0
 
 
@@ -107,6 +112,33 @@ def _print_table(summaries: list[RunSummary]) -> None:
             cells += [Text("" if run.seconds is None else short_time(run.seconds))]
         table.add_row(*cells)
     console.print(table)
+
+
+def _print_searches(searches: list[Path]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    from paceline.insight.run_index import IndexedSearch
+
+    console = _console()
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("search", "state", "task"):
+        table.add_column(name, no_wrap=name != "task", overflow="fold")
+    table.add_column("trials", justify="right", no_wrap=True)
+    table.add_column("best")
+    for path in sorted(searches, key=lambda path: path.name):
+        search = IndexedSearch(path)
+        if not search.update():
+            continue
+        row = search.row
+        best = "" if row["value"] is None else f"{row['metric']} {row['value']:.4g}"
+        trials = "" if row["planned"] is None else str(row["planned"])
+        state = Text(row["state"], style=_STYLES.get(row["state"], "red"))
+        table.add_row(Text(row["name"]), state, Text(row["task"]), trials, Text(best))
+    console.print(table)
+    text = f"A search's trials: paceline runs --compare {searches[0]}"
+    console.print(text, style="dim", markup=False, soft_wrap=True)
 
 
 def _processes(run: RunSummary) -> str:
@@ -200,8 +232,9 @@ def _serve(runs: list[ComparedRun], tool: Literal["tensorboard", "mlflow"], *, j
 
     from paceline.core.errors import LaunchError
     from paceline.core.signals import handle_signals
-    from paceline.insight.tracking_tools import served
+    from paceline.insight.tracking_tools import require, served
 
+    require(tool)
     ended = threading.Event()
     if not json:
         print(f"Copying {len(runs)} runs for the tool, then starting it ...", file=sys.stderr)

@@ -260,7 +260,8 @@ def _print_result(search: Search, directory: SearchDirectory, code: int, *, json
         console.print(result["best"]["command"], soft_wrap=True, markup=False)
     if not result["done"]:
         console.print(f"Continue with: paceline tune --resume --run-dir {directory.path}", soft_wrap=True, markup=False)
-    console.print(f"search: {directory.path}", style="dim", markup=False, soft_wrap=True)
+    text = f"search: {directory.path}; compare its trials: paceline runs --compare {directory.path}"
+    console.print(text, style="dim", markup=False, soft_wrap=True)
     return code
 
 

@@ -37,9 +37,9 @@ def silence_loggers(*names: str) -> Iterator[None]:
 
 
 @contextmanager
-def silence_logger_and_warnings(logger_name: str) -> Iterator[None]:
-    """Hide warnings, and a logger's messages below the level of an error."""
-    with silence_loggers(logger_name), warnings.catch_warnings():
+def silence_loggers_and_warnings(*names: str) -> Iterator[None]:
+    """Hide warnings, and these loggers' messages below the level of an error."""
+    with silence_loggers(*names), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

@@ -33,11 +33,15 @@ from paceline.serving.tables import (
     SUFFIXES,
     CellError,
     Rows,
+    Table,
+    columns_of,
+    describe_not_utf8,
     encode_texts,
     is_table_of,
     kind_of,
     read_heading,
     read_table,
+    records_of,
     text_array,
     to_inputs,
     write,
@@ -47,6 +51,7 @@ from paceline.serving.tables import (
 
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+_COMPRESSED = {".gz": "zcat", ".zst": "zstdcat", ".xz": "xzcat", ".bz2": "bzcat"}
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
@@ -111,6 +116,8 @@ def _read_as_table(path: Path, spec: ModelSpec) -> Rows | None:
                 if suffix == ".csv" and _is_nameless(read_heading(file), spec):
                     return None
                 table = read_table(source, file, suffix)
+        elif suffix == ".json" and (records := records_of(_read_json(path))) is not None:
+            source, table = str(path), Table(columns_of(records))
         else:
             return None
     except OSError as error:
@@ -123,7 +130,8 @@ def _read_as_table(path: Path, spec: ModelSpec) -> Rows | None:
     if rows_of(arrays) == 0:
         raise DataError(f"{source} has no rows.")
     others = {name: cells for name, cells in table.columns.items() if name not in used}
-    return Rows(arrays, [table.locate(row) for row in range(rows_of(arrays))], others, suffix)
+    written = ".jsonl" if suffix == ".json" else suffix
+    return Rows(arrays, [table.locate(row) for row in range(rows_of(arrays))], others, written)
 
 
 def _is_nameless(heading: Sequence[str], spec: ModelSpec) -> bool:
@@ -149,16 +157,32 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
         elif kind == ".csv":
             raw = {_only_input(spec, path): _csv(path)}
         elif kind == ".json":
-            document = json.loads(path.read_bytes(), parse_float=_number)
+            document = _read_json(path)
             raw = document if isinstance(document, dict) else {_only_input(spec, path): document}
         else:
             known = ", ".join((*_PICTURES, ".npy", ".npz", ".json", *SUFFIXES))
+            if kind in _COMPRESSED:
+                raise DataError(
+                    f"{path} is compressed. Unpack it: {_COMPRESSED[kind]} {path} | paceline predict MODEL - --output "
+                    "OUTPUT"
+                )
             raise DataError(
                 f"{path}: the file type {kind or 'without an extension'} is not supported. Supported are: {known}."
             )
+    except UnicodeDecodeError as error:
+        raise DataError(describe_not_utf8(str(path), error)) from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     return _conform(path, raw, spec)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes(), parse_float=_number)
+    except UnicodeDecodeError as error:
+        raise DataError(describe_not_utf8(str(path), error)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _only_input(spec: ModelSpec, path: Path) -> str:

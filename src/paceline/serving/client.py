@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from paceline.core.inference import TensorSpec
 from paceline.serving.model import DATATYPES, Array, Arrays, InputField, ModelSpec, rows_of
 
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
+_MODEL_ADDRESS = re.compile(r"/(?:(?:v2/models|predict)/([^/]+)(?:/infer|/example)?|predict|v2|v2/models)/?$")
 _MAX_RETRY_S = 30.0  # for a server that answers 429
 
 
@@ -33,7 +35,10 @@ class Client:
             raise ConfigError(f"a server's address must be like http://127.0.0.1:8000, but is {url!r}.")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._url = url
-        self._base = parts.path.rstrip("/")
+        # An address of a model, as the server prints it, means the server and the model.
+        path = _MODEL_ADDRESS.search(parts.path)
+        self._base = (parts.path if path is None else parts.path[: path.start()]).rstrip("/")
+        self._model = None if path is None or path[1] is None else unquote(path[1])
         self._connection = kind(parts.hostname, parts.port, timeout=timeout_s)
         self._headers = {} if token_file is None else {"Authorization": f"Bearer {read_bearer_token(token_file)}"}
 
@@ -50,18 +55,19 @@ class Client:
         names: list[str] = self._json("GET", "/v2/models")["models"]
         return names
 
-    def choose(self, model: str | None) -> str:
-        """Return ``model``, or the server's only model.
+    def choose(self, model: str | None, option: str) -> str:
+        """Return ``model``, or that of the address, or the server's only model.
 
         Raises:
-            ConfigError: the server does not have the model, or has several and none was named.
+            ConfigError: the server does not have the model, or has several and none was named by ``option``.
         """
         names = self.models()
+        model = model or self._model
         if model is None and len(names) == 1:
             return names[0]
         if model not in names:
             problem = "has several models" if model is None else f"has no model {model!r}"
-            raise ConfigError(f"{self._url} {problem}: give --model with one of {', '.join(names)}.")
+            raise ConfigError(f"{self._url} {problem}: give --{option} with one of {', '.join(names)}.")
         return model
 
     def spec(self, model: str) -> ModelSpec:
@@ -119,7 +125,7 @@ class Client:
 
     def swap(self, package: str, model: str | None, *, allow_signature_change: bool = False) -> dict[str, Any]:
         """Replace the package that the server serves."""
-        name = self.choose(model)
+        name = self.choose(model, "model")
         changes = {"allow_signature_change": True} if allow_signature_change else {}
         body = json.dumps({"parameters": {"package": package, **changes}}).encode()
         headers = {"Content-Type": "application/json"}

@@ -26,7 +26,7 @@ from paceline.core.owned_names import own_prefix
 from paceline.core.task import Task
 from paceline.core.task_loading import BUILT_IN_TASKS, TaskReference, load_task_class
 from paceline.runs.package import Package, read_trusted
-from paceline.runs.rank_log import silence_logger_and_warnings
+from paceline.runs.rank_log import silence_loggers_and_warnings
 from paceline.serving.inferred_signature import restore_signature
 from paceline.serving.replica import open_onnx
 from paceline.serving.trained_source import inference_of
@@ -117,6 +117,7 @@ Compute = Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
 
 PROGRAM_FILES = {"pt2": "program.pt2", "onnx": "model.onnx"}
 _EXPORT_LOGGER = "torch.onnx"
+_ONNX_LOGGERS = (_EXPORT_LOGGER, "onnxscript", "onnx_ir")
 _TORCH_ADVICE = ("For more information about this error", "The error above occurred when calling")
 _EXAMPLE_SAMPLES = 2  # torch.export treats a size of 1 as a constant
 
@@ -157,7 +158,7 @@ def trace(module: nn.Module, example: tuple[Any, ...], dynamic: Any = None) -> E
         ExportError: the module cannot be traced.
     """
     try:
-        with silence_logger_and_warnings(_EXPORT_LOGGER), torch.no_grad():
+        with silence_loggers_and_warnings(_EXPORT_LOGGER), torch.no_grad():
             return torch.export.export(module, example, dynamic_shapes=dynamic)
     except Exception as error:
         raise ExportError(
@@ -169,13 +170,13 @@ def trace(module: nn.Module, example: tuple[Any, ...], dynamic: Any = None) -> E
 
 def save_pt2(program: ExportedProgram, path: Path) -> None:
     """Write a program with ``torch.export.save``."""
-    with silence_logger_and_warnings(_EXPORT_LOGGER):
+    with silence_loggers_and_warnings(_EXPORT_LOGGER):
         torch.export.save(program, path)
 
 
 def load_pt2(content: bytes) -> Compute:
     """Load the function of a pt2 file; this may run any code, so the file must be trusted."""
-    with silence_logger_and_warnings(_EXPORT_LOGGER):
+    with silence_loggers_and_warnings(_EXPORT_LOGGER):
         module = torch.export.load(io.BytesIO(content)).module()
 
     def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
@@ -209,7 +210,7 @@ def save_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence
         ExportError: an operation has no ONNX form; names it.
     """
     try:
-        with silence_logger_and_warnings(_EXPORT_LOGGER):
+        with silence_loggers_and_warnings(*_ONNX_LOGGERS):
             converted = torch.onnx.export(
                 program, dynamo=True, input_names=list(inputs), output_names=list(outputs), verbose=False
             )

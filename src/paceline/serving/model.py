@@ -383,7 +383,8 @@ def client_specs(tensors: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpe
             shape=tensor.shape[: len(tensor.shape) - len(encoding.shape)],
             unit=tensor.unit,
             columns=tensor.columns,
-            allow_missing=isinstance(encoding, Categories) and encoding.missing is not None,
+            # A missing text is an empty one, as in a CSV.
+            allow_missing=not isinstance(encoding, Categories) or encoding.missing is not None,
         )
     return inputs, encodings
 

@@ -25,6 +25,7 @@ from paceline.serving.trained_source import TrainedSource
 _MAX_SAMPLES = 1000  # that are read
 _MAX_ELEMENTS = 200_000  # of an example
 _MAX_EXAMPLE_BYTES = 2**20
+_MAX_WHOLE = 1e15  # below it a number is written without .0
 
 
 def observe_inputs(source: TrainedSource) -> PackageInputs:
@@ -98,8 +99,12 @@ def _value_of(spec: TensorSpec, tensor: Tensor) -> Any:
     if not spec.dtype.startswith("float"):
         return array.tolist()
     # The shortest decimals that mean these numbers; a missing one is null.
-    shortest = [None if math.isnan(number) else float(str(number)) for number in array.ravel()]
+    shortest = [None if math.isnan(number) else _shortest(float(str(number))) for number in array.ravel()]
     return np.asarray(shortest, object).reshape(array.shape).tolist()
+
+
+def _shortest(number: float) -> float | int:
+    return int(number) if number.is_integer() and abs(number) < _MAX_WHOLE else number
 
 
 def _by_input(record: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:

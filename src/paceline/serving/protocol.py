@@ -130,7 +130,8 @@ def _load(text: bytes | bytearray | memoryview) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}.") from None
+        hint = " NaN is not JSON; a missing value is null." if b"NaN" in bytes(text) else ""
+        raise InvalidRequest(f"the body is not JSON: {error}.{hint}") from None
 
 
 class _LargeTensor(msgspec.Struct):

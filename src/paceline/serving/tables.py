@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -133,12 +134,12 @@ def _convert_list(row: int, column: str, cell: Any, tensor: TensorSpec, is_text:
     try:
         values = np.asarray(json.loads(cell) if is_text else cell, dtype=object)
     except (ValueError, RecursionError):
-        raise CellError(row, column, f"must be a list of the shape {expected}, but is {cell!r:.80}") from None
+        raise CellError(row, column, f"must be a list of the shape {expected}, but is {_show(cell, is_text)}") from None
     fits = len(values.shape) == len(tensor.shape) and all(
         size in (None, actual) for size, actual in zip(tensor.shape, values.shape, strict=True)
     )
     if not fits or values.size == 0:
-        raise CellError(row, column, f"must be a list of the shape {expected}, but is {cell!r:.80}")
+        raise CellError(row, column, f"must be a list of the shape {expected}, but is {_show(cell, is_text)}")
     if tensor.max_size is not None and max(values.shape) > tensor.max_size:
         raise CellError(row, column, f"has more than {tensor.max_size} elements, the model's most")
     try:
@@ -165,7 +166,7 @@ def _convert_cells(column: str, cells: Sequence[Any], tensor: TensorSpec, is_tex
             numbers.append(parse(cell))
         except (ValueError, TypeError, OverflowError) as error:
             kind = {"b": "true or false", "f": "a number"}.get(dtype.kind, "a whole number")
-            what = "is empty" if cell in (None, "") else f"is {cell!r:.80}"
+            what = "is empty" if cell in (None, "") else f"is {_show(cell, is_text)}"
             reason = f" ({error})" if isinstance(error, OverflowError) else ""
             raise CellError(row, column, f"must be {kind}, but {what}{reason}") from None
     if dtype.kind == "b":
@@ -189,10 +190,17 @@ def _parse_text(row: int, column: str, cell: Any, tensor: TensorSpec) -> str:
         return ""
     text = str(cell) if type(cell) is int else cell
     if not isinstance(text, str):
-        what = "is missing" if cell is None else f"is {cell!r:.80}"
+        what = "is missing" if cell is None else f"is {_show(cell, False)}"
         raise CellError(row, column, f"must be a text, but {what}")
     check_length(row, column, text)
     return text
+
+
+def _show(cell: Any, is_text: bool) -> str:
+    """Return a cell for a message: in the words of CSV if ``is_text``, else of JSON."""
+    if isinstance(cell, str):
+        return f"{'' if is_text else 'the text '}{cell!r:.80}"
+    return f"{json.dumps(cell, default=str, ensure_ascii=False):.80}"
 
 
 def check_length(row: int, column: str, text: str) -> None:
@@ -246,6 +254,9 @@ _BOOLS = {"true": True, "1": True, "false": False, "0": False}
 
 SUFFIXES = (".csv", ".parquet", ".jsonl", ".ndjson")
 
+_ROWS = re.compile(rb'\{\s*"rows"\s*:\s*\[')  # as of a request to POST /predict
+_OTHER_SEPARATORS = (";", "\t")
+
 
 @dataclass(frozen=True)
 class Table:
@@ -267,7 +278,10 @@ def kind_of(head: bytes) -> str:
     """Return the suffix of a table's format by its first bytes, for standard input."""
     if head.startswith(b"PAR1"):
         return ".parquet"
-    return ".jsonl" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") else ".csv"
+    begin = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if begin.startswith(b"[") or _ROWS.match(begin):
+        return ".json"
+    return ".jsonl" if begin.startswith(b"{") else ".csv"
 
 
 def read_heading(file: IO[bytes]) -> list[str]:
@@ -286,7 +300,7 @@ def read_table(source: str, content: IO[bytes], suffix: str) -> Table:
     Args:
         source: its name, for messages.
         content: of the file.
-        suffix: of :data:`SUFFIXES`, its format.
+        suffix: of :data:`SUFFIXES`, its format, or ".json".
 
     Raises:
         DataError: it cannot be read; names the line.
@@ -295,11 +309,26 @@ def read_table(source: str, content: IO[bytes], suffix: str) -> Table:
         return _read_parquet(source, content)
     text = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
     try:
+        if suffix == ".json":
+            return _read_json(source, text)
         return _read_csv(source, text) if suffix == ".csv" else _read_jsonl(source, text)
+    except UnicodeDecodeError as error:
+        raise DataError(describe_not_utf8(source, error)) from None
     except (ValueError, csv.Error) as error:
         raise DataError(f"{source} cannot be read: {error}") from error
     finally:
         text.detach()
+
+
+def describe_not_utf8(source: str, error: UnicodeDecodeError) -> str:
+    """Return an error's message for a file that is compressed or in another encoding."""
+    if error.object[:2] == b"\x1f\x8b":
+        return f"{source} is compressed. Unpack it: zcat FILE | paceline predict MODEL - --output OUTPUT"
+    encoding = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "WINDOWS-1252"
+    return (
+        f"{source} is not UTF-8: it has the byte 0x{error.object[error.start]:02x}. Convert it, such as by: "
+        f"iconv -f {encoding} -t UTF-8 FILE > CONVERTED"
+    )
 
 
 def _read_csv(source: str, text: io.TextIOWrapper) -> Table:
@@ -307,6 +336,8 @@ def _read_csv(source: str, text: io.TextIOWrapper) -> Table:
     heading = next(reader, None)
     if heading is None:
         raise DataError(f"{source} is empty.")
+    if len(heading) == 1 and (other := next((mark for mark in _OTHER_SEPARATORS if mark in heading[0]), None)):
+        raise DataError(f"{source}, line 1: its cells are separated by {other!r}. Separate them by commas.")
     if len(set(heading)) != len(heading):
         raise DataError(f"{source}, line 1: a column's name occurs twice. Give each column a name of its own.")
     lines, places = [], []
@@ -331,12 +362,39 @@ def _read_jsonl(source: str, text: io.TextIOWrapper) -> Table:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{source}, line {number} is not JSON: {error}") from None
+            raise DataError(f"{source}, line {number} is not JSON: {_describe_json_error(error)}.") from None
         if not isinstance(record, dict):
             raise DataError(f'{source}, line {number} must be a JSON object, such as {{"age": 3}}.')
         records.append(record)
         places.append(number)
     return Table(columns_of(records), places)
+
+
+def _read_json(source: str, text: io.TextIOWrapper) -> Table:
+    """Read a list of records, or the body of a request to ``POST /predict``."""
+    try:
+        document = json.load(text)
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{source} is not JSON: {_describe_json_error(error)}.") from None
+    records = records_of(document)
+    if records is None:
+        raise DataError(f'{source} must be a list of objects, such as [{{"age": 3}}].')
+    return Table(columns_of(records))
+
+
+def records_of(document: Any) -> Sequence[Mapping[str, Any]] | None:
+    """Return the records of a JSON document: a list of objects, alone or as ``rows``; None if it has another form."""
+    rows = document["rows"] if isinstance(document, dict) and list(document) == ["rows"] else document
+    return rows if isinstance(rows, list) and all(isinstance(row, dict) for row in rows) else None
+
+
+def _describe_json_error(error: Exception) -> str:
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    line = "" if error.lineno == 1 else f"line {error.lineno}, "
+    return f"{error.msg} at {line}column {error.colno}"
 
 
 def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

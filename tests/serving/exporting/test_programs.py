@@ -102,6 +102,21 @@ def test_a_forward_of_any_number_of_inputs() -> None:
         torch.testing.assert_close(program(*inputs), inference.module(*inputs))
 
 
+def test_an_onnx_export_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(7, 3, padding_idx=0)
+
+        def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"mean": self.bag(ids)}
+
+    spec = TensorSpec(dtype="int64", shape=(4,))
+    inference = InferenceSignature(module=Bag(), inputs={"ids": spec}, outputs={"mean": TensorSpec(dtype="float32")})
+    save_onnx(capture(inference, [torch.ones(3, 4, dtype=torch.int64)]), ["ids"], ["mean"], tmp_path / "model.onnx")
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("onnx")] == []
+
+
 def test_an_error_of_the_trace_is_without_torchs_advice() -> None:
     class Branch(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

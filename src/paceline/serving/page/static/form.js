@@ -6,6 +6,7 @@ import { bytesOf, pictureOf, rangeOf, RANGES, tensor } from "./picture.js";
 
 const SHORT = 16; // elements of a list that get a field each
 const LONGEST = 20_000; // characters of a list that is shown
+const NAMED = 8; // categories that are listed
 
 // `changed(now)` is called after each change; `now` says that an answer is wanted at once: a picture was drawn.
 export class Form {
@@ -104,9 +105,14 @@ function control(field, changed) {
 
 function aboutOf(field) {
   const parts = [], named = field.choices;
-  if (field.is_open) parts.push("or any other");
+  // The list under an open field has only what fits to the text that is already there.
+  if (field.is_open) {
+    const more = named.length > NAMED ? ` and ${named.length - NAMED} more` : "";
+    parts.push(`${named.slice(0, NAMED).join(", ")}${more} or any other`);
+  }
   if (named.length === 0 && (field.minimum !== null || field.maximum !== null)) parts.push(`${field.minimum ?? "any"} to ${field.maximum ?? "any"}`);
   if (field.observed) parts.push(`seen: ${field.observed[0]} to ${field.observed[1]}`);
+  if (field.allow_missing && field.datatype !== "BYTES") parts.push("may be empty");
   return parts.join("; ");
 }
 

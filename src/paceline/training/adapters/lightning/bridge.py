@@ -31,7 +31,7 @@ from torchmetrics import Metric
 
 from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
 from paceline.core.errors import TaskError
-from paceline.runs.rank_log import silence_logger_and_warnings
+from paceline.runs.rank_log import silence_loggers_and_warnings
 from paceline.training.adapters.lightning.metrics import LoggedValue, MetricRecorder, StepLog, checked, named
 
 # --- What of Lightning cannot be kept where a step is shared by any number of ranks, and what to use
@@ -203,7 +203,7 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
     """
 
     def __init__(self, module: pl.LightningModule, datamodule: Any, given: list[pl.Callback]) -> None:
-        with silence_logger_and_warnings("lightning.pytorch.utilities.rank_zero"):
+        with silence_loggers_and_warnings("lightning.pytorch.utilities.rank_zero"):
             super().__init__(
                 accelerator="cpu",
                 devices=1,
