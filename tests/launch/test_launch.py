@@ -409,7 +409,7 @@ def test_a_script_in_this_process_fails_as_under_python(run_processes: Any, tmp_
     (tmp_path / "fails.py").write_text("raise ValueError('no')\n")
     done = run_processes.paceline("launch", "--on", "inprocess", "--", "fails.py")
     assert done.returncode == 1
-    where = "  File \"fails.py\", line 1, in <module>\n    raise ValueError('no')\n"
+    where = f"  File \"{tmp_path / 'fails.py'}\", line 1, in <module>\n    raise ValueError('no')\n"
     assert done.stderr == f"Traceback (most recent call last):\n{where}ValueError: no\n"
 
 

@@ -39,6 +39,15 @@ def left(path: Path) -> dict[str, str]:
     return {each.name.partition("-")[0]: each.read_text() for each in (path / "codes").iterdir()}
 
 
+@pytest.mark.parametrize("mode", [(), ("--shield",)])
+def test_a_program_that_cannot_be_run_is_named(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    (tmp_path / "codes").mkdir()
+    process = start(tmp_path, *mode, "no-such-program", "--epochs", "1")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 127
+    assert said == "paceline: no-such-program cannot be run: No such file or directory.\n"
+
+
 @pytest.mark.parametrize(
     ("command", "code", "files"),
     [

@@ -45,4 +45,8 @@ def kill_with_parent_command(command: Sequence[str]) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]), int(sys.argv[2]))
-    os.execvp(sys.argv[3], sys.argv[3:])
+    try:
+        os.execvp(sys.argv[3], sys.argv[3:])
+    except OSError as error:
+        print(f"paceline: {sys.argv[3]} cannot be run: {error.strerror}.", file=sys.stderr)
+        sys.exit(127)

@@ -205,7 +205,8 @@ class InProcessJob:
             else:
                 beside = os.path.dirname(os.path.realpath(command[0]))
                 with self._started_with(command, beside):
-                    runpy.run_path(command[0], run_name="__main__")
+                    # Absolute, as Python has it: processes that multiprocessing spawns read the file again.
+                    runpy.run_path(os.path.abspath(command[0]), run_name="__main__")
         except SystemExit as error:
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import ConfigError
 from paceline.core.options import parse_duration_s
+from paceline.launch.horovod import find_horovodrun
 from paceline.launch.launcher import LaunchSpec, RankLauncher
 from paceline.launch.mpi import command_of_a_rank, mpirun_in_allocation
 from paceline.launch.node import node_command
@@ -590,7 +591,7 @@ def _horovodrun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[st
     yield f"""hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{each}/' | paste -sd, -)\""""
     yield from _shielded(spec, _SSH.replace("{of_step}", step_options) if nodes > 1 else "", batch)
     interface = [] if spec.interface is None else ["--network-interface", spec.interface]
-    horovodrun = quoted(["horovodrun", "-np", str(nodes * each), "--gloo", *interface])
+    horovodrun = quoted([find_horovodrun(spec.python), "-np", str(nodes * each), "--gloo", *interface])
     # The ranks get the original PATH, in case they call ssh themselves.
     horovodrun += ["-H", '"$hosts"', "env", '"PATH=$PATH"']
     yield from _run_shielded(spec, [*horovodrun, *quoted(_rank_command(spec))])

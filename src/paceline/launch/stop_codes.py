@@ -160,7 +160,8 @@ def main(argv: Sequence[str]) -> int:
             case _:
                 return run_rank(argv)
     except OSError as error:
-        print(f"paceline: {argv[-1]}: {error}", file=sys.stderr)
+        program = next((word for word in argv if not word.startswith("--")), "")
+        print(f"paceline: {program} cannot be run: {error.strerror}.", file=sys.stderr)
         return 127
 
 

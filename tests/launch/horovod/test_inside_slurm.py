@@ -32,7 +32,9 @@ def env(tmp_path: Path) -> dict[str, str]:
     beside = str(Path(sys.executable).parent)
     if shutil.which("horovodrun", path=beside) is None:
         pytest.skip("Horovod is missing: scripts/build-horovod builds it")
-    return {"XDG_STATE_HOME": str(tmp_path / "state"), "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}"}
+    # Not on PATH: it is found next to the interpreter.
+    others = [path for path in os.environ["PATH"].split(os.pathsep) if path != beside]
+    return {"XDG_STATE_HOME": str(tmp_path / "state"), "PATH": os.pathsep.join(others)}
 
 
 def test_a_script_on_machines_of_the_job(slurm_cluster: SlurmCluster, tmp_path: Path, env: dict[str, str]) -> None:
