@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 
-from paceline.core.hash_seed import restart_with_hash_seed
-
 _TRAIN = ("train", "resume", "join", "tune", "verify", "chaos")
 """The commands that train, in this process or in those that it starts."""
 
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    if sys.argv[1:2] and sys.argv[1] in _TRAIN:
-        restart_with_hash_seed()
-    # Imported here, so that little is imported twice.
-    from paceline.cli import main as run_command_line
+    try:
+        if sys.argv[1:2] and sys.argv[1] in _TRAIN:
+            from paceline.core.hash_seed import restart_with_hash_seed
 
-    return run_command_line()
+            restart_with_hash_seed()
+        # Imported here, so that little is imported twice, and Ctrl-C meanwhile prints no traceback.
+        from paceline.cli import main as run_command_line
+
+        return run_command_line()
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
