@@ -14,7 +14,7 @@ from rich.table import Table
 
 from paceline.cli import main
 from paceline.cli.serve import _LogFormatter
-from paceline.core.printable import PrintableStream, escape_controls
+from paceline.core.printable import PrintableStream, escape_controls, printable_output
 from paceline.core.rich_console import Console
 
 HOSTILE = "a\x1b[2K\x1b]0;t\x07\r\x9b1m\u202eb\u2066\u2028\x7f\U000e0041"
@@ -26,6 +26,12 @@ def test_controls_are_shown() -> None:
     assert escape_controls("a\n\tb", keep="\n\t") == "a\n\tb"
     assert escape_controls("a\n\tb") == r"a\x0a\x09b"
     assert escape_controls("naïve 日本 العربية 👩‍👩‍👧 \u200b") == "naïve 日本 العربية 👩‍👩‍👧 \u200b"
+
+
+def test_colours_of_output_are_dropped_and_nothing_else() -> None:
+    assert printable_output("\x1b[36m(worker)\x1b[0m loss \x1b[1;38:5:2mlow\x1b[m") == "(worker) loss low"
+    assert printable_output(HOSTILE) == SHOWN
+    assert printable_output("\x1b[2Ka\tb", keep="\t") == "\\x1b[2Ka\tb"
 
 
 def test_a_stream_shows_them() -> None:

@@ -15,7 +15,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.printable import escape_controls
+from paceline.core.printable import printable_output
 from paceline.launch.job_logs import StatusPoller, Tail, merge_rank_lines
 from paceline.launch.submit import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
@@ -153,11 +153,11 @@ def _print_logs(
             stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
             if rank is not None:
                 for line in found.get(rank, ()):
-                    stdout.write(f"{escape_controls(line, keep=_TAB)}\n")
+                    stdout.write(f"{printable_output(line, keep=_TAB)}\n")
             else:
                 for ranks, line, times in merge_rank_lines(found):
                     count = f"  ({times} times)" if times > 1 else ""
-                    stdout.write(f"{_prefix(ranks)}{escape_controls(line, keep=_TAB)}{count}\n")
+                    stdout.write(f"{_prefix(ranks)}{printable_output(line, keep=_TAB)}{count}\n")
             stdout.flush()
 
         def show_new() -> None:

@@ -15,10 +15,17 @@ _CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+
 
 def escape_controls(text: str, *, keep: str = "") -> str:
     r"""Return the text with each control and bidirectional character as ``\x1b`` or ``\u202e``, except ``keep``."""
     return _CONTROLS.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), text)
+
+
+def printable_output(text: str, *, keep: str = "") -> str:
+    """Return what a program printed without its colours, and with all other control characters escaped."""
+    return escape_controls(_COLOURS.sub("", text), keep=keep)
 
 
 def _escape(character: str) -> str:
@@ -27,7 +34,7 @@ def _escape(character: str) -> str:
 
 
 class PrintableStream:
-    """A text stream that shows the control characters of what is written, except ends of lines and tabs.
+    """A text stream that drops colours and shows the other control characters, except ends of lines and tabs.
 
     Attributes:
         rich_proxied_file: the stream itself, to which rich's consoles write; ``rich_console.Console`` escapes texts
@@ -38,7 +45,7 @@ class PrintableStream:
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
-        self.rich_proxied_file.write(escape_controls(text, keep="\n\t"))
+        self.rich_proxied_file.write(printable_output(text, keep="\n\t"))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
