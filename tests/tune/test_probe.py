@@ -41,3 +41,17 @@ def test_first_trials_that_fail_or_diverge_do_not_end_the_search() -> None:
     with pytest.raises(ConfigError, match="no configuration could be trained") as raised:
         probe(replace(SEARCH, trials=3))
     assert all(failure in str(raised.value) for failure in facts.failures)
+
+
+@pytest.mark.integration
+def test_what_is_measured_is_in_no_tracker_and_no_backup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    backup = tmp_path / "backup"
+    backup.mkdir()
+    kept = {**SEARCH.options, "log_to": ["mlflow"], "backup_to": str(backup)}
+    facts = probe(replace(SEARCH, options=kept, space=("lr=choice:0.01,0.02",), trials=2))
+    assert facts.failures == ()
+    assert [path.name for path in tmp_path.iterdir()] == ["backup"]
+    assert list(backup.iterdir()) == []
+    with pytest.raises(ConfigError, match="nothing"):
+        probe(replace(SEARCH, options={**SEARCH.options, "log_to": ["nothing"]}))

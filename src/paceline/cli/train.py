@@ -58,7 +58,7 @@ def train(
     task
         file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
     run_dir
-        The run's directory. Default: runs/TASK-TIME. Under torchrun, write --run-dir.
+        The run's directory. Default: runs/TASK-TIME.
     config
         A TOML file with these options, such as a run.toml; the command line takes precedence.
     dry_run

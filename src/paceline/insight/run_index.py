@@ -557,13 +557,13 @@ def state_of(
 ) -> str:
     """Return the run's state in a word.
 
-    In addition to the states of ``paceline runs``: "preempted" if something other than Ctrl-C stopped the run,
-    "waiting" if its node reaches too few others. A run whose lock is on another node is active as long as its
+    In addition to the states of ``paceline runs``: "preempted" if something other than Ctrl-C or its search stopped
+    the run, "waiting" if its node reaches too few others. A run whose lock is on another node is active as long as its
     ranks send heartbeats.
     """
     state: str = summary.state
     last = events[-1] if events else {}
-    if state == "stopped" and last.get("cause") != "SIGINT":
+    if state == "stopped" and last.get("cause") not in ("SIGINT", "the search"):
         return "preempted"
     if state == "crashed" and any(not beat.left and now - beat.time < SILENT_S for beat in beats):
         state = "running"

@@ -316,9 +316,12 @@ def _staleness(staleness: Mapping[str, Any] | None) -> str | None:
 
 
 def _next_steps(directory: RunDirectory) -> Text:
+    path = shlex.quote(str(directory.path))
     return _pairs(
         {
-            "audit": f"paceline audit {shlex.quote(str(directory.path))}",
+            "report": f"paceline report {path}",
+            "export": f"paceline export {path}",
+            "audit": f"paceline audit {path}",
             "curves": f"tensorboard --logdir {shlex.quote(str(directory.tensorboard))}",
             "all runs": "paceline runs",
         }

@@ -33,6 +33,7 @@ from paceline.launch.ray_cluster import import_ray, require_answer
 from paceline.launch.ray_node import cluster_command
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
+from paceline.runs.trackers import require as require_trackers
 from paceline.tune.history import MAX_FAILED, describe_failure, describe_failures
 from paceline.tune.sampler import import_optuna
 from paceline.tune.search import CostEstimate, Search, SearchDirectory, estimate, require_room, show_seconds
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 
 _STEPS = 4
+_OUTSIDE = ("log_to", "backup_to")  # options that write outside of the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,7 @@ def main(argv: Sequence[str]) -> int:
 def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
     from paceline.tune.trial import TrialServer
 
+    require_trackers(search.config.log_to)
     task_class = load_task_class(str(search.options["task"]))
     search = resolve_space(task_class, search)
     failures: list[str] = []
@@ -180,13 +183,15 @@ def _run_first_steps(
     """Run a configuration to its first evaluation; return the report and its Unix time."""
     from paceline.tune.trial import RunningTrial, TrialCommand, TrialReport
 
+    # Without trackers and backups, which would keep a run that is deleted after it was measured.
     first = {
         "run_dir": str(run.path),
         "eval_every": f"{_STEPS}steps",
         "checkpoint_every": ["never"],
         "log_every": 1,
     }
-    command = TrialCommand(options={**options, **first}, iteration=0, step=0, stop_file=directory.stop)
+    kept = {name: value for name, value in options.items() if name not in _OUTSIDE}
+    command = TrialCommand(options={**kept, **first}, iteration=0, step=0, stop_file=directory.stop)
     try:
         trial = RunningTrial(server, command)
         try:

@@ -170,6 +170,7 @@ def test_a_silent_rank_and_a_run_that_stands_still_are_told(tmp_path: Path) -> N
         ([{"event": "stopped", "cause": "SIGTERM", "step": 3}], "preempted"),
         ([{"event": "stopped", "cause": "walltime", "step": 3}], "preempted"),
         ([{"event": "stopped", "cause": "SIGINT", "step": 3}], "stopped"),
+        ([{"event": "stopped", "cause": "the search", "step": 3}], "stopped"),
         ([], "crashed"),
     ],
 )
