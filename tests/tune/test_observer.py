@@ -227,10 +227,13 @@ def test_a_lost_trial_says_why(
     errors.write_text(errors.read_text() + "\x1b[31mThe node has gone.\n\n")
     observer.callback.on_trial_error(0, [], trial)
     observer.callback.on_trial_recover(0, [], SimpleNamespace(config={"number": 4}, error_file=None))
+    SearchDirectory(tmp_path / "search").stop.touch()
+    observer.callback.on_trial_recover(0, [], SimpleNamespace(config={"number": 5}, error_file=str(errors)))
     text = capsys.readouterr().err
     assert "trial 00003 was lost, and continues from its last checkpoint: it was killed by SIGKILL; see LOG" in text
     assert "trial 00003 failed: it was lost too often; the last time \\x1b[31mThe node has gone." in text
     assert "trial 00004 was lost, and continues from its last checkpoint: its process or node ended" in text
+    assert "trial 00005 ended with the search; --resume continues it" in text, "a signal to all is no loss of one"
 
 
 @pytest.mark.parametrize(("metrics", "code"), [({}, 1), ({"loss": 1.0}, 0)])

@@ -107,6 +107,7 @@ def tune(
         Show no progress.
     """
     from paceline.tune import plan_search
+    from paceline.tune.history import read_trials
     from paceline.tune.search import SearchDirectory
 
     new = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
@@ -146,6 +147,9 @@ def tune(
             raise ConfigError("--trials: the members of a population stay. Leave it out, or start another search.")
         search_plan = dataclasses.replace(recorded, **changes)
         plan_search.check(search_plan)
+        ended = sum(trial.ended for trial in read_trials(directory.journal).trials.values())
+        next_step = "the others follow" if ended < search_plan.planned else "--trials N continues with more"
+        _print_status(quiet, f"{ended} of {search_plan.planned} trials have ended; {next_step}.")
     else:
         assert request is not None
         directory.require_none()

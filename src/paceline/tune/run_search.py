@@ -229,6 +229,9 @@ class SearchMonitor:
     def lost(self, number: int, reason: str) -> None:
         """Note that a trial's process or node was lost; it restarts from its last checkpoint."""
         self._journal.unrecorded_s += self._stop_timer(number)
+        if self._directory.stop.exists():
+            self.print_status(f"trial {number:05d} ended with the search; --resume continues it")
+            return
         self.print_status(f"trial {number:05d} was lost, and continues from its last checkpoint: {reason}")
 
     def gave_up(self, number: int, reason: str) -> None:
