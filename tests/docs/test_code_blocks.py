@@ -53,7 +53,14 @@ LONG = (
         "report",
     ),
     *("running", "sharding", "tensor-parallel", "coming-from/accelerate", "coming-from/lightning"),
-    *("coming-from/fabric", "coming-from/torchrun", "launchers/mpi", "launchers/ray", "launchers/submitit"),
+    *(
+        "coming-from/fabric",
+        "coming-from/torchrun",
+        "launchers/mpi",
+        "launchers/ray",
+        "launchers/monarch",
+        "launchers/submitit",
+    ),
 )
 """Pages that train for longer; other tests do what they show, too."""
 

@@ -243,13 +243,13 @@ def test_machines_are_rendered_as_a_file_and_a_command() -> None:
 {
   "command": ["python", "-m", "paceline.launch.node", "--rank-launcher", "torchrun", "--nodes", "2", "--nproc", \
 "4,2", "--max-restarts", "2", "--", "python", "train.py"],
-  "cpus": [12, 6],
-  "gpus": 4,
-  "placement": "strict-spread",
   "workdir": "/work",
   "env": {"A": "b"},
   "recovers": false,
   "replacements": 3,
+  "cpus": [12, 6],
+  "gpus": 4,
+  "placement": "strict-spread",
   "own_cluster": false
 }
 

@@ -31,6 +31,7 @@ from tests.plugins.ci_skips import in_ci
 SYSTEMS = {
     "slurm": "runs jobs on a Slurm cluster of its own",
     "ray": "runs jobs on Ray",
+    "monarch": "runs jobs on Monarch, here and on hosts that it is attached to",
     "mpi": "starts processes with mpirun",
     "horovod": "starts processes with horovodrun",
     "tensorflow": "trains with TensorFlow",

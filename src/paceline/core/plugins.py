@@ -25,6 +25,7 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "slurm": "paceline.launch.slurm:Slurm",
         "submitit": "paceline.launch.submitit:Submitit",
         "ray": "paceline.launch.ray:Ray",
+        "monarch": "paceline.launch.monarch:Monarch",
         "mpi": "paceline.launch.mpi:MpiLauncher",
         "horovod": "paceline.launch.horovod:HorovodLauncher",
         "ssh": "paceline.launch.ssh:Ssh",

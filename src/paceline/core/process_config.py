@@ -35,6 +35,7 @@ LauncherName = Literal[
     "slurm",
     "submitit",
     "ray",
+    "monarch",
     "mpi",
     "horovod",
     "ssh",

@@ -32,6 +32,7 @@ _OPTIONS = {
     "slurm": "paceline.launch.options:SlurmOptions",
     "submitit": "paceline.launch.submitit:SubmititOptions",
     "ray": "paceline.launch.ray:RayOptions",
+    "monarch": "paceline.launch.monarch:MonarchOptions",
     "mpi": "paceline.launch.mpi:MpiOptions",
     "horovod": "paceline.launch.horovod:HorovodOptions",
     "ssh": "paceline.launch.ssh:SshOptions",

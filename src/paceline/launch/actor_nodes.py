@@ -1,0 +1,426 @@
+"""Nodes of a job that an engine of actors carries, Ray or Monarch: their actors, and the controller of these."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Self
+
+import psutil
+
+from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
+from paceline.core.errors import LaunchError
+from paceline.core.parent_death import kill_with_parent_command
+from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
+from paceline.core.sockets import job_port
+from paceline.runs.failures import STOPPED
+
+# --- The job, as a file ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorJob:
+    """The job for an engine's nodes; a file has it as JSON.
+
+    Attributes:
+        command: the command of each node.
+        workdir: the command's working directory.
+        env: variables for it.
+        recovers: the rest of the job continues when a node is lost, and accepts a replacement.
+        replacements: number of lost nodes to replace.
+    """
+
+    command: tuple[str, ...]
+    workdir: str
+    env: Mapping[str, str]
+    recovers: bool = False
+    replacements: int = 0
+
+    @property
+    def text(self) -> str:
+        """The job as JSON, a line for each attribute."""
+        lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(self).items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a job that :attr:`text` has described."""
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values)
+
+
+# --- One node's part of the job: an actor that runs one command
+#
+# The kernel kills the command when the actor's process ends.
+
+
+_LINES_KEPT = 10_000
+_LINES_AT_ONCE = 1_000
+
+
+class NodeCommand:
+    """Runs a command, and keeps what it prints until that is fetched; its methods run in any thread."""
+
+    def __init__(self) -> None:
+        # Bounded: a command that prints faster than the terminal shows waits, as at any pipe.
+        self._lines: queue.Queue[tuple[int, bytes] | None] = queue.Queue(_LINES_KEPT)
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._code: int | None = None
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+        """Start the command.
+
+        Args:
+            argv: the command.
+            env: all its variables.
+            cwd: its working directory.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        started: Future[None] = Future()
+        threading.Thread(target=self._run, args=(argv, env, cwd, started), daemon=True).start()
+        started.result()
+
+    def read(self, timeout_s: float) -> tuple[list[tuple[int, bytes]], int | None]:
+        """Return the output since the last call: (1 or 2, line) for stdout or stderr.
+
+        Args:
+            timeout_s: how long to wait for a line.
+
+        Returns:
+            The lines, and the exit code after the last of them; minus the signal's number where one killed
+            the command.
+        """
+        lines = []
+        with suppress(queue.Empty):
+            line = self._lines.get(timeout=timeout_s)
+            while line is not None:
+                lines.append(line)
+                if len(lines) == _LINES_AT_ONCE:
+                    return lines, None
+                line = self._lines.get_nowait()
+            return lines, self._code
+        return lines, None
+
+    def send_signal(self, number: int) -> None:
+        """Signal the command, and not its children."""
+        if self._popen is not None:
+            self._popen.send_signal(number)
+
+    def end(self) -> None:
+        """Kill the command and all that it has started."""
+        if self._popen is None:
+            return
+        with suppress(psutil.NoSuchProcess):
+            tree = psutil.Process(self._popen.pid).children(recursive=True)
+            self._popen.kill()
+            for process in tree:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def _run(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, started: Future[None]) -> None:
+        # This thread lives as long as the command: when the thread that started it ends, the kernel ends the
+        # command too.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        try:
+            popen = subprocess.Popen(
+                kill_with_parent_command(argv),
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            started.set_exception(error)
+            return
+        self._popen = popen
+        started.set_result(None)
+        readers = [
+            threading.Thread(target=self._keep, args=(number, pipe), daemon=True)
+            for number, pipe in ((1, popen.stdout), (2, popen.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        # Not reaped yet, a dead leader still holds its group's number: no stranger can be hit.
+        os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+        with suppress(ProcessLookupError):
+            os.killpg(popen.pid, signal.SIGKILL)
+        for reader in readers:
+            reader.join()
+        self._code = popen.wait()
+        self._lines.put(None)
+
+    def _keep(self, number: int, pipe: IO[bytes] | None) -> None:
+        assert pipe is not None
+        with pipe:
+            for line in pipe:
+                self._lines.put((number, line))
+
+
+# --- Starts a job's nodes through an engine, and follows them to their end ---
+
+
+PATIENCE_S = 10.0
+"""How long to wait for what an engine does at once if all is well."""
+
+READ_S = 10.0
+"""How long a call of :meth:`NodeCommand.read` waits for a line."""
+
+TURN_S = 0.5
+"""How long a wait for the nodes may keep a signal waiting."""
+
+_GRACE_S = 10.0
+
+
+class NodePlace:
+    """A node's place in the job, and the actor that fills it now."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.host = ""
+        self.address = ""
+        self.actor: Any = None
+        self.started = False
+        self.replaced = False
+        self.code: int | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether its command was started, and has not ended."""
+        return self.started and self.code is None
+
+
+class ActorJobController(ABC):
+    """Starts a job's nodes, and follows them to their end.
+
+    Args:
+        engine: what it is called in messages: "the Ray cluster".
+        job: the job.
+        machines: the number of nodes.
+    """
+
+    errors: tuple[type[BaseException], ...] = (OSError,)
+    """The exceptions of a call of an actor whose node is lost, or whose method fails."""
+
+    def __init__(self, engine: str, job: ActorJob, machines: int) -> None:
+        self._engine = engine
+        self._job = job
+        self._places = [NodePlace(rank) for rank in range(machines)]
+        self._ended: list[NodePlace] = []
+        self._variables: Mapping[str, str] = {}
+        self._lost = 0
+        self._requests = StopRequests()
+        self._asked: int | None = None
+        self._told = False
+        self._hurried = False
+        self._begun = False
+        self._deadline: float | None = None
+
+    def run(self) -> int:
+        """Follow the job to its end; nothing of it is left then."""
+        with handle_signals(STOP_SIGNALS, self._on_signal):
+            try:
+                self._begin()
+                while any(place.running for place in self._places) and not self._overdue():
+                    self._pass_signals_on()
+                    self._poll()
+            finally:
+                self._end_all()
+        return self._conclude()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        match self._requests.hear(number):
+            case "first":
+                self._asked = number
+                if not self._begun:
+                    raise SystemExit(128 + number)
+            case "end":
+                self._hurried = True
+
+    # What the engine does
+
+    @abstractmethod
+    def _place_all(self) -> None:
+        """Make an actor for each place, and fill in its host and address."""
+
+    @abstractmethod
+    def _can_listen(self, place: NodePlace, port: int) -> bool:
+        """Return whether no process of a node listens at a port."""
+
+    @abstractmethod
+    def _start_all(self) -> None:
+        """Start the command on each node."""
+
+    @abstractmethod
+    def _poll(self) -> None:
+        """Wait for the nodes for :data:`TURN_S`; pass what they say to :meth:`_take`, and losses to :meth:`_lose`."""
+
+    @abstractmethod
+    def _send_signal(self, place: NodePlace, number: int) -> None:
+        """Signal a node's command, without waiting for it."""
+
+    @abstractmethod
+    def _replace(self, place: NodePlace) -> None:
+        """Start the command in a new actor, as soon as there is room for one; do not wait for it."""
+
+    @abstractmethod
+    def _forget(self, place: NodePlace) -> None:
+        """Ask nothing more of a node, which has ended."""
+
+    @abstractmethod
+    def _end_all(self) -> None:
+        """Kill what runs, and give the nodes back."""
+
+    # Begin
+
+    def _begin(self) -> None:
+        try:
+            self._place_all()
+            job_id = self._job_id()
+            self._begun = True
+            hosts = ",".join(place.address for place in self._places)
+            self._variables = {NODES: str(len(self._places)), HOSTS: hosts, JOB_ID: job_id}
+            self._start_all()
+        except self.errors as error:
+            raise LaunchError(
+                f"a machine of {self._engine} could not start its part: {reason_of(error)}. Paceline must "
+                f"be installed there as it is here, and {self._job.workdir} must exist."
+            ) from error
+
+    def _job_id(self) -> str:
+        """Return a name from which all nodes derive the same port, which is free on the first one."""
+        while True:
+            job_id = f"job-{secrets.token_hex(4)}"
+            if self._can_listen(self._places[0], job_port(job_id)):
+                return job_id
+
+    def _variables_of(self, place: NodePlace) -> dict[str, str]:
+        """Return the variables of a node's command; the agent of a replacement finds the active ones."""
+        return {**self._job.env, NODE_RANK: str(place.rank), **self._variables}
+
+    # Follow
+
+    def _pass_signals_on(self) -> None:
+        if self._hurried:
+            raise SystemExit(128 + (self._asked or signal.SIGINT))
+        if self._asked is not None and not self._told:
+            self._told = True
+            self._send(forwarded_signal(self._asked))
+
+    def _overdue(self) -> bool:
+        """Return whether the processes that must end after a failure are over their time limit."""
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def _take(self, place: NodePlace, lines: Sequence[tuple[int, bytes]], code: int | None) -> None:
+        """Show what a node has printed; its command has ended if there is an exit code."""
+        self._show(place, lines)
+        if code is None:
+            return
+        if code < 0 and self._job.recovers and not self._stopping:
+            self._lose(place, f"its agent was killed by {signal.Signals(-code).name}")
+        else:
+            self._end(place, code)
+
+    def _show(self, place: NodePlace, lines: Sequence[tuple[int, bytes]]) -> None:
+        prefix = f"machine {place.rank} | ".encode() if len(self._places) > 1 else b""
+        for number, line in lines:
+            stream = sys.stdout if number == 1 else sys.stderr
+            stream.buffer.write(prefix + line)
+        if lines:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    @property
+    def _stopping(self) -> bool:
+        return self._asked is not None or self._deadline is not None
+
+    def _end(self, place: NodePlace, code: int) -> None:
+        if code == 0 or code in STOPPED or self._stopping:
+            self._has_ended(place, code)
+            return
+        if len(self._places) > 1:
+            self._say(f"machine {place.rank} ({place.host}) ended with exit code {code}.")
+        self._fail(place, code)
+
+    def _fail(self, place: NodePlace, code: int) -> None:
+        self._has_ended(place, code)
+        if not self._job.recovers and not self._stopping:
+            self._deadline = time.monotonic() + _GRACE_S
+            self._send(signal.SIGTERM)
+
+    def _has_ended(self, place: NodePlace, code: int) -> None:
+        place.code = code
+        self._ended.append(place)
+        self._forget(place)
+
+    def _lose(self, place: NodePlace, why: str) -> None:
+        """Replace a lost node, if the job can accept another one."""
+        where = f"machine {place.rank} ({place.host or 'not placed yet'}) was lost: {why}."
+        if self._job.recovers and any(other.code == 0 for other in self._ended):
+            place.replaced, place.code = True, 0  # the run had ended before
+            self._forget(place)
+            return
+        why_not = self._why_not_replaced(place)
+        if self._stopping or why_not:
+            if not self._stopping:
+                self._say(f"{where} {why_not}")
+            self._fail(place, 1)
+            return
+        self._lost += 1
+        alone = len(self._places) == 1
+        then = "it continues from its last checkpoint" if alone else "another joins the others, which continue"
+        self._say(f"{where} As soon as {self._engine} has room, {then}.")
+        place.started, place.replaced = alone, True
+        self._replace(place)
+
+    def _why_not_replaced(self, place: NodePlace) -> str:
+        if not self._job.recovers:
+            return "Only tasks under --rank-launcher agent recover from that; this job ends."
+        if self._lost >= self._job.replacements:
+            return f"No more than --machine-restarts {self._job.replacements} are replaced."
+        others = any(other.running for other in self._places if other is not place)
+        return "" if others or len(self._places) == 1 else "No other is left; continue with paceline resume."
+
+    def _say(self, text: str) -> None:
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+    def _send(self, number: int) -> None:
+        for place in self._places:
+            if place.running:
+                self._send_signal(place, int(number))
+
+    # End
+
+    def _conclude(self) -> int:
+        """Return the first failure's exit code; for a job that outlives nodes, that of the last one to end."""
+        codes = [place.code or 0 for place in self._ended]
+        own = [place.code or 0 for place in self._ended if not place.replaced]
+        if self._asked is not None and any(codes):
+            stopped = [code for code in codes if code in STOPPED]
+            return stopped[0] if stopped else 128 + self._asked
+        code = (own or codes)[-1] if self._job.recovers else next((code for code in codes if code), 0)
+        return code if code >= 0 else 128 - code
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first sentence of the last line: an engine continues with possible causes."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).partition(". ")[0].rstrip(".")

@@ -1,0 +1,414 @@
+"""``--on monarch``: a job that PyTorch's actor engine starts and carries, here or on hosts that it is attached to."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.access import is_loopback
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.sockets import address_towards
+from paceline.launch.actor_nodes import (
+    PATIENCE_S,
+    READ_S,
+    TURN_S,
+    ActorJob,
+    ActorJobController,
+    NodePlace,
+    reason_of,
+)
+from paceline.launch.launcher import (
+    Command,
+    JobHandle,
+    LaunchSpec,
+    RenderedJob,
+    option,
+    refuse_restarts,
+    refuse_walltime,
+    refuse_what_is_for_clusters,
+)
+from paceline.launch.node import node_command
+from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
+
+# --- The library, imported on use, and the hosts that it is attached to ---
+
+
+_SETTINGS = {
+    # By default Monarch reports a killed process after 10 s, and a lost host after more than a minute. A limit must
+    # span many polls: a limit as long as one makes it report nodes that are well.
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "10s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "10s",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "15s",
+}
+_GREETING = b"Monarch internal logs are being written to"
+_START_S = 60.0
+_GREET_S = 5.0
+_POLL_S = 1.0
+_CONNECT_S = 5.0
+
+_HOST = re.compile(r"(?:[^@\s,]+@)?(?P<scheme>tcp|tls)://(?P<host>\[[0-9a-fA-F:]+\]|[\w.-]+):(?P<port>\d+)")
+
+
+def import_monarch() -> Any:
+    """Import ``monarch.actor``.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import monarch.actor
+    except ImportError as error:
+        raise LaunchError(f"Monarch is not installed ({error}). Run: pip install 'paceline[monarch]'") from error
+    return monarch.actor
+
+
+@contextmanager
+def _without_greeting() -> Iterator[None]:
+    """Drop the line that Monarch prints about its log; pass on all else that is printed to stderr."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            printed.seek(0)
+            os.write(2, b"".join(line for line in printed if _GREETING not in line))
+
+
+@dataclass(frozen=True)
+class MonarchHost:
+    """A host that runs Monarch's worker loop.
+
+    Attributes:
+        text: its address in Monarch's words: ``tcp://node0:26600``, perhaps with the identity of its service before it.
+        scheme: tcp or tls.
+        name: the host's name or IP address.
+        port: the worker loop's port.
+    """
+
+    text: str
+    scheme: str
+    name: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> MonarchHost:
+        """Parse an address.
+
+        Raises:
+            ConfigError: it has another form.
+        """
+        match = _HOST.fullmatch(text)
+        if match is None or not 0 < int(match["port"]) < 65536:
+            raise ConfigError(f"--hosts must be addresses such as tcp://node0:26600, with commas, but has {text!r}.")
+        return cls(text, match["scheme"], match["host"].strip("[]"), int(match["port"]))
+
+    def answers(self) -> str:
+        """Connect; return why it does not answer, "" if it does."""
+        try:
+            socket.create_connection((self.name, self.port), timeout=_CONNECT_S).close()
+        except OSError as error:
+            return str(error)
+        return ""
+
+
+def read_hosts(text: str) -> tuple[MonarchHost, ...]:
+    """Read the addresses of ``tcp://a:1,tcp://b:1``, or of a file with one per line.
+
+    Raises:
+        ConfigError: the text or the file names no host, one twice, two kinds of connections, or has another form.
+    """
+    try:
+        words = Path(text).read_text(encoding="utf-8").split() if os.path.isfile(text) else text.split(",")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hosts {text}: the file cannot be read: {error}.") from error
+    hosts = tuple(MonarchHost.parse(word.strip()) for word in words if word.strip())
+    if not hosts:
+        raise ConfigError(f"--hosts {text!r} names no host. Give such as tcp://node0:26600,tcp://node1:26600.")
+    if len({(host.name, host.port) for host in hosts}) < len(hosts):
+        raise ConfigError("--hosts names a host more than once. Each runs one node of the job.")
+    if len({host.scheme for host in hosts}) > 1:
+        raise ConfigError("--hosts mixes tcp:// and tls://. Monarch connects to all hosts in one way.")
+    return hosts
+
+
+# --- The job, as a file, and the process that follows it ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonarchJob(ActorJob):
+    """The job for Monarch's hosts; the content of ``monarch-job.json``.
+
+    Attributes:
+        hosts: the addresses of worker loops, the first ones for the job's nodes, others to replace lost ones; empty:
+            one node, on this machine.
+        machines: the number of nodes.
+    """
+
+    hosts: tuple[str, ...] = ()
+    machines: int = 1
+
+
+class MonarchJobController(ActorJobController):
+    """Starts a job's nodes, and follows them to their end."""
+
+    def __init__(self, monarch: Any, job: MonarchJob) -> None:
+        super().__init__("--hosts" if job.hosts else "this machine", job, job.machines)
+        from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+        self.errors = (SupervisionError, monarch.ActorError, TimeoutError, OSError)
+        self._monarch = monarch
+        hosts = [MonarchHost.parse(text) for text in job.hosts]
+        self._hosts = dict(zip(self._places, hosts, strict=False))
+        self._idle = hosts[job.machines :]
+        self._lock = threading.Lock()
+        self._meshes: dict[NodePlace, Any] = {}
+        self._generations = dict.fromkeys(self._places, 0)
+        self._answers: queue.Queue[tuple[NodePlace, int, Any]] = queue.Queue(2 * job.machines)
+        self._over = threading.Event()
+
+    # Begin
+
+    def _place_all(self) -> None:
+        # A pending call of a lost actor raises an error; by default this hook would end the process besides.
+        self._monarch.unhandled_fault_hook = lambda failure: None
+        if self._hosts:
+            self._connect()
+        with _without_greeting():
+            self._monarch.context()
+        for place in self._places:
+            self._place(place)
+        for place in self._places:
+            place.host = place.actor.name.call_one().get(timeout=_START_S)
+        threading.Thread(target=self._greet, daemon=True).start()
+
+    def _connect(self) -> None:
+        """Choose the address at which the hosts reach this process.
+
+        Raises:
+            LaunchError: a host does not answer.
+        """
+        silent = [f"{host.text}: {why}" for host in self._hosts.values() if (why := host.answers())]
+        if silent:
+            raise LaunchError(
+                f"{len(silent)} of {len(self._hosts)} hosts do not answer: {'; '.join(silent)}. Start Monarch's worker "
+                'loop on each: python -c "from monarch.actor import run_worker_loop_forever as run; run('
+                "address='tcp://HOST:PORT', ca='trust_all_connections')\""
+            )
+        first = self._hosts[self._places[0]]
+        if is_loopback(first.name):
+            own = first.name
+        elif first.scheme == "tls":
+            own = socket.getfqdn()  # which certificates name
+        else:
+            own = address_towards(first.name, first.port)
+        self._monarch.enable_transport(f"{first.scheme}://{own}:0")
+
+    def _place(self, place: NodePlace) -> None:
+        """Make an actor for a place. Nothing is waited for."""
+        from paceline.launch.monarch_node import NodeActor
+
+        if self._hosts:
+            host = self._hosts[place]
+            place.address = host.name
+            mesh = self._monarch.attach_to_workers(ca="trust_all_connections", workers=[host.text])
+        else:
+            place.address = "127.0.0.1"
+            mesh = self._monarch.this_host()
+        self._meshes[place] = mesh
+        processes = mesh.spawn_procs(name=f"node{place.rank}")
+        place.actor = processes.spawn("agent", NodeActor)
+        if self._hosts:  # a mesh of one host, not a single one
+            place.actor = place.actor.slice(hosts=0)
+
+    def _can_listen(self, place: NodePlace, port: int) -> bool:
+        free: bool = place.actor.can_listen.call_one(place.address, port).get(timeout=_START_S)
+        return free
+
+    def _start_all(self) -> None:
+        answers = [self._start(place) for place in self._places]
+        for place, answer in zip(self._places, answers, strict=True):
+            answer.get(timeout=_START_S)
+            place.started = True
+            self._follow(place)
+
+    def _start(self, place: NodePlace) -> Any:
+        return place.actor.start.call_one(self._job.command, self._variables_of(place), self._job.workdir)
+
+    def _greet(self) -> None:
+        """Keep the actors from ending themselves, also while nothing reads this process's output."""
+        while not self._over.wait(_GREET_S):
+            for place in self._places:
+                with suppress(*self.errors):
+                    place.actor.greet.broadcast()
+
+    # Follow
+
+    def _follow(self, place: NodePlace, *, new: bool = False) -> None:
+        threading.Thread(target=self._carry, args=(place, self._generations[place], new), daemon=True).start()
+
+    def _carry(self, place: NodePlace, generation: int, new: bool) -> None:
+        """Read what a node prints until it ends or is lost; a new one is started first."""
+        try:
+            if new:
+                self._find_host(place)
+                self._place(place)
+                place.host = place.actor.name.call_one().get(timeout=_START_S)
+                self._start(place).get(timeout=_START_S)
+                self._answers.put((place, generation, ([], None)))
+            code = None
+            while code is None and not self._over.is_set():
+                lines, code = place.actor.read.call_one(READ_S).get()
+                self._answers.put((place, generation, (lines, code)))
+        except self.errors as error:
+            self._answers.put((place, generation, error))
+
+    def _find_host(self, place: NodePlace) -> None:
+        """Wait for a host that answers: one that was not used yet, else the lost one, whose loop may run again."""
+        if not self._hosts:
+            return
+        with self._lock:
+            self._idle.append(self._hosts[place])
+        while not self._over.is_set():
+            for host in tuple(self._idle):
+                if host.answers():
+                    continue
+                with self._lock:
+                    if host in self._idle:  # no other place has taken it
+                        self._idle.remove(host)
+                        self._hosts[place] = host
+                        return
+            self._over.wait(_POLL_S)
+
+    def _poll(self) -> None:
+        with suppress(queue.Empty):
+            place, generation, said = self._answers.get(timeout=TURN_S)
+            while True:
+                if generation == self._generations[place]:
+                    self._hear(place, said)
+                place, generation, said = self._answers.get_nowait()
+
+    def _hear(self, place: NodePlace, said: Any) -> None:
+        if isinstance(said, BaseException):
+            self._lose(place, reason_of(said))
+            return
+        place.started = True
+        self._take(place, *said)
+
+    def _send_signal(self, place: NodePlace, number: int) -> None:
+        place.actor.send_signal.broadcast(number)
+
+    def _replace(self, place: NodePlace) -> None:
+        self._generations[place] += 1
+        self._follow(place, new=True)
+
+    def _forget(self, place: NodePlace) -> None:
+        self._generations[place] += 1
+
+    def _end_all(self) -> None:
+        """Kill what runs, and give the hosts back; their worker loops take the next job."""
+        self._over.set()
+        deadline = time.monotonic() + PATIENCE_S
+        ends = [place.actor.end.call_one() for place in self._places if place.running and place.actor is not None]
+        stops = []
+        for answer in ends:
+            with suppress(*self.errors):
+                answer.get(timeout=max(0.1, deadline - time.monotonic()))
+        if self._hosts:
+            stops = [mesh.stop() for mesh in self._meshes.values()]
+        for answer in stops:
+            with suppress(*self.errors):
+                answer.get(timeout=max(0.1, deadline - time.monotonic()))
+        sys.stdout.flush()
+
+
+# --- The launcher ---
+
+
+JOB_FILE = "monarch-job.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonarchOptions:
+    """Where Monarch runs a job."""
+
+    hosts: str | None = option(
+        "Addresses of Monarch's worker loops, such as tcp://node0:26600,tcp://node1:26600, or a file with one "
+        "per line. Those beyond --nodes replace lost ones. Default: this machine, without any."
+    )
+    machine_restarts: int = option("Number of lost nodes of a task to replace.", 3)
+
+
+class Monarch(ForegroundLauncher):
+    """Jobs whose nodes are Monarch's hosts."""
+
+    name = "monarch"
+    rank_launchers = ("torchrun", "spawn", "agent")
+    preallocated = True
+    extra = "monarch"
+
+    def resolve_sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: MonarchOptions | None
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """Return, for ``--nodes 1``, the default, all hosts."""
+        if nodes == (1, 1) and options is not None and options.hosts is not None:
+            count = len(read_hosts(options.hosts))
+            return (count, count), nproc
+        return nodes, nproc
+
+    def render(self, spec: LaunchSpec, options: MonarchOptions | None = None) -> RenderedJob:
+        """Render one command, and the file that it reads."""
+        options = options or MonarchOptions()
+        refuse_what_is_for_clusters(spec, self.name)
+        refuse_walltime(spec, self.name)
+        refuse_restarts(spec, self.name)
+        if options.machine_restarts < 0:
+            raise ConfigError(f"--machine-restarts must be 0 or more, but is {options.machine_restarts}.")
+        least, most = spec.nodes
+        if least != most:
+            raise ConfigError(
+                f"--nodes {least}:{most}: --on monarch starts a fixed number of nodes. "
+                "paceline join RUN adds others to a run."
+            )
+        hosts = read_hosts(options.hosts) if options.hosts is not None else ()
+        if least > max(1, len(hosts)):
+            raise ConfigError(
+                f"--nodes {least} needs as many hosts, but --hosts names {len(hosts)}. Give such as "
+                "--hosts tcp://node0:26600,tcp://node1:26600."
+            )
+        job = MonarchJob(
+            command=node_command(spec),
+            workdir=str(spec.workdir),
+            env=spec.env,
+            recovers=spec.rank_launcher == "agent",
+            replacements=options.machine_restarts,
+            hosts=tuple(host.text for host in hosts),
+            machines=least,
+        )
+        command = Command(
+            title=f"the job, on {least} of Monarch's hosts" if hosts else "the job, in a process of Monarch's here",
+            argv=(spec.python, "-m", "paceline.launch.monarch_job", str(spec.directory / JOB_FILE)),
+        )
+        return RenderedJob(spec=spec, options=options, files={JOB_FILE: job.text}, commands=(command,))
+
+    def submit(self, rendered: RenderedJob) -> JobHandle:
+        """Start the command."""
+        starter = RankStarter(name="Monarch's controller", says_why=True)
+        return ForegroundJob(SupervisedJob(rendered.commands, starter=starter), rendered.spec.directory)
