@@ -32,6 +32,9 @@ SuiteName = Literal["fsdp", "tp", "pp", "schedules", "memory", "pipeline", "pipe
 
 ServingSuiteName = Literal["json", "binary", "predict", "overload", "swap", "drain", "kill", "exact"]
 
+EngineName = Literal["paceline", "ray", "monarch", "monarch-1s"]
+_ALL_ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+
 Rounds = Annotated[int, Parameter(help="How often each is measured, in turns.")]
 Steps = Annotated[int | None, Parameter(help="Steps to measure. Default: some seconds' worth.")]
 WorkloadName = Annotated[Literal["convnet", "mlp", "all"], Parameter(help="What to train.")]
@@ -250,6 +253,32 @@ def searches(
     from benchmarks.tuning import bench_searches
 
     result = bench_searches(trials=trials, steps=steps, evaluations=evaluations, rounds=rounds, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
+def engines(
+    *,
+    engines: Annotated[
+        tuple[EngineName, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="What carries the processes; ratios are to the first. Default: all, in this order.",
+        ),
+    ] = _ALL_ENGINES,
+    processes: Annotated[
+        tuple[int, ...], Parameter(consume_multiple=True, negative="", help="How many processes, a table each.")
+    ] = (2, 16, 64),
+    rounds: Rounds = 3,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Start, a message to all, a kill and memory of processes by Paceline's agent, Ray and Monarch, here."""
+    from benchmarks.engines import bench_engines
+
+    result = bench_engines(engines=engines, processes=processes, rounds=rounds, progress=_progress)
     return show(result, json=json, markdown=markdown)
 
 

@@ -255,7 +255,7 @@ class ActorJobController(ABC):
             case "end":
                 self._hurried = True
 
-    # What the engine does
+    # The engine
 
     @abstractmethod
     def _place_all(self) -> None:
