@@ -32,7 +32,7 @@ SuiteName = Literal["fsdp", "tp", "pp", "schedules", "memory", "pipeline", "pipe
 
 ServingSuiteName = Literal["json", "binary", "predict", "overload", "swap", "drain", "kill", "exact"]
 
-EngineName = Literal["paceline", "ray", "monarch", "monarch-1s"]
+EngineName = Literal["paceline", "mesh", "ray", "monarch", "monarch-1s"]
 _ALL_ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 Rounds = Annotated[int, Parameter(help="How often each is measured, in turns.")]

@@ -12,11 +12,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 MESSAGES = 50
 """Messages to all processes, one after another; their median counts."""
+
+IDLE_S = 4.0
+"""How long the processes are left to themselves, for the processor time of that."""
 
 
 class Engine(ABC):
@@ -39,6 +43,10 @@ class Engine(ABC):
     @abstractmethod
     def await_loss(self, pid: int) -> None:
         """Kill the last process; return when the engine has reported that."""
+
+    def idle(self, seconds: float) -> None:
+        """Let all processes do what they do by themselves."""
+        time.sleep(seconds)
 
     @abstractmethod
     def end(self) -> None:
@@ -96,6 +104,8 @@ def serve(descriptor: int) -> int:
 
         def answer() -> int:
             channel = WorkerChannel.of(descriptors[0])
+            if "ports" in request:
+                return run_mesh_agent(channel, request["ports"])
             while channel.receive() is not None:
                 channel.send(Joined(0))
             return 0
@@ -103,6 +113,131 @@ def serve(descriptor: int) -> int:
         return answer
 
     return run_fork_server(descriptor, lambda: None, prepare)
+
+
+class MeshAgent:
+    """What the agents of several nodes are to each other, alone: links to all others, over loopback.
+
+    Args:
+        ports: those of the agents that have started before this one, to which it connects.
+    """
+
+    _TOKEN = bytes(32)
+    _SILENCE_S = 60.0  # processes of one machine that start together do not get a core at once
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        import selectors
+
+        from paceline.elastic.consensus.transport import Listener, PeerNetwork
+
+        self.answered: set[str] = set()
+        self.lost_peers: set[str] = set()
+        self._selector = selectors.DefaultSelector()
+        hello = {"name": str(os.getpid())}
+        listener = Listener("127.0.0.1", 0, self._TOKEN, hello, most=1024)
+        self.port = listener.port
+        self.network = PeerNetwork(self._selector, listener, self._TOKEN, hello, self, self._SILENCE_S)
+        self.network.call([("127.0.0.1", port) for port in ports])
+
+    def turn(self) -> None:
+        """Wait for an event, and handle it."""
+        for key, _ in self._selector.select(max(0.0, self.network.deadline - time.monotonic())):
+            key.data()
+        self.network.expire(time.monotonic())
+
+    def watch(self, channel: Any, do: Any) -> None:
+        """Handle what comes on a channel, too."""
+        self._selector.register(channel, 1, do)
+
+    def linked(self, peer: str, hello: Mapping[str, Any]) -> None:
+        """Nothing to do: the network counts its links."""
+
+    def lost(self, peer: str, why: str) -> None:
+        """Note the end of a link."""
+        self.lost_peers.add(peer)
+
+    def heard(self, peer: str, message: Mapping[str, Any]) -> None:
+        """Answer, or note an answer."""
+        if message.get("kind") == "ask":
+            self.network.send(peer, {"kind": "answer"})
+        elif message.get("kind") == "answer":
+            self.answered.add(peer)
+
+    def refused(self, why: str) -> None:
+        """Nothing to do: a peer that did not get a core in time for its handshake tries again."""
+
+
+class Mesh(Agent):
+    """Agents of as many nodes, each linked to each other; this process is one of them."""
+
+    def start(self, number: int) -> None:
+        from paceline.core.fork_server import Forked, ForkServer
+        from paceline.elastic.worker_channel import Joined, ReportRequest, channel_pair
+
+        self._server = ForkServer([sys.executable, "-m", "benchmarks.engine_processes", "serve"], os.environ)
+        self._agent = MeshAgent([])
+        ports, pids, self._channels = [self._agent.port], [], []
+        for index in range(number):
+            own, theirs = channel_pair()
+            self._server.fork(index, [theirs.fileno()], ports=ports)
+            theirs.close()
+            report, port = self._server.report(), own.receive()
+            assert isinstance(report, Forked)
+            assert isinstance(port, Joined)
+            os.close(report.pidfd)
+            ports.append(port.generation)
+            pids.append(report.pid)
+            self._channels.append(own)
+        self.pids = pids
+        while len(self._agent.network.connected) < number:
+            self._agent.turn()
+        for channel in self._channels:  # each answers once all that it has connected to have answered
+            channel.send(ReportRequest())
+        waiting = set(self._channels)
+        for channel in self._channels:
+            self._agent.watch(channel, partial(_note_answer, channel, waiting))
+        while waiting:
+            self._agent.turn()
+        self.send_to_all()
+
+    def send_to_all(self) -> None:
+        self._agent.answered.clear()
+        for peer in self._agent.network.connected:
+            self._agent.network.send(peer, {"kind": "ask"})
+        while len(self._agent.answered) < len(self.pids):
+            self._agent.turn()
+
+    def await_loss(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        while str(pid) not in self._agent.lost_peers:
+            self._agent.turn()
+
+    def idle(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._agent.turn()
+
+
+def _note_answer(channel: Any, waiting: set[Any]) -> None:
+    channel.receive()
+    waiting.discard(channel)
+
+
+def run_mesh_agent(channel: Any, ports: Sequence[int]) -> int:
+    """Be an agent of a mesh until the channel closes."""
+    from paceline.elastic.worker_channel import Joined
+
+    agent = MeshAgent(ports)
+    channel.send(Joined(agent.port))
+    ended = []
+    agent.watch(channel, lambda: ended.append(channel.receive()))
+    asked = False
+    while None not in ended:
+        agent.turn()
+        if ended and not asked and len(agent.network.connected) >= len(ports):
+            asked = True
+            channel.send(Joined(0))
+    return 0
 
 
 class Ray(Engine):
@@ -192,7 +327,13 @@ class MonarchPolling(Monarch):
         self._start(import_monarch(), number)
 
 
-ENGINES: dict[str, type[Engine]] = {"paceline": Agent, "ray": Ray, "monarch": Monarch, "monarch-1s": MonarchPolling}
+ENGINES: dict[str, type[Engine]] = {
+    "paceline": Agent,
+    "mesh": Mesh,
+    "ray": Ray,
+    "monarch": Monarch,
+    "monarch-1s": MonarchPolling,
+}
 
 
 def measure(engine: Engine, number: int) -> dict[str, float]:
@@ -212,12 +353,25 @@ def measure(engine: Engine, number: int) -> dict[str, float]:
         report["memory_mib"] = (
             statistics.mean(psutil.Process(pid).memory_full_info().pss for pid in engine.pids) / 2**20
         )
+        before_s = _processor_s(engine.pids)
+        begin = time.monotonic()
+        engine.idle(IDLE_S)
+        idle_s = time.monotonic() - begin
+        report["idle_percent"] = 100 * (_processor_s(engine.pids) - before_s) / len(engine.pids) / idle_s
         begin = time.monotonic()
         engine.await_loss(engine.pids[-1])
         report["known_ms"] = 1000 * (time.monotonic() - begin)
     finally:
         engine.end()
     return report
+
+
+def _processor_s(pids: Sequence[int]) -> float:
+    """Return the processor time of these processes so far."""
+    import psutil
+
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(each.user + each.system for each in times)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from paceline.core.errors import ConfigError
 
 TITLES = {
     "paceline": "Paceline's agent",
+    "mesh": "Paceline's agents of as many nodes",
     "ray": "Ray",
     "monarch": "Monarch",
     "monarch-1s": "Monarch, as --on monarch sets it",
@@ -24,6 +25,7 @@ _QUANTITIES = (
     Quantity("message_ms", "message to all and back, ms", 2),
     Quantity("known_ms", "from a kill to its report, ms", 1),
     Quantity("memory_mib", "MiB a process", 1),
+    Quantity("idle_percent", "processor of an idle process, %", 2),
 )
 
 
