@@ -116,7 +116,7 @@ def serve(descriptor: int) -> int:
 
 
 class MeshAgent:
-    """What the agents of several nodes are to each other, alone: links to all others, over loopback.
+    """The links of one agent to those of all other nodes, over loopback, and nothing else of an agent.
 
     Args:
         ports: those of the agents that have started before this one, to which it connects.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import signal
 import sys
@@ -12,6 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from tests.conftest import children, runs
 from tests.elastic.recovery_nodes.runs import OPTIONS, PATIENT, TASK, Run
 from tests.lab.machines import Machines
@@ -80,6 +84,38 @@ def recorded_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("place.py", PLACE), ("waits.py", WAITS), ("harmed.py", HARMED)):
         (tmp_path / name).write_text(text)
     (tmp_path / "plan").mkdir()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> dict[str, str]:
+    """Make a certificate authority, and its certificate for localhost; return Monarch's variables for it."""
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("authority", "localhost")]
+    now = datetime.datetime.now(datetime.UTC)
+    paths = []
+    for key, name, is_authority in zip(keys, names, (True, False), strict=True):
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(names[0])
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+            .sign(keys[0], hashes.SHA256())
+        )
+        paths.append(tmp_path / f"{'ca' if is_authority else 'tls'}.crt")
+        paths[-1].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    private = tmp_path / "tls.key"
+    private.write_bytes(
+        keys[1].private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    variables = ("HYPERACTOR_TLS_CA", "HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY")
+    return dict(zip(variables, map(str, (*paths, private)), strict=True))
 
 
 @pytest.fixture
@@ -327,6 +363,16 @@ def test_a_script_on_two_hosts(
     assert all(map(runs, loops.values()))
 
 
+def test_a_script_over_tls(certificate: dict[str, str], run_processes: Any, wait_until: Callable[..., None]) -> None:
+    address = f"tls://localhost:{run_processes.free_port()}"
+    loop = psutil.Process(run_processes.start([sys.executable, "-c", LOOP, address], env=certificate).pid)
+    wait_until(lambda: loop.net_connections("tcp"), "the worker loop listens")
+    launch = ("launch", "--on", "monarch", "--hosts", address, "--rank-launcher", "spawn", "--env", "A=b")
+    done = run_processes.paceline(*launch, "--", "sh", "-c", "echo $RANK $A", env=certificate)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 b\n"
+
+
 def test_a_lost_host_ends_a_script(
     hosts: Callable[[int], dict[str, psutil.Process]],
     run_processes: Any,
@@ -365,7 +411,7 @@ def test_attached_hosts_end_what_a_killed_command_has_left(
     wait_until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready0").read_text(), "the rank waits")
     rank = psutil.Process(int((tmp_path / "ready0").read_text()))
     started.kill()
-    wait_until(lambda: not runs(rank), "the rank ends", 90)
+    wait_until(lambda: not runs(rank), "the rank ends", 120)
     done = run_processes.paceline(*launch[:-1], "true")
     assert done.returncode == 0, done.stderr
 

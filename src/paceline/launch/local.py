@@ -56,7 +56,7 @@ class LocalLauncher(ForegroundLauncher):
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: RendezvousOptions | None
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
         """Return, for ``--nproc auto``, a process for each GPU of this node, else for each core."""
-        return nodes, nproc or (visible_gpus() or len(os.sched_getaffinity(0)),)
+        return nodes, nproc or (processes_here(),)
 
     def render(self, spec: LaunchSpec, options: RendezvousOptions | None = None) -> RenderedJob:
         """Render this node's processes."""
@@ -113,6 +113,11 @@ def visible_gpus() -> int:
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
     return len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
+
+
+def processes_here() -> int:
+    """Return the processes of ``--nproc auto``: one for each GPU of this node, else one for each core."""
+    return visible_gpus() or len(os.sched_getaffinity(0))
 
 
 def process_command(spec: LaunchSpec, local_rank: int | str) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from paceline.launch.launcher import (
     refuse_walltime,
     refuse_what_is_for_clusters,
 )
+from paceline.launch.local import processes_here
 from paceline.launch.node import node_command
 from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
 
@@ -45,12 +46,12 @@ from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankSt
 
 
 _SETTINGS = {
-    # By default Monarch reports a killed process after 10 s, and a lost host after more than a minute. A limit must
-    # span many polls: a limit as long as one makes it report nodes that are well.
+    # By default Monarch reports a killed process after up to 10 s, and a lost host after more than a minute. A limit
+    # must span many polls: one as long as a poll makes it report nodes that are well.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "10s",
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "10s",
-    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "15s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "20s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "20s",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "60s",
 }
 _GREETING = b"Monarch internal logs are being written to"
 _START_S = 60.0
@@ -256,7 +257,7 @@ class MonarchJobController(ActorJobController):
         """Keep the actors from ending themselves, also while nothing reads this process's output."""
         while not self._over.wait(_GREET_S):
             for place in self._places:
-                with suppress(*self.errors):
+                with suppress(Exception):  # of an actor that is lost; the others need it
                     place.actor.greet.broadcast()
 
     # Follow
@@ -277,7 +278,7 @@ class MonarchJobController(ActorJobController):
             while code is None and not self._over.is_set():
                 lines, code = place.actor.read.call_one(READ_S).get()
                 self._answers.put((place, generation, (lines, code)))
-        except self.errors as error:
+        except Exception as error:  # whatever it is, the job must not wait for this node
             self._answers.put((place, generation, error))
 
     def _find_host(self, place: NodePlace) -> None:
@@ -367,8 +368,10 @@ class Monarch(ForegroundLauncher):
     def resolve_sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: MonarchOptions | None
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-        """Return, for ``--nodes 1``, the default, all hosts."""
-        if nodes == (1, 1) and options is not None and options.hosts is not None:
+        """Return, for ``--nodes 1``, the default, all hosts; here ``--nproc auto`` is known, too."""
+        if options is None or options.hosts is None:
+            return nodes, nproc or (processes_here(),)
+        if nodes == (1, 1):
             count = len(read_hosts(options.hosts))
             return (count, count), nproc
         return nodes, nproc

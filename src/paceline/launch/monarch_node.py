@@ -15,7 +15,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from paceline.core.sockets import bound_socket
 from paceline.launch.actor_nodes import NodeCommand
 
-SILENCE_S = 30.0
+SILENCE_S = 60.0
 """An actor that its controller has not greeted for so long ends itself, and its command with it."""
 
 _OF_MONARCH = ("HYPERACTOR_MESH", "HYPERACTOR_PROCESS_NAME", "HYPERACTOR_EXECUTION_ID", "MONARCH_CLIENT_TRACE_ID")
