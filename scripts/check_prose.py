@@ -88,7 +88,7 @@ RULES = {
     r"\bculprits?\b": "root-cause rank, failed rank",
     r"\bvictims?\b": "blocked rank, survivor",
     r"\b(?:a pin|pins)\b": "numerics fingerprint, or a field of it",
-    r"\b(?-i:leases?)\b": "quorum witness",
+    _not_after(("etcd", "etcd's")) + r"\b(?-i:leases?)\b": "quorum witness",
     r"\brosters?\b": "node set",
     r"\bzygotes?\b": "fork server",
     r"\binner launchers?\b": "rank launcher",

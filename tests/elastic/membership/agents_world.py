@@ -9,20 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.elastic.consensus.connectivity import LinkMap
-from paceline.elastic.consensus.messages import NodeSet, Term, meets_every_quorum
-from paceline.elastic.consensus.paxos import (
-    AcquireWitness,
+from paceline.elastic.consensus.membership import (
     Action,
     Committed,
     Fence,
     Follow,
     Lead,
-    Leadership,
     Out,
     Pause,
     Send,
     StopLeading,
 )
+from paceline.elastic.consensus.messages import NodeSet, Term, meets_every_quorum
+from paceline.elastic.consensus.paxos import AcquireWitness, Leadership
 
 Event = tuple[str, str, str]  # what happens, where, and with whom
 

@@ -10,6 +10,17 @@ from functools import partial
 import pytest
 from tests.elastic.membership.agents_world import World
 
+from paceline.elastic.consensus.membership import (
+    Action,
+    Committed,
+    Fence,
+    Follow,
+    Lead,
+    Out,
+    Pause,
+    Send,
+    StopLeading,
+)
 from paceline.elastic.consensus.messages import (
     Accept,
     Accepted,
@@ -22,19 +33,7 @@ from paceline.elastic.consensus.messages import (
     Term,
     Vote,
 )
-from paceline.elastic.consensus.paxos import (
-    AcquireWitness,
-    Action,
-    Committed,
-    Fence,
-    Follow,
-    Lead,
-    Leadership,
-    Out,
-    Pause,
-    Send,
-    StopLeading,
-)
+from paceline.elastic.consensus.paxos import AcquireWitness, Leadership
 
 ABC = NodeSet(2, ("a", "b", "c"))
 AB = NodeSet(1, ("a", "b"))

@@ -17,6 +17,19 @@ from paceline.core.launch_spec import LaunchSpec
 from paceline.core.signals import ECHO_S, StopRequests
 from paceline.elastic.consensus.connectivity import LinkMap
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory
+from paceline.elastic.consensus.membership import (
+    Action,
+    Committed,
+    Fence,
+    Follow,
+    Lead,
+    Membership,
+    Out,
+    Pause,
+    Request,
+    Send,
+    StopLeading,
+)
 from paceline.elastic.consensus.messages import (
     AddressBook,
     ElectionMessage,
@@ -34,22 +47,9 @@ from paceline.elastic.consensus.messages import (
     Term,
     WorkerEvent,
     WorkerList,
-    meets_every_quorum,
     read,
 )
-from paceline.elastic.consensus.paxos import (
-    AcquireWitness,
-    Action,
-    Committed,
-    Fence,
-    Follow,
-    Lead,
-    Leadership,
-    Out,
-    Pause,
-    Send,
-    StopLeading,
-)
+from paceline.elastic.consensus.paxos import PaxosMembership
 from paceline.elastic.consensus.transport import PeerNetwork
 from paceline.elastic.controller import JobController, make_coordinator
 from paceline.elastic.node import Ended, NodeWorkers, Said
@@ -117,8 +117,8 @@ class Follower:
         return buffered
 
 
-# --- The driver of the consensus: executes the actions of the pure state machine
-# :class:`~paceline.elastic.consensus.paxos.Leadership`. No torch ---
+# --- The driver of the consensus: executes the actions of a
+# :class:`~paceline.elastic.consensus.membership.Membership`. No torch ---
 
 
 _TIMEOUT_S = 1.0
@@ -154,7 +154,7 @@ class ConsensusDriver:
         self._spec, self._directory, self._node, self._peers = spec, directory, node, company
         self._leave = leave
         self._name = company.name
-        self._leadership = Leadership.outside(self._name, ties=True)
+        self._membership: Membership = PaxosMembership(self._name, company.acquire_witness)
         self._pending: deque[Action] = deque()
         self._acting = False
         self._timeout_at = math.inf
@@ -174,13 +174,12 @@ class ConsensusDriver:
         """Lead, if this is the first agent."""
         if self._peers.is_first:
             self._start_by = time.monotonic() + self._spec.init_timeout_s
-            self._leadership, actions = Leadership.bootstrap(self._name, ties=True)
-            self._act(actions)
+            self._act(self._membership.begin())
 
     @property
     def leading_node(self) -> str | None:
         """The node of the leader; None if there is none, or it is unknown."""
-        return self._leadership.leader
+        return self._membership.leader
 
     @property
     def deadline(self) -> float:
@@ -201,10 +200,10 @@ class ConsensusDriver:
         if now < self._timeout_at:
             return
         self._timeout_at = math.inf
-        if self._leadership.role == "paused" and self._directory.result.is_file():
+        if self._membership.role == "paused" and self._directory.result.is_file():
             self._leave("the other nodes have finished the run.", 0)
             return
-        self._act(self._leadership.on_timeout())
+        self._act(self._membership.on_timeout())
 
     def _give_up_start(self) -> None:
         """End the job on all its nodes, if there were too few for the first group all the time."""
@@ -228,15 +227,15 @@ class ConsensusDriver:
     def linked(self, peer: str) -> None:
         """Handle a new connection."""
         self._links_changed = True
-        self._act(self._leadership.linked(peer))
+        self._act(self._membership.linked(peer))
 
     def lost(self, peer: str) -> None:
         """Handle the end of a connection."""
         self._links_changed = True
         self._links.reports.pop(peer, None)
         self._told.pop(peer, None)
-        self._act(self._leadership.lost(peer))
-        if self._leadership.role == "outside" and self.leading_node is None:
+        self._act(self._membership.lost(peer))
+        if self._membership.role == "outside" and self.leading_node is None:
             self._peers.look()
 
     def reached(self, peer: str, peers: tuple[str, ...]) -> None:
@@ -246,12 +245,12 @@ class ConsensusDriver:
 
     def voted(self, peer: str, message: ElectionMessage) -> None:
         """Handle an election message."""
-        self._act(self._leadership.heard(peer, message))
+        self._act(self._membership.heard(peer, message))
 
     def clear(self, peer: str, term: Term) -> None:
         """Record that a peer has promised this term, and none of its workers acts in an earlier group."""
-        if term == self._leadership.promised:
-            self._act(self._leadership.clear(peer))
+        if term == self._membership.promised:
+            self._act(self._membership.clear(peer))
             self._settle()
 
     def reported(self, peer: str, workers: WorkerList) -> None:
@@ -268,7 +267,7 @@ class ConsensusDriver:
         self._peers.add(peer, self.followers | {peer})
         if peer not in self.leader.nodes:
             # A repeated list may be older than orders sent since.
-            remote = RemoteNode(partial(self._peers.send, peer), self._leadership.promised)
+            remote = RemoteNode(partial(self._peers.send, peer), self._membership.promised)
             seats = {worker: seat for worker, (_, seat) in workers.seats.items()}
             self._links_changed = True
             self.leader.node_joins(peer, remote, workers.nproc, seats)
@@ -288,7 +287,7 @@ class ConsensusDriver:
         """
         if self.leader is None:
             if self.leading_node is not None:
-                self._peers.send(self.leading_node, PeersReached(tuple(sorted(self._leadership.reachable))))
+                self._peers.send(self.leading_node, PeersReached(tuple(sorted(self._membership.reachable))))
             return
         nodes = list(self.leader.coordinator.nodes)
         members = [name for name in self.node_set.nodes if name in nodes]
@@ -319,17 +318,17 @@ class ConsensusDriver:
             else:
                 print_status(f"{name} takes part again.")
         self._told = cut_from
-        included = frozenset(self.node_set.nodes) - cut_from.keys()
-        if not meets_every_quorum(self.node_set, included, True, None):
-            for name in cut_from.keys() & frozenset(self.node_set.nodes):
+        excluded = cut_from.keys() & frozenset(self.node_set.nodes)
+        if self.leader is not None and not self._membership.may_exclude(excluded):
+            for name in excluded:
                 if self.leader is not None:
-                    self._act(self._leadership.dismiss(name))
+                    self._act(self._membership.dismiss(name))
 
     def _admit(self) -> None:
         """Admit nodes to the node set once they have workers that can take part."""
         if self.leader is not None:
             for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.node_set.nodes)):
-                self._act(self._leadership.admit(name))
+                self._act(self._membership.admit(name))
 
     def _remove(self) -> None:
         """Remove retired nodes from the node set once they act in no group, and tell them to end.
@@ -342,7 +341,7 @@ class ConsensusDriver:
                 if self.leader is not None:
                     # Before it learns that it is no longer in the node set.
                     self._peers.send(name, Removed())
-                    self._act(self._leadership.dismiss(name))
+                    self._act(self._membership.dismiss(name))
 
     # Requests of the leader.
 
@@ -357,12 +356,12 @@ class ConsensusDriver:
         if self._links_changed:
             return False  # not before the excluded nodes are known
         for name in self.leader.nodes & frozenset(self.node_set.nodes) - self.leader.coordinator.nodes_acting:
-            self._act(self._leadership.clear(name))
-        return bool(nodes) and self._leadership.may_form(nodes)
+            self._act(self._membership.clear(name))
+        return bool(nodes) and self._membership.may_form(nodes)
 
     def formed(self, nodes: frozenset[str]) -> None:
         """Record that it is formed."""
-        self._leadership.formed(nodes)
+        self._membership.formed(nodes)
 
     def reject(self, node: str, why: str) -> None:
         """Remove a node, and send it the reason."""
@@ -387,7 +386,7 @@ class ConsensusDriver:
                 self._carry_out(self._pending.popleft())
         finally:
             self._acting = False
-        if not self._leadership.needs_timer:
+        if not self._membership.needs_timer:
             self._timeout_at = math.inf
         elif self._timeout_at == math.inf:
             self._timeout_at = time.monotonic() + _TIMEOUT_S
@@ -408,9 +407,8 @@ class ConsensusDriver:
                 self._follow(term, leader, node_set)
             case Pause(reason):
                 self._pause(reason)
-            case AcquireWitness(node_set, winners):
-                held_by = self._peers.acquire_witness(node_set, winners)
-                self._act(self._leadership.witness_answered(node_set, held_by))
+            case Request():
+                self._act(self._membership.perform(action))
             case Out() if self.is_removed:
                 self._leave("this node has left the run; the other nodes continue.", 0)
             case Out():

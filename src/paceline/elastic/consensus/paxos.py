@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.elastic.consensus.membership import (
+    Action,
+    Committed,
+    Fence,
+    Follow,
+    Lead,
+    Out,
+    Pause,
+    Request,
+    Role,
+    Send,
+    StopLeading,
+)
 from paceline.elastic.consensus.messages import (
     NO_TERM,
     Accept,
@@ -23,95 +36,18 @@ from paceline.elastic.consensus.messages import (
     meets_every_quorum,
 )
 
-# --- Actions of a :class:`Leadership` for its driver. No torch
-
 
 @dataclass(frozen=True)
-class Send:
-    """Send this message to this node, over the open connection."""
-
-    to: str
-    message: ElectionMessage
-
-
-@dataclass(frozen=True)
-class Lead:
-    """Lead from now on: coordinate the workers of the node set, once they have reported."""
-
-    term: Term
-    node_set: NodeSet
-
-
-@dataclass(frozen=True)
-class Committed:
-    """Continue to lead with a new node set, with which groups may be formed."""
-
-    term: Term
-    node_set: NodeSet
-
-
-@dataclass(frozen=True)
-class StopLeading:
-    """Stop leading: drop the coordination, and give no orders."""
-
-    term: Term
-
-
-@dataclass(frozen=True)
-class Fence:
-    """After promising a higher term, make this node's workers leave their group, then tell the term's node.
-
-    Orders of lower terms are no longer obeyed. The term's node, which may be this one, calls ``clear``.
-    """
-
-    term: Term
-
-
-@dataclass(frozen=True)
-class Follow:
-    """Report this node's workers to the leader, which may have reconnected, and whether they act in a group.
-
-    A node outside of the node set requests its admission in this way.
-    """
-
-    term: Term
-    leader: str
-    node_set: NodeSet
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Form no group, because too few of the nodes can be reached.
-
-    Attributes:
-        reason: which nodes are missing, and how many are needed, as text.
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class AcquireWitness:
-    """Take the witness of this node set for these of its nodes, and answer with ``witness_answered``."""
+class AcquireWitness(Request):
+    """Take the witness of this node set for these of its nodes, and answer with :meth:`Leadership.witness_answered`."""
 
     roster: NodeSet
     holders: frozenset[str]
 
 
-@dataclass(frozen=True)
-class Out:
-    """End this node's workers, because it is no longer in the node set. It can join again under another name."""
-
-    roster: NodeSet
-
-
-Action = Send | Lead | Committed | StopLeading | Fence | Follow | Pause | AcquireWitness | Out
-
-
 # --- The acceptor: a node's knowledge and promises, and the counting of votes. No torch ---
 
 
-Role = Literal["outside", "waiting", "following", "claiming", "leading", "paused", "out"]
 Nodes = frozenset[str]
 
 
@@ -407,7 +343,7 @@ class Proposer(Acceptor):
 
 @dataclass
 class Leadership(Proposer):
-    """One agent's part; made by :meth:`bootstrap` or :meth:`outside`.
+    """One agent's part; made by :meth:`bootstrap` or :meth:`outside`. :class:`PaxosMembership` adds the witness.
 
     Every event returns the actions to execute, in order, before the next event.
     """
@@ -417,10 +353,8 @@ class Leadership(Proposer):
     @classmethod
     def bootstrap(cls, node: str, *, ties: bool) -> tuple[Leadership, list[Action]]:
         """Return the first node of a job, which leads a node set of itself; others join through it."""
-        self = cls(node, ties, promised=Term(1, node), committed=NodeSet(0, (node,)))
-        self._lead()
-        self._clear = frozenset((node,))
-        return self, self._take_actions()
+        self = cls(node, ties)
+        return self, self.begin()
 
     @classmethod
     def outside(cls, node: str, *, ties: bool) -> Leadership:
@@ -428,6 +362,13 @@ class Leadership(Proposer):
         return cls(node, ties)
 
     # Events.
+
+    def begin(self) -> list[Action]:
+        """Lead a node set of this node alone."""
+        self.promised, self.committed = Term(1, self.node), NodeSet(0, (self.node,))
+        self._lead()
+        self._clear = frozenset((self.node,))
+        return self._take_actions()
 
     def linked(self, peer: str) -> list[Action]:
         """Handle a new connection; an earlier one was reported as lost."""
@@ -666,3 +607,29 @@ class Leadership(Proposer):
             self._claim_further()
         elif self.leader is not None and self.leader not in node_set.nodes:
             self._leaderless()
+
+
+# --- The membership that needs nothing but the agents and, for ties, a directory that they share ---
+
+
+class PaxosMembership(Leadership):
+    """A :class:`~paceline.elastic.consensus.membership.Membership` by votes of the agents.
+
+    Args:
+        node: this agent's name.
+        acquire_witness: takes a node set's witness for some of its nodes; returns its holders, or None if the directory
+            is not accessible.
+    """
+
+    def __init__(self, node: str, acquire_witness: Callable[[NodeSet, Nodes], Nodes | None]) -> None:
+        super().__init__(node, ties=True)
+        self._acquire_witness = acquire_witness
+
+    def perform(self, request: Request) -> list[Action]:
+        """Take a witness."""
+        assert isinstance(request, AcquireWitness)
+        return self.witness_answered(request.roster, self._acquire_witness(request.roster, request.holders))
+
+    def may_exclude(self, nodes: Set[str]) -> bool:
+        """Return whether the other nodes are in every quorum, so that these could not decide without them."""
+        return meets_every_quorum(self._node_set, frozenset(self._node_set.nodes) - nodes, self.ties, None)
