@@ -409,6 +409,44 @@ def parse_endpoint(text: str, name: str) -> tuple[str, int]:
     return host, int(port)
 
 
+@dataclass(frozen=True)
+class EtcdEndpoints:
+    """The members of an etcd cluster, as ``--coordinator`` names them.
+
+    Attributes:
+        tls: whether connections are encrypted.
+        members: host and port of each.
+    """
+
+    tls: bool
+    members: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{host}:{port}" for host, port in self.members)
+
+
+def parse_coordinator(text: str) -> EtcdEndpoints:
+    """Parse ``etcd://HOST[:PORT][,HOST[:PORT]...]``, or ``etcds://`` for TLS; etcd's port is 2379.
+
+    Raises:
+        ConfigError: the text has another form, or contains a password.
+    """
+    scheme, separator, members = text.partition("://")
+    if "@" in text:
+        raise ConfigError(
+            "--coordinator must not contain a user or a password, which others could read in the list of processes. "
+            "Set ETCDCTL_USER and ETCDCTL_PASSWORD."
+        )
+    if scheme not in ("etcd", "etcds") or not separator or not members:
+        raise ConfigError(
+            f"--coordinator must be etcd://HOST:PORT[,HOST:PORT...], or etcds:// for TLS, but is {text!r}."
+        )
+    names = [
+        member if ":" in member.rpartition("]")[2] else f"{member}:2379" for member in members.rstrip("/").split(",")
+    ]
+    return EtcdEndpoints(scheme == "etcds", tuple(parse_endpoint(name, "--coordinator") for name in names))
+
+
 def _address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
     if port is not None and not 0 < port < 65536:

@@ -82,6 +82,8 @@ class LaunchSpec:
         task_digest: a digest of the task's code and options; equal on all nodes of a job.
         token_file: holds the secret that the job's agents share; default: in the run's directory.
         init_timeout_s: time limit of the search for the other nodes.
+        coordinator: an etcd cluster that decides on the leader and the nodes, as ``--coordinator`` names it; None: the
+            agents do.
     """
 
     command: tuple[str, ...]
@@ -125,6 +127,7 @@ class LaunchSpec:
     task_digest: str = ""
     token_file: Path | None = None
     init_timeout_s: float = 300.0
+    coordinator: str | None = None
 
     def __post_init__(self) -> None:
         if not self.command:

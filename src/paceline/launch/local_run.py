@@ -164,6 +164,7 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
         task_digest=_task_digest(job),
         token_file=None if config.token_file is None else Path(config.token_file),
         init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
+        coordinator=config.coordinator,
     )
     launcher = get_launcher(name)
     run = LocalRun(launcher=launcher, rendered=launcher.render(spec), job=resolved, directory=directory)

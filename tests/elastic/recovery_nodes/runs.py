@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.lab.etcd import EtcdCluster
 from tests.lab.machines import Lab, Node, NodeProcess
 
 from paceline.data.audit import audit
@@ -72,8 +73,9 @@ PATIENT = ("--hang-timeout", "never", "--heartbeat", "8")
 class Run:
     """A run on the machines of a lab; it stands still at the step that :meth:`hold` names."""
 
-    def __init__(self, lab: Lab, wait_until: Callable[..., None]) -> None:
+    def __init__(self, lab: Lab, wait_until: Callable[..., None], etcd: EtcdCluster | None = None) -> None:
         self.lab = lab
+        self.etcd = etcd
         self.path = lab.directory
         self.directory = RunDirectory(self.path / "run")
         self._wait_until = wait_until
@@ -82,6 +84,8 @@ class Run:
     def train(self, node: Node, nodes: str, nproc: str, *more: str) -> NodeProcess:
         meet = ("--rdzv-endpoint", f"{self.lab.nodes[0].address}:29500", "--nodes", nodes)
         options = (*OPTIONS, *PATIENT, "--run-dir", "run", "--nproc", nproc)
+        if self.etcd is not None:
+            options += ("--coordinator", self.etcd.url)
         command = ("train", "small.py:Small", *options, *meet, *more)
         return self.paceline(node, *command)
 

@@ -9,7 +9,10 @@ from tests.elastic.recovery_nodes.runs import Run
 
 pytestmark = pytest.mark.timeout(240)
 
+BOTH = pytest.mark.parametrize("coordinator", ["embedded", "etcd"], indirect=True)
 
+
+@BOTH
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_machine_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     """The first one, which leads, or the other: all of it at once, its agent too."""
@@ -27,6 +30,7 @@ def test_a_machine_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     assert [event["event"] for event in lost] == (["takeover"] if victim == 0 else ["node lost"])
 
 
+@BOTH
 def test_of_two_sides_only_one_goes_on(run: Run, undisturbed: str) -> None:
     processes = run.begin()
     run.lab.nodes[1].cut()
@@ -43,6 +47,7 @@ def test_of_two_sides_only_one_goes_on(run: Run, undisturbed: str) -> None:
     assert (result["model_sha256"], result["world_size"]) == (undisturbed, 2)
 
 
+@BOTH
 @pytest.mark.parametrize("run", [3], indirect=True)
 def test_machines_come_and_go(run: Run, undisturbed: str) -> None:
     """One begins; two join by the directory alone; one is seen off, and one is asked to leave by a signal."""

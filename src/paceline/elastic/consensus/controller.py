@@ -19,6 +19,7 @@ from paceline.elastic.consensus.connectivity import LinkMap
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory
 from paceline.elastic.consensus.membership import (
     Action,
+    CannotReform,
     Committed,
     Fence,
     Follow,
@@ -123,6 +124,7 @@ class Follower:
 
 _TIMEOUT_S = 1.0
 _SETTLE_S = 2.0  # nodes connect to the leader first, and to the others a little later
+_ETCD_ANSWERS_S = 10.0  # at the start; longer than etcd needs to elect its own leader
 _NUMBERS_A_TERM = 1 << 20  # worker numbers that one leader can assign
 
 
@@ -134,6 +136,7 @@ class ConsensusDriver:
         directory: the run's.
         node: this node's workers.
         company: the other agents.
+        selector: of the agent's loop.
         leave: called with the reason and the exit code when this node leaves the job; None: to join it again.
 
     Attributes:
@@ -149,12 +152,13 @@ class ConsensusDriver:
         directory: RunDirectory,
         node: NodeWorkers,
         company: PeerDirectory,
+        selector: selectors.BaseSelector,
         leave: Callable[[str, int | None], None],
     ) -> None:
         self._spec, self._directory, self._node, self._peers = spec, directory, node, company
         self._leave = leave
         self._name = company.name
-        self._membership: Membership = PaxosMembership(self._name, company.acquire_witness)
+        self._membership = self._make_membership(selector)
         self._pending: deque[Action] = deque()
         self._acting = False
         self._timeout_at = math.inf
@@ -169,6 +173,25 @@ class ConsensusDriver:
         self.node_set = NodeSet(0, (self._name,))
         self.is_removed = False
         self._is_joining = spec.joins
+
+    def _make_membership(self, selector: selectors.BaseSelector) -> Membership:
+        if self._spec.coordinator is None:
+            return PaxosMembership(self._name, self._peers.acquire_witness)
+        from paceline.elastic.consensus.etcd import EtcdMembership
+
+        return EtcdMembership(
+            self._name,
+            self._spec.coordinator,
+            heartbeat_s=self._spec.heartbeat_s,
+            answers_within_s=0.0 if self._spec.joins else _ETCD_ANSWERS_S,
+            job=lambda: self._peers.job_key,
+            selector=selector,
+            act=self._act,
+        )
+
+    def close(self, *, is_over: bool) -> None:
+        """Release all resources; ``is_over``: the job has ended on all nodes, and not for this one alone."""
+        self._membership.close(is_over=is_over)
 
     def begin(self) -> None:
         """Lead, if this is the first agent."""
@@ -229,12 +252,12 @@ class ConsensusDriver:
         self._links_changed = True
         self._act(self._membership.linked(peer))
 
-    def lost(self, peer: str) -> None:
+    def lost(self, peer: str, *, closed: bool) -> None:
         """Handle the end of a connection."""
         self._links_changed = True
         self._links.reports.pop(peer, None)
         self._told.pop(peer, None)
-        self._act(self._membership.lost(peer))
+        self._act(self._membership.lost(peer, closed=closed))
         if self._membership.role == "outside" and self.leading_node is None:
             self._peers.look()
 
@@ -357,6 +380,8 @@ class ConsensusDriver:
             return False  # not before the excluded nodes are known
         for name in self.leader.nodes & frozenset(self.node_set.nodes) - self.leader.coordinator.nodes_acting:
             self._act(self._membership.clear(name))
+        if nodes:
+            self._act(self._membership.intend(nodes))
         return bool(nodes) and self._membership.may_form(nodes)
 
     def formed(self, nodes: frozenset[str]) -> None:
@@ -407,6 +432,9 @@ class ConsensusDriver:
                 self._follow(term, leader, node_set)
             case Pause(reason):
                 self._pause(reason)
+            case CannotReform(reason):
+                append_event(self._directory, "coordinator", answers=not reason, why=reason)
+                print_status(f"{reason}." if reason else "the coordinator answers again.")
             case Request():
                 self._act(self._membership.perform(action))
             case Out() if self.is_removed:
@@ -515,7 +543,7 @@ class AgentController:
             selector, discovery.listener, discovery.token, discovery.hello, self, spec.heartbeat_s
         )
         self._peers = PeerDirectory(spec, directory, discovery, self._network)
-        self._consensus = ConsensusDriver(spec, directory, node, self._peers, self._leave)
+        self._consensus = ConsensusDriver(spec, directory, node, self._peers, selector, self._leave)
         self._code: int | None = None
         self._removed = ""  # why the other nodes have removed this one, so that it joins again
         self._requests = StopRequests(ECHO_S)  # Ctrl-C may reach the agents of all nodes
@@ -529,6 +557,7 @@ class AgentController:
     def close(self) -> None:
         """End all links to other agents."""
         self._network.close()
+        self._consensus.close(is_over=self._code is not None and self.leader is not None)
 
     @property
     def name(self) -> str:
@@ -657,12 +686,12 @@ class AgentController:
         else:
             self._peers.drop(peer)
 
-    def lost(self, peer: str, why: str) -> None:
+    def lost(self, peer: str, why: str, *, closed: bool = False) -> None:
         """Handle the end of a connection, or the timeout of a peer."""
         if self.leader is not None:
             self.leader.node_lost(peer, why)
             self._peers.remove(peer, self._consensus.followers)
-        self._consensus.lost(peer)
+        self._consensus.lost(peer, closed=closed)
 
     def refused(self, why: str) -> None:
         """Report a rejected connection."""

@@ -98,7 +98,8 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     else:
         address = address_towards(host, port)
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
-    versions = {**_versions(), "task": spec.task_digest}
+    coordinator = "embedded" if spec.coordinator is None else spec.coordinator.partition(":")[0]
+    versions = {**_versions(), "task": spec.task_digest, "coordinator": coordinator}
     hello: dict[str, Any] = {"name": name, "versions": versions}
     may_be_first = not spec.joins and (spec.node_rank == 0 or (spec.node_rank is None and is_ours(host)))
     token = _token(spec, directory, creates=may_be_first)
@@ -372,6 +373,11 @@ class PeerDirectory:
         self._witness = witness
         self._discovery.hello["lease"] = witness.key
         return True
+
+    @property
+    def job_key(self) -> str:
+        """A name of this start of the run that the first agent chose; "" before this one has met another."""
+        return "" if self._witness is None else self._witness.key
 
     def acquire_witness(self, node_set: NodeSet, winners: frozenset[str]) -> frozenset[str] | None:
         """Break a tie; return the winning nodes, or None if the witness is not accessible."""

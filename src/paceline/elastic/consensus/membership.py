@@ -94,11 +94,22 @@ class Out:
     roster: NodeSet
 
 
+@dataclass(frozen=True)
+class CannotReform:
+    """Tell the user that this leader can form no group of other nodes, and that the current one trains on.
+
+    Attributes:
+        reason: the cause, as text; "" once it can again.
+    """
+
+    reason: str
+
+
 class Request:
     """An action that the membership carries out itself, by :meth:`Membership.perform`: it reads or writes something."""
 
 
-Action = Send | Lead | Committed | StopLeading | Fence | Follow | Pause | Out | Request
+Action = Send | Lead | Committed | StopLeading | Fence | Follow | Pause | Out | CannotReform | Request
 
 
 # --- The interface ---
@@ -131,8 +142,13 @@ class Membership(Protocol):
     def linked(self, peer: str) -> list[Action]:
         """Handle a new connection; an earlier one was reported as lost."""
 
-    def lost(self, peer: str) -> list[Action]:
-        """Handle the end of a connection, or the timeout of a peer."""
+    def lost(self, peer: str, *, closed: bool) -> list[Action]:
+        """Handle the end of a connection, or the timeout of a peer.
+
+        Args:
+            peer: its name.
+            closed: whether the peer, or the kernel after the end of its process, has closed the connection.
+        """
 
     def heard(self, peer: str, message: ElectionMessage) -> list[Action]:
         """Handle a message of a peer."""
@@ -157,6 +173,9 @@ class Membership(Protocol):
         The node must have promised the current term before its report.
         """
 
+    def intend(self, nodes: Iterable[str]) -> list[Action]:
+        """Prepare for a group with workers on all of these nodes; :meth:`may_form` is asked next."""
+
     def formed(self, nodes: Iterable[str]) -> None:
         """Record a new group with workers on all of these nodes."""
 
@@ -171,3 +190,8 @@ class Membership(Protocol):
 
     def may_exclude(self, nodes: Set[str]) -> bool:
         """Return whether a group could be formed without these nodes while they stay in the node set."""
+
+    # The end.
+
+    def close(self, *, is_over: bool) -> None:
+        """Release all resources; ``is_over``: the job has ended on all nodes, and not for this one alone."""

@@ -625,6 +625,17 @@ class PaxosMembership(Leadership):
         super().__init__(node, ties=True)
         self._acquire_witness = acquire_witness
 
+    def lost(self, peer: str, *, closed: bool = False) -> list[Action]:
+        """Handle the end of a connection: a quorum decides, in whichever way it has ended."""
+        return super().lost(peer)
+
+    def intend(self, nodes: Iterable[str]) -> list[Action]:
+        """Do nothing: a quorum that is clear is all that a group needs."""
+        return []
+
+    def close(self, *, is_over: bool) -> None:
+        """Do nothing: witnesses stay for ever."""
+
     def perform(self, request: Request) -> list[Action]:
         """Take a witness."""
         assert isinstance(request, AcquireWitness)

@@ -95,6 +95,7 @@ class AuthenticatedConnection:
         peer: the other side's address, for messages.
         deadline: of the handshake, by the monotonic clock; infinite afterwards.
         hello: the other side's handshake data, once the connection is open.
+        peer_closed: whether the other side has closed the connection.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class AuthenticatedConnection:
         self.peer = peer
         self.deadline = deadline
         self.hello: dict[str, Any] | None = None
+        self.peer_closed = False
         self._end = end
         self._side: Side = side
         self._token = token
@@ -212,9 +214,11 @@ class AuthenticatedConnection:
             except BlockingIOError:
                 return
             except OSError as error:
+                self.peer_closed = error.errno == errno.ECONNRESET
                 self._finish(_strerror(error.errno))
                 return
             if not piece:
+                self.peer_closed = self._why is None
                 self._finish(self._how_it_closed())
                 return
             self._unread += piece
@@ -500,8 +504,14 @@ class Events(Protocol):
     def linked(self, peer: str, hello: Mapping[str, Any]) -> None:
         """Handle a new connection with this peer."""
 
-    def lost(self, peer: str, why: str) -> None:
-        """Handle the end of a connection, or a peer that was silent for too long."""
+    def lost(self, peer: str, why: str, *, closed: bool = False) -> None:
+        """Handle the end of a connection, or a peer that was silent for too long.
+
+        Args:
+            peer: its name.
+            why: the reason, as text.
+            closed: whether the peer, or the kernel after the end of its process, has closed it.
+        """
 
     def heard(self, peer: str, message: Mapping[str, Any]) -> None:
         """Handle a message."""
@@ -709,7 +719,7 @@ class PeerNetwork:
     def _lose(self, peer: _Peer, why: str) -> None:
         del self._peers[peer.name]
         self._close(peer.link)
-        self.events.lost(peer.name, why)
+        self.events.lost(peer.name, why, closed=peer.link.peer_closed)
 
     def _close(self, link: AuthenticatedConnection) -> None:
         self._unwatch(link)
