@@ -272,6 +272,8 @@ class ConsensusDriver:
 
     def clear(self, peer: str, term: Term) -> None:
         """Record that a peer has promised this term, and none of its workers acts in an earlier group."""
+        if self.leader is not None and peer in self.leader.coordinator.nodes_acting:
+            return  # it was ordered to form a group after its report
         if term == self._membership.promised:
             self._act(self._membership.clear(peer))
             self._settle()

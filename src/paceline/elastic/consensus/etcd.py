@@ -121,6 +121,7 @@ class EtcdLeadership:
     _dismissed: Nodes = _NOBODY
     _clear: Nodes = _NOBODY
     _next_group: Nodes = _NOBODY
+    _unsure: frozenset[Nodes] = frozenset()  # groups that it has tried to write, and that may be written yet
     _is_short: bool = False  # it reaches the smaller part of the nodes
     _actions: tuple[Action, ...] = ()
 
@@ -177,7 +178,7 @@ class EtcdLeadership:
 
     def on_timeout(self) -> list[Action]:
         """Read the keys again, and resign after a while with the smaller part of the nodes."""
-        self._ticks += 1
+        self._ticks = min(self._ticks + 1, max(self.patience, _TICKS_UNSEEN))
         if self.role == "leading" and self._is_short and self._ticks >= self.patience and not self._asks:
             self._step_down()
             self._ask(Resign())
@@ -197,6 +198,8 @@ class EtcdLeadership:
         """Handle a reply, or what the session has noticed itself (``operation`` is None)."""
         if operation is not None:
             self._asks = False
+        if isinstance(operation, Write) and isinstance(reply, Snapshot):
+            self._unsure = frozenset()  # what is written now excludes all that was tried before
         if isinstance(reply, Unavailable):
             self._on_unavailable(reply.reason)
         elif reply.record is None and self.role == "leading":
@@ -233,7 +236,7 @@ class EtcdLeadership:
     def _on_term(self, record: Record) -> None:
         """Obey a higher term: of another leader, or this node's own."""
         if self.role == "leading":
-            self._stop_leading()
+            self._step_down()  # perhaps the other one does not know yet that it leads: it took its request for lost
         self._promise(Term(record.term, record.leader))
         if record.leader == self.node:
             self.role, self.leader = "leading", self.node
@@ -247,6 +250,10 @@ class EtcdLeadership:
 
     def _on_own_record(self, node_set: NodeSet) -> None:
         """Continue with what this leader has written."""
+        if self.node not in node_set.nodes:
+            self._send(self.reachable, LeaderHeartbeat(self.promised, node_set))
+            self._ask(Resign())
+            return
         if node_set != self._node_set:
             receivers = {*self._node_set.nodes, *node_set.nodes}
             self.committed = node_set
@@ -314,7 +321,12 @@ class EtcdLeadership:
                 self._stop_leading()
             self._promise(term)
         self._adopt(node_set)
-        if self.node in self._node_set.nodes:
+        if self.node not in self._node_set.nodes:
+            return
+        if term.node not in self._node_set.nodes:  # it has left
+            self.leader = None
+            self._seek()
+        else:
             self.role, self.leader = "following", peer
             self._do(Follow(term, peer, self._node_set))
 
@@ -373,6 +385,7 @@ class EtcdLeadership:
             self.role == "leading"
             and record is not None
             and (record.term, record.leader) == (self.promised.number, self.node)
+            and self._unsure <= {group}
             and group == frozenset(record.group)
             and group <= self._reachable_nodes
             and self._is_last_group_dead
@@ -414,7 +427,8 @@ class EtcdLeadership:
             nodes=nodes,
             group=tuple(sorted(self._next_group)) if may_regroup else record.group,
         )
-        if following != record or self._seen.holder != self.node:
+        if following != record or self._seen.holder != self.node or self._unsure:
+            self._unsure |= {frozenset(following.group)}
             self._ask(Write(self._seen, following))
 
     def _stop_leading(self) -> None:
