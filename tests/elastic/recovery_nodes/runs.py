@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 from tests.lab.etcd import EtcdCluster
 from tests.lab.machines import Lab, Node, NodeProcess
 
@@ -68,6 +69,8 @@ class Small(paceline.Task):
 OPTIONS = ("--max-steps", "40", "--seed", "5", "--threads", "1", "--checkpoint-every", "10steps")
 # A run that stands still for a test does not hang; who is kept from the processor for a while is not lost.
 PATIENT = ("--hang-timeout", "never", "--heartbeat", "8")
+BOTH = pytest.mark.parametrize("coordinator", ["embedded", "etcd"], indirect=True)
+"""For tests of what holds in whichever way the leader and the nodes are decided on."""
 
 
 class Run:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from tests.elastic.recovery_nodes.runs import Run
+from tests.elastic.recovery_nodes.runs import BOTH, Run
 
 pytestmark = pytest.mark.timeout(240)
-
-BOTH = pytest.mark.parametrize("coordinator", ["embedded", "etcd"], indirect=True)
 
 
 @BOTH

@@ -475,9 +475,10 @@ class ConsensusDriver:
         if removed or added:
             append_event(self._directory, "machines", nodes=list(node_set.nodes))
         self._resumed()
-        for name in removed & (self.leader.nodes if self.leader is not None else frozenset()):
-            assert self.leader is not None
-            self.leader.node_lost(name, "has left, as asked")
+        for name in removed:
+            if self.leader is not None:
+                self.leader.node_lost(name, "has left, as asked")
+            self._peers.remove(name, self.followers)
         self._links_changed = True
         self._settle()
 
@@ -692,7 +693,8 @@ class AgentController:
         """Handle the end of a connection, or the timeout of a peer."""
         if self.leader is not None:
             self.leader.node_lost(peer, why)
-            self._peers.remove(peer, self._consensus.followers)
+            if peer not in self._consensus.node_set.nodes:  # otherwise once this agent knows that it still leads
+                self._peers.remove(peer, self._consensus.followers)
         self._consensus.lost(peer, closed=closed)
 
     def refused(self, why: str) -> None:
