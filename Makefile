@@ -90,10 +90,10 @@ install-dev: $(VENV)/.dev ## Install Paceline and what its tests and checks need
 test-packages: $(VENV)/.dev
 	@scripts/apt-install dataset-fashion-mnist g++ $$($(BIN)/python scripts/python_headers.py)
 
-# For tests on several machines, ip, tc, firewalls, clocks that differ and an ssh server; a browser for the pages; a
-# Slurm cluster with its accounting.
+# For tests on several machines, ip, tc, firewalls, clocks that differ, an ssh server and etcd; a browser for the pages;
+# a Slurm cluster with its accounting.
 system-packages:
-	@scripts/apt-install iproute2 nftables faketime openssh-client openssh-server chromium chromium-driver \
+	@scripts/apt-install iproute2 nftables faketime openssh-client openssh-server etcd-server chromium chromium-driver \
 		slurm-wlm munge slurmdbd slurm-wlm-mysql-plugin mariadb-server-core mariadb-client-core
 
 # Other people's launchers: MPICH, beside the Open MPI that is in the environment, and Horovod, which is built.

@@ -156,6 +156,14 @@ def shares(
 
 
 @app.command
+def coordinators(*, rounds: Rounds = 5, json: Json = False, markdown: Markdown = False) -> int:
+    """Nodes killed and frozen: how soon the others continue, with the embedded coordinator and with etcd."""
+    from benchmarks.coordinators import bench_coordinators
+
+    return show(bench_coordinators(rounds=rounds, progress=_progress), json=json, markdown=markdown)
+
+
+@app.command
 def recovery(
     *,
     contenders: Annotated[

@@ -16,7 +16,7 @@ from paceline.elastic.consensus.discovery import read_agents
 from paceline.launch.local_run import launch
 from paceline.runs.directory import RunDirectory
 
-_SHARED = ("run_dir", "resume", "rdzv_id", "coordinator")
+_SHARED = ("run_dir", "resume", "rdzv_id")
 _PER_NODE = [name for name in select(lambda its: its.scope == "place") if name not in _SHARED]
 """Options whose values differ between the nodes of a job."""
 

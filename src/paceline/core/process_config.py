@@ -87,11 +87,6 @@ class ProcessOptions:
     token_file: str | None = _node_option(
         None, "File with the secret that the nodes of a run share. Default: in the run directory."
     )
-    coordinator: str | None = _network_option(
-        None,
-        "etcd://HOST:PORT[,HOST:PORT...] (etcds:// for TLS): this etcd cluster decides which node leads and which "
-        "nodes take part. Default: the nodes agree among themselves.",
-    )
     rdzv_id: str = _network_option("paceline", "A job id that all nodes of a run share.", from_launcher=True)
     backend: Literal["auto", "gloo", "nccl"] = _device_option("auto", "The process group's backend.")
     interface: str | None = _network_option(None, "Network interface for gloo and NCCL, e.g. eth0.", from_launcher=True)
@@ -131,8 +126,6 @@ class ProcessOptions:
             raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
         if self.node_rank is not None and not 0 <= self.node_rank < most_nodes:
             raise ConfigError(f"--node-rank must be between 0 and {most_nodes - 1}, but is {self.node_rank}.")
-        if self.coordinator is not None:
-            parse_coordinator(self.coordinator)
         parse_nproc(self.nproc)
         parse_duration_s(self.init_timeout, "init_timeout")
 
@@ -158,6 +151,12 @@ class RecoveryOptions(ProcessOptions):
     )
     max_restarts: int = _recovery_option(
         8, "End the job after this many replaced processes without a step of progress.", minimum=0
+    )
+
+    coordinator: str | None = _recovery_option(
+        None,
+        "etcd://HOST:PORT[,HOST:PORT...] (etcds:// for TLS): this etcd cluster decides which node leads and which "
+        "nodes take part. Default: the nodes agree among themselves.",
     )
 
     walltime: str | None = _recovery_option(
@@ -191,6 +190,8 @@ class RecoveryOptions(ProcessOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.coordinator is not None:
+            parse_coordinator(self.coordinator)
         if self.walltime is not None:
             parse_walltime_s(self.walltime)
         parse_hang_timeout(self.hang_timeout)

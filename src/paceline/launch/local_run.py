@@ -133,6 +133,11 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
             "a run on several nodes needs --run-dir DIR, a directory that all of them share; "
             "without one use --recover none."
         )
+    if "coordinator" in job.explicit_options and config.coordinator and (recover == "none" or not several_nodes):
+        raise ConfigError(
+            "--coordinator decides which of several nodes take part in a run that recovers. Use it with --nodes above "
+            "1 and without --recover none, or leave it out."
+        )
     if _lacks_node_rank(config.node_rank, (first_nodes, most_nodes)):
         job_file = directory.path / f"job-{socket.gethostname()}-{os.getpid()}.toml"
     else:  # each node has its own

@@ -417,7 +417,7 @@ class EtcdLeadership:
         if self._is_short:
             return
         staying = (node for node in roster if node in here and node not in self._dismissed)
-        # The last node cannot leave, because nobody could add another one.
+        # The last node cannot leave, because no node could add another one.
         nodes = (*staying, *self._admitted) or (self.node,)
         may_regroup = self._is_last_group_dead and self._next_group and self._next_group <= frozenset(nodes)
         following = Record(

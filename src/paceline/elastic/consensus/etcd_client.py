@@ -294,15 +294,15 @@ Operation = Read | Write | Resign
 
 
 class EtcdSession:
-    """One node's session: a thread that keeps the node's etcd lease, and reads and writes the job's keys.
+    """One node's session: a thread that keeps the node's etcd lease alive, and reads and writes the job's keys.
 
-    The keys ``leader`` and ``members/NODE`` are bound to the lease, so they vanish when the node has not kept it alive
-    for ``ttl_s``.
+    The keys ``leader`` and ``members/NODE`` are bound to the etcd lease, so they vanish when the node has not kept it
+    alive for ``ttl_s``.
 
     Args:
         client: used by the thread alone from now on.
         node: this node's name.
-        ttl_s: of the lease, in whole seconds.
+        ttl_s: of the etcd lease, in whole seconds.
         wake: called by the thread after each reply.
     """
 
@@ -384,7 +384,7 @@ class EtcdSession:
         self._wake()
 
     def _keep(self) -> Snapshot | None:
-        """Keep the lease alive; return the keys if it had expired."""
+        """Keep the etcd lease alive; return the keys if it had expired."""
         self._keep_at = time.monotonic() + self._ttl_s / 3
         if self._lease:
             answer = self._client.call("/v3/lease/keepalive", {"ID": self._lease})
@@ -394,7 +394,7 @@ class EtcdSession:
         return self._execute(Read())
 
     def _grant(self) -> None:
-        """Get a lease, and show with it that this node is alive."""
+        """Get an etcd lease, and show with it that this node is alive."""
         self._lease = str(self._client.call("/v3/lease/grant", {"TTL": str(self._ttl_s)})["ID"])
         self._keep_at = time.monotonic() + self._ttl_s / 3
         alive = {"request_put": {"key": self._key(f"members/{self._node}"), "lease": self._lease}}
