@@ -204,7 +204,7 @@ def _result(seconds: dict[tuple[str, Coordinator], list[float]], rounds: int) ->
         other_tables=[table],
         remarks=[
             f"Two nodes of one process, three members of etcd, all on one machine; steps of {1000 * _STEP_S:.0f} ms "
-            f"and more; the coordinators in turns, rounds: {rounds}. From the loss to the end of the first step without "
-            "the lost node: the median, and in parentheses the least and the greatest."
+            f"and more; the coordinators in turns, rounds: {rounds}. From the loss to the end of the first step "
+            "without the lost node: the median, and in parentheses the least and the greatest."
         ],
     )
