@@ -152,7 +152,7 @@ class MeshAgent:
     def linked(self, peer: str, hello: Mapping[str, Any]) -> None:
         """Nothing to do: the network counts its links."""
 
-    def lost(self, peer: str, why: str) -> None:
+    def lost(self, peer: str, why: str, *, closed: bool = False) -> None:
         """Note the end of a link."""
         self.lost_peers.add(peer)
 
