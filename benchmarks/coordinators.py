@@ -79,27 +79,10 @@ def _lose_node(directory: Path, node: int, signal_number: int, url: str | None) 
         for rank in range(2):
             with (directory / f"node-{rank}.log").open("wb") as log:
                 command = [
-                    *(
-                        sys.executable,
-                        "-m",
-                        "paceline",
-                        "train",
-                        "benchmarks.recovery_jobs:RecoveryWorkload",
-                        "--quiet",
-                    ),
+                    *(sys.executable, "-m", "paceline", "train", "benchmarks.recovery_jobs:RecoveryWorkload"),
                     *("--quiet", "--set", f"script={directory}", "--run-dir", str(run.path), "--device", "cpu"),
-                    *(
-                        "--nproc",
-                        "1",
-                        "--microbatches",
-                        "2",
-                        "--threads",
-                        "1",
-                        "--max-steps",
-                        "100000",
-                        "--eval-every",
-                        "never",
-                    ),
+                    *("--nproc", "1", "--microbatches", "2", "--threads", "1"),
+                    *("--max-steps", "100000", "--eval-every", "never"),
                     *("--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--node-rank", str(rank)),
                     *(("--coordinator", url) if url else ()),
                 ]

@@ -67,6 +67,7 @@ SAMPLES: dict[str, dict[str, object]] = {
     "recover": {"recover": "restart"},
     "hot_spares": {"hot_spares": 1},
     "max_restarts": {"max_restarts": 3},
+    "coordinator": {"coordinator": "etcd://a:2379"},
     "walltime": {"walltime": "2h"},
     "sdc_check_every": {"sdc_check_every": 7},
     "purity": {"purity": "warn"},
