@@ -155,6 +155,7 @@ class EtcdWorld(World):
     # What etcd does.
 
     def execute(self, name: str, operation: Operation) -> None:
+        self.keep(alive=self.kept.alive | {name})  # the session gets a new etcd lease first
         match operation:
             case Write(seen, record):
                 revisions = (seen.record_revision, seen.holder_revision)

@@ -106,16 +106,30 @@ def test_a_node_outside_of_the_last_group_does_not_lead_without_its_nodes() -> N
 
 
 def test_a_leader_with_the_smaller_part_of_the_nodes_resigns_after_a_while() -> None:
-    a = agent("a", reachable=frozenset())
-    a.lost("b", closed=False)
-    assert a.lost("c", closed=False) == []  # their etcd leases may still expire
-    a.on_timeout()
-    assert a.answered(Read(), SEEN) == []
+    a = agent("a")
+    assert a.lost("b", closed=False) == []  # others may be lost for the same reason
+    assert a.lost("c", closed=False) == []
+    for _ in range(2):
+        assert asked(a.on_timeout()) == Read()
+        assert a.answered(Read(), SEEN) == []  # their etcd leases may still expire
     actions = a.on_timeout()
     assert actions[0] == StopLeading(OLD)
     assert asked(actions) == Resign()
     [pause] = a.answered(Resign(), Snapshot(WRITTEN, 5, "", 0, frozenset("abc")))
     assert pause == Pause("this node reaches only 1 of the 3 nodes that etcd hears of")
+
+
+def test_a_leader_with_the_larger_part_removes_a_silent_node_after_a_while_and_a_dead_one_at_once() -> None:
+    a = agent("a")
+    removal = Write(SEEN, Record(1, "a", 3, ("a", "b"), ("a", "b", "c")))
+    assert a.lost("c", closed=False) == []
+    assert a.needs_timer
+    a.on_timeout()
+    assert a.answered(Read(), SEEN) == []
+    a.on_timeout()
+    assert asked(a.answered(Read(), SEEN)) == removal
+    assert not a.needs_timer
+    assert asked(agent("a").lost("c", closed=True)) == removal
 
 
 def test_nodes_that_are_dead_do_not_make_a_leader_resign() -> None:

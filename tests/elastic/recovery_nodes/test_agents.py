@@ -168,6 +168,21 @@ def test_random_pairs_are_cut_and_all_take_part_again(run: Run, undisturbed: str
 
 @BOTH
 @pytest.mark.parametrize("run", [3], indirect=True)
+def test_a_leading_machine_that_is_cut_from_both_others_is_left_out(run: Run, undisturbed: str) -> None:
+    """Though it still reaches etcd."""
+    processes = run.begin(nproc="1", nodes="3")
+    first, *others = run.lab.nodes
+    first.cut_from(*others)
+    run.wait_for("takeover", lambda event: True, *processes)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, *processes)
+    first.heal_with(*others)
+    run.wait_until(lambda: "this node was removed from the run" in processes[0].text, "the removal")
+    assert finish(run, undisturbed, *processes)["world_size"] in (2, 3)
+
+
+@BOTH
+@pytest.mark.parametrize("run", [3], indirect=True)
 def test_two_leaders_are_killed_one_after_the_other(run: Run, undisturbed: str) -> None:
     """Three become two by a majority; two become one by the lease."""
     processes = run.begin(nproc="1", nodes="3")

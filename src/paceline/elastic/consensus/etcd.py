@@ -77,6 +77,7 @@ from paceline.elastic.consensus.messages import (
 
 Nodes = frozenset[str]
 _NOBODY: Nodes = frozenset()
+_TICKS_LOSING = 2  # timeouts after the loss of a silent node in which others may be lost for the same reason
 _TICKS_UNSEEN = 3  # timeouts after which a node that waits for a leader says so
 
 
@@ -123,6 +124,7 @@ class EtcdLeadership:
     _next_group: Nodes = _NOBODY
     _unsure: frozenset[Nodes] = frozenset()  # groups that it has tried to write, and that may be written yet
     _is_short: bool = False  # it reaches the smaller part of the nodes
+    _may_lose_more: bool = False  # a silent node was just lost
     _actions: tuple[Action, ...] = ()
 
     # Events of the driver.
@@ -151,6 +153,8 @@ class EtcdLeadership:
         if self.role == "leading":
             self._admitted = tuple(node for node in self._admitted if node != peer)
             self._ticks = 0
+            # Cut links are noticed one after the other, and the first ones must not look like single losses.
+            self._may_lose_more |= not closed
             self._review()
         elif self.leader == peer:
             self.leader = None
@@ -183,6 +187,7 @@ class EtcdLeadership:
             self._step_down()
             self._ask(Resign())
         elif self.role not in ("out", "outside"):
+            self._may_lose_more &= self._ticks < _TICKS_LOSING
             self._ask(Read())
         return self._take_actions()
 
@@ -190,7 +195,7 @@ class EtcdLeadership:
     def needs_timer(self) -> bool:
         """Whether it waits for a key to change, or for etcd to answer."""
         waits = self.role in ("waiting", "claiming", "paused")
-        return waits or (self.role == "leading" and bool(self._is_short or self._trouble))
+        return waits or (self.role == "leading" and bool(self._is_short or self._may_lose_more or self._trouble))
 
     # Replies of etcd.
 
@@ -241,7 +246,7 @@ class EtcdLeadership:
         if record.leader == self.node:
             self.role, self.leader = "leading", self.node
             self._admitted, self._dismissed, self._clear, self._next_group = (), _NOBODY, _NOBODY, _NOBODY
-            self._ticks, self._is_short = 0, False
+            self._ticks, self._is_short, self._may_lose_more = 0, False, False
             self.committed = NodeSet(record.config_epoch, record.nodes)
             self._do(Lead(self.promised, self._node_set))
             self._send(self.reachable, LeaderHeartbeat(self.promised, self._node_set))
@@ -409,7 +414,7 @@ class EtcdLeadership:
     def _review(self) -> None:
         """Write the next record, if it differs."""
         record, here = self._seen.record, self._reachable_nodes
-        if self._asks or self._trouble or record is None:
+        if self._asks or self._trouble or self._may_lose_more or record is None:
             return
         roster = self._node_set.nodes
         alive = self._seen.alive & frozenset(roster)
