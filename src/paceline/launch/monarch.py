@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -327,17 +327,14 @@ class MonarchJobController(ActorJobController):
         """Kill what runs, and give the hosts back; their worker loops take the next job."""
         self._over.set()
         deadline = time.monotonic() + PATIENCE_S
-        ends = [place.actor.end.call_one() for place in self._places if place.running and place.actor is not None]
-        stops = []
-        for answer in ends:
-            with suppress(*self.errors):
-                answer.get(timeout=max(0.1, deadline - time.monotonic()))
+        self._await([place.actor.end.call_one() for place in self._places if place.running], deadline)
         if self._hosts:
-            stops = [mesh.stop() for mesh in self._meshes.values()]
-        for answer in stops:
-            with suppress(*self.errors):
+            self._await([mesh.stop() for mesh in self._meshes.values()], deadline)
+
+    def _await(self, answers: Sequence[Any], deadline: float) -> None:
+        for answer in answers:
+            with suppress(Exception):  # of a node that is lost
                 answer.get(timeout=max(0.1, deadline - time.monotonic()))
-        sys.stdout.flush()
 
 
 # --- The launcher ---
