@@ -14,6 +14,7 @@ import shutil
 import time
 from contextlib import ExitStack, closing, suppress
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import LaunchError, RunDirectoryError
 from paceline.core.launch_spec import Command, LaunchSpec
@@ -24,6 +25,9 @@ from paceline.elastic.controller import Controller, SingleNodeController
 from paceline.elastic.node import NodeWorkers
 from paceline.elastic.recovery_log import print_status
 from paceline.runs.directory import RunLock
+
+if TYPE_CHECKING:
+    from paceline.elastic.consensus.discovery import DiscoveryInfo
 
 _LONGEST_S = 60.0
 _RETRY_S = 0.5
@@ -69,6 +73,7 @@ class Agent:
             self._lock = self._stack.enter_context(closing(RunLock(directory)))
             if is_first:
                 self._lock.take()
+                self._refuse_second_run(discovery)
                 for stale_record in directory.logs.glob("rank-*.error.json"):
                     stale_record.unlink(missing_ok=True)
             node = self._node = NodeWorkers(
@@ -97,6 +102,20 @@ class Agent:
             if isinstance(error, OSError):
                 raise LaunchError(f"a process could not be started: {error}.") from error
             raise
+
+    def _refuse_second_run(self, discovery: DiscoveryInfo | None) -> None:
+        """Leave the run to agents on other nodes: they take its lock some time after their leader has died.
+
+        Raises:
+            RunInUseError: one answers.
+        """
+        if not self._directory.agents.exists():
+            return
+        from paceline.elastic.consensus.discovery import active_agents
+
+        own = None if discovery is None else (discovery.listener.host, discovery.listener.port)
+        if active_agents(self._directory, own):
+            raise self._directory.in_use()
 
     @property
     def pids(self) -> tuple[int, ...]:

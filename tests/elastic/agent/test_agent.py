@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import pytest
 from tests.conftest import children, runs
 
 from paceline.core.launch_spec import LaunchSpec
-from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory
+from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory, record_agents
 from paceline.elastic.consensus.messages import NodeSet
+from paceline.elastic.consensus.transport import Listener
 from paceline.elastic.consensus.witness import FileWitness
 from paceline.runs.directory import RunDirectory
 
@@ -177,6 +180,37 @@ def test_an_agent_of_another_start_of_the_run_is_refused(tmp_path: Path, capsys:
     for _ in range(3):
         assert not company.sees_directory_of("d", {"lease": "1" * 32})
     assert capsys.readouterr().err.count("d belongs to another start of this run") == 1
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one node", "two nodes"])
+def test_a_start_leaves_the_run_to_an_agent_that_lacks_the_lock(job: Job, several: bool) -> None:
+    """As a survivor does until it leads: its leader has died, and has left the lock."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1] if several else None
+    # The other one accepts connections, and says nothing: a stranger at a port that an agent had.
+    survivor = Listener("127.0.0.1", 0, bytes(32), {})
+    with socket.create_server(("127.0.0.1", 0)) as stranger, closing(survivor):
+        agents = [("a", ("127.0.0.1", port or 9)), ("b", (survivor.host, survivor.port))]
+        agents.append(("c", stranger.getsockname()))
+        record_agents(RunDirectory(job.path), agents, job.path / "job.json")
+        ended = threading.Event()
+
+        def answer() -> None:
+            while not ended.wait(0.05):
+                survivor.accept()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            done = job.run(1, {}, port=port)
+        finally:
+            ended.set()
+            thread.join()
+        assert f"{job.path} is in use by another process." in done.stderr
+        assert not (job.path / "views").exists()
+        survivor.close()
+        done = job.run(1, {})
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_why_a_lease_cannot_be_taken_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

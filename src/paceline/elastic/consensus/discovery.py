@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +31,7 @@ from paceline.core.sockets import (
     meeting_address,
 )
 from paceline.elastic.consensus.messages import AddressBook, Message, NodeSet, write
-from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork
+from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork, is_agent
 from paceline.elastic.consensus.witness import FileWitness
 from paceline.elastic.recovery_log import print_status
 from paceline.runs.directory import RunDirectory
@@ -163,16 +164,21 @@ def read_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
     )
 
 
-def active_agents(directory: RunDirectory) -> bool:
-    """Return whether an agent answers at a recorded address, so that a new node has to join it."""
+def active_agents(directory: RunDirectory, own: Address | None = None) -> bool:
+    """Return whether an agent answers at a recorded address, so that a new node has to join it.
+
+    Args:
+        directory: the run's.
+        own: an address at which this process listens; an earlier agent may have recorded the same.
+    """
     try:
         agents, _ = read_agents(directory)
     except ConfigError:
         return False
-    for _, address in agents:
-        with suppress(OSError), socket.create_connection(address, timeout=_ANSWERS_S):
-            return True
-    return False
+    others = {address for _, address in agents} - {own}
+    # All at once: each lost node takes the whole time.
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        return any(pool.map(lambda address: is_agent(address, _ANSWERS_S), others))
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -86,6 +86,13 @@ def connect(
         raise PeerConnectionError(f"no link with {where}: {error.strerror}.") from error
 
 
+def is_agent(address: tuple[str, int], within_s: float) -> bool:
+    """Return whether an agent, of any run, greets at this address; it needs no token, and shakes no hands."""
+    with suppress(OSError), socket.create_connection(address, timeout=within_s) as end:
+        return end.recv(len(_MAGIC)) == _MAGIC
+    return False
+
+
 class AuthenticatedConnection:
     """One end of a connection, for a selector that watches for reading, and for writing if requested.
 
