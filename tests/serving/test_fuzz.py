@@ -30,6 +30,8 @@ def try_schema(server: Server, examples: int) -> int:
     A request that fits may be refused: the document cannot say that the shape has to fit the data.
     """
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    # A text that is too long may make the whole body too large, which is said first.
+    schema.config.checks.negative_data_rejection.expected_statuses = ["400", "403", "404", "405", "413", "415"]
     sent = 0
     for result in schema.get_all_operations():
         operation = result.ok()

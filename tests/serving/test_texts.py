@@ -75,10 +75,12 @@ def test_categories_of_a_column() -> None:
     assert seen.codes == {"3": 0, "blue": 1, "red": 2}
     assert seen.encode(["red", 3]).tolist() == [2, 0]
     with pytest.raises(
-        EncodingError, match=r"^value 1 must be one of '3', 'blue', 'red', but is 'x\\x1b\[1m\\u202e'\.$"
-    ):
+        EncodingError, match=r"^value 1 must be one of '3', 'blue', 'red', but is 'x\\x1b\[1m\\u202e'\. "
+    ) as raised:
         seen.encode(["red", "x\x1b[1m\u202e"])
-    with pytest.raises(EncodingError, match=r"value 0 .* but is empty"):
+    assert str(raised.value).endswith(". Categories with a code unknown= take it."), "advice for the task's author"
+    assert "Categories" not in raised.value.problem, "which clients are told"
+    with pytest.raises(EncodingError, match=r"value 0 .* but is empty.*missing="):
         seen.encode([None])
     open_ = Categories.observe(["red", "blue"], unknown=True, missing=True)
     assert (open_.unknown, open_.missing, open_.size) == (2, 3, 4)
@@ -103,8 +105,12 @@ def test_a_vocabulary_of_texts() -> None:
     assert letters.decode([3, 2, 0]) == "ba"
     with pytest.raises(EncodingError, match=f"value 1 has 65,537 characters; at most {MAX_TEXT_LENGTH:,}"):
         words.encode(["a", "a" * (MAX_TEXT_LENGTH + 1)])
-    with pytest.raises(EncodingError, match="value 0 must be a text, but is None"):
+    with pytest.raises(
+        EncodingError, match=r"value 0 must be a text, but is None\. Give a missing one as an empty text"
+    ):
         words.encode([None])
+    with pytest.raises(EncodingError, match="value 1 must be a text, but is nan"):
+        Vocabulary.observe(["a", float("nan")], max_length=3)
 
 
 def word_level(unknown: str | None) -> str:

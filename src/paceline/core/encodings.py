@@ -35,10 +35,13 @@ class EncodingError(DataError):
     Attributes:
         index: of the value.
         problem: says what is wrong with it.
+
+    Args:
+        advice: for the task's author, after the problem.
     """
 
-    def __init__(self, index: int, problem: str) -> None:
-        super().__init__(f"value {index} {problem}.")
+    def __init__(self, index: int, problem: str, advice: str = "") -> None:
+        super().__init__(f"value {index} {problem}.{advice and ' '}{advice}")
         self.index = index
         self.problem = problem
 
@@ -122,7 +125,8 @@ class Categories(Encoding):
             text = _text_of(value)
             code = self.codes.get(text, self.unknown if text else self.missing)
             if code is None:
-                raise EncodingError(index, self._describe(text))
+                option = "unknown" if text else "missing"
+                raise EncodingError(index, self._describe(text), f"Categories with a code {option}= take it.")
             numbers[index] = code
         return numbers
 
@@ -179,9 +183,12 @@ class Vocabulary(Encoding):
             max_size: number of ids, with the two.
             split: what a token is.
             lowercase: whether texts are converted to lower case.
+
+        Raises:
+            EncodingError: a value is not a text, such as a missing one; says which.
         """
         empty = cls(ids={}, max_length=max_length, split=split, lowercase=lowercase)
-        counts = Counter(token for text in texts for token in empty._tokens(text))
+        counts = Counter(token for text in _texts_of(list(texts)) for token in empty._tokens(text))
         frequent = sorted(counts, key=lambda token: (-counts[token], token))[: max_size - 2]
         ids = {token: number for number, token in enumerate(frequent, 2)}
         return cls(ids=ids, max_length=max_length, split=split, lowercase=lowercase)
@@ -300,7 +307,7 @@ def _texts_of(values: Sequence[Any]) -> list[str]:
     texts = list(values)
     for index, text in enumerate(texts):
         if not isinstance(text, str):
-            raise EncodingError(index, f"must be a text, but is {text!r:.80}")
+            raise EncodingError(index, f"must be a text, but is {text!r:.80}", "Give a missing one as an empty text.")
         if len(text) > MAX_TEXT_LENGTH:
             raise EncodingError(index, f"has {len(text):,} characters; at most {MAX_TEXT_LENGTH:,} are allowed")
     return texts

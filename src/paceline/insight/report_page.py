@@ -290,7 +290,9 @@ def cells_of(sample: Mistake | Miss, specs: Mapping[str, TensorSpec]) -> dict[st
         cells, spec = _cells(tensor, specs[name]), specs[name]
         is_single = tensor.dim() == 0 or (spec.encoding is not None and bool(spec.encoding.shape))
         numbered = [name] if is_single else [f"{name}[{i}]" for i in range(len(cells))]
-        found |= dict(zip(spec.columns or numbered, cells, strict=True))
+        # A signature may be wrong, which export says.
+        columns = list(spec.columns) if len(spec.columns) == len(cells) else numbered
+        found |= dict(zip(columns, cells, strict=True))
     return found
 
 

@@ -269,3 +269,6 @@ def test_long_inputs_are_no_columns() -> None:
     assert columns_of([], inputs) == []
     few = {**inputs, "pixels": TensorSpec(dtype="float32", shape=(1,))}
     assert columns_of([replace(miss, inputs={**miss.inputs, "pixels": torch.zeros(1)})], few) == ["pixels[0]", "kind"]
+    wrong = {**inputs, "pixels": TensorSpec(dtype="float32", shape=(2,), columns={"age": "", "income": ""})}
+    three = replace(miss, inputs={**miss.inputs, "pixels": torch.zeros(3)})
+    assert columns_of([three], wrong) == ["pixels[0]", "pixels[1]", "pixels[2]", "kind"], "a signature may be wrong"
