@@ -231,8 +231,10 @@ def _cell(spec: ModelSpec, field: InputField) -> dict[str, Any]:
         schema = {**schema, **more}
     if tensor.allow_missing:
         types = schema.get("type")
-        is_text = isinstance(types, list)
-        schema = {**schema, "type": [*types, "null"]} if is_text else {"anyOf": [schema, {"type": "null"}]}
+        if isinstance(types, list):
+            schema = {**schema, "type": [*types, "null"]}
+        else:
+            schema = {"anyOf": [schema, {"type": "null"}]}
     for size in reversed(field.shape):
         limits = {"minItems": max(size, 1), "maxItems": tensor.max_size if size == -1 else size}
         schema = {"type": "array", "items": schema, **{key: n for key, n in limits.items() if n is not None}}
