@@ -417,7 +417,7 @@ class EtcdLeadership:
         if self._asks or self._trouble or self._may_lose_more or record is None:
             return
         roster = self._node_set.nodes
-        alive = self._seen.alive & frozenset(roster)
+        alive = (self._seen.alive - self._gone) & frozenset(roster)
         self._is_short = 2 * len(here) < len(alive | here)
         if self._is_short:
             return

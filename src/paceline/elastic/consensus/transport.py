@@ -209,6 +209,8 @@ class AuthenticatedConnection:
             # Earlier messages may still be read.
             self._unsent.clear()
             self._read()
+            # The kernel reports an error once; after that, a node that does not answer reads like a closed connection.
+            self.peer_closed = error.errno in (errno.ECONNRESET, errno.EPIPE)
             self._finish(_strerror(error.errno))
 
     def _read(self) -> None:
