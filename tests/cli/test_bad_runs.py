@@ -121,10 +121,12 @@ def test_a_directory_in_use(paceline: Paceline, run: Path) -> None:
     job = (run / "job.toml").read_bytes()
     with (run / "run.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for nproc in ("1", "2"):
-            said = train(paceline, "--nproc", nproc)
+        two = ("--on", "torchrun", "--nodes", "2", "--recover", "none", "--rdzv-endpoint", "127.0.0.1:9")
+        for more in (("--nproc", "1"), ("--nproc", "2"), (*two, "--nproc", "1")):
+            said = train(paceline, *more)
             assert_refused(said, "run is in use by another process. Wait for it to end")
     assert (run / "job.toml").read_bytes() == job
+    assert not list(run.glob("job-*.toml"))
     assert RunDirectory(run).read_events()[-1]["event"] == "finished"
 
 

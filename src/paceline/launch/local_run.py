@@ -79,8 +79,10 @@ class LocalRun:
 
     def _launch_once(self) -> int:
         job, spec, directory = self.job, self.rendered.spec, self.directory
-        # Another node of the job may use the shared directory already.
-        if not (spec.node_rank or spec.joins or _lacks_node_rank(spec.node_rank, spec.nodes)):
+        # Another node of the job may use the shared directory already. Without recovery none does yet where this one
+        # has no number: torchrun starts no rank before it has all nodes.
+        may_be_later = spec.recover != "none" and _lacks_node_rank(spec.node_rank, spec.nodes)
+        if not (spec.node_rank or spec.joins or may_be_later):
             if directory.is_running():
                 raise directory.in_use()
             directory.check_resume(job.config.resume)
