@@ -52,6 +52,15 @@ def test_horovod_needs_its_own_launcher(tmp_path: Path) -> None:
         assert not warnings(tmp_path, script, rank_launcher=rank_launcher)
 
 
+def test_a_script_without_ray_needs_its_ranks(tmp_path: Path) -> None:
+    script = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    [warning] = warnings(tmp_path, script, rank_launcher="ray", nproc=(1,))
+    assert "does not use Ray, and is started once" in warning
+    assert "Use --rank-launcher torchrun" in warning
+    assert not warnings(tmp_path, script, rank_launcher="torchrun")
+    assert not warnings(tmp_path, f"import ray\n{script}", rank_launcher="ray", nproc=(1,))
+
+
 def test_fit_on_several_workers_needs_keras_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_warnings.metadata, "version", lambda name: "3.12.0")
     [warning] = warnings(tmp_path, KERAS, env_style="tensorflow")

@@ -47,6 +47,11 @@ def script_warnings(spec: LaunchSpec) -> Iterator[str]:
             "--on horovod, or --rank-launcher horovod."
         )
     names = {_name(call) for call in calls}
+    if spec.rank_launcher == "ray" and "init_process_group" in names and "ray" not in imported:
+        yield (
+            f"{script} does not use Ray, and is started once, without the variables of a rank. Use --rank-launcher "
+            "torchrun to start its ranks in the cluster."
+        )
     if spec.env_style == "tensorflow" and {"MultiWorkerMirroredStrategy", "fit"} <= names:
         has_keras_2 = _LEGACY_KERAS in {**os.environ, **spec.env}
         has_keras_2 = has_keras_2 or _LEGACY_KERAS.encode() in source or b"tf_keras" in source
