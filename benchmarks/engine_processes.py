@@ -246,6 +246,7 @@ class Ray(Engine):
     def start(self, number: int) -> None:
         from paceline.launch.ray_cluster import own_cluster
 
+        os.environ["RAY_worker_niceness"] = "0"  # by default 15: on busy cores they would be measured waiting
         self._cluster = own_cluster("ray")
         self._ray = self._cluster.__enter__()
 
