@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import socket
 from pathlib import Path
 
 import pytest
+from tests.lab.listening_agent import listening_agent
 
 from paceline.elastic.consensus.discovery import record_agents
 from paceline.launch import node
@@ -61,8 +61,8 @@ def test_a_machine_that_comes_before_anybody_is_at_work_is_not(
 def test_a_machine_that_replaces_another_one_joins_without_a_preflight(
     tmp_path: Path, became: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as agent:
-        record_agents(RunDirectory(tmp_path), [("other", agent.getsockname())], Path("job"))
+    with listening_agent() as agent:
+        record_agents(RunDirectory(tmp_path), [("other", agent)], Path("job"))
         assert start(tmp_path, index=1, nodes="2", most=2, monkeypatch=monkeypatch) == BECAME
     assert became == [("python", "-m", "paceline", "join", str(tmp_path), "--nproc", "2")]
     assert not (tmp_path / "preflight").exists()

@@ -9,19 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import children, runs
+from tests.lab.listening_agent import listening_agent
 
 from paceline.core.launch_spec import LaunchSpec
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory, record_agents
 from paceline.elastic.consensus.messages import NodeSet
-from paceline.elastic.consensus.transport import Listener
 from paceline.elastic.consensus.witness import FileWitness
 from paceline.runs.directory import RunDirectory
 
@@ -187,28 +185,14 @@ def test_a_start_leaves_the_run_to_an_agent_that_lacks_the_lock(job: Job, severa
     """As a survivor does until it leads: its leader has died, and has left the lock."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1] if several else None
-    # The other one accepts connections, and says nothing: a stranger at a port that an agent had.
-    survivor = Listener("127.0.0.1", 0, bytes(32), {})
-    with socket.create_server(("127.0.0.1", 0)) as stranger, closing(survivor):
-        agents = [("a", ("127.0.0.1", port or 9)), ("b", (survivor.host, survivor.port))]
-        agents.append(("c", stranger.getsockname()))
-        record_agents(RunDirectory(job.path), agents, job.path / "job.json")
-        ended = threading.Event()
-
-        def answer() -> None:
-            while not ended.wait(0.05):
-                survivor.accept()
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        try:
+    # It accepts connections, and says nothing: a stranger at a port that an agent had.
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        with listening_agent() as survivor:
+            agents = [("a", ("127.0.0.1", port or 9)), ("b", survivor), ("c", stranger.getsockname())]
+            record_agents(RunDirectory(job.path), agents, job.path / "job.json")
             done = job.run(1, {}, port=port)
-        finally:
-            ended.set()
-            thread.join()
         assert f"{job.path} is in use by another process." in done.stderr
         assert not (job.path / "views").exists()
-        survivor.close()
         done = job.run(1, {})
     assert (done.returncode, done.stderr) == (0, "")
 
