@@ -190,6 +190,7 @@ def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: P
         (("--search", "lr=log:1e-3:1", "--nodes", "2"), "paceline launch --on slurm --rank-launcher ray"),
         (("--search", "lr=log:1e-3:1", "--ray-address", "head"), "--ray-address must be HOST:PORT"),
         (("--resume",), "--resume needs the search's directory"),
+        (("--resume", "runs/none"), "there is no search in runs/none. Give it by paceline tune --resume DIR or"),
         (("--resume", "--run-dir", "x", "--scheduler", "asha"), "continues the search with its recorded options"),
         (("--resume", "--run-dir", "x", "--grace-period", "1"), "continues the search with its recorded options"),
         (("--resume", "--run-dir", "x", "--reduction-factor", "4"), "continues the search with its recorded options"),

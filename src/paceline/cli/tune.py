@@ -127,7 +127,9 @@ def tune(
     if resume and run_dir is None and task and SearchDirectory(Path(task)).settings.exists():
         task, run_dir = "", Path(task)
     if resume and run_dir is None:
-        raise ConfigError("--resume needs the search's directory. Add --run-dir DIR.")
+        is_directory = bool(task) and ":" not in task
+        problem = f"there is no search in {task}" if is_directory else "--resume needs the search's directory"
+        raise ConfigError(f"{problem}. Give it by paceline tune --resume DIR or, with a task, by --run-dir DIR.")
     directory = SearchDirectory(run_dir or plan_search.default_directory(task))
     request = None
     if task or not resume:
