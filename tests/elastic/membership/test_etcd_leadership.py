@@ -196,6 +196,19 @@ def test_a_deposed_leader_steps_down_and_tells_its_followers() -> None:
     assert c.leader is None
 
 
+def test_what_was_clear_in_an_earlier_term_of_a_leader_need_not_be_clear_now() -> None:
+    """Another one may have formed a group since."""
+    a = agent("a")
+    a.clear("b")
+    assert a.may_form("abc")
+    again = Record(3, "a", 2, ("a", "b", "c"), ("a", "b", "c"))
+    actions = a.answered(None, Snapshot(again, 9, "a", 9, frozenset("abc")))
+    assert Lead(Term(3, "a"), ABC) in actions
+    assert not a.may_form("abc")
+    a.clear("b")
+    assert a.may_form("abc")
+
+
 def test_orders_of_a_lower_term_are_refused() -> None:
     c = agent("c", promised=Term(2, "b"))
     assert c.heard("a", LeaderHeartbeat(OLD, ABC)) == [Send("a", Nack(OLD, ABC, Term(2, "b")))]
