@@ -61,7 +61,7 @@ def tune(
     task
         file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
     search
-        Values of a field of the task, or of an option; may be repeated for others. lr=log:1e-3:1,
+        Values of a field or of an option; may be repeated for others. lr=log:1e-3:1,
         n=log-int:16:1024, momentum=uniform:0.1:0.9, n=int:1:8, width=choice:32,64, or
         "momentum=uniform:0:1 if opt=sgd". Default: the task's.
     constraint
@@ -69,7 +69,7 @@ def tune(
     metric
         NAME:min or NAME:max, to rank trials by. Default: the task's, else loss:min.
     trials
-        Maximum number of configurations; a smaller grid is tried once. With pbt, the members. Default: 128; 8.
+        Most configurations to try; with pbt, the members. Default: 128; with pbt 8.
     repeats
         Trials of each configuration, with different seeds, ranked by their mean. Default: 1.
     sampler
@@ -89,7 +89,7 @@ def tune(
     budget
         2h (wall-clock time), 100trials, 50gpu-h or $200; when it is spent, running trials save and stop.
     price_per_hour
-        Price of the nodes in dollars, for a budget in dollars.
+        Price of the nodes, for a budget in dollars.
     cpus_per_trial
         CPUs of each trial. Default: its processes times --threads.
     gpus_per_trial
