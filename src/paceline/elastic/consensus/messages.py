@@ -275,11 +275,10 @@ class Rejected(AgentMessage, frozen=True, tag="sent home"):
     why: str
 
 
-Message = (
+_Unchanged = (
     NodeCommand
     | WorkerEvent
     | Ended
-    | WorkerList
     | Quiesced
     | PeersReached
     | Excluded
@@ -290,6 +289,7 @@ Message = (
     | Rejected
     | ElectionMessage
 )
+Message = _Unchanged | WorkerList
 
 
 class _WorkerRows(AgentMessage, frozen=True, tag="workers"):
@@ -299,21 +299,7 @@ class _WorkerRows(AgentMessage, frozen=True, tag="workers"):
     workers: tuple[tuple[int, int, int, Status], ...]
 
 
-_Sent = (
-    NodeCommand
-    | WorkerEvent
-    | Ended
-    | _WorkerRows
-    | Quiesced
-    | PeersReached
-    | Excluded
-    | SignalReceived
-    | AddressBook
-    | JobFinished
-    | Removed
-    | Rejected
-    | ElectionMessage
-)
+_Sent = _Unchanged | _WorkerRows
 
 _ARGUMENTS: dict[str, Any] = {
     "start": tuple[int, int],
