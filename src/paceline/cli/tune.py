@@ -73,25 +73,24 @@ def tune(
     repeats
         Trials of each configuration, with different seeds, ranked by their mean. Default: 1.
     sampler
-        random, or tpe, which learns from earlier results. Default: random.
+        random, or tpe, which learns from results. Default: random.
     scheduler
         asha compares trials after 1, 4, 16, ... evaluations; pbt lets bad ones continue from good ones with
         other values; none trains each to its end. Default: asha; with --repeats none.
     grace_period
-        Evaluations before a trial can be stopped. Default: 1.
+        Evaluations that every trial has. Default: 1.
     reduction_factor
-        With asha, one in N trials continues after a comparison, and comparisons are N times further apart
-        each time. Default: 4.
+        With asha, one in N trials passes a comparison; the next is N times later. Default: 4.
     perturbation_interval
-        With pbt, evaluations between two comparisons of all members. Default: 1.
+        pbt's evaluations between changes. Default: 1.
     stop
-        NAME=VALUE: stop a trial that reaches this value; may be repeated.
+        NAME=VALUE: stop trials there; repeatable.
     budget
         2h (wall-clock time), 100trials, 50gpu-h or $200; when it is spent, running trials save and stop.
     price_per_hour
         Price of the nodes, for a budget in dollars.
     cpus_per_trial
-        CPUs of each trial. Default: its processes times --threads.
+        CPUs of each trial. Default: --nproc times --threads.
     gpus_per_trial
         GPUs of each trial. Default: none.
     ray_address
