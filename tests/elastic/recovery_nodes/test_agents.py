@@ -131,6 +131,8 @@ def test_of_two_machines_that_cannot_reach_each_other_one_waits(run: Run, undist
     run.wait_for("view", lambda event: event["nodes"] == 2, *processes)
     run.wait_for("excluded", lambda event: True, *processes)
     second.heal_with(third)
+    run.wait_for("included", lambda event: True, *processes)
+    run.wait_for_joiners(1, *processes)
     run.step_until("view", lambda event: event["nodes"] == 3 and event["generation"] > 1, *processes)
     assert finish(run, undisturbed, *processes)["world_size"] == 3
     [waited] = [process for process in processes if "this node takes no part" in process.text]
