@@ -75,7 +75,7 @@ def losses(run: Path) -> dict[int, float]:
 def test_a_fork_with_the_same_training_has_the_bits_of_the_other_run(
     trained: Path, paceline: Paceline, change: tuple[str, ...]
 ) -> None:
-    """A field that training does not use changes: the optimizer's hyperparameters and schedule are built anew."""
+    """Where a field changes that training does not use, the task builds the same hyperparameters and schedule."""
     with (trained / "ledger" / "gen-00000.jsonl").open("a") as ledger:
         ledger.write('{"v":99')  # an active run may be writing
     said = paceline("fork", "old", "--run-dir", "new", "--step", str(FORKED_AT), *change)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -26,37 +27,6 @@ from paceline.launch.monarch import MonarchJob, MonarchOptions
 
 pytestmark = [pytest.mark.monarch, pytest.mark.timeout(300)]
 
-HARMED = """\
-import dataclasses
-import os
-import pathlib
-import signal
-import time
-
-from paceline.training.tasks.fashion_mnist import FashionMNIST
-
-
-@dataclasses.dataclass
-class Harmed(FashionMNIST):
-    \"\"\"Whoever takes a file KIND-N of the plan, in its Nth call of loss, comes to that harm.\"\"\"
-
-    plan: str = ""
-    calls = 0
-
-    def loss(self, model, batch):
-        self.calls += 1
-        for harm in pathlib.Path(self.plan).glob(f"*-{self.calls}"):
-            try:
-                harm.unlink()
-            except FileNotFoundError:
-                continue
-            if harm.name.startswith("kill"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            (pathlib.Path(self.plan) / "here").touch()
-            while harm.name.startswith("wait") and not (pathlib.Path(self.plan) / "go").exists():
-                time.sleep(0.01)
-        return super().loss(model, batch)
-"""
 TRAIN = ("--microbatches", "12", "--global-batch-size", "96", "--threads", "1", "--seed", "7")
 
 PLACE = """\
@@ -81,8 +51,9 @@ LOOP = (
 @pytest.fixture(autouse=True)
 def recorded_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for name, text in (("place.py", PLACE), ("waits.py", WAITS), ("harmed.py", HARMED)):
+    for name, text in (("place.py", PLACE), ("waits.py", WAITS)):
         (tmp_path / name).write_text(text)
+    shutil.copy(Path(__file__).with_name("harmed.py"), tmp_path)
     (tmp_path / "plan").mkdir()
 
 
@@ -266,7 +237,7 @@ def test_a_task_with_a_worker_killed_ends_with_the_bits_of_spawn(run_processes: 
 
 
 def test_a_lost_actor_is_replaced_here(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:
-    """Monarch reports that its process was killed; the run goes on from its checkpoint with the same bits."""
+    """Monarch reports that its process was killed; the run continues from its checkpoint with the same bits."""
     (tmp_path / "small.py").write_text(TASK)
     (tmp_path / "hold").write_text("12")
     options = (*OPTIONS, *PATIENT, "--run-dir", "run", "--nproc", "2")
@@ -334,7 +305,7 @@ def test_a_detached_job_has_logs_and_is_cancelled(
     assert (job["name"], job["status"]["state"]) == ("mine", "running")
     own = psutil.Process(int(job["reference"]["pid"]))
     assert run_processes.paceline("cancel", "mine").returncode == 0
-    # It is nobody's child here.
+    # Its parent is no process of this test.
     wait_until(lambda: not runs(own), "the job ends", 60)
     assert not any(map(runs, ranks))
     assert "waiting" in run_processes.paceline("logs", "mine").stdout

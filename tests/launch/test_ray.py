@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -56,37 +57,6 @@ futures = [c.read.remote() for c in counters]
 print(ray.get(futures)) # [1, 1, 1, 1]
 """
 
-TASK = """\
-import dataclasses
-import os
-import pathlib
-import signal
-import time
-
-from paceline.training.tasks.fashion_mnist import FashionMNIST
-
-
-@dataclasses.dataclass
-class Harmed(FashionMNIST):
-    \"\"\"Whoever takes a file KIND-N of the plan, in its Nth call of loss, comes to that harm.\"\"\"
-
-    plan: str = ""
-    calls = 0
-
-    def loss(self, model, batch):
-        self.calls += 1
-        for harm in pathlib.Path(self.plan).glob(f"*-{self.calls}"):
-            try:
-                harm.unlink()
-            except FileNotFoundError:
-                continue
-            if harm.name.startswith("kill"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            (pathlib.Path(self.plan) / "here").write_text(os.uname().nodename)
-            while harm.name.startswith("wait") and not (pathlib.Path(self.plan) / "go").exists():
-                time.sleep(0.01)
-        return super().loss(model, batch)
-"""
 # The get-started of Ray Train's documentation, with a small model and data of its own.
 RAY_TRAIN = """\
 import os
@@ -140,7 +110,7 @@ def small_and_recorded_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "test.py").write_text(TEST)
     (tmp_path / "waits.py").write_text(WAITS)
-    (tmp_path / "harmed.py").write_text(TASK)
+    shutil.copy(Path(__file__).with_name("harmed.py"), tmp_path)
     (tmp_path / "plan").mkdir()
 
 

@@ -74,7 +74,7 @@ def test_the_worst_quarter_continues_from_the_best() -> None:
     assert choose_successor(other, history, 10) != chosen[2]
 
 
-def test_nobody_continues_where_all_have_failed() -> None:
+def test_no_member_continues_where_all_have_failed() -> None:
     assert choose_successor(SEARCH, history_of(*[None] * 8), 8) is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -113,12 +114,8 @@ def read_ledger(directory: Path) -> Ledger:
     Raises:
         RunDirectoryError: there is no ledger, a header is malformed, or two headers disagree about the order.
     """
-    files = []
-    for generation in sorted(generations(directory)):
-        path = ledger_path(directory, generation)
-        header = next(_lines(path), None)
-        if header is not None:  # else a crash cut the header short: nothing was committed
-            files.append(_parse_header(header, path, generation))
+    headers = (_read_header(directory, generation) for generation in sorted(generations(directory)))
+    files = [file for file in headers if file is not None]
     if not files:
         raise RunDirectoryError(f"{directory} holds no ledger, because no step of this run was committed.")
     first = files[0]
@@ -138,14 +135,10 @@ def last_recorded_version(directory: Path) -> int | None:
         RunDirectoryError: the last file is malformed.
     """
     for generation in sorted(generations(directory), reverse=True):
-        path = ledger_path(directory, generation)
-        lines = _lines(path)
-        header = next(lines, None)
-        if header is None:
-            continue  # a crash cut the header short
-        file = _parse_header(header, path, generation)
-        last = deque(lines, maxlen=1)
-        return _parse_entry(last[0], file, 2).version if last else file.parent_version
+        file = _read_header(directory, generation)
+        if file is not None:
+            last = deque(itertools.islice(_lines(file.path), 1, None), maxlen=1)
+            return _parse_entry(last[0], file, 2).version if last else file.parent_version
     return None
 
 
@@ -155,14 +148,8 @@ def superseded_at(directory: Path, generation: int) -> int | None:
     Raises:
         RunDirectoryError: a later header is malformed.
     """
-    parents = []
-    for later in generations(directory):
-        if later > generation:
-            path = ledger_path(directory, later)
-            header = next(_lines(path), None)
-            if header is not None:
-                parents.append(_parse_header(header, path, later).parent_version or 0)
-    return min(parents, default=None)
+    later = (_read_header(directory, number) for number in generations(directory) if number > generation)
+    return min((file.parent_version or 0 for file in later if file is not None), default=None)
 
 
 def copy_until(source: Path, target: Path, version: int) -> None:
@@ -173,15 +160,11 @@ def copy_until(source: Path, target: Path, version: int) -> None:
     """
     target.mkdir()
     for generation in generations(source):
-        path = ledger_path(source, generation)
-        lines = _lines(path)
-        header = next(lines, None)
-        if header is None:
-            continue  # a crash cut the header short
-        file = _parse_header(header, path, generation)
-        if file.parent_version is None or file.parent_version < version:
-            numbered = enumerate(lines, start=2)
-            kept = [line for number, line in numbered if _parse_entry(line, file, number).version <= version]
+        file = _read_header(source, generation)
+        if file is not None and (file.parent_version is None or file.parent_version < version):
+            lines = _lines(file.path)
+            header = next(lines)
+            kept = (line for line, entry in zip(lines, file.entries(), strict=False) if entry.version <= version)
             ledger_path(target, generation).write_bytes(header + b"".join(kept))
 
 
@@ -202,6 +185,13 @@ def _lines(path: Path) -> Iterator[bytes]:
                     yield line
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _read_header(directory: Path, generation: int) -> LedgerFile | None:
+    """Return one generation's header; None if a crash cut it short, so that nothing was committed."""
+    path = ledger_path(directory, generation)
+    line = next(_lines(path), None)
+    return None if line is None else _parse_header(line, path, generation)
 
 
 def _parse_header(line: bytes, path: Path, generation: int) -> LedgerFile:
