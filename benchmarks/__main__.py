@@ -33,6 +33,7 @@ SuiteName = Literal["fsdp", "tp", "pp", "schedules", "memory", "pipeline", "pipe
 ServingSuiteName = Literal["json", "binary", "predict", "overload", "swap", "drain", "kill", "exact"]
 
 EngineName = Literal["paceline", "mesh", "ray", "monarch", "monarch-1s"]
+SearchedTask = Literal["fashion-mnist", "transformer"]
 _ALL_ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 Rounds = Annotated[int, Parameter(help="How often each is measured, in turns.")]
@@ -250,6 +251,10 @@ def tune(
 @app.command
 def searches(
     *,
+    tasks: Annotated[tuple[SearchedTask, ...], Parameter(consume_multiple=True, negative="", help="Which tasks.")] = (
+        "fashion-mnist",
+        "transformer",
+    ),
     trials: Annotated[int, Parameter(help="Trials of each search.")] = 32,
     steps: Annotated[int, Parameter(help="Steps of a whole trial.")] = 160,
     evaluations: Annotated[int, Parameter(help="Evaluations of a whole trial.")] = 16,
@@ -257,10 +262,12 @@ def searches(
     json: Json = False,
     markdown: Markdown = False,
 ) -> int:
-    """Best value and time of a search by Paceline, by Optuna alone and by Ray Tune alone, on two tasks."""
+    """Best value and time of a search by Paceline, by Optuna alone and by Ray Tune alone."""
     from benchmarks.tuning import bench_searches
 
-    result = bench_searches(trials=trials, steps=steps, evaluations=evaluations, rounds=rounds, progress=_progress)
+    result = bench_searches(
+        tasks=tasks, trials=trials, steps=steps, evaluations=evaluations, rounds=rounds, progress=_progress
+    )
     return show(result, json=json, markdown=markdown)
 
 

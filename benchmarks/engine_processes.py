@@ -246,8 +246,6 @@ class Ray(Engine):
     def start(self, number: int) -> None:
         from paceline.launch.ray_cluster import own_cluster
 
-        # By default 15: on busy cores they would be measured waiting. The spelling is Ray's.
-        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
         self._cluster = own_cluster("ray")
         self._ray = self._cluster.__enter__()
 

@@ -146,15 +146,19 @@ _SEARCHERS = (
     Variant(name="optuna", title="Optuna alone: TPE, successive halving", commands=lambda directory: ()),
     Variant(name="ray", title="Ray Tune alone: OptunaSearch, ASHA", commands=lambda directory: ()),
 )
+_METRICS = {"fashion-mnist": ("accuracy", "max"), "transformer": ("bits_per_byte", "min")}
 _SEARCH_S = Quantity("seconds", "s")
 _BEST = Quantity("value", "best", 4)
 _STEPS = Quantity("steps", "steps of all trials", 0)
 
 
-def bench_searches(*, trials: int, steps: int, evaluations: int, rounds: int, progress: Progress) -> BenchResult:
-    """Search two tasks with Paceline, with Optuna alone and with Ray Tune alone, in turns; a seed for each round.
+def bench_searches(
+    *, tasks: Sequence[str], trials: int, steps: int, evaluations: int, rounds: int, progress: Progress
+) -> BenchResult:
+    """Search tasks with Paceline, with Optuna alone and with Ray Tune alone, in turns; a seed for each round.
 
     Args:
+        tasks: fashion-mnist, transformer or both.
         trials: of each search.
         steps: of a whole trial.
         evaluations: of a whole trial.
@@ -165,7 +169,8 @@ def bench_searches(*, trials: int, steps: int, evaluations: int, rounds: int, pr
         LaunchError: a search failed.
     """
     comparisons = []
-    for task, metric, mode in (("fashion-mnist", "accuracy", "max"), ("transformer", "bits_per_byte", "min")):
+    for task in tasks:
+        metric, mode = _METRICS[task]
         samples: dict[str, list[Sample]] = {variant.name: [] for variant in _SEARCHERS}
         for seed in range(rounds):
             job = SearchJob(

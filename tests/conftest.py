@@ -109,10 +109,12 @@ class Processes:
         try:
             stdout, stderr = popen.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            _dump_stacks(popen.pid)
+            stacks = _dump_stacks(popen)
             _kill_tree(popen)
+            for writer in _writers_of(popen):
+                writer.kill()
             stdout, stderr = popen.communicate()
-            pytest.fail(f"{popen.args} took over {timeout_s} s.\n--- stdout\n{stdout}\n--- stderr\n{stderr}")
+            pytest.fail(f"{popen.args} took over {timeout_s} s.\n--- stdout\n{stdout}\n--- stderr\n{stderr}\n{stacks}")
         return subprocess.CompletedProcess(popen.args, popen.returncode, stdout, stderr)
 
     def run(
@@ -363,16 +365,45 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _dump_stacks(pid: int) -> None:
-    """Ask those processes for their stacks that registered faulthandler on SIGUSR2."""
-    for process in _tree(pid):
+def _dump_stacks(popen: subprocess.Popen[str]) -> str:
+    """Ask the processes of a tree for their stacks, and describe those that write none.
+
+    Those that registered faulthandler on SIGUSR2 write into their own standard error, without taking part in anything
+    that could be waited for; py-spy reads the stacks of the others. A tree that has ended and is waited for all the
+    same has left its pipes to a process: that is described too.
+    """
+    described = []
+    for process in list(filter(runs, _tree(popen.pid))) or _writers_of(popen):
         with suppress(OSError, psutil.NoSuchProcess):
             status = Path(f"/proc/{process.pid}/status").read_text()
             caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
             if caught >> (signal.SIGUSR2 - 1) & 1:
                 os.kill(process.pid, signal.SIGUSR2)
-    # They write without taking part in anything that could be waited for.
+                continue
+            shown = subprocess.run(
+                [Path(sys.executable).with_name("py-spy"), "dump", "--nonblocking", "--pid", str(process.pid)],
+                capture_output=True,
+                text=True,
+                timeout=30,
+            )
+            waits_in = Path(f"/proc/{process.pid}/wchan").read_text()
+            described.append(
+                f"--- process {process.pid}, {process.status()} in {waits_in}\n{shown.stdout}{shown.stderr}"
+            )
     time.sleep(1)
+    return "\n".join(described)
+
+
+def _writers_of(popen: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that hold the other end of a command's pipes."""
+    pipes = {os.readlink(f"/proc/self/fd/{pipe.fileno()}") for pipe in (popen.stdout, popen.stderr) if pipe is not None}
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            opened = {os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir()}
+            if opened & pipes and process.pid != os.getpid():
+                found.append(process)
+    return found
 
 
 def children(pid: int, recursive: bool = False) -> list[psutil.Process]:

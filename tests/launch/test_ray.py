@@ -57,6 +57,17 @@ futures = [c.read.remote() for c in counters]
 print(ray.get(futures)) # [1, 1, 1, 1]
 """
 
+# Ray's own default is 15 more: beside other work, a process of such a job would hardly run.
+NICENESS = """
+import os
+
+@ray.remote
+def niceness():
+    return os.nice(0)
+
+print("as nice as its driver" if ray.get(niceness.remote()) == os.nice(0) else "nicer")
+"""
+
 # The get-started of Ray Train's documentation, with a small model and data of its own.
 RAY_TRAIN = """\
 import os
@@ -291,11 +302,12 @@ def test_nothing_of_a_token_is_rendered() -> None:
 # A cluster of the job's own
 
 
-def test_a_program_with_tasks_and_actors_runs_as_it_is(run_processes: Any) -> None:
+def test_a_program_with_tasks_and_actors_runs_as_it_is(run_processes: Any, tmp_path: Path) -> None:
     before = leftovers()
+    (tmp_path / "test.py").write_text(TEST + NICENESS)
     done = run_processes.paceline("launch", "--on", "ray", "--cpus-per-task", "2", "--", "test.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[0, 1, 4, 9]", "[1, 1, 1, 1]"]
+    assert done.stdout.splitlines() == ["[0, 1, 4, 9]", "[1, 1, 1, 1]", "as nice as its driver"]
     assert leftovers() == before
 
 

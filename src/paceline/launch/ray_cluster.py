@@ -19,6 +19,9 @@ from paceline.core.errors import LaunchError
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's way to have its servers listen on loopback alone, named after where that is the default."""
 
+NICENESS = "RAY_worker_niceness"
+"""Ray runs workers with niceness 15, unless this says otherwise; on a busy machine, trials and ranks would starve."""
+
 _CONNECT_S = 10.0
 _LONGEST_TEMPORARY = 17
 """Names of Ray's Unix sockets are 90 characters longer than the temporary directory's, and at most 107."""
@@ -101,6 +104,7 @@ def own_cluster(extra: str) -> Iterator[ModuleType]:
         token = directory.with_name("token")
         create_token(token)
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), **LOOPBACK})
+        os.environ.setdefault(NICENESS, "0")
         os.environ.pop("RAY_AUTH_TOKEN", None)
         ray = import_ray(extra)
         try:
