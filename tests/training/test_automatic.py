@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +114,46 @@ def test_what_a_task_keeps_of_the_count_is_gone(monkeypatch: pytest.MonkeyPatch)
 def test_a_count_that_dies_names_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "build_model", lambda self: os._exit(7))
     with pytest.raises(ConfigError, match=r"ended with exit code 7\. Give a strategy, such as --strategy ddp"):
+        settled(1024 * MIB)
+
+
+@pytest.fixture
+def deaf_forks(tmp_path: Path) -> Iterator[Path]:
+    """A directory; while it has a file, a forked process removes one and stops before any of its own code runs."""
+    _deaf.append(tmp_path)
+    yield tmp_path
+    _deaf.clear()
+
+
+_deaf: list[Path] = []
+
+
+@functools.cache
+def _register_deafness() -> None:
+    def stop() -> None:
+        for file in (file for directory in _deaf for file in directory.iterdir()):
+            file.unlink()
+            signal.pause()
+
+    os.register_at_fork(after_in_child=stop)
+
+
+@pytest.mark.integration
+def test_a_fork_that_does_not_begin_is_replaced(deaf_forks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _register_deafness()
+    monkeypatch.setattr(auto_strategy, "_BEGIN_S", (0.5, 30.0, 60.0))
+    (deaf_forks / "one").touch()
+    assert settled(1024 * MIB) == (CONFIG, None)
+    assert not list(deaf_forks.iterdir())
+
+
+@pytest.mark.integration
+def test_where_no_fork_begins_it_names_what_to_give(deaf_forks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _register_deafness()
+    monkeypatch.setattr(auto_strategy, "_BEGIN_S", (0.2, 0.2))
+    for name in ("first", "second", "third"):
+        (deaf_forks / name).touch()
+    with pytest.raises(ConfigError, match=r"no forked process begins .* Give a strategy, such as --strategy ddp"):
         settled(1024 * MIB)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import psutil
@@ -17,6 +20,9 @@ from paceline.core.task import Task
 _FITS_FACTOR = 16
 """Bytes for each byte of a parameter that are enough for training under ddp: its gradient's sums, what an
 optimizer holds, and activations as large as all of these."""
+
+_BEGIN_S = (2.0, 4.0, 8.0, 16.0, 32.0)
+"""How long each forked process has to begin; on a busy machine it may only be slow."""
 
 _FLOPS_PER_S = {"cpu": 5e10, "cuda": 1e14}
 _BANDWIDTH = {"cpu": 1e9, "cuda": 25e9}
@@ -146,20 +152,18 @@ def _call_in_child(choose: Callable[[], tuple[RunConfig, str | None]]) -> tuple[
     with. In a fork they, the random numbers and the default dtype that it sets are gone with the process.
 
     Raises:
-        ConfigError: the process died.
+        ConfigError: the process died, or could not begin.
     """
-    receiver, sender = multiprocessing.Pipe(duplex=False)
 
-    def answer() -> None:
+    def answer(sender: Connection) -> None:
+        sender.send(None)
         torch.set_num_threads(1)  # no thread of this process's pools is in the fork
         try:
             sender.send((choose(), None))
         except Exception as error:
             sender.send((None, error))
 
-    process = multiprocessing.get_context("fork").Process(target=answer)
-    process.start()
-    sender.close()
+    process, receiver = _fork(answer)
     chosen: tuple[RunConfig, str | None] | None
     with receiver:
         try:
@@ -175,3 +179,29 @@ def _call_in_child(choose: Callable[[], tuple[RunConfig, str | None]]) -> tuple[
         raise error
     assert chosen is not None
     return chosen
+
+
+def _fork(target: Callable[[Connection], None]) -> tuple[ForkProcess, Connection]:
+    """Start a forked process that first sends that it has begun; return it and the receiving end of its pipe.
+
+    Python 3.11 forks while another thread, such as one of torch's, may hold the interpreter's list of threads; the
+    child then waits for a thread that it does not have, before any of its code runs. Such a child is replaced.
+
+    Raises:
+        ConfigError: none has begun.
+    """
+    for wait_s in _BEGIN_S:
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(target=target, args=(sender,))
+        process.start()
+        sender.close()
+        with suppress(EOFError):
+            if receiver.poll(wait_s):
+                receiver.recv()
+                return process, receiver
+        receiver.close()
+        process.kill()
+        process.join()
+    raise ConfigError(
+        "no forked process begins to measure the model for --strategy auto. Give a strategy, such as --strategy ddp."
+    )
