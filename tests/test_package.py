@@ -21,6 +21,7 @@ EXPORTED = [
     "CheckpointWriteError",
     "ConfigError",
     "DataError",
+    "Dates",
     "Defaults",
     "ExportError",
     "FunctionJob",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.api import Result, TaskJob, fit, submit, submit_array
     from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
-    from paceline.core.encodings import Categories, Tokenizer, Vocabulary
+    from paceline.core.encodings import Categories, Dates, Tokenizer, Vocabulary
     from paceline.core.errors import (
         CheckpointError,
         CheckpointWriteError,
@@ -53,6 +53,7 @@ __all__ = [
     "CheckpointWriteError",
     "ConfigError",
     "DataError",
+    "Dates",
     "Defaults",
     "ExportError",
     "FunctionJob",
@@ -93,7 +94,7 @@ __all__ = [
 _HOME = {
     "paceline.api": ("Result", "TaskJob", "fit", "submit", "submit_array"),
     "paceline.core.callback": ("BatchInfo", "Callback", "RankInfo", "RunSchedule"),
-    "paceline.core.encodings": ("Categories", "Tokenizer", "Vocabulary"),
+    "paceline.core.encodings": ("Categories", "Dates", "Tokenizer", "Vocabulary"),
     "paceline.core.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
     "paceline.core.inference": ("InferenceSignature", "TensorSpec"),
     "paceline.launch.submitit_functions": ("FunctionJob",),

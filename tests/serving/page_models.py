@@ -13,7 +13,7 @@ from safetensors.torch import save
 from tests.serving.packages import put_module
 from torch import nn
 
-from paceline.core.encodings import Categories, Vocabulary
+from paceline.core.encodings import Categories, Dates, Vocabulary
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.training.tasks.fashion_mnist import LABELS, FashionMNISTMLP, load_fashion_mnist
 
@@ -86,11 +86,12 @@ class Visit(nn.Module):
         city: torch.Tensor,
         mood: torch.Tensor,
         note: torch.Tensor,
+        since: torch.Tensor,
         member: torch.Tensor,
         hours: torch.Tensor,
         plan: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        texts = city * 10 + mood * 1000 + note.sum(1)
+        texts = city * 10 + mood * 1000 + note.sum(1) + since.sum(1)
         parts = [numbers.nan_to_num(100.0).sum(1), texts, member, hours.sum(1), plan.float().mean((1, 2))]
         return {"sum": torch.stack([part.float() for part in parts]).sum(0)}
 
@@ -101,6 +102,7 @@ VISIT = {
     "city": TensorSpec(dtype="int64", encoding=Categories({"Bern": 0, "Genf": 1}, missing=2)),
     "mood": TensorSpec(dtype="int64", encoding=Categories({"calm": 0, "tired": 1}, unknown=2)),
     "note": TensorSpec(dtype="int64", shape=(4,), encoding=NOTES),
+    "since": TensorSpec(dtype="int64", shape=(3,), encoding=Dates(("year", "weekday"), missing=True)),
     "member": TensorSpec(dtype="bool"),
     "hours": TensorSpec(dtype="float32", shape=(None,)),
     "plan": TensorSpec(dtype="uint8", shape=(8, 8)),
@@ -112,16 +114,18 @@ VISIT_ROW: dict[str, Any] = {
     "city": "Genf",
     "mood": "calm",
     "note": "good, not bad",
+    "since": "2026-01-31",
     "member": True,
     "hours": [1.5, 2.0, 0.25],
     "plan": [[16 * row + column for column in range(8)] for row in range(8)],
 }
-VISIT_SUM = 39.5 + 100 + 10 + (2 + 1 + 1 + 3) + 1 + 3.75 + 59.5
+VISIT_SUM = 39.5 + 100 + 10 + (2 + 1 + 1 + 3) + (2026 + 5) + 1 + 3.75 + 59.5
 
 
 def put_visits(registry: Path) -> None:
     """``visits@prod``: a row with an input of every kind, and its example."""
-    inference = InferenceSignature(module=Visit(), inputs=VISIT, outputs={"sum": TensorSpec(dtype="float32")})
+    outputs = {"sum": TensorSpec(dtype="float32", unit="points")}
+    inference = InferenceSignature(module=Visit(), inputs=VISIT, outputs=outputs)
     weights = save({"none": torch.zeros(1)})
     put_module(registry, inference, Visit().eval(), weights, name="visits", example=VISIT_ROW)
 

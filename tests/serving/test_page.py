@@ -218,7 +218,7 @@ def test_a_model_that_takes_no_picture_is_sent_json(page: Chrome, wait_until: Ca
 @needs_browser
 def test_a_form_has_a_field_for_every_kind_of_input(page: Chrome, wait_until: Callable[..., None]) -> None:
     choose(page, "visits", wait_until)
-    labels = ["age years", "income kCHF", "city", "mood", "note", "member", "hours FP32 [any]"]
+    labels = ["age years", "income kCHF", "city", "mood", "note", "since", "member", "hours FP32 [any]"]
     assert texts(page, ".field > label:not(.button)") == labels
     assert texts(page, ".heading") == ["plan"]
     assert {"may be empty", "calm, tired or any other"} <= set(texts(page, ".field small"))
@@ -228,13 +228,15 @@ def test_a_form_has_a_field_for_every_kind_of_input(page: Chrome, wait_until: Ca
         "city": "Genf",
         "mood": "calm",
         "note": "good, not bad",
+        "since": "2026-01-31",
         "hours": "[1.5,2,0.25]",
     }
     fields = {name: page.find_element(By.NAME, name) for name in shown}
     assert {name: field.get_property("value") for name, field in fields.items()} == shown
     page.find_element(By.ID, "predict").click()
     wait_until(lambda: texts(page, ".best"), "an answer to the example", WAIT_S)
-    assert texts(page, ".best") == [f"sum {VISIT_SUM:.1f}"]
+    assert texts(page, ".best") == [f"sum {VISIT_SUM:,.0f} points"]
+    assert {"age (years)", "sum (points)"} <= set(texts(page, "td"))
 
     fields["income"].send_keys("20")
     fields["mood"].clear()
@@ -246,10 +248,10 @@ def test_a_form_has_a_field_for_every_kind_of_input(page: Chrome, wait_until: Ca
     page.find_element(By.NAME, "member").click()
     page.find_element(By.ID, "predict").click()
     assert fields["hours"].get_property("validationMessage") == "This is not a list in JSON."
-    assert texts(page, ".best") == [f"sum {VISIT_SUM:.1f}"]
+    assert texts(page, ".best") == [f"sum {VISIT_SUM:,.0f} points"]
     fields["hours"].send_keys("]", Keys.TAB)
     page.find_element(By.NAME, "age").send_keys(Keys.ENTER)
-    wait_until(lambda: texts(page, ".best") == ["sum 2,140"], "the answer to the changes", WAIT_S)
+    wait_until(lambda: texts(page, ".best") == ["sum 4,171 points"], "the answer to the changes", WAIT_S)
 
     page.find_element(By.ID, "example").click()
     assert fields["mood"].get_property("value") == "calm"

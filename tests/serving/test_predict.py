@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 from tests.conftest import Processes
 from tests.serving.conftest import Server
+from tests.small_disk import small_disk
 
 from paceline.cli.predict import _show
 from paceline.core.errors import DataError
@@ -203,3 +205,21 @@ def test_numbers_in_a_tables_other_columns_stay_as_they_are() -> None:
     others = {"balance": ["-3.5", "+1", "-1e-3", "-x"]}
     write(file, ".csv", iter([{"y": -np.ones(4)}]), spec, Rows({}, ["0", "1", "2", "3"], others))
     assert file.getvalue().decode().split() == ["balance,y", "-3.5,-1.0", "+1,-1.0", "-1e-3,-1.0", "'-x,-1.0"]
+
+
+def test_a_full_disk_is_told_and_the_command_continues(
+    predict: Callable[..., str], server: Server, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "rows.npy", PIXELS)
+    disk = tmp_path / "disk"
+    words = (server.url, tmp_path / "rows.npy", "--output", disk / "out.jsonl", "--chunk", "4")
+    with small_disk(disk, "20k"):
+        said = predict(*words, code=2)
+        assert f"--output {disk / 'out.jsonl'} cannot be written: No space left on device. Predicted rows stay" in said
+        assert "Traceback" not in said
+        kept = {path.name: path.stat().st_mtime_ns for path in (disk / "out.jsonl.parts").glob("part-*")}
+        assert kept
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True, timeout=60)
+        predict(*words)
+        assert len((disk / "out.jsonl").read_text().splitlines()) == len(PIXELS)
+        assert [path.name for path in disk.iterdir()] == ["out.jsonl"]

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from paceline.core.inference import TensorSpec
 from paceline.serving.batch_predict import read_rows
 from paceline.serving.model import ModelSpec
 from paceline.serving.protocol import example_rows, parse_rows
-from paceline.serving.tables import write
+from paceline.serving.tables import Rows, write
 
 INPUTS = {
     "age": TensorSpec(dtype="int64", minimum=0, maximum=120),
@@ -82,6 +83,15 @@ def test_columns_are_found_by_name_and_others_are_kept(tmp_path: Path, suffix: s
             found = [json.loads(line) for line in output.getvalue().splitlines()]
         assert [record["probabilities"] for record in found] == [[0.75, 0.25], [0.5, 0.5]]
     assert {name: [record[name] for record in found] for name in kept} == kept
+
+
+def test_named_elements_of_an_output_are_columns() -> None:
+    outputs = {"size": TensorSpec(dtype="float32", shape=(2,), columns={"width": "m", "height": "cm"})}
+    spec = replace(SPEC, outputs=outputs, labels=(), probabilities=None, label=None)
+    rows = Rows(arrays={}, names=["a", "b"], other_columns={"id": ["a", "b"]})
+    output = io.BytesIO()
+    write(output, ".csv", iter([{"size": np.array([[1, 2], [3, 4.5]])}]), spec, rows)
+    assert output.getvalue().decode().split() == ["id,width,height", "a,1.0,2.0", "b,3.0,4.5"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import httpx
 import jsonschema
 import numpy as np
 import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 import tritonclient.grpc
@@ -26,7 +29,7 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from paceline.cli import app
-from paceline.core.encodings import MAX_TEXT_LENGTH, Categories, EncodingError, Tokenizer, Vocabulary
+from paceline.core.encodings import MAX_TEXT_LENGTH, Categories, Dates, EncodingError, Tokenizer, Vocabulary
 from paceline.core.errors import ConfigError, DataError, PackageError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.runs.package import open_package
@@ -51,7 +54,7 @@ SPEC = ModelSpec(
     example=VISIT_ROW,
 )
 RECORD = {"age": 39.5, "income": None, **{name: value for name, value in VISIT_ROW.items() if name != "numbers"}}
-ENCODED = {"city": 1, "mood": 0, "note": [2, 1, 1, 3], "hours": [1.5, 2, 0.25], "member": True}
+ENCODED = {"city": 1, "mood": 0, "note": [2, 1, 1, 3], "since": [2026, 5, 0], "hours": [1.5, 2, 0.25], "member": True}
 
 
 def only(name: str) -> ModelSpec:
@@ -91,6 +94,53 @@ def test_categories_of_a_column() -> None:
         many.encode(["y"])
     with pytest.raises(ConfigError, match="codes from 0"):
         Categories({"a": -1})
+
+
+def test_dates_as_numbers() -> None:
+    parts = Dates(("days", "year", "month", "day", "weekday", "hour", "minute"))
+    moment = datetime(2026, 1, 31, 8, 30, tzinfo=timezone(timedelta(hours=2)))
+    expected = [(date(2026, 1, 31) - date(1970, 1, 1)).days, 2026, 1, 31, 5, 8, 30]
+    for value in ("2026-01-31 08:30", "2026-01-31T08:30:59Z", moment, pandas.Timestamp(moment), "20260131T0830"):
+        assert parts.encode([value]).tolist() == [expected], value
+    assert parts.decode(expected) == "2026-01-31T08:30"
+    assert Dates(("days",)).encode([date(1969, 12, 31), np.datetime64("1970-01-02")]).tolist() == [[-1], [1]]
+
+    open_ = Dates(("weekday", "month"), missing=True)
+    assert open_.shape == (3,)
+    assert open_.encode(["2026-01-31", "", None, pandas.NaT]).tolist() == [[5, 1, 0], [0, 0, 1], [0, 0, 1], [0, 0, 1]]
+    found = date.fromisoformat(open_.decode([5, 2, 0]))
+    assert (found.weekday(), found.month) == (5, 2), "one of the dates that have these numbers"
+    assert open_.decode([0, 0, 1]) == ""
+    assert Dates(("year", "month")).decode([2026, 13]) == "year 2026, month 13"
+    assert Dates(("days",)).decode([10**9]) == "days 1000000000"
+    assert Dates(("month", "day", "weekday")).decode([2, 29, 3]) == "2024-02-29"
+
+    with pytest.raises(EncodingError, match=r"^value 1 must be a date such as 2026-01-31, but is '31\.1\.2026'\.$"):
+        Dates(("year",)).encode(["2026-01-31", "31.1.2026"])
+    with pytest.raises(EncodingError, match=r"a date such as 2026-01-31T08:30, but is empty\. Dates with missing=True"):
+        Dates(("hour",)).encode([None])
+    for wrong in ((), ("year", "year"), ("century",)):
+        with pytest.raises(ConfigError, match="the parts of Dates must be some of days, year"):
+            Dates(wrong)
+
+
+def test_a_table_of_parquet_holds_dates(tmp_path: Path) -> None:
+    model = only("since")
+    dates = pyarrow.table({"since": pyarrow.array([date(2026, 1, 31), None])})
+    pyarrow.parquet.write_table(dates, tmp_path / "t.parquet")
+    assert read_rows([tmp_path / "t.parquet"], model).arrays["since"].tolist() == [[2026, 5, 0], [0, 0, 1]]
+    (tmp_path / "t.csv").write_text("id,since\n1,2026-01-31\n2,1.2.2026\n")
+    with pytest.raises(
+        DataError, match=r"t\.csv, line 3, column since: must be a date such as 2026-01-31, but is '1\."
+    ):
+        read_rows([tmp_path / "t.csv"], model)
+    strict = replace(model, encodings={"since": Dates(("hour",))}, inputs={"since": TensorSpec(dtype="str")})
+    assert strict.row == {"since": "2026-01-31"}
+    assert [each.type_text for each in strict.fields] == ["date and time"]
+    assert [each.type_text for each in model.fields] == ["date"]
+    texts = replace(model, encodings={"since": NOTES})
+    assert _signature_changes(texts, model) == ["input since takes only dates"]
+    assert _signature_changes(model, model) == []
 
 
 def test_a_vocabulary_of_texts() -> None:
@@ -298,6 +348,10 @@ def test_the_description_tells_the_truth_of_a_row() -> None:
         ({**RECORD, "mood": None}, False),
         ({**RECORD, "note": None}, True),
         ({**RECORD, "note": "a" * (MAX_TEXT_LENGTH + 1)}, False),
+        ({**RECORD, "since": None}, True),
+        ({**RECORD, "since": ""}, True),
+        ({**RECORD, "since": "31.1.2026"}, False),
+        ({**RECORD, "since": 2026}, False),
         ({**RECORD, "age": "39"}, False),
         ({**RECORD, "age": ""}, False),
         ({name: value for name, value in RECORD.items() if name != "age"}, False),
@@ -305,7 +359,8 @@ def test_the_description_tells_the_truth_of_a_row() -> None:
     ]
     for row, is_valid in rows:
         document = {"rows": [row]}
-        assert jsonschema.Draft202012Validator(schema).is_valid(document) is is_valid, row
+        validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+        assert validator.is_valid(document) is is_valid, row
         if is_valid:
             parse_rows(SPEC, json.dumps(document).encode())
         else:
@@ -356,7 +411,7 @@ def test_a_package_keeps_its_inputs_as_data(visits: str) -> None:
     ("old", "new", "message"),
     [
         ('"codes": {', '"codes": {"Rom": 1.5,', "inputs.json is invalid"),
-        ('"kind": "vocabulary"', '"kind": "pickle"', "an encoding must be of categories, vocabulary, tokenizer"),
+        ('"kind": "vocabulary"', '"kind": "pickle"', "an encoding must be of categories, dates, vocabulary, tokenizer"),
         ('"max_length": 4', '"max_length": 5', r"with Vocabulary must be int64 of the shape \(5,\)"),
         ('"max_length": 4', '"max_length": 1000000000', "max_length must be between 1 and 65536"),
         ('"city": "Genf"', '"city": "Rom"', "the example in its inputs.json is invalid: city must be one of"),
@@ -422,7 +477,12 @@ def test_other_clients_send_texts(visits_server: Server, tmp_path: Path, capsys:
     assert predicted == [{"id": i, "sum": VISIT_SUM} for i in range(3)]
     capsys.readouterr()
     assert app(["predict", visits_server.url, "--describe", "--json"], exit_on_error=False) == 0
-    fields = {each["name"]: each for each in json.loads(capsys.readouterr().out)["fields"]}
+    described = json.loads(capsys.readouterr().out)
+    [given] = described["output_fields"]
+    assert (given["name"], given["unit"]) == ("sum", "points")
+    metadata = httpx.get(f"{visits_server.url}/v2/models/visits", timeout=60).json()
+    assert metadata["parameters"]["output_fields"] == [given]
+    fields = {each["name"]: each for each in described["fields"]}
     assert list(fields) == list(RECORD)
     assert (fields["age"]["unit"], fields["city"]["choices"], fields["mood"]["is_open"]) == (
         "years",

@@ -63,6 +63,24 @@ def test_the_estimate_counts_those_that_go_on() -> None:
     assert expected.search.gpu_hours == pytest.approx(evaluations * 2 / 3600 * 0.5)
 
 
+def test_the_estimate_of_a_search_that_continues_is_of_the_trials_that_are_left() -> None:
+    whole = estimate(
+        evaluations=4,
+        seconds_per_evaluation=10.0,
+        trials=8,
+        rungs=(),
+        reduction=4,
+        concurrent=2,
+        gpus_per_trial=1,
+    )
+    assert whole.search.seconds == 8 * 40 / 2
+    rest = whole.reduce(3, 8, 20, 1)  # one of the three has trained for 20 s
+    assert (rest.search.seconds, rest.search.trials, rest.search.gpu_hours) == (50, 3, 100 / 3600)
+    last = whole.reduce(1, 8, 30, 1)
+    assert last.search.seconds == 10
+    assert SearchCost(1, 2, 3) + SearchCost(10, 20, 30) == SearchCost(11, 22, 33)
+
+
 @pytest.mark.parametrize("text", ["20s", "$0.01", "0.001gpu-h"])
 def test_a_budget_below_one_trial_is_refused(text: str) -> None:
     expected = estimate(

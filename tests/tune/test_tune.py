@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from tests.conftest import Processes
 from paceline.core.files import read_json_lines
 from paceline.runs.checkpoint_store import parse_name, scan
 from paceline.runs.directory import RunDirectory
-from paceline.tune.history import read_trials
+from paceline.tune.history import ENDED, read_trials
 
 pytestmark = pytest.mark.ray
 
@@ -76,6 +77,9 @@ def test_all_trials_end_and_the_best_is_found(searched: Searched) -> None:
     result = searched.result
     assert result["done"]
     assert len(result["trials"]) == 6
+    left = re.search(r"(\d) of 6 trials are left, each of 4 evaluations", searched.output)
+    assert left is not None, searched.output
+    assert 1 <= int(left[1]) <= 6 - sum(record.get("state") in ENDED for record in searched.before)
     assert set(result["states"]) <= {"finished", "stopped"}
     assert result["states"]["stopped"] >= 1
     assert result["steps"] < result["steps_without_early_stops"] == 6 * 16
@@ -190,6 +194,8 @@ def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: P
         (("--search", "lr=log:1e-3:1", "--nodes", "2"), "paceline launch --on slurm --rank-launcher ray"),
         (("--search", "lr=log:1e-3:1", "--ray-address", "head"), "--ray-address must be HOST:PORT"),
         (("--resume",), "--resume needs the search's directory"),
+        (("--resume", "a b"), "there is no search in a b. Give it by paceline tune --resume DIR or"),
+        ((TASK, "--resume", "a b"), "'a b'. To continue a search: paceline tune --resume 'a b'."),
         (("--resume", "runs/none"), "there is no search in runs/none. Give it by paceline tune --resume DIR or"),
         (("--resume", "--run-dir", "x", "--scheduler", "asha"), "continues the search with its recorded options"),
         (("--resume", "--run-dir", "x", "--grace-period", "1"), "continues the search with its recorded options"),

@@ -181,12 +181,22 @@ def _explain_missing(option: str, *, is_positional: bool) -> str:
     return f"{option} needs a value{names}."
 
 
+def _explain_unused(words: list[str]) -> str:
+    import shlex
+
+    problem = f"unexpected argument: {' '.join(map(repr, words))}."
+    if sys.argv[1:2] == ["tune"] and "--resume" in sys.argv and len(words) == 1:
+        # The directory of the search has its task, so only one of the two is given.
+        return f"{problem} To continue a search: paceline tune --resume {shlex.quote(words[0])}."
+    return problem
+
+
 def _explain(error: CycloptsError) -> str:
     """Return a sentence that says what is wrong with the command line."""
     from paceline.core.config import RunConfig, config_from_mapping
 
     if isinstance(error, UnusedCliTokensError):
-        return f"unexpected argument: {' '.join(map(repr, error.unused_tokens or ()))}."
+        return _explain_unused(error.unused_tokens or [])
     if isinstance(error, UnknownOptionError):
         return _explain_unknown_option(error)
     if isinstance(error, MissingArgumentError) and error.argument is not None:

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.serving.batch_predict import PredictionEngine
-    from paceline.serving.model import Array, InputField, ModelSpec
+    from paceline.serving.model import Array, InputField, ModelSpec, OutputField
     from paceline.serving.tables import Rows
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -94,7 +94,7 @@ def predict(
         with Client(model, token_file=token_file) as client:
             name = client.choose(name, "name")
             if describe:
-                return _describe(name, client.fields(name), json=json)
+                return _describe(name, *client.fields(name), json=json)
             spec = client.spec(name)
         engine = server(model, name, token_file, nproc)
         job: dict[str, Any] = {"model": spec.name, "version": spec.version}
@@ -102,7 +102,7 @@ def predict(
         opened = open_model(model, program=program, task=task)
         spec = opened.spec
         if describe:
-            return _describe(spec.name, spec.fields, json=json)
+            return _describe(spec.name, spec.fields, spec.output_fields, json=json)
         options = ServingOptions(replicas=nproc, devices=tuple(devices.split(",")), max_queue=UNBOUNDED, exact=True)
         engine = replicas(opened, options)
         job = {"digest": opened.source.digest, "kind": opened.source.kind, "task": task}
@@ -123,12 +123,14 @@ def predict(
     return 0
 
 
-def _describe(model: str, fields: Sequence[InputField], *, json: bool) -> int:
-    """Print the values of a row of a model's input, and a CSV with an example."""
+def _describe(model: str, fields: Sequence[InputField], output_fields: Sequence[OutputField], *, json: bool) -> int:
+    """Print the values of a row of a model's input and of its prediction, and a CSV with an example."""
     if not fields:
         raise ConfigError(f"the server does not tell what {model} takes. Ask it: GET /v2/models/{model}")
     if json:
-        print(json_module.dumps({"model": model, "fields": [asdict(field) for field in fields]}))
+        described = {"fields": [asdict(field) for field in fields]}
+        described["output_fields"] = [asdict(field) for field in output_fields]
+        print(json_module.dumps({"model": model, **described}))
         return 0
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -141,7 +143,10 @@ def _describe(model: str, fields: Sequence[InputField], *, json: bool) -> int:
     for field in fields:
         example = "" if field.example is None else f"{field.example!s:.60}"
         table.add_row(*map(Text, (field.name, field.type_text, field.unit, field.values_text, example)))
-    Console().print(table)
+    predicted = Table("prediction", "type", "unit", box=SIMPLE_HEAD)
+    for output in output_fields:
+        predicted.add_row(*map(Text, (output.name, output.type_text, output.unit)))
+    Console().print(table, *([predicted] if output_fields else []))
     if all(not field.shape and (field.example is not None or field.allow_missing) for field in fields):
         print("As a CSV, to which columns of your own may be added:\n")
         print(csv_lines([{field.name: field.example for field in fields}]), end="")
@@ -213,7 +218,9 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
     from paceline.core.rich_console import Console
 
     labelled = spec.label is not None
-    columns = ("row", *(("label", "probability") if labelled else spec.outputs))
+    units = {name: tensor.unit for name, tensor in spec.outputs.items()}
+    outputs_shown = [f"{name} ({unit})" if unit else name for name, unit in units.items()]
+    columns = ("row", *(("label", "probability") if labelled else outputs_shown))
     table = Table(*map(escape, columns), box=SIMPLE_HEAD)
     for record in predictions[:_MAX_SHOWN]:
         if labelled:

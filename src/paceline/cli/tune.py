@@ -140,6 +140,7 @@ def tune(
             "--resume continues the search with its recorded options. Only --trials, --budget and "
             "--price-per-hour can be changed."
         )
+    cpus = plan_search.own_cpus()
     if resume and (request is None or directory.settings.exists()):
         recorded = directory.read()
         if request is not None:
@@ -148,9 +149,14 @@ def tune(
             raise ConfigError("--trials: the members of a population stay. Leave it out, or start another search.")
         search_plan = dataclasses.replace(recorded, **changes)
         plan_search.check(search_plan)
-        ended = sum(trial.ended for trial in read_trials(directory.journal).trials.values())
-        next_step = "the others follow" if ended < search_plan.planned else "--trials N continues with more"
-        _print_status(quiet, f"{ended} of {search_plan.planned} trials have ended; {next_step}.")
+        history = read_trials(directory.journal)
+        left = search_plan.planned - sum(trial.ended for trial in history.trials.values())
+        estimate = plan_search.estimate_rest(search_plan, history, plan_search.estimate_search(search_plan, cpus))
+        if left:
+            spent = history.cost(history.clock_s, search_plan.gpus)
+            plan = plan_search.describe(search_plan, estimate, here=address is None, left=left, spent=spent)
+        else:
+            plan = f"all {search_plan.planned} trials have ended; --trials N continues with more."
     else:
         assert request is not None
         directory.require_none()
@@ -159,9 +165,9 @@ def tune(
         search_plan, profile = plan_search.measure_search(request, metric)
         for failure in profile.failures:
             _print_status(quiet, f"a configuration cannot be trained, and a trial of it fails: {failure}")
-    cpus = plan_search.own_cpus()
-    estimate = plan_search.estimate_search(search_plan, cpus)
-    _print_status(quiet, plan_search.describe(search_plan, estimate, here=address is None))
+        estimate = plan_search.estimate_search(search_plan, cpus)
+        plan = plan_search.describe(search_plan, estimate, here=address is None)
+    _print_status(quiet, plan)
     directory.write(search_plan, new=not resume)
     code = plan_search.run(
         search_plan,

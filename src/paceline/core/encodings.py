@@ -1,4 +1,4 @@
-"""Encodings: how a category or a text becomes the whole numbers that a model takes.
+"""Encodings: how a category, a date or a text becomes the whole numbers that a model takes.
 
 A task builds its data with the object that it declares in its inference signature, and a package keeps that object as
 data: so a server encodes as the training did, without the task's code.
@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from paceline.core.errors import ConfigError, DataError
 
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
 MAX_TEXT_LENGTH = 65_536
 """Characters of a text that is encoded."""
 
+EXAMPLE_DATE, EXAMPLE_TIME = "2026-01-31", "2026-01-31T08:30"
+
+DatePart = Literal["days", "year", "month", "day", "weekday", "hour", "minute"]
+
+_EPOCH = datetime(1970, 1, 1)
+_CENTURY = 2000
+_CYCLE_YEARS = 28  # after which days fall on the same weekdays
+_MOST_OF_PART = 59
 _MAX_NAMED = 10  # categories in a message
 _WORD = re.compile(r"\w+|[^\w\s]")
 _SPACE_BEFORE_MARK = re.compile(r" (?=[,.;:!)])")  # not ?, which stands for an unknown token
@@ -58,6 +67,11 @@ class Encoding(ABC):
     @abstractmethod
     def size(self) -> int:
         """The largest number plus one: the rows of an ``nn.Embedding`` for them."""
+
+    @property
+    def takes_missing(self) -> bool:
+        """Whether a value may be missing; a missing text is an empty one."""
+        return True
 
     @abstractmethod
     def encode(self, values: Sequence[Any]) -> NDArray[np.int64]:
@@ -113,6 +127,10 @@ class Categories(Encoding):
     def size(self) -> int:
         return 1 + max(*self.codes.values(), self.unknown or 0, self.missing or 0)
 
+    @property
+    def takes_missing(self) -> bool:
+        return self.missing is not None
+
     @cached_property
     def _values(self) -> Mapping[int, str]:
         return {code: value for value, code in self.codes.items()}
@@ -138,6 +156,103 @@ class Categories(Encoding):
         more = len(self.codes) - _MAX_NAMED
         allowed = f"{named} and {more} more" if more > 0 else named
         return f"must be one of {allowed}, but is " + (f"{text!r:.80}" if text else "empty")
+
+
+@dataclass(frozen=True)
+class Dates(Encoding):
+    """The numbers of a date, or of a date and a time, in the form of ISO 8601: 2026-01-31, 2026-01-31T08:30.
+
+    Times are taken as they are written; a time zone changes nothing.
+
+    Attributes:
+        parts: which numbers, in this order: "days" since 1970-01-01, "year", "month" (1 to 12), "day" (of the month, 1
+            to 31), "weekday" (0 is Monday), "hour" and "minute".
+        missing: whether a date may be missing. Then there is one more number, the last one: 1 if the date is missing,
+            which has 0 in all parts, and 0 otherwise.
+    """
+
+    parts: tuple[DatePart, ...]
+    missing: bool = False
+
+    def __post_init__(self) -> None:
+        known = get_args(DatePart)
+        if not self.parts or len(set(self.parts)) < len(self.parts) or not set(self.parts) <= set(known):
+            raise ConfigError(f"the parts of Dates must be some of {', '.join(known)}, but are {self.parts!r:.200}.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts) + self.missing,)
+
+    @property
+    def size(self) -> int:
+        return 1 + max(*(_parts_of(datetime.max)[part] for part in self.parts), _MOST_OF_PART)
+
+    @property
+    def takes_missing(self) -> bool:
+        return self.missing
+
+    @property
+    def has_time(self) -> bool:
+        """Whether the time of the day is among the parts."""
+        return bool({"hour", "minute"} & set(self.parts))
+
+    def encode(self, values: Sequence[Any]) -> NDArray[np.int64]:
+        import numpy as np
+
+        rows = np.zeros((len(values), *self.shape), np.int64)
+        for index, value in enumerate(values):
+            text = _text_of(value).strip()
+            if not text and self.missing:
+                rows[index, -1] = 1
+                continue
+            try:
+                numbers = _parts_of(datetime.fromisoformat(text))
+            except ValueError:
+                example = EXAMPLE_TIME if self.has_time else EXAMPLE_DATE
+                what = f"{text!r:.80}" if text else "empty"
+                advice = "" if text else "Dates with missing=True take it."
+                raise EncodingError(index, f"must be a date such as {example}, but is {what}", advice) from None
+            rows[index, : len(self.parts)] = [numbers[part] for part in self.parts]
+        return rows
+
+    def decode(self, numbers: Any) -> str:
+        if self.missing and int(numbers[-1]):
+            return ""
+        known = {part: int(number) for part, number in zip(self.parts, numbers, strict=False)}
+        try:
+            found = _first_date(known)
+        except (ValueError, OverflowError):  # such as a year 0
+            found = None
+        if found is None:
+            return ", ".join(f"{part} {number}" for part, number in known.items())
+        return found.isoformat(timespec="minutes") if self.has_time else found.date().isoformat()
+
+
+def _parts_of(moment: datetime) -> dict[DatePart, int]:
+    return {
+        "days": moment.toordinal() - _EPOCH.toordinal(),
+        "year": moment.year,
+        "month": moment.month,
+        "day": moment.day,
+        "weekday": moment.weekday(),
+        "hour": moment.hour,
+        "minute": moment.minute,
+    }
+
+
+def _first_date(known: Mapping[DatePart, int]) -> datetime | None:
+    """Return the first date with these parts, in this century if they leave it open; None if there is none."""
+    if "days" in known:
+        days = [_EPOCH + timedelta(days=known["days"])]
+    else:
+        first, years = datetime(known.get("year", _CENTURY), 1, 1), 1 if "year" in known else _CYCLE_YEARS
+        days = [first + timedelta(days=number) for number in range(366 * years)]
+    for day in days:
+        moment = day.replace(hour=known.get("hour", 0), minute=known.get("minute", 0))
+        parts = _parts_of(moment)
+        if all(parts[part] == number for part, number in known.items()):
+            return moment
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,12 @@ class TensorSpec:
         minimum: smallest value of an element; None if any is valid.
         maximum: largest value of an element, such as the last index of an embedding.
         max_size: largest size of the dimensions of variable size.
-        unit: of an input's numbers, such as "years".
-        columns: of an input of shape (n,): the names of its elements, by which tables and requests give them, each with
-            its unit or "".
+        unit: of the numbers, such as "years".
+        columns: of shape (n,): the names of the elements, each with its unit or "". Tables and requests give an input
+            by them, and predictions in a table have them as columns.
         allow_missing: whether a float input takes a missing value; the module gets a NaN.
-        encoding: :class:`Categories`, :class:`Vocabulary` or :class:`Tokenizer`: clients send texts, and the module
-            gets their numbers, int64.
+        encoding: :class:`Categories`, :class:`Dates`, :class:`Vocabulary` or :class:`Tokenizer`: clients send texts,
+            and the module gets their numbers, int64.
     """
 
     dtype: str

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.config import config_from_mapping, non_defaults, to_flags
-from paceline.core.encodings import Categories
+from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import read_json_lines
 from paceline.core.inference import InferenceSignature, TensorSpec
@@ -469,6 +469,8 @@ def _describe(spec: TensorSpec) -> str:
     shape = " × ".join("any" if size is None else str(size) for size in spec.shape)
     if isinstance(spec.encoding, Categories):
         return f"{shape + ' of' if shape else 'one of'} {len(spec.encoding.codes):,} categories"
+    if isinstance(spec.encoding, Dates):
+        return f"a date, as {', '.join(spec.encoding.parts)}"
     if spec.encoding is not None:
         return f"a text, as {shape} numbers"
     if spec.columns:

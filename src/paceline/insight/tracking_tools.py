@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from paceline.runs.trackers import (
     create_mlflow_search,
     disable_telemetry,
     finite_scalars,
+    log_mlflow_best,
     log_mlflow_params,
     make_database,
     mlflow_metrics,
@@ -170,11 +171,7 @@ def _add_search(client: Any, search: Path, experiment: str, runs: Sequence[Compa
     spans = [_span_ms(run) for run in trials]
     begin_ms, end_ms = min(begin for begin, _ in spans), max(end for _, end in spans)
     parent = create_mlflow_search(client, search, experiment, trials[0].summary.task or "", start_time=begin_ms)
-    result = read_search(search)
-    best, name = result.get("best"), str(result.get("metric", "")).partition(":")[0]
-    if isinstance(best, Mapping) and isinstance(best.get(name), int | float):
-        client.log_batch(parent, metrics=mlflow_metrics(0, end_ms / 1000, {f"best/val/{name}": float(best[name])}))
-        client.set_tag(parent, "paceline.best_trial", str(best.get("trial")))
+    log_mlflow_best(client, parent, read_search(search), end_ms / 1000)
     if all(run.summary.state != "running" for run in trials):
         client.set_terminated(parent, "FINISHED", end_ms)
     return parent

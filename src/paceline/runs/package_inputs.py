@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.core.encodings import Categories, Encoding, Tokenizer, Vocabulary
+from paceline.core.encodings import Categories, Dates, Encoding, Tokenizer, Vocabulary
 from paceline.core.errors import ConfigError, PackageError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package import Package
@@ -23,6 +23,7 @@ INPUTS = "inputs.json"
 _MAX_BYTES = 64 * 2**20
 _ENCODINGS: Mapping[str, type[Encoding]] = {
     "categories": Categories,
+    "dates": Dates,
     "vocabulary": Vocabulary,
     "tokenizer": Tokenizer,
 }
@@ -101,7 +102,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
 def _describe(spec: TensorSpec) -> _Input:
     encoding = None
-    if isinstance(spec.encoding, Categories | Vocabulary | Tokenizer):
+    if isinstance(spec.encoding, Categories | Dates | Vocabulary | Tokenizer):
         kind = next(kind for kind, type_ in _ENCODINGS.items() if isinstance(spec.encoding, type_))
         encoding = {"kind": kind, **dataclasses.asdict(spec.encoding)}
     return _Input(unit=spec.unit, columns=dict(spec.columns), allow_missing=spec.allow_missing, encoding=encoding)

@@ -244,7 +244,8 @@ class PackageManifest:
         document = asdict(replace(self, inputs={}, outputs={}))
         # Lists, because their order is that of the program's arguments.
         for side, specs in (("inputs", self.inputs), ("outputs", self.outputs)):
-            document[side] = [{"name": name, **_spec_document(spec)} for name, spec in specs.items()]
+            describe = _spec_document if side == "inputs" else _output_document
+            document[side] = [{"name": name, **describe(spec)} for name, spec in specs.items()]
         return canonical_json({"format": FORMAT, **document})
 
     @property
@@ -347,12 +348,22 @@ def _spec_document(spec: TensorSpec) -> dict[str, Any]:
     return {"dtype": spec.dtype, "shape": spec.shape, **limits}
 
 
+def _output_document(spec: TensorSpec) -> dict[str, Any]:
+    # A list: the canonical form sorts keys, and columns have an order.
+    columns = [{"name": name, "unit": unit} for name, unit in spec.columns.items()]
+    names = {"unit": spec.unit, "columns": columns}
+    return {**_spec_document(spec), **{name: value for name, value in names.items() if value}}
+
+
 def _specs(fields: JsonReader, side: str) -> dict[str, TensorSpec]:
     specs: dict[str, TensorSpec] = {}
     for number, item in enumerate(fields.items(side)):
         entry = JsonReader(item, f"{MANIFEST}.{side}[{number}]")
         name, dtype, shape = entry.text("name"), entry.text("dtype"), entry.items("shape")
         limits = {limit: entry.take(limit) for limit in _LIMITS if limit in entry}
+        is_output = side == "outputs"
+        unit = entry.text("unit") if is_output and "unit" in entry else ""
+        columns = _columns(entry, f"{MANIFEST}.{side}[{number}].columns") if is_output and "columns" in entry else {}
         entry.end()
         if not all(type(value) is int and abs(value) < 2**63 for value in limits.values()):
             raise PackageError(f"{MANIFEST}.{side}: {name!r:.80} has the limits {limits!r:.200}")
@@ -362,10 +373,26 @@ def _specs(fields: JsonReader, side: str) -> dict[str, TensorSpec]:
             raise PackageError(f"{MANIFEST}.{side}: {name!r:.80} has the shape {shape!r:.80}")
         if not name or name in specs:
             raise PackageError(f"{MANIFEST}.{side} names {name!r:.80} twice or not at all")
-        specs[name] = TensorSpec(dtype=dtype, shape=tuple(shape), **limits)
+        if columns and list(shape) != [len(columns)]:
+            raise PackageError(
+                f"{MANIFEST}.{side}: {name!r:.80} has {len(columns)} columns, but the shape {shape!r:.80}"
+            )
+        specs[name] = TensorSpec(dtype=dtype, shape=tuple(shape), unit=unit, columns=columns, **limits)
     if not specs:
         raise PackageError(f"{MANIFEST}.{side} is empty")
     return specs
+
+
+def _columns(fields: JsonReader, where: str) -> dict[str, str]:
+    columns: dict[str, str] = {}
+    for item in fields.items("columns"):
+        column = JsonReader(item, where)
+        name, unit = column.text("name"), column.text("unit")
+        column.end()
+        if name in columns:
+            raise PackageError(f"{where} names {name!r:.80} twice")
+        columns[name] = unit
+    return columns
 
 
 def _provenance(fields: JsonReader) -> Provenance:

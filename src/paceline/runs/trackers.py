@@ -165,7 +165,7 @@ class MlflowTracker:
 
     def _join_search(self, search: Path, experiment: str, task: str) -> str:
         """Return the id of the search's own run, of which trials are children; the first trial creates it."""
-        note = search / "trackers" / "mlflow.json"
+        note = _note_of_search(search)
         try:
             parent = str(json.loads(read_document(note))["run"])
             self._client.update_run(parent, status="RUNNING")
@@ -231,6 +231,54 @@ def create_mlflow_search(client: Any, search: Path, experiment: str, task: str, 
     settings.pop("options", None)
     log_mlflow_params(client, run_id, {n: v for n, v in settings.items() if v not in (None, {}, [], "")})
     return run_id
+
+
+def log_mlflow_best(client: Any, run_id: str, result: Mapping[str, Any], at: float) -> None:
+    """Log the best value of a search, and the trial that has it, in the search's own run.
+
+    Args:
+        client: an ``MlflowClient``.
+        run_id: of the search's own run.
+        result: the content of the search's ``result.json``.
+        at: Unix time.
+    """
+    best, name = result.get("best"), str(result.get("metric", "")).partition(":")[0]
+    if not isinstance(best, Mapping) or not isinstance(best.get(name), int | float):
+        return
+    trials = len(result.get("trials", ()))
+    client.log_batch(run_id, metrics=mlflow_metrics(trials, at, {f"best/val/{name}": float(best[name])}))
+    number = best.get("trial")
+    name = f"{number:05d}" if isinstance(number, int) else str(number)
+    client.set_tag(run_id, "paceline.best_trial", name[:_LONGEST])
+
+
+def conclude_mlflow_search(search: Path, result: Mapping[str, Any]) -> str | None:
+    """Log the best value of a search whose trials log to MLflow; return why that failed, or None.
+
+    Args:
+        search: the search's directory.
+        result: the content of its ``result.json``.
+    """
+    try:
+        run_id = str(json.loads(read_document(_note_of_search(search)))["run"])
+    except FileNotFoundError:
+        return None  # its trials do not log to MLflow
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return str(error)
+    try:
+        with disable_telemetry():
+            from mlflow.tracking import MlflowClient
+        client = MlflowClient()
+        log_mlflow_best(client, run_id, result, time.time())
+        client.set_terminated(run_id, "FINISHED" if result.get("done") else "KILLED")
+    except Exception as error:  # a third-party library and a network can raise anything
+        return _CREDENTIALS.sub("//", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    return None
+
+
+def _note_of_search(search: Path) -> Path:
+    """Return the file with the id of the search's own run."""
+    return search / "trackers" / "mlflow.json"
 
 
 def mlflow_tags(task: str, note: str) -> dict[str, str]:

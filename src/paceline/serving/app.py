@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paceline import __version__
-from paceline.core.encodings import Categories
+from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import ConfigError, PacelineError, PackageError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package import open_package, require_trusted
@@ -286,6 +286,8 @@ def _signature_changes(old: ModelSpec, new: ModelSpec) -> list[str]:
         if isinstance(encoding, Categories) and encoding.unknown is None:
             refused = [value for value in old.choices(name) if value not in encoding.codes]
             changes += [f"input {name} no longer takes {value!r:.80}" for value in refused[:1]]
+        if isinstance(encoding, Dates) and not isinstance(old.encodings.get(name), Dates):
+            changes.append(f"input {name} takes only dates")
     for what in ("labels", "label", "probabilities"):
         if getattr(old, what) != getattr(new, what):
             changes.append(f"its {what} differ" if what == "labels" else f"its {what} is another output")

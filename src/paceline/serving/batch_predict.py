@@ -324,7 +324,8 @@ class PredictionStore:
         """Start or continue a job, with exclusive access.
 
         Raises:
-            ConfigError: the output exists or cannot be written, or the directory holds parts of another job.
+            ConfigError: the output exists, or the directory holds parts of another job.
+            DataError: it cannot be written.
         """
         if output.suffix not in FORMATS:
             raise ConfigError(f"--output must end in one of {', '.join(FORMATS)}, but is {output}.")
@@ -333,14 +334,16 @@ class PredictionStore:
         if not output.absolute().parent.is_dir():
             raise ConfigError(f"--output {output}: the directory {output.absolute().parent} does not exist.")
         store = cls(output, job, rows, chunk_rows)
-        store._directory.mkdir(exist_ok=True)
-        descriptor = os.open(store._directory, os.O_RDONLY | os.O_DIRECTORY)
+        with store._explain_errors():
+            store._directory.mkdir(exist_ok=True)
+            descriptor = os.open(store._directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"another process is writing predictions into {output}.") from None
-            store._load_job()
+            with store._explain_errors():
+                store._load_job()
             yield store
         finally:
             os.close(descriptor)
@@ -371,22 +374,43 @@ class PredictionStore:
             return {name: part[name] for name in part.files}
 
     def write(self, number: int, outputs: Arrays) -> None:
-        """Store a chunk's outputs."""
+        """Store a chunk's outputs.
+
+        Raises:
+            DataError: they cannot be written.
+        """
         stream = io.BytesIO()
         np.savez(stream, allow_pickle=False, **dict(outputs))
-        write_atomically(self._part(number), stream.getvalue())
+        with self._explain_errors():
+            write_atomically(self._part(number), stream.getvalue())
 
     def finish(self, spec: ModelSpec, rows: Rows) -> None:
-        """Write the result from all parts, and remove the parts."""
+        """Write the result from all parts, and remove the parts.
+
+        Raises:
+            DataError: it cannot be written.
+        """
         parts = (self._load(number) for number in range(len(self.chunks)))
         draft = self._directory / f"result{self._output.suffix}"
-        with draft.open("wb") as file:
-            write(file, self._output.suffix, parts, spec, rows)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(self._output)
-        fsync_directory(self._output.absolute().parent)
-        shutil.rmtree(self._directory)
+        with self._explain_errors():
+            with draft.open("wb") as file:
+                write(file, self._output.suffix, parts, spec, rows)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.rename(self._output)
+            fsync_directory(self._output.absolute().parent)
+            shutil.rmtree(self._directory)
+
+    @contextmanager
+    def _explain_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kept = f" Predicted rows stay in {self._directory}." if self._directory.exists() else ""
+            raise DataError(
+                f"--output {self._output} cannot be written: {error.strerror or error}.{kept} Free some space or "
+                "change the permissions, then repeat the command."
+            ) from error
 
 
 def fingerprint(arrays: Arrays) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from paceline.core.access import read_bearer_token
 from paceline.core.errors import ConfigError, ServingError
 from paceline.core.inference import TensorSpec
-from paceline.serving.model import DATATYPES, Array, Arrays, InputField, ModelSpec, rows_of
+from paceline.serving.model import DATATYPES, Array, Arrays, InputField, ModelSpec, OutputField, rows_of
 
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 _MODEL_ADDRESS = re.compile(r"/(?:(?:v2/models|predict)/([^/]+)(?:/infer|/example)?|predict|v2|v2/models)/?$")
@@ -74,13 +74,13 @@ class Client:
         """Return a model's inputs, outputs and labels."""
         record = self._metadata(model)
         parameters = record.get("parameters", {})
-        fields = _fields_of(record)
+        fields, output_fields = _fields_of(record), _output_fields_of(record)
         tensors = {
             side: {
                 entry["name"]: TensorSpec(
                     dtype=_DTYPES[entry["datatype"]],
                     shape=tuple(None if size == -1 else size for size in entry["shape"][1:]),
-                    **(_known_of(entry, fields) if side == "inputs" else {}),
+                    **(_known_of(entry, fields) if side == "inputs" else _names_of(entry, output_fields)),
                 )
                 for entry in record[side]
             }
@@ -96,9 +96,10 @@ class Client:
             probabilities=parameters.get("probabilities"),
         )
 
-    def fields(self, model: str) -> list[InputField]:
-        """Return the values of a row of a model; empty if the server does not tell of them."""
-        return _fields_of(self._metadata(model))
+    def fields(self, model: str) -> tuple[list[InputField], list[OutputField]]:
+        """Return the values of a model's row and of its prediction; empty if the server does not tell of them."""
+        record = self._metadata(model)
+        return _fields_of(record), _output_fields_of(record)
 
     def _metadata(self, model: str) -> dict[str, Any]:
         return self._json("GET", f"/v2/models/{quote(model)}")
@@ -174,15 +175,32 @@ def _fields_of(metadata: Mapping[str, Any]) -> list[InputField]:
         return []  # another server's
 
 
+def _output_fields_of(metadata: Mapping[str, Any]) -> list[OutputField]:
+    try:
+        return msgspec.convert(metadata.get("parameters", {}).get("output_fields", []), list[OutputField])
+    except msgspec.ValidationError:
+        return []  # another server's
+
+
 def _known_of(entry: Mapping[str, Any], fields: Sequence[InputField]) -> dict[str, Any]:
     """Return the facts about an input that its entry in the protocol does not have."""
     own = [each for each in fields if each.input == entry["name"]]
     if not own:
         return {}
+    known = {"minimum": own[0].minimum, "maximum": own[0].maximum, "allow_missing": own[0].allow_missing}
+    return known | _columns_and_unit(entry, own)
+
+
+def _names_of(entry: Mapping[str, Any], fields: Sequence[OutputField]) -> dict[str, Any]:
+    """Return the names and the unit of an output's elements."""
+    own = [each for each in fields if each.output == entry["name"]]
+    return _columns_and_unit(entry, own) if own else {}
+
+
+def _columns_and_unit(entry: Mapping[str, Any], own: Sequence[InputField] | Sequence[OutputField]) -> dict[str, Any]:
     has_columns = not own[0].shape and len(entry["shape"]) == 2
     columns = {each.name: each.unit for each in own} if has_columns else {}
-    known = {"minimum": own[0].minimum, "maximum": own[0].maximum, "allow_missing": own[0].allow_missing}
-    return {**known, "columns": columns, "unit": "" if columns else own[0].unit}
+    return {"columns": columns, "unit": "" if columns else own[0].unit}
 
 
 def encode_binary(inputs: Arrays) -> tuple[bytes, int]:

@@ -97,6 +97,7 @@ def model_card(manifest: PackageManifest, about: PackageInputs, task: Task) -> s
             + [("output", name, spec.dtype, _shape(spec)) for name, spec in manifest.outputs.items()],
         ),
     ]
+    parts += _units(manifest)
     parts += _row(manifest, about)
     if manifest.inferred_signature is not None:
         parts.append(f"These were inferred from the data and the model: {manifest.inferred_signature}.")
@@ -152,6 +153,16 @@ def model_card(manifest: PackageManifest, about: PackageInputs, task: Task) -> s
         _limits(manifest),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _units(manifest: PackageManifest) -> list[str]:
+    """Describe the outputs' units and the names of their elements."""
+    texts = []
+    for name, spec in manifest.outputs.items():
+        columns = ", ".join(f"{column} ({unit})" if unit else column for column, unit in spec.columns.items())
+        if described := ", ".join(filter(None, (f"in {spec.unit}" if spec.unit else "", columns))):
+            texts.append(f"{name} is {described}.")
+    return [" ".join(texts)] if texts else []
 
 
 def _row(manifest: PackageManifest, about: PackageInputs) -> list[str]:

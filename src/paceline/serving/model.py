@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.encodings import Categories, Encoding, show_category
+from paceline.core.encodings import EXAMPLE_DATE, Categories, Dates, Encoding, show_category
 from paceline.core.errors import ConfigError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package_inputs import PackageInputs
@@ -143,6 +143,7 @@ Arrays = Mapping[str, Array]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_CHOICES = 1000
+_FORMATS = {"date": "date", "date-time": "date and time"}
 _MAX_NAMED = 8  # choices, for people
 _MAX_EXAMPLE = 1000  # characters of a value that is shown in a list
 
@@ -162,6 +163,7 @@ class InputField:
         observed: the smallest and largest number that the export saw, or None.
         choices: the categories, if it has some and they are few.
         is_open: whether it takes other texts than the choices.
+        format: "date" or "date-time" (JSON Schema's words) if its texts are dates, or "".
         allow_missing: whether it may be missing: null in JSON, empty in a CSV.
         example: a value, or None if it is long.
     """
@@ -176,6 +178,7 @@ class InputField:
     observed: tuple[float, float] | None = None
     choices: tuple[str, ...] = ()
     is_open: bool = False
+    format: str = ""
     allow_missing: bool = False
     example: Any = None
 
@@ -183,13 +186,9 @@ class InputField:
     def type_text(self) -> str:
         """The datatype and shape for people."""
         if self.datatype == "BYTES":
-            kind = "category" if self.choices else "text"
-        elif self.shape:
-            kind = self.datatype.lower()
-        else:
-            kind = "true or false" if self.datatype == "BOOL" else "number" if "F" in self.datatype else "whole number"
-        sizes = " x ".join("any" if size == -1 else str(size) for size in self.shape)
-        return f"{kind}, {sizes}" if sizes else kind
+            kind = _FORMATS[self.format] if self.format else "category" if self.choices else "text"
+            return ", ".join(filter(None, (kind, _sizes_text(self.shape))))
+        return _number_text(self.datatype, self.shape)
 
     @property
     def values_text(self) -> str:
@@ -207,6 +206,40 @@ class InputField:
         if self.allow_missing:
             parts.append("may be missing")
         return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputField:
+    """A value of a prediction: an output, or one of its elements that has a name.
+
+    Attributes:
+        output: the output's name.
+        name: the element's name, or the output's.
+        datatype: the protocol's.
+        shape: of the value; -1 is a variable size.
+        unit: of its numbers, or "".
+    """
+
+    output: str
+    name: str
+    datatype: str
+    shape: tuple[int, ...] = ()
+    unit: str = ""
+
+    @property
+    def type_text(self) -> str:
+        """The datatype and shape for people."""
+        return _number_text(self.datatype, self.shape)
+
+
+def _number_text(datatype: str, shape: Sequence[int]) -> str:
+    if shape:
+        return f"{datatype.lower()}, {_sizes_text(shape)}"
+    return "true or false" if datatype == "BOOL" else "number" if "F" in datatype else "whole number"
+
+
+def _sizes_text(shape: Sequence[int]) -> str:
+    return " x ".join("any" if size == -1 else str(size) for size in shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +291,7 @@ class ModelSpec:
             if name in self.example:
                 row[name] = self.example[name]
             elif tensor.dtype == "str":
-                text = next(iter(self.choices(name)), "")
+                text = next(iter(self.choices(name)), EXAMPLE_DATE if self.format(name) else "")
                 row[name] = text if not tensor.shape else [text] * (tensor.shape[0] or 1)
             else:
                 row[name] = example(tensor, 1)[0].tolist()
@@ -285,9 +318,30 @@ class ModelSpec:
                 observed=self.ranges.get(column),
                 choices=self.choices(name),
                 is_open=isinstance(encoding, Categories) and encoding.unknown is not None,
+                format=self.format(name),
                 allow_missing=tensor.allow_missing,
                 example=value if len(repr(value)) <= _MAX_EXAMPLE else None,
             )
+
+    @cached_property
+    def output_fields(self) -> Sequence[OutputField]:
+        """The values of a prediction in their order."""
+        return [
+            OutputField(
+                output=name,
+                name=each,
+                datatype=DATATYPES[tensor.dtype],
+                shape=() if tensor.columns else tuple(-1 if size is None else size for size in tensor.shape),
+                unit=tensor.columns.get(each, tensor.unit),
+            )
+            for name, tensor in self.outputs.items()
+            for each in tensor.columns or [name]
+        ]
+
+    def format(self, name: str) -> str:
+        """Return "date" or "date-time" for an input of dates; else an empty text."""
+        encoding = self.encodings.get(name)
+        return "" if not isinstance(encoding, Dates) else "date-time" if encoding.has_time else "date"
 
     def choices(self, name: str) -> tuple[str, ...]:
         """Return the categories of an input; empty if it has none, or too many to list."""
@@ -383,8 +437,7 @@ def client_specs(tensors: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpe
             shape=tensor.shape[: len(tensor.shape) - len(encoding.shape)],
             unit=tensor.unit,
             columns=tensor.columns,
-            # A missing text is an empty one, as in a CSV.
-            allow_missing=not isinstance(encoding, Categories) or encoding.missing is not None,
+            allow_missing=encoding.takes_missing,
         )
     return inputs, encodings
 

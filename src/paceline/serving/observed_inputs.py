@@ -36,9 +36,10 @@ def observe_inputs(source: TrainedSource) -> PackageInputs:
             does not fit.
     """
     inference = source.inference
-    names = chain.from_iterable(spec.columns or [name] for name, spec in inference.inputs.items())
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ExportError(f"inference_signature names the input or column {twice[0]!r} twice. Rename one of them.")
+    for side, described in (("input", inference.inputs), ("output", inference.outputs)):
+        names = chain.from_iterable(spec.columns or [name] for name, spec in described.items())
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ExportError(f"inference_signature names the {side} or column {twice[0]!r} twice. Rename one of them.")
     specs = _limit_indices(inference)
     ranges: dict[str, Range] = {}
     found: dict[str, Any] = {}

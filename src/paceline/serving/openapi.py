@@ -224,7 +224,7 @@ def _cell(spec: ModelSpec, field: InputField) -> dict[str, Any]:
     """Describe a value in the plain form."""
     tensor = spec.inputs[field.input]
     schema = _element(spec, field.input)
-    if tensor.dtype == "str":
+    if tensor.dtype == "str" and not field.format:
         # A whole number means the category of its text.
         numbers = [int(text) for text in schema.get("enum", ()) if text == str(_int_of(text))]
         more = {"enum": [*schema["enum"], *numbers]} if "enum" in schema else {"type": ["string", "integer"]}
@@ -287,6 +287,9 @@ def _element(model: ModelSpec, name: str) -> dict[str, Any]:
     element: dict[str, Any]
     if dtype == "str":
         encoding = model.encodings.get(name)
+        if model.format(name):
+            text = {"type": "string", "format": model.format(name)}
+            return {"anyOf": [text, {"const": ""}]} if spec.allow_missing else text
         if not isinstance(encoding, Categories):
             return {"type": "string", "maxLength": MAX_TEXT_LENGTH}
         if encoding.unknown is None and model.choices(name):

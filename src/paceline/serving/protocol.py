@@ -666,6 +666,7 @@ def model_metadata(deployment: Deployment) -> dict[str, Any]:
         "label": spec.label,
         "probabilities": spec.probabilities,
         "fields": [asdict(each) for each in spec.fields],
+        "output_fields": [asdict(each) for each in spec.output_fields],
         EXACT: deployment.exact_sizes,
     }
     return {

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import IO, Any
 
 import numpy as np
@@ -185,10 +186,10 @@ def _convert_cells(column: str, cells: Sequence[Any], tensor: TensorSpec, is_tex
 
 
 def _parse_text(row: int, column: str, cell: Any, tensor: TensorSpec) -> str:
-    """Return a text; a category may also be a whole number, and a missing one is empty."""
+    """Return a text; a category may also be a whole number, a date that of Parquet, and a missing one is empty."""
     if cell is None and tensor.allow_missing:
         return ""
-    text = str(cell) if type(cell) is int else cell
+    text = str(cell) if type(cell) is int or isinstance(cell, date) else cell
     if not isinstance(text, str):
         what = "is missing" if cell is None else f"is {_show(cell, False)}"
         raise CellError(row, column, f"must be a text, but {what}")
@@ -538,7 +539,9 @@ def _csv_cells(record: Mapping[str, Any], spec: ModelSpec) -> Iterator[tuple[str
             continue
         cells = np.ravel(value).tolist()
         is_labelled = name == spec.probabilities and len(spec.labels) == len(cells)
-        headings = spec.labels if is_labelled else [f"{name}[{i}]" for i in range(len(cells))]
+        columns = list(spec.outputs[name.removeprefix("predicted_")].columns)
+        numbered = [f"{name}[{i}]" for i in range(len(cells))]
+        headings = spec.labels if is_labelled else columns if len(columns) == len(cells) else numbered
         yield from zip(headings, cells, strict=True)
 
 

@@ -34,9 +34,9 @@ from paceline.launch.ray_node import cluster_command
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
 from paceline.runs.trackers import require as require_trackers
-from paceline.tune.history import MAX_FAILED, describe_failure, describe_failures
+from paceline.tune.history import MAX_FAILED, SearchHistory, describe_failure, describe_failures
 from paceline.tune.sampler import import_optuna
-from paceline.tune.search import CostEstimate, Search, SearchDirectory, estimate, require_room, show_seconds
+from paceline.tune.search import CostEstimate, Search, SearchCost, SearchDirectory, estimate, require_room, show_seconds
 from paceline.tune.space import FORMS, Dimension, Value
 
 if TYPE_CHECKING:
@@ -470,31 +470,52 @@ def _are_equal(trial_time: object, other: object) -> bool:
     return bool(json.loads(json.dumps(trial_time, default=list)) == json.loads(json.dumps(other, default=list)))
 
 
-def describe(search: Search, expected: CostEstimate | None, *, here: bool) -> str:
+def estimate_rest(search: Search, history: SearchHistory, expected: CostEstimate | None) -> CostEstimate | None:
+    """Estimate the costs of the trials of a search that have not ended, by those of the whole search."""
+    trials = history.trials.values()
+    left = search.planned - sum(trial.ended for trial in trials)
+    if expected is None or not left:
+        return expected
+    done_s = sum(trial.seconds for trial in trials if not trial.ended)
+    return expected.reduce(left, search.planned, done_s, search.gpus)
+
+
+def describe(
+    search: Search,
+    expected: CostEstimate | None,
+    *,
+    here: bool,
+    left: int | None = None,
+    spent: SearchCost | None = None,
+) -> str:
     """Describe the planned search in a sentence or two.
 
     Args:
         search: from :func:`measure_search`.
         expected: costs on this machine.
         here: trials run on this machine, not in a cluster.
+        left: number of trials that have not ended, if others have.
+        spent: costs of earlier starts of the search.
     """
-    trials = f"{search.planned} trials"
+    trials = f"{search.planned} trials" if left is None else f"{left} of {search.planned} trials are left"
     if search.scheduler == "pbt":
         trials = f"a population of {search.trials} in {search.generations} generations: {trials}"
     if expected is None:
         return f"{trials}; their length is unknown in advance."
+    trials = f"{trials} of" if left is None else f"{trials}, each of"
     plural = "s" if len(search.rungs) > 1 else ""
     evaluations = ", ".join(map(str, search.rungs))
     rungs = f", compared after evaluation{plural} {evaluations}" if search.rungs else ""
-    budget = "" if search.limit is None else f" ({search.limit.show(expected.search)})"
+    cost = expected.search + (spent or SearchCost())
+    budget = "" if search.limit is None else f" ({search.limit.show(cost)})"
     trial_time, search_time = show_seconds(expected.trial.seconds), show_seconds(expected.search.seconds)
     if not here:
         return (
-            f"{trials} of {search.evaluations} evaluations{rungs}: one takes about {trial_time} on this machine. "
+            f"{trials} {search.evaluations} evaluations{rungs}: one takes about {trial_time} on this machine. "
             "The time of the search in the cluster is estimated after the first evaluation."
         )
     return (
-        f"{trials} of {search.evaluations} evaluations{rungs}, {expected.concurrent} at a time: one takes "
+        f"{trials} {search.evaluations} evaluations{rungs}, {expected.concurrent} at a time: one takes "
         f"about {trial_time}, all of them about {search_time}{budget}."
     )
 

@@ -26,6 +26,7 @@ from paceline.core.rich_console import Console
 from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.launch.ray_cluster import connect, import_ray
 from paceline.runs.metrics import finite
+from paceline.runs.trackers import conclude_mlflow_search
 from paceline.tune.charts import draw
 from paceline.tune.history import (
     MAX_FAILED,
@@ -416,7 +417,7 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
     trials = [journal.trial(number) for number in range(search.planned)]
     done = all(trial.ended for trial in trials)
     try:
-        write_result(search, directory, journal, done=done)
+        result = write_result(search, directory, journal, done=done)
         write_hparams(search, directory, journal)
         draw(search, journal, directory.path)
     except OSError as error:
@@ -426,6 +427,8 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
         ) from error
     except LaunchError as error:
         monitor.print_status(str(error))
+    if problem := conclude_mlflow_search(directory.path, result):
+        monitor.print_status(f"MLflow has no best value of the search: {problem}")
     if stop_signals:
         return 130 if stop_signals[0] == signal.SIGINT else RESTART_EXIT_CODE
     if monitor.hopeless and not done:

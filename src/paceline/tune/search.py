@@ -9,7 +9,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,9 @@ class SearchCost:
     seconds: float = 0.0
     trials: int = 0
     gpu_hours: float = 0.0
+
+    def __add__(self, other: SearchCost) -> SearchCost:
+        return SearchCost(self.seconds + other.seconds, self.trials + other.trials, self.gpu_hours + other.gpu_hours)
 
 
 @dataclass(frozen=True)
@@ -118,11 +121,27 @@ class CostEstimate:
         trial: one whole trial.
         search: all trials, including those that stop early.
         concurrent: number of concurrent trials.
+        trials_s: seconds of all trials, one after another.
     """
 
     trial: SearchCost
     search: SearchCost
     concurrent: int
+    trials_s: float
+
+    def reduce(self, left: int, planned: int, done_s: float, gpus_per_trial: float) -> CostEstimate:
+        """Return the costs of continuing the search.
+
+        Args:
+            left: number of trials that have not ended.
+            planned: number of all trials.
+            done_s: time that trials that have not ended have trained already.
+            gpus_per_trial: held by each trial.
+        """
+        trials_s = max(0.0, self.trials_s * left / planned - done_s)
+        clock_s = max(trials_s / min(self.concurrent, left), min(trials_s, self.trial.seconds))
+        cost = SearchCost(clock_s, left, trials_s / 3600 * gpus_per_trial)
+        return replace(self, search=cost, trials_s=trials_s)
 
 
 def estimate(
@@ -164,6 +183,7 @@ def estimate(
         trial=SearchCost(trial_s, 1, trial_s / 3600 * gpus_per_trial),
         search=SearchCost(clock_s, trials, work_s / 3600 * gpus_per_trial),
         concurrent=concurrent,
+        trials_s=work_s,
     )
 
 

@@ -157,7 +157,7 @@ from pathlib import Path
 from paceline.insight.comparison import read_runs
 from paceline.insight.tracking_tools import write_mlflow
 from paceline.runs.directory import RunDirectory
-from paceline.runs.trackers import MlflowTracker, RunInfo
+from paceline.runs.trackers import MlflowTracker, RunInfo, conclude_mlflow_search
 from mlflow.tracking import MlflowClient
 
 folder = Path(sys.argv[1])
@@ -183,6 +183,9 @@ for number, tracker in enumerate(trackers):
 for tracker in trackers:
     tracker.conclude({}, {})
     tracker.close()
+result = json.loads((folder / "search" / "result.json").read_text())
+assert conclude_mlflow_search(folder / "search", {**result, "done": True}) is None
+assert conclude_mlflow_search(folder / "other", result) is None
 print(json.dumps([copied, show(None)]))
 """
 
@@ -215,5 +218,7 @@ def test_mlflow_has_a_search_as_the_parent_of_its_trials(tmp_path: Path, run_pro
     assert "mlflow.parentRunId" not in apart["tags"]
     parents = [run_id for run_id, run in live.items() if run["name"] == "search"]
     assert len(parents) == 1
+    assert live[parents[0]]["metrics"] == parent["metrics"]
+    assert live[parents[0]]["tags"]["paceline.best_trial"] == parent["tags"]["paceline.best_trial"] == "00001"
     assert [run["tags"].get("mlflow.parentRunId") for run in live.values() if run["name"] != "search"] == parents * 2
     assert {run["status"] for run in live.values()} == {"FINISHED"}

@@ -28,6 +28,8 @@ def manifest_of(**changes: Any) -> PackageManifest:
         "outputs": {
             "probabilities": TensorSpec(dtype="float32", shape=(2,)),
             "label": TensorSpec(dtype="int64"),
+            "size": TensorSpec(dtype="float32", shape=(2,), columns={"width": "m", "height": "cm"}),
+            "price": TensorSpec(dtype="float32", unit="CHF"),
         },
         "labels": ("no", "yes"),
         "probabilities": "probabilities",

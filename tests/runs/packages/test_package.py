@@ -29,6 +29,7 @@ def test_a_package_comes_back_as_it_was_written(registry: Registry, package: Pat
     opened = open_package(package)
     assert opened.digest == package.name
     assert list(opened.manifest.inputs) == ["x", "a"], "the order of a program's arguments"
+    assert list(opened.manifest.outputs["size"].columns) == ["width", "height"], "the order of the elements"
     assert opened.manifest == manifest_of(files=opened.manifest.files)
     assert opened.read_weights() == b"weights.safetensors" + bytes(2000)
     assert PackageManifest.from_bytes(opened.manifest.to_bytes()) == opened.manifest
@@ -121,6 +122,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("inputs", [{"name": "x", "dtype": "int8", "shape": []}] * 2, "twice"),
     ("inputs", [{"name": "x", "dtype": "int8", "shape": [], "minimum": None}], "has the limits"),
     ("inputs", [{"name": "x", "dtype": "int8", "shape": [], "maximum": 1.5}], "has the limits"),
+    ("inputs", [{"name": "x", "dtype": "int8", "shape": [], "unit": "m"}], "unknown field 'unit'"),
+    ("outputs", [{"name": "y", "dtype": "int8", "shape": [], "unit": 3}], "must be a text"),
+    ("outputs", [{"name": "y", "dtype": "int8", "shape": [2], "columns": [{"name": "a", "unit": ""}]}], "1 columns"),
+    ("outputs", [{"name": "y", "dtype": "int8", "shape": [2], "columns": [{"name": "a", "unit": ""}] * 2}], "twice"),
     ("labels", "yes", "must be a list"),
     ("label", "other", "which is not an output"),
     ("metrics", {"accuracy": "high"}, "must be a number"),

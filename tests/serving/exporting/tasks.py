@@ -149,7 +149,9 @@ class Named(Shapes):
             "row": TensorSpec(dtype="float32", shape=(SIZE,), columns=columns),
             "tone": TensorSpec(dtype="int64", encoding=TONES),
         }
-        return replace(inference, module=Rows(model), inputs=inputs)
+        outputs = {**inference.outputs}
+        outputs["probabilities"] = replace(outputs["probabilities"], unit="of 1")
+        return replace(inference, module=Rows(model), inputs=inputs, outputs=outputs)
 
     def inference_batch(self, batch: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         return [batch[0][:, 0, 0], batch[1] % 2], batch[1]

@@ -365,11 +365,13 @@ def test_a_package_shows_a_real_sample_by_names_and_texts(
     assert about.specs["tone"].encoding == Categories({"dark": 0, "light": 1}, unknown=2)
     card = named.read("README.md").decode()
     assert "| c2 | number | lux | seen: " in card
+    assert "probabilities is in of 1." in card
     assert "| tone | category |  | dark, light or any other | `" in card
 
     assert app(["predict", "named", "--describe"], exit_on_error=False) == 0
     told = capsys.readouterr().out
     assert re.search(r"c2 +number +lux +seen: 0\.", told)
+    assert re.search(r"probabilities +fp32, \d+ +of 1", told)
     heading, row = told.strip().splitlines()[-2:]
     (tmp_path / "row.csv").write_text(f"{heading}\n{row}\n")
     assert heading == "c0,c1,c2,c3,c4,c5,tone"

@@ -83,6 +83,10 @@ function control(field, changed) {
     element = h("input", { ...listen, ...limits, type: "number", inputmode: isWhole ? "numeric" : "decimal", placeholder: field.allow_missing ? "missing" : null });
     value = () => (element.value === "" ? null : Number(element.value));
     fill = (to) => { element.value = to ?? ""; };
+  } else if (field.format) {
+    element = h("input", { ...listen, type: field.format === "date" ? "date" : "datetime-local", required: !field.allow_missing });
+    value = () => element.value;
+    fill = (to) => { element.value = (to ?? "").slice(0, field.format === "date" ? 10 : undefined); };
   } else if (field.choices.length && !field.is_open) {
     const options = field.choices.map((choice) => h("option", { value: choice }, choice));
     element = h("select", { ...listen }, field.allow_missing ? h("option", { value: "" }, "(missing)") : null, options);
@@ -112,7 +116,7 @@ function aboutOf(field) {
   }
   if (named.length === 0 && (field.minimum !== null || field.maximum !== null)) parts.push(`${field.minimum ?? "any"} to ${field.maximum ?? "any"}`);
   if (field.observed) parts.push(`seen: ${field.observed[0]} to ${field.observed[1]}`);
-  if (field.allow_missing && field.datatype !== "BYTES") parts.push("may be empty");
+  if (field.allow_missing && (field.format || field.datatype !== "BYTES")) parts.push("may be empty");
   return parts.join("; ");
 }
 

@@ -140,10 +140,11 @@ const versionOf = (metadata) => `version ${metadata.versions.join(", ")}, ${meta
 
 function schema(metadata) {
   const sizes = (shape) => (shape.length ? `[${shape.map((size) => (size === -1 ? "any" : size)).join(", ")}]` : "");
-  const { fields, labels = [] } = metadata.parameters;
+  const { fields, output_fields: given, labels = [] } = metadata.parameters;
+  const named = ({ name, unit }) => (unit ? `${name} (${unit})` : name);
   const rows = [
-    ...fields.map(({ name, unit, datatype, shape }) => ["input", unit ? `${name} (${unit})` : name, datatype, sizes(shape)]),
-    ...metadata.outputs.map(({ name, datatype, shape }) => ["output", name, datatype, sizes(shape.slice(1))]),
+    ...fields.map((field) => ["input", named(field), field.datatype, sizes(field.shape)]),
+    ...given.map((field) => ["output", named(field), field.datatype, sizes(field.shape)]),
   ];
   return [
     table([["", ""], ["name", ""], ["datatype", ""], ["shape of a row", "text"]], rows, "Inputs and outputs"),

@@ -5,7 +5,8 @@ import { figure, h, table } from "./dom.js";
 const MOST_BARS = 10, MOST_ROWS = 20, MOST_VALUES = 200;
 
 export function answer(metadata, document, ms) {
-  const { label, labels = [], probabilities } = metadata.parameters ?? {};
+  const { label, labels = [], probabilities, output_fields: fields = [] } = metadata.parameters ?? {};
+  const fieldsOf = (name) => fields.filter(({ output }) => output === name);
   const outputs = new Map(document.outputs.map((output) => [output.name, output]));
   const known = [label, probabilities].filter((name) => outputs.has(name));
   const rest = document.outputs.filter(({ name }) => !known.includes(name));
@@ -15,8 +16,8 @@ export function answer(metadata, document, ms) {
   if (shares && rows === 1) parts.push(bars(shares.data, said));
   else if (known.length && rows === 1) parts.push(h("p", { class: "best" }, h("strong", null, said(outputs.get(label).data[0]))));
   else if (known.length) parts.push(perRow(outputs.get(label), shares, rows, said));
-  else if (rows === 1) parts.push(rest.filter(({ data }) => data.length === 1).map(({ name, data }) => h("p", { class: "best" }, `${name} `, h("strong", null, shown(data[0])))));
-  if (rest.length) parts.push(table([["output", ""], ["shape", ""], ["values", "text"]], rest.map(values), "Outputs"));
+  else if (rows === 1) parts.push(rest.filter(({ data }) => data.length === 1).map(({ name, data }) => h("p", { class: "best" }, `${name} `, h("strong", null, shown(data[0])), unitOf(fieldsOf(name)[0]))));
+  if (rest.length) parts.push(table([["output", ""], ["shape", ""], ["values", "text"]], rest.map((output) => values(output, fieldsOf(output.name))), "Outputs"));
   parts.push(h("p", { class: "muted" }, `${ms.toFixed(1)} ms from the request to its answer; ${document.model_name}, version ${document.model_version}`));
   return parts;
 }
@@ -50,8 +51,13 @@ function perRow(label, shares, rows, said) {
   ];
 }
 
-function values({ name, datatype, shape, data }) {
-  const text = data.slice(0, MOST_VALUES).map(shown).join(", ");
+const unitOf = (field) => (field?.unit ? ` ${field.unit}` : "");
+
+// Elements that have names are shown with them; the numbers of several rows, without.
+function values({ name, datatype, shape, data }, fields) {
+  const named = fields.length === data.length && data.length > 1;
+  const text = data.slice(0, MOST_VALUES).map((value, i) => (named ? `${fields[i].name} ${shown(value)}${unitOf(fields[i])}` : shown(value))).join(", ");
+  if (fields.length === 1 && fields[0].unit) name += ` (${fields[0].unit})`;
   const more = data.length - MOST_VALUES;
   return [name, `${datatype} [${shape.join(", ")}]`, more > 0 ? `${text}, and ${more} more` : text];
 }
