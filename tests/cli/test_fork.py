@@ -101,8 +101,8 @@ def test_a_fork_trains_with_the_new_hyperparameters_from_its_checkpoint_on(train
         assert after[step] == pytest.approx(factor * before[step], rel=1e-9, abs=1e-12)
         assert (losses(new)[step] == losses(trained)[step]) is (step <= FORKED_AT + 1)
     assert RunDirectory(new).read_complete_manifest()["forked"]["changed"] == {"lr": 0.1}
-    again = json.loads(paceline("fork", "new", "--run-dir", "third", "--set", "lr=0.1", "--json").out)
-    assert (again["run_dir"], again["step"], again["changed"]) == ("third", STEPS, {"lr": 0.01})
+    again = json.loads(paceline("fork", "new", "--run-dir", "third", "--step", "15", "--set", "lr=0.1", "--json").out)
+    assert (again["run_dir"], again["step"], again["changed"]) == ("third", 15, {"lr": 0.01})
 
 
 def test_a_fork_has_the_same_bits_on_any_number_of_processes(
@@ -124,7 +124,7 @@ def test_what_a_killed_command_left_behind_is_no_part_of_the_fork(trained: Path,
     left = trained.with_name(".new.fork")
     left.mkdir()
     (left / "result.json").write_text("{}")
-    assert paceline("fork", "old", "--run-dir", "new").code == 0
+    assert paceline("fork", "old", "--run-dir", "new", "--step", "10").code == 0
     assert not left.exists()
     assert not trained.with_name("new").joinpath("result.json").exists()
 
@@ -133,7 +133,9 @@ def test_what_a_killed_command_left_behind_is_no_part_of_the_fork(trained: Path,
     ("arguments", "message"),
     [
         (("old", "--step", "7"), "no checkpoint of step 7. It has those of the steps 5, 10, 15, 20"),
-        (("old", "--run-dir", "old"), "old exists already"),
+        (("old", "--run-dir", "old", "--step", "5"), "old exists already"),
+        (("old",), "step 20 is the end of old, so a fork of it has no step to train. Choose an earlier checkpoint by"),
+        (("old", "--step", "20"), "by --step: 5, 10, 15."),
         (("nothing",), "nothing is not a run directory"),
         (("old", "--set", "lrr=1"), "no field 'lrr'. Its fields: lr, dropout, note"),
         (("old", "--set", "lr=fast"), "must be float"),

@@ -14,9 +14,18 @@ from rich.console import Console
 
 from paceline.core.errors import ConfigError, RunDirectoryError, RunInUseError
 from paceline.tune.charts import draw
-from paceline.tune.history import SearchJournal, TrialResult, read_trials, write_hparams, write_result
+from paceline.tune.history import (
+    SearchHistory,
+    SearchJournal,
+    Suggestion,
+    TrialResult,
+    read_trials,
+    write_hparams,
+    write_result,
+)
 from paceline.tune.plan_search import require_same
 from paceline.tune.search import Search, SearchDirectory
+from paceline.tune.space import Value
 from paceline.tune.status import SearchStatus, render
 
 SEARCH = Search(
@@ -133,6 +142,25 @@ def test_the_status_shows_states_parameters_and_the_best() -> None:
     ]
     best = next(line for line in text.splitlines() if "│ 00000 │" in line)
     assert [cell.strip() for cell in best.split("│")[6:8]] == ["0.75", "16"], "as in the line above the table"
+
+
+@pytest.mark.parametrize("width", [140, 96, 80])
+def test_a_narrow_terminal_shows_every_trial_and_its_parameters(width: int) -> None:
+    space = ("lr=log:1e-3:1", "momentum=choice:0.9", "global_batch_size=choice:32,64", "optimizer=choice:adam,sgd")
+    search = replace(SEARCH, space=space)
+    parameters: dict[str, Value] = {"lr": 0.0625, "global_batch_size": 64, "optimizer": "adam"}
+    journal = SearchHistory([Suggestion(trial=7, parameters=parameters)])
+    journal.take(result(7, 15, 0.75))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(search, journal, SearchStatus(clock_s=75)))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    table = "\n".join(lines[2:])
+    assert "…" not in table
+    words = {"00007", "running", "0.75", "150"}
+    words |= {"0.0625", "64", "adam"} if width > 80 else {"lr=0.0625", "global_batch_size=64", "optimizer=adam"}
+    assert words <= set(table.split())
 
 
 def test_the_status_names_the_metric_as_it_is() -> None:

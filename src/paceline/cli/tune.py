@@ -259,15 +259,18 @@ def _print_result(search: Search, directory: SearchDirectory, code: int, *, json
         best = journal.ranking(name, direction, search.repeats)[0]
         seeds = f", the mean of {search.repeats} seeds" if search.repeats > 1 else ""
         number = best.trials[0].number
-        following = "Train it in full:"
+        is_trained = best.trials[0].state == "finished" or search.scheduler == "pbt"
         if search.scheduler == "pbt":
             _print_schedule(console, result["best"]["schedule"])
-            following = "Export its model:"
         console.print(
-            f"\nBest: trial {number:05d}, {direction} {name} {best.show()}{seeds}. {following}",
+            f"\nBest: trial {number:05d}, {direction} {name} {best.show()}{seeds}. "
+            + ("Export its model:" if is_trained else "Train it in full:"),
             style="bold",
             markup=False,
         )
+        if is_trained and search.scheduler != "pbt":
+            console.print(f"paceline export {directory.trial(number)}", soft_wrap=True, markup=False)
+            console.print("Or train it again:", style="bold")
         console.print(result["best"]["command"], soft_wrap=True, markup=False)
     if not result["done"]:
         console.print(f"Continue with: paceline tune --resume --run-dir {directory.path}", soft_wrap=True, markup=False)

@@ -74,7 +74,7 @@ def fork_run(source: RunDirectory, target: RunDirectory, fields: Mapping[str, An
 
     Raises:
         RunDirectoryError: ``source`` holds no run, or ``target`` exists or cannot be written.
-        ConfigError: there is no checkpoint of this step.
+        ConfigError: there is no checkpoint of this step, or it is the last step of the run.
         CheckpointError: no checkpoint can be used, or the chosen one is damaged.
         TaskError: the task has no such field, or does not accept a value.
     """
@@ -84,6 +84,14 @@ def fork_run(source: RunDirectory, target: RunDirectory, fields: Mapping[str, An
     before = recorded_fields(TaskReference(spec, recorded).load())
     after = recorded_fields(TaskReference(spec, {**recorded, **fields}).load())
     checkpoint, info = _find_checkpoint(source, step)
+    total = manifest.get("data", {}).get("total_steps")
+    if isinstance(total, int) and info.step >= total:
+        earlier = [number for number in _steps_of(source) if number < total]
+        steps = ", ".join(map(str, earlier))
+        raise ConfigError(
+            f"step {info.step:,} is the end of {source.path}, so a fork of it has no step to train. "
+            + (f"Choose an earlier checkpoint by --step: {steps}." if earlier else "It holds no earlier checkpoint.")
+        )
     fork = Fork(
         run=manifest["id"],
         path=str(source.path.absolute()),
@@ -125,11 +133,17 @@ def _find_checkpoint(source: RunDirectory, step: int | None) -> tuple[Path, Chec
             reasons = "".join(f"\n  {reason}" for reason in found.skipped)
             raise CheckpointError(f"{source.path} holds no checkpoint that can be used.{reasons}")
         return found.path, found.manifest.info
-    steps = {parse_name(path.name)[0]: path for path in reversed(scan(source.checkpoints))}
+    steps = _steps_of(source)
     if step not in steps:
-        there = ", ".join(map(str, sorted(steps))) or "none"
+        there = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"{source.path} holds no checkpoint of step {step}. It has those of the steps {there}.")
     return steps[step], verify(steps[step]).info
+
+
+def _steps_of(source: RunDirectory) -> dict[int, Path]:
+    """Return the checkpoints of a run by their steps, the first step first."""
+    steps = {parse_name(path.name)[0]: path for path in reversed(scan(source.checkpoints))}
+    return dict(sorted(steps.items()))
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -69,7 +70,7 @@ def render(search: Search, journal: SearchHistory, status: SearchStatus, *, show
     header = Text("\n".join(lines))
     notes = [Text(note, style="yellow") for note in status.notes]
     shown = trials if show_all or len(trials) <= _MAX_SHOWN else _most_interesting(search, trials)
-    parts: list[RenderableType] = [header, *notes, _table(search, shown)]
+    parts: list[RenderableType] = [header, *notes, _TrialTable(search, shown)]
     if len(shown) < len(trials):
         parts.append(Text(f"... and {len(trials) - len(shown)} more", style="dim"))
     return Group(*parts)
@@ -86,29 +87,64 @@ def _most_interesting(search: Search, trials: Sequence[Trial]) -> list[Trial]:
     return sorted(sorted(trials, key=rank, reverse=True)[:_MAX_SHOWN], key=lambda trial: trial.number)
 
 
-def _table(search: Search, trials: Sequence[Trial]) -> Table:
-    names = [dimension.name for dimension in search.parsed_space.dimensions]
-    metric = escape(f"best {search.metric_name}")  # the number that the end ranks by
-    seeds = ["seed"] if search.repeats > 1 else []
-    table = Table("trial", "status", "loc", *names, *seeds, metric, "iter", "step", "total time")
-    for column in table.columns[3:]:
-        column.justify = "right"
-    for trial in trials:
-        parameters = trial.parameters(search)
-        value = trial.best(search.metric_name, search.mode)
-        table.add_row(
-            f"{trial.number:05d}",
-            trial.state,
-            escape(trial.placed),
-            *(escape(show_value(parameters[name])) if name in parameters else "" for name in names),
-            *(str(search.seed + trial.number % search.repeats) for _ in seeds),
-            "" if value is None else f"{value:.6g}",
-            str(trial.iteration or ""),
-            str(trial.step or ""),
-            show_seconds(trial.seconds) if trial.results else "",
-            style=_STYLES[trial.state],
-        )
-    return table
+_HIDDEN: tuple[tuple[str, ...], ...] = ((), ("loc",), ("loc", "iter", "time"))
+"""Columns that a narrow terminal does without, in turn."""
+
+_WIDEST = 10_000  # columns
+
+
+@dataclass(frozen=True)
+class _TrialTable:
+    """A table of trials with as many columns as fit; at last, one column has all parameters."""
+
+    search: Search
+    trials: Sequence[Trial]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(max_width=_WIDEST)
+        for hidden in _HIDDEN:
+            table = self._table(hidden)
+            if console.measure(table, options=wide).maximum <= options.max_width:
+                yield table
+                return
+        yield self._table(_HIDDEN[-1], in_one_column=True)
+
+    def _table(self, hidden: Sequence[str], *, in_one_column: bool = False) -> Table:
+        search = self.search
+        names = [dimension.name for dimension in search.parsed_space.dimensions]
+        metric = f"best {search.metric_name}"  # the number that the end ranks by
+        table = Table("trial", "status")
+        rows = [[f"{trial.number:05d}", trial.state] for trial in self.trials]
+
+        def add(heading: str, cells: Iterable[str], justify: JustifyMethod = "right", **layout: Any) -> None:
+            table.add_column(escape(heading), justify=justify, **layout)
+            for row, cell in zip(rows, cells, strict=True):
+                row.append(escape(cell))
+
+        if "loc" not in hidden:
+            add("loc", [trial.placed for trial in self.trials], "left")
+        parameters = [trial.parameters(search) for trial in self.trials]
+        if in_one_column:
+            texts = [
+                " ".join(f"{name}={show_value(values[name])}" for name in names if name in values)
+                for values in parameters
+            ]
+            add("parameters", texts, "left", overflow="fold")
+        else:
+            for name in names:
+                add(name, [show_value(values[name]) if name in values else "" for values in parameters])
+        if search.repeats > 1:
+            add("seed", [str(search.seed + trial.number % search.repeats) for trial in self.trials])
+        best = [trial.best(search.metric_name, search.mode) for trial in self.trials]
+        add(metric, ["" if value is None else f"{value:.6g}" for value in best])
+        if "iter" not in hidden:
+            add("iter", [str(trial.iteration or "") for trial in self.trials])
+        add("step", [str(trial.step or "") for trial in self.trials])
+        if "time" not in hidden:
+            add("total time", [show_seconds(trial.seconds) if trial.results else "" for trial in self.trials])
+        for trial, row in zip(self.trials, rows, strict=True):
+            table.add_row(*row, style=_STYLES[trial.state])
+        return table
 
 
 def show_value(value: Value) -> str:
