@@ -25,7 +25,7 @@ from paceline.core.inference import TensorSpec
 from paceline.serving.batch_predict import read_rows
 from paceline.serving.model import ModelSpec
 from paceline.serving.protocol import example_rows, parse_rows
-from paceline.serving.tables import Rows, write
+from paceline.serving.tables import Rows, table_records, write
 
 INPUTS = {
     "age": TensorSpec(dtype="int64", minimum=0, maximum=120),
@@ -92,6 +92,23 @@ def test_named_elements_of_an_output_are_columns() -> None:
     output = io.BytesIO()
     write(output, ".csv", iter([{"size": np.array([[1, 2], [3, 4.5]])}]), spec, rows)
     assert output.getvalue().decode().split() == ["id,width,height", "a,1.0,2.0", "b,3.0,4.5"]
+
+
+def test_an_output_is_not_lost_under_the_name_of_the_label_or_its_probability() -> None:
+    names = {"probabilities": "probability", "label": "topic"}
+    outputs = {names[name]: tensor for name, tensor in OUTPUTS.items()}
+    spec = replace(SPEC, outputs=outputs, probabilities="probability", label="topic")
+    predicted = {names[name]: array for name, array in PREDICTED.items()}
+    [first, _] = table_records(predicted, spec, {"id": [7, 8]}, 0)
+    share = {"label": "stays", "label_probability": 0.75}
+    assert first == {"id": 7, "probability": [0.75, 0.25], "topic": 0, **share}
+    text = io.BytesIO()
+    write(text, ".csv", iter([predicted]), spec, Rows(arrays={}, names=["a", "b"], other_columns={}))
+    heading = "stays,leaves,topic,label,label_probability"
+    assert text.getvalue().decode().split() == [heading, "0.75,0.25,0,stays,0.75", "0.5,0.5,1,leaves,0.5"]
+    other = replace(spec, outputs={**outputs, "label": TensorSpec(dtype="float32")})
+    [record, _] = table_records({**predicted, "label": np.array([1.5, 2.5])}, other, {}, 0)
+    assert (record["label"], record["label_name"]) == (1.5, "stays")
 
 
 @pytest.mark.parametrize(

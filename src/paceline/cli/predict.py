@@ -224,8 +224,11 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
     table = Table(*map(escape, columns), box=SIMPLE_HEAD)
     for record in predictions[:_MAX_SHOWN]:
         if labelled:
-            probability = record.get("probability")
-            cells = [str(record["label"]), "" if probability is None else f"{probability:.4f}"]
+            probability = record.get("probability", record.get("label_probability"))
+            cells = [
+                str(record.get("label", record.get("label_name"))),
+                "" if probability is None else f"{probability:.4f}",
+            ]
         else:
             cells = [_show(value) for value in record["outputs"].values()]
         table.add_row(*map(Text, (record["source"], *cells)))

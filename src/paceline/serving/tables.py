@@ -470,9 +470,12 @@ def _label(outputs: Arrays, spec: ModelSpec, i: int) -> dict[str, Any]:
     if spec.label is None or spec.label not in outputs:
         return {}
     number = int(outputs[spec.label][i])
-    label: dict[str, Any] = {"label": spec.labels[number] if number < len(spec.labels) else number}
+    # An output of the same name stays.
+    name = "label" if spec.label == "label" or "label" not in outputs else "label_name"
+    label: dict[str, Any] = {name: spec.labels[number] if number < len(spec.labels) else number}
     if spec.probabilities is not None and spec.probabilities in outputs:
-        label["probability"] = float(outputs[spec.probabilities][i][number])
+        name = "probability" if "probability" not in outputs else "label_probability"
+        label[name] = float(outputs[spec.probabilities][i][number])
     return label
 
 

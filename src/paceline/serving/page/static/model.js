@@ -142,12 +142,11 @@ function schema(metadata) {
   const sizes = (shape) => (shape.length ? `[${shape.map((size) => (size === -1 ? "any" : size)).join(", ")}]` : "");
   const { fields, output_fields: given, labels = [] } = metadata.parameters;
   const named = ({ name, unit }) => (unit ? `${name} (${unit})` : name);
-  const rows = [
-    ...fields.map((field) => ["input", named(field), field.datatype, sizes(field.shape)]),
-    ...given.map((field) => ["output", named(field), field.datatype, sizes(field.shape)]),
-  ];
+  const sized = [...fields, ...given].some(({ shape }) => shape.length);
+  const row = (kind) => (field) => [kind, named(field), field.datatype, ...(sized ? [sizes(field.shape)] : [])];
+  const headings = [["", ""], ["name", ""], ["datatype", sized ? "" : "text"], ...(sized ? [["shape of a row", "text"]] : [])];
   return [
-    table([["", ""], ["name", ""], ["datatype", ""], ["shape of a row", "text"]], rows, "Inputs and outputs"),
+    table(headings, [...fields.map(row("input")), ...given.map(row("output"))], "Inputs and outputs"),
     labels.length ? h("details", null, h("summary", null, `${labels.length} labels`), h("p", null, labels.join(", "))) : null,
   ];
 }

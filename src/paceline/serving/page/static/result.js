@@ -11,13 +11,15 @@ export function answer(metadata, document, ms) {
   const known = [label, probabilities].filter((name) => outputs.has(name));
   const rest = document.outputs.filter(({ name }) => !known.includes(name));
   const shares = outputs.get(probabilities), rows = document.outputs[0].shape[0];
+  const single = rows === 1 && !known.length ? rest.filter(({ data }) => data.length === 1) : []; // each is a line of its own
   const said = (number) => String(labels[number] ?? number);
   const parts = [];
   if (shares && rows === 1) parts.push(bars(shares.data, said));
   else if (known.length && rows === 1) parts.push(h("p", { class: "best" }, h("strong", null, said(outputs.get(label).data[0]))));
   else if (known.length) parts.push(perRow(outputs.get(label), shares, rows, said));
-  else if (rows === 1) parts.push(rest.filter(({ data }) => data.length === 1).map(({ name, data }) => h("p", { class: "best" }, `${name} `, h("strong", null, shown(data[0])), unitOf(fieldsOf(name)[0]))));
-  if (rest.length) parts.push(table([["output", ""], ["shape", ""], ["values", "text"]], rest.map((output) => values(output, fieldsOf(output.name))), "Outputs"));
+  else parts.push(single.map(({ name, data }) => h("p", { class: "best" }, `${name} `, h("strong", null, shown(data[0])), unitOf(fieldsOf(name)[0]))));
+  const others = rest.filter((output) => !single.includes(output));
+  if (others.length) parts.push(table([["output", ""], ["shape", ""], ["values", "text"]], others.map((output) => values(output, fieldsOf(output.name))), "Outputs"));
   parts.push(h("p", { class: "muted" }, `${ms.toFixed(1)} ms from the request to its answer; ${document.model_name}, version ${document.model_version}`));
   return parts;
 }
