@@ -110,7 +110,9 @@ def test_dates_as_numbers() -> None:
     assert open_.encode(["2026-01-31", "", None, pandas.NaT]).tolist() == [[5, 1, 0], [0, 0, 1], [0, 0, 1], [0, 0, 1]]
     found = date.fromisoformat(open_.decode([5, 2, 0]))
     assert (found.weekday(), found.month) == (5, 2), "one of the dates that have these numbers"
-    assert open_.decode([0, 0, 1]) == ""
+    assert open_.decode([0, 0, 1]) == open_.describe([0, 0, 1]) == ""
+    assert open_.describe([5, 2, 0]) == "weekday 5, month 2", "people read no date that was not in the data"
+    assert parts.describe(expected) == "2026-01-31T08:30"
     assert Dates(("year", "month")).decode([2026, 13]) == "year 2026, month 13"
     assert Dates(("days",)).decode([10**9]) == "days 1000000000"
     assert Dates(("month", "day", "weekday")).decode([2, 29, 3]) == "2024-02-29"

@@ -85,6 +85,10 @@ class Encoding(ABC):
     def decode(self, numbers: Any) -> str:
         """Return a value that has these numbers, or about these if there is none."""
 
+    def describe(self, numbers: Any) -> str:
+        """Return what is known of a value that has these numbers, for people."""
+        return self.decode(numbers)
+
 
 @dataclass(frozen=True)
 class Categories(Encoding):
@@ -218,14 +222,26 @@ class Dates(Encoding):
     def decode(self, numbers: Any) -> str:
         if self.missing and int(numbers[-1]):
             return ""
-        known = {part: int(number) for part, number in zip(self.parts, numbers, strict=False)}
+        known = self._known(numbers)
         try:
             found = _first_date(known)
         except (ValueError, OverflowError):  # such as a year 0
             found = None
         if found is None:
-            return ", ".join(f"{part} {number}" for part, number in known.items())
+            return self._list(known)
         return found.isoformat(timespec="minutes") if self.has_time else found.date().isoformat()
+
+    def describe(self, numbers: Any) -> str:
+        if "days" in self.parts or {"year", "month", "day"} <= set(self.parts):
+            return self.decode(numbers)
+        is_missing = self.missing and int(numbers[-1])
+        return "" if is_missing else self._list(self._known(numbers))
+
+    def _known(self, numbers: Any) -> dict[DatePart, int]:
+        return {part: int(number) for part, number in zip(self.parts, numbers, strict=False)}
+
+    def _list(self, known: Mapping[DatePart, int]) -> str:
+        return ", ".join(f"{part} {number}" for part, number in known.items())
 
 
 def _parts_of(moment: datetime) -> dict[DatePart, int]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_leaves
 
-from paceline.core.encodings import Categories
+from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import TaskError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.stats import Floats
@@ -307,10 +307,17 @@ def _inputs_of(inference: InferenceSignature, inputs: Sequence[torch.Tensor], in
 
 
 def _cells_of(inference: InferenceSignature, inputs: Sequence[torch.Tensor], samples: int) -> list[tuple[str, Floats]]:
-    """Return the columns of a batch that are numbers or categories, (samples,), with their names."""
+    """Return the columns of a batch that are numbers, categories or parts of dates, (samples,), with their names."""
     found = []
     for (name, spec), tensor in zip(inference.inputs.items(), inputs, strict=True):
         columns = list(spec.columns) or [name]
+        if isinstance(spec.encoding, Dates):
+            table = tensor.detach().double().cpu().reshape(samples, -1).numpy()
+            is_missing = table[:, -1] == 1 if spec.encoding.missing else np.zeros(samples, bool)
+            for number, part in enumerate(spec.encoding.parts):
+                # Missing dates are one slice, of the first part.
+                missing = np.nan if number == 0 else np.inf
+                found.append((f"{name}: {part}", np.where(is_missing, missing, table[:, number])))
         is_text = spec.encoding is not None and bool(spec.encoding.shape)
         if not is_text and tensor.numel() == samples * len(columns):
             table = tensor.detach().double().cpu().reshape(samples, len(columns)).numpy()

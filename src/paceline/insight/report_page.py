@@ -309,7 +309,7 @@ def _texts(tensor: torch.Tensor, encoding: Encoding) -> list[str]:
     """Return the categories or the text that an input's numbers stand for."""
     rows = [tensor.tolist()] if encoding.shape else tensor.reshape(-1).tolist()
     texts = [
-        encoding.decode(numbers) if encoding.shape else show_category(encoding.decode(numbers)) for numbers in rows
+        encoding.describe(numbers) if encoding.shape else show_category(encoding.decode(numbers)) for numbers in rows
     ]
     return [text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…" for text in texts]
 

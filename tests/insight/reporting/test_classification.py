@@ -19,7 +19,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from paceline.core.encodings import Categories, Vocabulary
+from paceline.core.encodings import Categories, Dates, Vocabulary
 from paceline.core.errors import TaskError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Task
@@ -221,29 +221,32 @@ def test_a_regressions_largest_errors_and_slices() -> None:
 def test_a_tables_rows_have_their_names_categories_and_texts() -> None:
     city = Categories({"Bern": 0, "Basel ": 1, "St. Gallen, SG": 2}, unknown=3, missing=4)
     review = Vocabulary.observe(["A good room, quiet."], max_length=8, lowercase=True)
+    built = Dates(("month", "weekday"), missing=True)
     inputs = {
         "numbers": TensorSpec(
             dtype="float32", shape=(2,), columns={"age": "years", "income": "kCHF"}, allow_missing=True
         ),
         "city": TensorSpec(dtype="int64", encoding=city),
         "review": TensorSpec(dtype="int64", shape=review.shape, encoding=review),
+        "built": TensorSpec(dtype="int64", shape=built.shape, encoding=built),
     }
     inference = InferenceSignature(
         module=torch.nn.Identity(), inputs=inputs, outputs={"rent": TensorSpec(dtype="float32", unit="CHF")}
     )
-    object.__setattr__(inference, "module", lambda numbers, city, review: {"rent": numbers[:, :1].nan_to_num()})
+    object.__setattr__(inference, "module", lambda numbers, city, review, built: {"rent": numbers[:, :1].nan_to_num()})
 
     class Rent(Task):
         def inference_batch(self, batch: Any) -> Any:
-            return batch[:3], batch[3]
+            return batch[:4], batch[4]
 
     samples = 40
     numbers = torch.tensor([[30.0, 73683.0], [torch.nan, 5.5]]).repeat(samples // 2, 1)
     codes = torch.arange(samples) % 5
     texts = torch.from_numpy(review.encode(["a good room, quiet."] * samples))
+    dates = torch.from_numpy(built.encode(["2026-01-31", "2026-05-04", None, "2026-05-04"] * (samples // 4)))
     actual = torch.where(codes == 1, 1000.0, 0.0)
     observer = EvaluationRecorder(Rent(), inference)
-    observer(MicroBatch(0, [numbers, codes, texts, actual], samples, 0), {})
+    observer(MicroBatch(0, [numbers, codes, texts, dates, actual], samples, 0), {})
     values = observer.regression()
     assert values is not None
     assert values.unit == "CHF"
@@ -253,8 +256,11 @@ def test_a_tables_rows_have_their_names_categories_and_texts() -> None:
         *("Bern", "'Basel '", "'St. Gallen, SG'", "unknown", "(missing)")
     }
     assert slices["age", "(missing)"] == slices["age", "30"] == samples // 2
+    assert slices["built: weekday", "0"] == samples // 2, "Mondays"
+    assert slices["built: month", "(missing)"] == samples // 4
+    assert ("built: weekday", "(missing)") not in slices, "which is the same"
     assert not any(column == "review" for column, _ in slices)
-    assert columns_of(values.misses, values.inputs) == ["age", "income", "city", "review"]
+    assert columns_of(values.misses, values.inputs) == ["age", "income", "city", "review", "built"]
     cells = {name: cell.text for name, cell in cells_of(values.misses[0], values.inputs).items()}
     assert cells["city"] == "'Basel '"
     assert cells["review"] == "a good room, quiet."
