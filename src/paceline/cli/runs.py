@@ -165,6 +165,7 @@ def _result(run: RunSummary) -> Text:
 
 def short_time(seconds: float) -> str:
     """Format a duration for a narrow column: 42s, 7min, 3.5h, 12d."""
+    seconds = max(0.0, seconds)  # a clock may be set back
     if seconds < 100:
         return f"{seconds:.0f}s"
     if seconds < 100 * 60:

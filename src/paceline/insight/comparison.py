@@ -17,8 +17,16 @@ from paceline.core.files import read_document
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import find_packages
 from paceline.runs.package_registry import Registry
-from paceline.runs.status import FOREIGN, RunSummary, configuration, final_metrics, is_search, last_records, summarise
-from paceline.runs.trackers import search_of
+from paceline.runs.status import (
+    FOREIGN,
+    RunSummary,
+    configuration,
+    final_metrics,
+    is_search,
+    last_records,
+    search_of,
+    summarise,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

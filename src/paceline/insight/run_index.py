@@ -28,9 +28,9 @@ from paceline.runs.status import (
     read_beats,
     run_directories,
     search_directories,
+    search_of,
     summarise,
 )
-from paceline.runs.trackers import search_of
 
 # --- Curves: follow a growing ``metrics.jsonl`` in bounded memory ---
 
@@ -565,7 +565,8 @@ def state_of(
     last = events[-1] if events else {}
     if state == "stopped" and last.get("cause") not in ("SIGINT", "the search"):
         return "preempted"
-    if state == "crashed" and any(not beat.left and now - beat.time < SILENT_S for beat in beats):
+    # A beat from the future was written before the clock was set back.
+    if state == "crashed" and any(not beat.left and abs(now - beat.time) < SILENT_S for beat in beats):
         state = "running"
     if state == "running" and last.get("event") == "paused":
         return "waiting"

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -143,6 +143,7 @@ NOT_COMPARED = select(lambda its: its.scope in ("place", "task"))
 
 _TAIL_BYTES = 64 * 1024
 _SPLITS = ("test", "val", "train")
+_SPLITS_OF_TRIAL = ("val", "test", "train")  # a search ranks by the validation split, and few trials have the other
 
 FOREIGN = (RunDirectoryError, OSError, ValueError, TypeError, KeyError, AttributeError)
 """Errors of reading a run, whose files may be damaged in any way."""
@@ -251,6 +252,12 @@ def is_search(path: Path) -> bool:
         return False
 
 
+def search_of(directory: RunDirectory) -> Path | None:
+    """Return the directory of the search of which a run is a trial; None if it belongs to no search."""
+    trials = directory.path.absolute().parent
+    return trials.parent if trials.name == "trials" and is_search(trials.parent) else None
+
+
 def summarise(directory: RunDirectory) -> RunSummary:
     """Summarise one run's directory; errors become its ``problem``."""
     try:
@@ -287,7 +294,8 @@ def _summarise(directory: RunDirectory) -> RunSummary:
     started: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "started"), {})
     steps = [r["step"] for r in (*events, *records) if r.get("step") is not None]
     state = _state(directory, events)
-    metric, value = _main_metric(config, result, records)
+    splits = _SPLITS if search_of(directory) is None else _SPLITS_OF_TRIAL
+    metric, value = _main_metric(config, result, records, splits)
     summary = RunSummary(
         name=directory.path.name,
         path=str(directory.path),
@@ -326,7 +334,7 @@ def _active_seconds(directory: RunDirectory, events: list[dict[str, Any]], state
     begin: float | None = None
     for event in events:
         if event["event"] == "started":
-            total += last - begin if begin is not None else 0.0
+            total += max(0.0, last - begin) if begin is not None else 0.0  # a clock may be set back
             begin = float(event["time"])
         last = float(event["time"])
     if begin is None:
@@ -335,7 +343,7 @@ def _active_seconds(directory: RunDirectory, events: list[dict[str, Any]], state
         last = time.time()
     elif state == "crashed" and directory.metrics.exists():
         last = max(last, directory.metrics.stat().st_mtime)
-    return round(total + last - begin, 3)
+    return round(total + max(0.0, last - begin), 3)
 
 
 def final_metrics(
@@ -346,14 +354,14 @@ def final_metrics(
 
 
 def _main_metric(
-    config: dict[str, Any], result: dict[str, Any], records: list[dict[str, Any]]
+    config: dict[str, Any], result: dict[str, Any], records: list[dict[str, Any]], splits: Sequence[str]
 ) -> tuple[str | None, float | None]:
     by_split = final_metrics(result, records)
     try:
         best = parse_best(config["best_metric"])[0] if config.get("best_metric") else None
     except ConfigError:
         best = None
-    for split in (*(s for s in _SPLITS if s in by_split), *by_split):
+    for split in (*(s for s in splits if s in by_split), *by_split):
         metrics = by_split[split]
         if metrics:
             name = best if best in metrics else next(iter(metrics))

@@ -25,7 +25,7 @@ from paceline.core.option_sets import select
 from paceline.core.plugins import BUILT_IN, load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metrics import final_scalars, scalars
-from paceline.runs.status import is_search
+from paceline.runs.status import search_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -201,12 +201,6 @@ class MlflowTracker:
                 if experiment is None:
                     raise
         return str(experiment.experiment_id)
-
-
-def search_of(directory: RunDirectory) -> Path | None:
-    """Return the directory of the search of which a run is a trial; None if it belongs to no search."""
-    trials = directory.path.absolute().parent
-    return trials.parent if trials.name == "trials" and is_search(trials.parent) else None
 
 
 def create_mlflow_search(client: Any, search: Path, experiment: str, task: str, **started: Any) -> str:

@@ -214,6 +214,7 @@ def test_narrow_and_dark_windows_and_no_runs(
         wait_until(lambda: clicked(chrome, "← all runs"), "the way back", WAIT_S)
         wait_until(lambda: clicked(chrome, "search"), "the search", WAIT_S)
         wait_until(lambda: texts(chrome, ".runs a") == ["00000"], "its trial", WAIT_S)
+        assert [text for text in texts(chrome, ".runs th") if text] == ["state", "run", "progress", "result"]
         wait_until(lambda: clicked(chrome, "← all runs"), "the way back", WAIT_S)
         wait_until(lambda: clicked(chrome, "other"), "the other run", WAIT_S)
         colours = []

@@ -14,12 +14,13 @@ import pytest
 from tests.insight.dashboard.made import beat, make_run, record
 from tests.runs.packages.conftest import manifest_of
 
+from paceline.cli.runs import runs
 from paceline.insight.dashboard import Views, log_tail
 from paceline.insight.run_index import MAX_POINTS, AlertInputs, Curves, Index, alerts
 from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_registry import Registry, parse_reference
-from paceline.runs.status import BEAT_S, Heartbeat, read_beats
+from paceline.runs.status import BEAT_S, Heartbeat, read_beats, summarise
 
 
 def append(path: Path, *lines: str) -> None:
@@ -191,6 +192,22 @@ def test_a_run_on_another_machine_is_at_work_while_it_beats(tmp_path: Path) -> N
     assert [r["state"] for r in Index([tmp_path]).rows()[1]["runs"]] == ["waiting"]
 
 
+def test_a_clock_that_was_set_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was written before it is in the future now."""
+    directory = make_run(tmp_path / "run", steps=3, age_s=-3600.0)
+    beat(directory, 0, step=9, ago_s=-3600.0)
+    (run,) = Index([tmp_path]).rows()[1]["runs"]
+    assert (run["state"], run["seconds"]) == ("crashed", 0.0), "a beat an hour ahead is no sign of life"
+    with directory.events.open("a") as file:
+        started = {"event": "started", "generation": 1, "world_size": 1, "microbatches": 4, "step": 3}
+        file.write(json.dumps({"time": time.time(), **started, "total_steps": 100}) + "\n")
+        file.write(json.dumps({"time": time.time() - 50.0, "event": "finished"}) + "\n")
+    assert summarise(directory).seconds == 0.0, "no time is negative"
+    assert runs(root=tmp_path) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "task.py:Task" in line)
+    assert row.split()[-2:] == ["0s", "0s"], "age and time"
+
+
 def test_only_what_changed_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.insight.run_index.REFRESH_S", 0.0)
     for name in ("a", "b", "c"):
@@ -282,6 +299,12 @@ def test_a_search_is_listed_and_its_trials_belong_to_it(tmp_path: Path, monkeypa
     (row,) = index.rows()[1]["searches"]
     (trial,) = (run for run in index.rows()[1]["runs"] if run["name"] == "00001")
     assert (row["state"], row["planned"], row["value"], row["best"]) == ("finished", 3, 0.25, trial["id"])
+    for name, metric in ((search / "trials" / "00001", "val.loss"), (tmp_path / "alone", "test.loss")):
+        with (name / "metrics.jsonl").open("a") as file:
+            for split in ("val", "test"):
+                evaluated = {"kind": "eval", "step": 1, "epoch": 0, "split": split, "metrics": {"loss": 0.5}}
+                file.write(json.dumps(evaluated) + "\n")
+        assert summarise(RunDirectory(name)).metric == metric, "trials are compared by what their search ranks by"
     # Damaged files, and a search that goes, hide nothing else.
     (search / "tune.json").write_text("[")
     (search / "result.json").write_text('{"best": {"loss": "low"}}')

@@ -33,6 +33,7 @@ export class List {
   // inside: the search whose trials are listed; null: the runs that are no trials.
   update(runs, jobs, searches, inside) {
     this.inside = inside;
+    this.runs.firstChild.classList.toggle("trials", inside !== null);
     const one = searches.find((search) => search.id === inside);
     const title = inside === null ? "" : one ? `Trials of ${one.name}` : "This search is not there any more.";
     if (title !== this.title.lastChild?.textContent) {
