@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,26 @@ def test_a_search_that_is_there_is_not_overwritten(searched: Searched, run_proce
     done = run_processes.paceline("tune", TASK, "--search", "lr=log:1e-3:1", "--run-dir", searched.path)
     assert done.returncode == 2
     assert "already contains a search. Continue it with: paceline tune --resume" in done.stderr
+
+
+def test_a_search_that_was_copied_finds_its_task_where_it_continues(
+    searched: Searched, run_processes: Processes, tmp_path: Path
+) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(searched.path, copied)
+    settings = json.loads((copied / "tune.json").read_text())
+    settings["workdir"], settings["options"]["task"] = "/nowhere", "line.py:Line"
+    (copied / "tune.json").write_text(json.dumps(settings))
+    journal = (copied / "journal.jsonl").read_bytes()
+    words = tune("--resume", copied, "--trials", "7", "--json")
+    done = run_processes.run(words, cwd=tmp_path, timeout_s=TIME_LIMIT_S)
+    assert done.returncode == 2, done.stderr
+    assert "there is no file /nowhere/line.py" in done.stderr
+    assert (copied / "journal.jsonl").read_bytes() == journal, "no trial has failed by that"
+    shutil.copyfile(TASK.partition(":")[0], tmp_path / "line.py")
+    done = run_processes.run(words, cwd=tmp_path, timeout_s=TIME_LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout.splitlines()[-1])["trials"]) == 7
 
 
 @pytest.mark.slow

@@ -153,6 +153,7 @@ def tune(
         left = search_plan.planned - sum(trial.ended for trial in history.trials.values())
         estimate = plan_search.estimate_rest(search_plan, history, plan_search.estimate_search(search_plan, cpus))
         if left:
+            search_plan = plan_search.find_task(search_plan)
             spent = history.cost(history.clock_s, search_plan.gpus)
             plan = plan_search.describe(search_plan, estimate, here=address is None, left=left, spent=spent)
         else:

@@ -27,7 +27,7 @@ from paceline.core.options import Interval, check_bounds, flag, parse_best, pars
 from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.task import Task
-from paceline.core.task_loading import build_task, convert, load_task_class, parse_assignments
+from paceline.core.task_loading import build_task, convert, load_task_class, parse_assignments, split_spec
 from paceline.launch.launcher import Command, LaunchSpec
 from paceline.launch.ray_cluster import import_ray, require_answer
 from paceline.launch.ray_node import cluster_command
@@ -428,6 +428,24 @@ def estimate_search(search: Search, cpus: int) -> CostEstimate | None:
     if search.limit is not None and search.budget is not None:
         require_room(search.limit, expected, search.budget)
     return expected
+
+
+def find_task(search: Search) -> Search:
+    """Return a search that continues, with the directory in which its task's file is now.
+
+    Raises:
+        TaskError: it is neither where the search began nor here; every trial would fail.
+    """
+    module, _ = split_spec(str(search.options["task"]))
+    if not module.endswith(".py"):
+        return search
+    for directory in (Path(search.workdir), Path.cwd()):
+        if (directory / Path(module).expanduser()).is_file():
+            return dataclasses.replace(search, workdir=str(directory))
+    raise TaskError(
+        f"task {search.options['task']!r}: there is no file {Path(search.workdir) / module}. Restore it, or continue "
+        f"the search in a directory in which {module} is."
+    )
 
 
 def require_same(recorded: Search, requested: Search, directory: SearchDirectory, metric: str | None) -> None:
