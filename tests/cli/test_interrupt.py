@@ -1,10 +1,11 @@
-"""Ctrl-C while the command line starts."""
+"""Ctrl-C while the command line starts, and while it imports what a command needs."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +39,28 @@ def test_ctrl_c_while_it_imports_prints_nothing(module: str) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_that_an_import_turns_into_an_error_prints_nothing(tmp_path: Path) -> None:
+    """As torch's does: a part of it is missing then."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    signal.pause()\n"
+        "except BaseException:\n"
+        "    print('interrupted', flush=True)\n"
+        "raise AttributeError('partially initialized module')\n"
+    )
+    program = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "runpy.run_module('paceline', run_name='__main__', alter_sys=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "export", "run"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")

@@ -49,6 +49,34 @@ def test_a_killed_replica_fails_no_request(faulty: Server, wait_until: Callable[
     assert 'replica_restarts_total{model="fashion-mnist"} 1.0' in metrics(faulty)
 
 
+def test_a_package_that_is_damaged_while_it_is_served(
+    run_processes: Processes, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """A replica that has it answers; another one begins only with the package's own bytes."""
+    inputs, outputs = ({name: TensorSpec(dtype="float32", shape=(3,))} for name in ("x", "y"))
+    signature = InferenceSignature(module=Doubled(), inputs=inputs, outputs=outputs)
+    put_module(tmp_path, signature, Doubled().eval(), save({"none": torch.zeros(1)}), name="doubled")
+    [program] = tmp_path.glob("packages/*/program.pt2")
+    whole = program.read_bytes()
+    env = {"PACELINE_REGISTRY": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    server = start_server(run_processes, env, "doubled@prod")
+
+    def ask(limit_ms: int) -> httpx.Response:
+        document = {"rows": [{"x": [1, 2, 3]}]}
+        headers = {"Request-Timeout-Ms": str(limit_ms)}
+        return httpx.post(f"{server.url}/predict", json=document, headers=headers, timeout=120)
+
+    program.write_bytes(whole[:-1] + b"x")
+    assert ask(60_000).status_code == 200
+    server.replicas()[0].send_signal(signal.SIGKILL)
+    wait_until(lambda: not ready(server), "not ready", timeout_s=60)
+    answer = ask(500)
+    assert (answer.status_code, "time limit of 500 ms" in answer.json()["error"]) == (504, True)
+    program.write_bytes(whole)
+    wait_until(lambda: ready(server), "ready again", timeout_s=60)
+    assert ask(60_000).json()["predictions"] == [{"y": [2, 4, 6]}]
+
+
 @pytest.mark.slow
 def test_a_stopped_replica_is_replaced(start: Callable[..., Server]) -> None:
     server = start("fashion-mnist@prod", "--hang-timeout", "2s", "--timeout", "2min")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
+import threading
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
-from typing import TextIO, cast
+from types import FrameType
+from typing import Self, TextIO, cast
 
 from cyclopts import (
     App,
@@ -95,7 +98,47 @@ def main() -> int:
         return _run(arguments)
 
 
+class _Interrupts:
+    """Notes Ctrl-C, which a library that is being imported may turn into an error of its own.
+
+    Only where Python's own handler would raise: commands that stop in another way replace this one.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __enter__(self) -> Self:
+        self._is_ours = threading.current_thread() is threading.main_thread()
+        self._is_ours = self._is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._is_ours:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+
 def _run(arguments: list[str]) -> int:
+    with _Interrupts() as interrupts:
+        try:
+            return _call(arguments)
+        except (PacelineError, CycloptsError) as error:
+            if not interrupts.seen:
+                return _report(error)
+        except Exception:
+            if not interrupts.seen:
+                raise
+        except KeyboardInterrupt:
+            pass
+        return 130
+
+
+def _call(arguments: list[str]) -> int:
     try:
         code: object = 0
         if _is_help_request(arguments):
@@ -114,16 +157,17 @@ def _run(arguments: list[str]) -> int:
         # Keep Python's own flush at exit from failing on it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except PacelineError as error:
+    return code if isinstance(code, int) else 0
+
+
+def _report(error: PacelineError | CycloptsError) -> int:
+    """Print a deliberate error, and return its exit code."""
+    if isinstance(error, PacelineError):
         print(f"paceline: {escape_controls(str(error), keep=_LINES)}", file=sys.stderr)
         return error.exit_code
-    except CycloptsError as error:
-        command = " ".join(["paceline", *(error.command_chain or ())])
-        print(f"paceline: {_explain(error)} See: {command} --help", file=sys.stderr)
-        return ConfigError.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return code if isinstance(code, int) else 0
+    command = " ".join(["paceline", *(error.command_chain or ())])
+    print(f"paceline: {_explain(error)} See: {command} --help", file=sys.stderr)
+    return ConfigError.exit_code
 
 
 def _is_pipe_closed(output: TextIO) -> bool:

@@ -131,7 +131,7 @@ class LocalDeployment(Deployment):
                     replica = await self._start_replica(device)
                 except (ServingError, OSError) as error:
                     pause_s = min(max(2 * pause_s, 0.5), _MAX_PAUSE_S)
-                    log.error("%s; retrying in %g s", error, pause_s)
+                    log.error("%s; retrying in %g s", str(error).removesuffix("."), pause_s)
                 else:
                     pause_s = 0.0
                     self.batcher.add(replica)
