@@ -15,6 +15,8 @@ from paceline.core.errors import ConfigError
 from paceline.runs.status import RunSummary, check_folder, find_runs, is_search, search_directories
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from rich.console import Console
     from rich.text import Text
 
@@ -198,25 +200,53 @@ def _print_comparison(runs: list[ComparedRun], *, json: bool) -> int:
 
 
 def _print_rows(names: list[str], rows: dict[str, list[str]], num_settings: int) -> None:
-    """Print a column for each of a few runs, which suits long values, or a line for each of many."""
+    """Print a column for each of a few runs, which suits long values, or a line for each of many.
+
+    Of many, a terminal that is too narrow for all columns gets several tables, one below the other.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    console = _console()
+    layout: Any = {"box": SIMPLE_HEAD, "header_style": "bold", "pad_edge": False, "padding": (0, 1, 0, 0)}
     if len(names) <= _MOST_COLUMNS:
+        table = Table(**layout)
         table.add_column("")
         for name in names:
             table.add_column(Text(name), overflow="fold", justify="right")
         for index, (name, values) in enumerate(rows.items()):
             table.add_row(Text(name), *map(Text, values), end_section=index == num_settings - 1)
-    else:
+        console.print(table)
+        return
+    for group in _groups_that_fit(names, rows, console.width):
+        table = Table(**layout)
         table.add_column("run", no_wrap=True)
-        for name in rows:
+        for name in group:
             table.add_column(Text(name), overflow="fold", justify="right")
-        for name, cells in zip(names, zip(*rows.values(), strict=True), strict=True):
+        for name, cells in zip(names, zip(*group.values(), strict=True), strict=True):
             table.add_row(Text(name), *map(Text, cells))
-    _console().print(table)
+        console.print(table)
+
+
+def _groups_that_fit(
+    names: Sequence[str], columns: Mapping[str, Sequence[str]], width: int
+) -> list[dict[str, Sequence[str]]]:
+    """Divide columns into groups that fit next to the names of the runs; one that is too wide is alone."""
+    from rich.cells import cell_len
+
+    gap = 2
+    first = gap + max(map(cell_len, names))
+    groups: list[dict[str, Sequence[str]]] = [{}]
+    used = first
+    for name, cells in columns.items():
+        size = gap + max(map(cell_len, (name, *cells)))
+        if groups[-1] and used + size > width:
+            groups.append({})
+            used = first
+        groups[-1][name] = cells
+        used += size
+    return groups
 
 
 def _value(value: Any) -> str:

@@ -113,6 +113,21 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         runs(compare=(made, tmp_path / "c"), in_="mlflow")
 
 
+def test_a_narrow_terminal_shows_whole_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = make_search(tmp_path, 12)
+    wide = printed(capsys, search)
+    heading = next(line for line in wide.splitlines() if line.strip().startswith("run "))
+    width = len(heading.rstrip()) - 10
+    monkeypatch.setattr("paceline.cli.runs._PIPE_COLUMNS", width)
+    narrow = printed(capsys, search)
+    assert max(map(len, narrow.splitlines())) <= width
+    words = [word for word in narrow.split() if "─" not in word]
+    twice = ["run", *(f"search/{number:05d}" for number in range(12))]
+    assert sorted(words) == sorted([word for word in wide.split() if "─" not in word] + twice)
+
+
 @pytest.mark.system
 def test_tensorboard_has_the_hyperparameters_and_final_metrics_of_a_search(
     tmp_path: Path, run_processes: Processes, wait_until: Callable[..., None]
