@@ -81,6 +81,23 @@ def test_each_way_to_end_has_its_state(tmp_path: Path) -> None:
     assert (found["d-crashed"].world_size, found["d-crashed"].microbatches) == (2, 12)
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_full_disk_for_the_output_gets_one_line(tmp_path: Path, more: tuple[str, ...]) -> None:
+    make_run(tmp_path, "one", started())
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", "runs", tmp_path, *more],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    said = "paceline: No space left on device. Free some space, and repeat the command.\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_a_finished_run_shows_its_result(tmp_path: Path) -> None:
     directory = make_run(tmp_path, "run", started(), {"event": "finished"})
     metrics = {"val": {"loss": 0.3, "accuracy": 0.91}, "test": {"loss": 0.4, "accuracy": 0.905}}

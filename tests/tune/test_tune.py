@@ -158,6 +158,9 @@ def test_pictures_and_tensorboard_files_are_written(searched: Searched) -> None:
 
 
 def test_a_search_that_is_there_is_not_overwritten(searched: Searched, run_processes: Processes) -> None:
+    done = run_processes.paceline("tune", searched.path)
+    assert done.returncode == 2
+    assert f"is a search. Continue it by paceline tune --resume {searched.path}" in done.stderr
     done = run_processes.paceline("tune", TASK, "--search", "lr=log:1e-3:1", "--run-dir", searched.path)
     assert done.returncode == 2
     assert "already contains a search. Continue it with: paceline tune --resume" in done.stderr

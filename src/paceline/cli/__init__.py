@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -130,6 +131,14 @@ def _run(arguments: list[str]) -> int:
         except (PacelineError, CycloptsError) as error:
             if not interrupts.seen:
                 return _report(error)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # Keep Python's own flush at exit from failing on it again.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                print(f"paceline: {error.strerror}. Free some space, and repeat the command.", file=sys.stderr)
+                return PacelineError.exit_code
+            if not interrupts.seen:
+                raise
         except Exception:
             if not interrupts.seen:
                 raise

@@ -125,6 +125,8 @@ def tune(
     address = plan_search.find_cluster(ray_address)
     if resume and run_dir is None and task and SearchDirectory(Path(task)).settings.exists():
         task, run_dir = "", Path(task)
+    elif task and SearchDirectory(Path(task)).settings.exists():
+        raise ConfigError(f"{task} is a search. Continue it by paceline tune --resume {task}, or give a TASK.")
     if resume and run_dir is None:
         is_directory = bool(task) and ":" not in task
         problem = f"there is no search in {task}" if is_directory else "--resume needs the search's directory"
