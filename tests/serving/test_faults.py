@@ -5,11 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 import torch
 from safetensors.torch import save
@@ -20,6 +23,8 @@ from tests.serving.packages import put_module
 from torch import nn
 
 from paceline.core.inference import InferenceSignature, TensorSpec
+
+LOAD_PATH = "/v2/repository/models/fashion-mnist/load"
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,33 @@ def test_a_killed_replica_fails_no_request(faulty: Server, wait_until: Callable[
     assert load.statuses.keys() == {200}
     assert load.broken == []
     assert 'replica_restarts_total{model="fashion-mnist"} 1.0' in metrics(faulty)
+
+
+def test_a_server_that_is_killed_during_a_swap_leaves_no_process(
+    start: Callable[..., Server], wait_until: Callable[..., None]
+) -> None:
+    server = start("fashion-mnist@prod")
+    before = set(server.replicas())
+    body = {"parameters": {"package": "fashion-mnist@next"}}
+    answers: list[int] = []
+
+    def swap() -> None:
+        with suppress(httpx.TransportError):
+            answers.append(httpx.post(f"{server.url}{LOAD_PATH}", json=body, timeout=120).status_code)
+
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    try:
+        wait_until(lambda: set(server.replicas()) - before or answers, "the other package's replica", timeout_s=120)
+        processes = psutil.Process(server.popen.pid).children(recursive=True)
+        server.popen.kill()
+        server.popen.wait(60)
+    finally:
+        swapping.join(120)
+    assert len(processes) >= 2, "of the one package or of both"
+    wait_until(lambda: not any(process.is_running() for process in processes), "the end of all", timeout_s=60)
+    again = start("fashion-mnist@prod")
+    assert httpx.post(f"{again.url}{PATH}", json=json_request(), timeout=60).status_code == 200
 
 
 def test_a_package_that_is_damaged_while_it_is_served(
