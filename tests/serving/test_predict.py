@@ -82,7 +82,7 @@ def test_a_terminal_shows_the_digits_that_people_read() -> None:
     ]
     assert _show([0.123456789, [1.0, 2.5]]) == "[0.123457, [1, 2.5]]"
     assert _show(list(range(11))) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...]"
-    assert len(_show([0.123456789] * 10)) <= 60
+    assert _show([0.123456789] * 10) == "[0.123457, 0.123457, 0.123457, 0.123457, 0.123457, ...]", "no number is cut"
 
 
 def test_a_file_through_a_server(predict: Callable[..., str], server: Server, tmp_path: Path) -> None:

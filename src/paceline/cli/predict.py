@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Flag = Annotated[bool, Parameter(negative="")]
 _MAX_SHOWN = 20
 _MAX_ELEMENTS = 10  # of an output of a row that is shown
+_MAX_CELL = 50  # characters of an output's elements
 _MAX_PLAIN = 1e6  # above it, six digits would not show the whole part
 
 
@@ -117,7 +118,11 @@ def predict(
         sys.stdout.flush()
     elif output is not None:
         count = len(rows.names)
-        print(json_module.dumps({"rows": count, "output": str(output)}) if json else f"{count} rows in {output}.")
+        print(
+            json_module.dumps({"rows": count, "output": str(output)})
+            if json
+            else f"{count} row{'s' * (count != 1)} in {output}."
+        )
     else:
         _print(outputs, spec, rows, json=json)
     return 0
@@ -243,5 +248,8 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
 def _show(value: Any) -> str:
     """Return an output's value with the digits that people read; the files have all."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_show, value[:_MAX_ELEMENTS]))}{', ...' if len(value) > _MAX_ELEMENTS else ''}]"[:60]
+        shown = list(map(_show, value[:_MAX_ELEMENTS]))
+        while len(shown) > 1 and len(", ".join(shown)) > _MAX_CELL:
+            shown.pop()  # a number that is cut is another number
+        return f"[{', '.join([*shown, *(['...'] if len(shown) < len(value) else [])])}]"
     return f"{value:.6g}" if isinstance(value, float) and abs(value) < _MAX_PLAIN else f"{value!s:.60}"

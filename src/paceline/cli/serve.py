@@ -217,9 +217,9 @@ def _print_inputs(spec: ModelSpec, url: str, path: str, token: str) -> None:
         print(f"  {field.name}: {about}", flush=True)
     if len(fields) > _MAX_FIELDS:
         print(f"  and {len(fields) - _MAX_FIELDS} more: paceline predict {url} --describe", flush=True)
-    measured = [f"{field.name}, in {field.unit}" for field in spec.output_fields if field.unit]
+    measured = [f"{field.name} ({field.unit})" for field in spec.output_fields if field.unit]
     if measured:
-        print(f"  It answers with {'; '.join(measured[:_MAX_FIELDS])}.", flush=True)
+        print(f"  It answers with {', '.join(measured[:_MAX_FIELDS])}.", flush=True)
     request = example_rows(spec)
     command = f"curl {url}/{path}{token} -d {shlex.quote(request)}"
     if len(request) > _MAX_SHOWN:  # an image's numbers would fill the terminal
