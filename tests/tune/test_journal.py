@@ -240,7 +240,16 @@ def test_parameters_keep_their_types(tmp_path: Path) -> None:
     for name, values in choices.items():
         written = [trial["parameters"][name] for trial in trials]
         assert {(type(value), value) for value in written} == {(type(value), value) for value in values}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     write_hparams(search, directory, journal)
+    search_itself = EventAccumulator(str(directory.tensorboard))
+    search_itself.Reload()
+    [best] = search_itself.Scalars("best/val/accuracy")
+    ranking = journal.ranking("accuracy", search.mode, search.repeats)
+    assert best.value == pytest.approx(ranking[0].mean)
+    description = search_itself.summary_metadata["_hparams_/experiment"].plugin_data.content
+    assert f"best: trial {ranking[0].trials[0].number:05d}, accuracy".encode() in description
 
 
 def test_settings_are_read_back_and_damage_is_told(tmp_path: Path) -> None:

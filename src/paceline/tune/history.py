@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from paceline.core.config import config_from_mapping, to_flags
@@ -445,18 +446,23 @@ _SUCCESS_STATES = ("finished", "stopped", "goal")
 
 
 def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHistory) -> None:
-    """Write the description of the search, and the parameters of each trial that has results."""
+    """Write the description of the search with its best value, and the parameters of each trial that has results."""
     from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
     names = [dimension.name for dimension in search.parsed_space.dimensions]
     tag = f"eval/val/{search.metric_name}"
+    about = f"paceline tune {search.options['task']}"
+    scalars = {}
+    if ranking := journal.ranking(search.metric_name, search.mode, search.repeats):
+        scalars[f"best/val/{search.metric_name}"] = ranking[0].mean
+        about += f"; best: trial {ranking[0].trials[0].number:05d}, {search.metric_name} {ranking[0].show()}"
     experiment = api_pb2.Experiment(
-        description=f"paceline tune {search.options['task']}",
+        description=about,
         hparam_infos=[api_pb2.HParamInfo(name=name) for name in names],
         metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag))],
     )
     description = plugin_data_pb2.HParamsPluginData(experiment=experiment, version=0)
-    _write(directory.tensorboard, [("_hparams_/experiment", description)])
+    _write(directory.tensorboard, [("_hparams_/experiment", description)], len(journal.trials), scalars)
     for trial in journal.trials.values():
         if not trial.results:
             continue
@@ -485,7 +491,9 @@ def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHis
         )
 
 
-def _write(directory: Path, contents: list[tuple[str, Any]]) -> None:
+def _write(
+    directory: Path, contents: list[tuple[str, Any]], step: int = 0, scalars: Mapping[str, float] = MappingProxyType({})
+) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -495,6 +503,8 @@ def _write(directory: Path, contents: list[tuple[str, Any]]) -> None:
         plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=content.SerializeToString())
         metadata = SummaryMetadata(plugin_data=plugin)
         events.append(Event(summary=Summary(value=[Summary.Value(tag=tag, metadata=metadata)])))
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    events += [Event(step=step, summary=Summary(value=values))] if values else []
     framed = io.BytesIO()
     for event in events:
         RecordWriter(framed).write(event.SerializeToString())
