@@ -128,8 +128,7 @@ def test_ten_thousand_requests(server: Server) -> None:
     process = psutil.Process(server.popen.pid)
     try_binary(server, 500)
     before = process.memory_info().rss
-    by_schema = try_schema(server, 300)
-    assert by_schema > 1000
-    try_binary(server, 10_000 - by_schema)
+    assert try_schema(server, 1320) >= 10_000
+    try_binary(server, 5_000)
     assert httpx.get(f"{server.url}/v2/health/ready", timeout=60).status_code == 200
     assert process.memory_info().rss - before < 64 * 2**20
