@@ -275,11 +275,13 @@ _warm_starts = WarmStarts(share)
 _temporary = Path(tempfile.mkdtemp(prefix="pt-"))  # short: names of sockets begin with it
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Where workers share the cores, threads that wait for each other can take a hundred times as long.
 
     The temporary directory of these processes distinguishes what they name from what another worker's do.
     """
+    if session.config.getoption("numprocesses", None):
+        _warm_starts.close()  # a worker of xdist that was forked warm could not start a process from nothing
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = str(_temporary)
     if "PYTEST_XDIST_WORKER" in os.environ:
