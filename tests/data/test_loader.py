@@ -31,8 +31,9 @@ from paceline.core.options import Shuffle
 from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class
 from paceline.data.loader import EvalBatches, TensorLoader, auto_workers, build_loader, resolve_workers
-from paceline.data.order import DeterministicSampler, split_train_val
+from paceline.data.order import DeterministicSampler
 from paceline.data.samples import Loader, MicroBatch, data_workers, is_tensor_backed, to_device
+from paceline.data.train_val_split import split_train_val
 
 pytestmark = pytest.mark.integration
 

@@ -897,7 +897,7 @@ class Told(Points):
 
     optimizer: str = "AdamW"
 
-    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> Callback:
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
         return CountsState(self)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:

@@ -23,8 +23,8 @@ from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
 class Diary(Callback):
     """Keeps what was called, as a part of the run's state."""
 
-    def __init__(self, horizon: RunSchedule, stop_in: str, enough: int) -> None:
-        self.horizon, self._stop_in, self._enough = horizon, stop_in, enough
+    def __init__(self, schedule: RunSchedule, stop_in: str, enough: int) -> None:
+        self.schedule, self._stop_in, self._enough = schedule, stop_in, enough
         self.calls: list[str] = []
 
     def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
@@ -82,8 +82,8 @@ class Watched(paceline.Task):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=0.01)
 
-    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> Callback:
-        self.diary = Diary(horizon, self.stop_in, self.enough)
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
+        self.diary = Diary(schedule, self.stop_in, self.enough)
         self.places: list[BatchInfo] = []
         return self.diary
 
@@ -107,7 +107,7 @@ def test_it_is_called_at_each_point_and_may_add_numbers(tmp_path: Path) -> None:
     task = Watched()
     result = fit(task, tmp_path / "run")
     assert task.diary.calls == [*EPOCH_0, *EPOCH_1, "end"]
-    assert task.diary.horizon == RunSchedule(total_steps=4, steps_per_epoch=2)
+    assert task.diary.schedule == RunSchedule(total_steps=4, steps_per_epoch=2)
     assert result.metrics["val"]["doubled"] == 2 * result.metrics["val"]["loss"]
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert [record["logged"]["calls"] for record in records if record["kind"] == "train"] == [1, 3, 8, 10]
@@ -142,7 +142,7 @@ class Weighted(Watched):
 
     stop_after: int = 0
 
-    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> Callback:
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
         self.weight, self.places, self.loaded = 1.0, [], 0
         return Raises(self)
 
@@ -172,15 +172,15 @@ def test_a_run_that_goes_on_owes_each_call_once(tmp_path: Path, stop_in: str) ->
     with pytest.raises(paceline.StopRequested):
         fit(Watched(stop_in=stop_in), tmp_path / "run")
     task = Watched(stop_in=stop_in)
-    task.build_callback = lambda model, horizon: _diary(task, horizon)  # type: ignore[method-assign]
+    task.build_callback = lambda model, schedule: _diary(task, schedule)  # type: ignore[method-assign]
     result = fit(task, tmp_path / "run")
     assert task.diary.calls == [*EPOCH_0, *EPOCH_1, "end"]
     assert result.model_sha256 == fit(Watched(), tmp_path / "undisturbed").model_sha256
 
 
-def _diary(task: Watched, horizon: RunSchedule) -> Diary:
+def _diary(task: Watched, schedule: RunSchedule) -> Diary:
     """One that stops nobody, for a task whose fields are those of the run."""
-    task.diary, task.places = Diary(horizon, "", 9), []
+    task.diary, task.places = Diary(schedule, "", 9), []
     return task.diary
 
 

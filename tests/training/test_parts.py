@@ -337,8 +337,8 @@ def test_randomness_depends_on_its_purpose_and_on_nothing_before() -> None:
 
 def state_of(task: Task, *, total_steps: int | None = 10, **options: Any) -> TrainingState:
     config, _ = resolve_config(RunConfig(**options), task, 1)
-    horizon = RunSchedule(total_steps=total_steps, steps_per_epoch=None)
-    return TrainingState(task, config, nn.Linear(1, 1), torch.device("cpu"), horizon)
+    schedule = RunSchedule(total_steps=total_steps, steps_per_epoch=None)
+    return TrainingState(task, config, nn.Linear(1, 1), torch.device("cpu"), schedule)
 
 
 @dataclass

@@ -76,7 +76,7 @@ class Line(Task):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=self.lr)
 
-    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> Callback:
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
         if self.waits_at:
             return _Waiting(self.waits_at, Path(self.mark))
         return _Killed(self.killed_at, Path(self.mark)) if self.killed_at else Callback()

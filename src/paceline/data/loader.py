@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline.core.errors import DataError
-from paceline.data.order import DeterministicSampler, Split
+from paceline.data.order import DeterministicSampler
 from paceline.data.sample_check import MOST_SAMPLES, SampleCheck, reference_of
 from paceline.data.samples import (
     CheckRequest,
@@ -30,6 +30,7 @@ from paceline.data.samples import (
     is_tensor_backed,
     without_subsets,
 )
+from paceline.data.train_val_split import Split
 
 # --- Loaders of map-style datasets: batches as a function of (seed, epoch, step, micro-batch) ---
 #

@@ -36,8 +36,9 @@ from paceline.core.owned_names import register_process
 from paceline.core.stack_dump import install_dump_handler
 from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class
-from paceline.data.order import Split, derive_key
+from paceline.data.order import derive_key
 from paceline.data.sample_check import SampleCheck, check_samples
+from paceline.data.train_val_split import Split
 
 # --- Types shared by all loaders ---
 

@@ -33,7 +33,7 @@ Classes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Mistake:
+class MisclassifiedSample:
     """A misclassified sample.
 
     Attributes:
@@ -73,7 +73,7 @@ class Predictions:
     actual_probability: Floats
     brier: Floats
     labels: tuple[str, ...]
-    mistakes: tuple[Mistake, ...]
+    mistakes: tuple[MisclassifiedSample, ...]
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
     probabilities: npt.NDArray[np.float32] | None = None
 
@@ -84,7 +84,7 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class Miss:
+class LargeError:
     """A sample of a regression: index in its split, predicted and true value, and inputs without the batch."""
 
     number: int
@@ -118,7 +118,7 @@ class RegressionValues:
     actual: Floats
     predicted: Floats
     columns: Mapping[str, Column]
-    misses: tuple[Miss, ...]
+    misses: tuple[LargeError, ...]
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
     unit: str = ""
 
@@ -240,7 +240,7 @@ class EvaluationRecorder:
         errors = (predicted - actual).abs().nan_to_num(torch.inf)
         for index in errors.argsort(descending=True, stable=True)[:MISTAKES].tolist():
             kept = _inputs_of(inference, inputs, index)
-            miss = Miss(self._samples + index, float(predicted[index]), float(actual[index]), kept)
+            miss = LargeError(self._samples + index, float(predicted[index]), float(actual[index]), kept)
             if not self._keep(float(errors[index]), miss):
                 break
 
@@ -282,7 +282,7 @@ class EvaluationRecorder:
     ) -> None:
         wrong = (actual != predicted).nonzero()[:, 0]
         for index in wrong[confidence[wrong].argsort(descending=True, stable=True)][:MISTAKES].tolist():
-            mistake = Mistake(
+            mistake = MisclassifiedSample(
                 number=self._samples + index,
                 predicted=int(predicted[index]),
                 actual=int(actual[index]),
@@ -293,7 +293,7 @@ class EvaluationRecorder:
             if not self._keep(mistake.confidence, mistake):
                 break
 
-    def _keep(self, score: float, sample: Mistake | Miss) -> bool:
+    def _keep(self, score: float, sample: MisclassifiedSample | LargeError) -> bool:
         """Keep a sample if it is among the worst so far; return whether it is."""
         if len(self._worst) == MISTAKES and score <= self._worst[0][0]:
             return False

@@ -31,7 +31,7 @@ from paceline.insight.charts import (
     workers,
 )
 from paceline.insight.classification import BINS, ClassScore, Ranking
-from paceline.insight.evaluation_recorder import Miss, Mistake
+from paceline.insight.evaluation_recorder import LargeError, MisclassifiedSample
 from paceline.insight.regression import figure
 from paceline.insight.report import RunReport, interval, number, points_of, probability
 from paceline.runs.console import duration
@@ -275,7 +275,7 @@ class Cell:
     kind: Literal["n", "long", ""]
 
 
-def columns_of(samples: Sequence[Mistake | Miss], specs: Mapping[str, TensorSpec]) -> list[str]:
+def columns_of(samples: Sequence[MisclassifiedSample | LargeError], specs: Mapping[str, TensorSpec]) -> list[str]:
     """Return the columns of samples that are rows of a table: if all inputs are texts or few numbers; else none."""
     inputs = samples[0].inputs if samples else {}
     if not inputs or any(len(_cells(tensor, specs[name])) > _MAX_ELEMENTS for name, tensor in inputs.items()):
@@ -283,7 +283,7 @@ def columns_of(samples: Sequence[Mistake | Miss], specs: Mapping[str, TensorSpec
     return list(cells_of(samples[0], specs))[:_MAX_COLUMNS]
 
 
-def cells_of(sample: Mistake | Miss, specs: Mapping[str, TensorSpec]) -> dict[str, Cell]:
+def cells_of(sample: MisclassifiedSample | LargeError, specs: Mapping[str, TensorSpec]) -> dict[str, Cell]:
     """Return a sample's cells by column: a number, a category or a text."""
     found: dict[str, Cell] = {}
     for name, tensor in sample.inputs.items():

@@ -13,8 +13,9 @@ from paceline.core.errors import ConfigError, DataError
 from paceline.core.options import parse_shuffle
 from paceline.core.task import Task
 from paceline.data.balanced_order import balance_order, check_lengths
-from paceline.data.order import DeterministicSampler, TrainValSplit, split_train_val
+from paceline.data.order import DeterministicSampler
 from paceline.data.stream import ShardedStream, as_stream
+from paceline.data.train_val_split import TrainValSplit, split_train_val
 from paceline.training.reproducibility import build_split
 
 

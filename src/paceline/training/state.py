@@ -127,7 +127,7 @@ class TrainingState:
     Args:
         task: builds optimizers and schedulers.
         module: the model, on its device.
-        horizon: the run's length, for the schedulers.
+        schedule: the run's length, for the schedulers.
         ema_model: a second model equal to ``module``, for the moving average; by default a copy.
 
     Attributes:
@@ -145,14 +145,14 @@ class TrainingState:
         config: RunConfig,
         module: nn.Module,
         device: torch.device,
-        horizon: RunSchedule,
+        schedule: RunSchedule,
         ema_model: nn.Module | None = None,
     ) -> None:
         self._task = task
         self.module = module
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.changed_buffers = {"buffers": ChangedBuffers(module)}
-        self.callback = task.build_callback(module, horizon)
+        self.callback = task.build_callback(module, schedule)
         self.optimizers = _named_optimizers(task, module)
         self.parameters_of = {
             name: [p for group in optimizer.param_groups for p in group["params"]]
@@ -164,7 +164,7 @@ class TrainingState:
         self.schedulers = {
             name: scheduler
             for name, optimizer in self.optimizers.items()
-            if (scheduler := _build_scheduler(task, optimizer, horizon.total_steps)) is not None
+            if (scheduler := _build_scheduler(task, optimizer, schedule.total_steps)) is not None
         }
         self.scaler = _gradient_scaler(config, device) if config.precision == "fp16" else None
         if self.scaler is not None:

@@ -25,7 +25,7 @@ from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
 from paceline.insight.classification import ClassificationResult, classify, rank
-from paceline.insight.evaluation_recorder import MISTAKES, Column, EvaluationRecorder, Miss, Predictions
+from paceline.insight.evaluation_recorder import MISTAKES, Column, EvaluationRecorder, LargeError, Predictions
 from paceline.insight.regression import regress
 from paceline.insight.report_page import cells_of, columns_of, show
 
@@ -270,7 +270,7 @@ def test_a_tables_rows_have_their_names_categories_and_texts() -> None:
 
 def test_long_inputs_are_no_columns() -> None:
     inputs = {"pixels": TensorSpec(dtype="float32", shape=(17,)), "kind": TensorSpec(dtype="int64")}
-    miss = Miss(0, 1.0, 2.0, {"pixels": torch.zeros(17), "kind": torch.tensor(3)})
+    miss = LargeError(0, 1.0, 2.0, {"pixels": torch.zeros(17), "kind": torch.tensor(3)})
     assert columns_of([miss], inputs) == []
     assert columns_of([], inputs) == []
     few = {**inputs, "pixels": TensorSpec(dtype="float32", shape=(1,))}

@@ -94,7 +94,7 @@ class TransformersTask(Task):
 
         return LambdaLR(optimizer, factor)
 
-    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> Callback:
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
         return _Perplexity(_inside(self, model))
 
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:

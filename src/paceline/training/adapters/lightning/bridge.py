@@ -227,10 +227,10 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         self._metrics: dict[str, torch.Tensor] = {}
         self._logged: dict[str, torch.Tensor] = {}
 
-    def plan(self, horizon: RunSchedule) -> None:
+    def plan(self, schedule: RunSchedule) -> None:
         """Take over the run's length and its interval of evaluations."""
-        self.run_schedule = horizon
-        steps, epochs = horizon.eval_every.steps, horizon.eval_every.epochs
+        self.run_schedule = schedule
+        steps, epochs = schedule.eval_every.steps, schedule.eval_every.epochs
         if steps is not None:
             self.val_check_interval, self.check_val_every_n_epoch = steps, None
         elif epochs is not None:
@@ -440,9 +440,9 @@ class LightningBridge(Callback):
         strategy.optimizers, strategy.lr_scheduler_configs = [optimizer], configs
         return optimizer
 
-    def plan(self, horizon: RunSchedule) -> None:
+    def plan(self, schedule: RunSchedule) -> None:
         """Take over the run's length and its interval of evaluations."""
-        self.trainer.plan(horizon)
+        self.trainer.plan(schedule)
         for callback in self._undecided:
             callback._check_on_train_epoch_end = self.trainer.validates_each_epoch
 

@@ -190,8 +190,8 @@ class LightningTask(Task):
         module: nn.Module = self._session.module
         return module
 
-    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> LightningBridge:
-        self._now().plan(horizon)
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> LightningBridge:
+        self._now().plan(schedule)
         return self._now()
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
