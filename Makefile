@@ -91,10 +91,11 @@ test-packages: $(VENV)/.dev
 	@scripts/apt-install dataset-fashion-mnist g++ $$($(BIN)/python scripts/python_headers.py)
 
 # For tests on several machines, ip, tc, firewalls, clocks that differ, an ssh server and etcd; a browser for the pages;
-# a Slurm cluster with its accounting.
+# a Slurm cluster with its accounting, and the command module of computing centres.
 system-packages:
 	@scripts/apt-install iproute2 nftables faketime openssh-client openssh-server etcd-server chromium chromium-driver \
-		slurm-wlm munge slurmdbd slurm-wlm-mysql-plugin mariadb-server-core mariadb-client-core
+		slurm-wlm munge slurmdbd slurm-wlm-mysql-plugin mariadb-server-core mariadb-client-core \
+		environment-modules
 
 # Other people's launchers: MPICH, beside the Open MPI that is in the environment, and Horovod, which is built.
 other-launchers: $(VENV)/.mpich $(VENV)/.horovod

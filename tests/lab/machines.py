@@ -202,6 +202,21 @@ class Node:
                 process.wait()
         self.processes = [process for process in self.processes if process in kept]
 
+    def add_interface(self, name: str, address: str) -> None:
+        """Give the machine an interface on a second network, which those of the same name share, until it is killed."""
+        port = f"{self._port}-{name}"
+        # On the first switch, either interface would answer for both addresses.
+        self.lab.switch.run(
+            f"ip link show {name} 2>/dev/null || ip link add {name} type bridge forward_delay 0 && "
+            f"ip link set {name} up && ip link add {port} type veth peer name {name} netns {self.pid} && "
+            f"ip link set {port} master {name} up"
+        )
+        self._command(f"ip addr add {address}/24 dev {name} && ip link set {name} up")
+
+    def remove_interface(self, name: str) -> None:
+        """Take away what :meth:`add_interface` gave."""
+        self._command(f"ip link del {name}")
+
     def cut(self) -> None:
         """Pull this node's cable: packets are lost both ways, and nobody is told."""
         self.lab.switch.run(f"ip link set {self._port} down")

@@ -107,6 +107,35 @@ def test_a_ray_cluster_in_a_slurm_job(slurm_cluster: SlurmCluster) -> None:
 
 
 @pytest.mark.slurm
+def test_a_ray_cluster_in_a_slurm_job_of_one_node(slurm_cluster: SlurmCluster) -> None:
+    """As the guide of a computing centre has it; the program asks Ray for a GPU of those that the job has."""
+    program = PROGRAM + (
+        "gpus = ray.remote(num_gpus=1)(lambda: os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "print(ray.get(gpus.remote()), ray.cluster_resources()['GPU'])\n"
+    )
+    (slurm_cluster.workdir / "test.py").write_text(program)
+    done = slurm_cluster.run(
+        *(sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--rank-launcher", "ray"),
+        *(
+            "--cpus-per-task",
+            "4",
+            "--gpus-per-node",
+            "2",
+            "--walltime",
+            "00:30:00",
+            "--comment",
+            "xxx",
+            "--wait",
+            "--",
+            "test.py",
+        ),
+        timeout_s=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-4:] == ["[0, 1, 4, 9]", "['node1']", "[('node1', 4.0)]", "0 2.0"]
+
+
+@pytest.mark.slurm
 @pytest.mark.slow
 def test_a_cancelled_slurm_job_leaves_nothing_of_its_cluster(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     cluster = slurm_cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,101 @@ def test_the_directives_of_a_batch_script(slurm_cluster: SlurmCluster, tmp_path:
     said = (tmp_path / f"test_job.o{job}").read_text().splitlines()
     assert sorted(said) == [f"hello from rank {rank} with GPUs 0,1" for rank in (0, 1)]
     assert (tmp_path / f"test_job.e{job}").read_text().splitlines() == ["to stderr"] * 2
+
+
+@pytest.fixture
+def modules(tmp_path: Path) -> Path:
+    """The modules of a computing centre, each of which sets a variable of its name; return their directory."""
+    if not Path("/etc/profile.d/modules.sh").exists():
+        pytest.skip("a module command is missing (on Debian: apt-get install environment-modules)")
+    directory = tmp_path / "modulefiles"
+    for name in ("gcc/10.2.0", "cuda/11.4", "old/1.0"):
+        module = directory / name
+        module.parent.mkdir(parents=True)
+        module.write_text(f"#%Module1.0\nsetenv MY_{module.parent.name.upper()} {module.name}\n")
+    return directory
+
+
+@pytest.mark.slurm
+def test_module_purge_then_module_load(slurm_cluster: SlurmCluster, tmp_path: Path, modules: Path) -> None:
+    """By the real command, in a job that would otherwise have the module of the shell that submits it."""
+    say = 'echo "old=$MY_OLD gcc=$MY_GCC cuda=$MY_CUDA debug=$NCCL_DEBUG threads=$OMP_NUM_THREADS"'
+    with_old = f'module use {modules}; module load old/1.0; test "$MY_OLD" = 1.0 && exec "$@"'
+    (tmp_path / "logs").mkdir()
+    launch = (
+        *("bash", "-lc", with_old, "bash", sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--wait"),
+        *("--output", "logs/%N_%j.out", "--env", "NCCL_DEBUG=INFO", "--threads", "3"),
+        *("--setup", "module purge", "--setup", f"module use {modules}"),
+    )
+    loads = ("--module", "gcc/10.2.0", "--module", "cuda/11.4")
+    done = slurm_cluster.run(*launch, *loads, "--", "sh", "-c", say)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Followed, although only Slurm knows the file's name.
+    assert "old= gcc" in done.stdout, done.stdout + done.stderr
+    [log] = (tmp_path / "logs").iterdir()
+    assert log.name.startswith("node1_")
+    assert log.read_text().splitlines()[-1] == "old= gcc=10.2.0 cuda=11.4 debug=INFO threads=3"
+    done = slurm_cluster.run(*launch, "--module", "gcc/99", "--", "sh", "-c", say)
+    assert done.returncode == 1
+    said = "".join(path.read_text() for path in (tmp_path / "logs").iterdir() if path != log)
+    assert "Unable to locate a modulefile for 'gcc/99'" in done.stdout, said + done.stderr
+    assert "old=" not in done.stdout
+
+
+@pytest.mark.slurm
+def test_modules_in_a_session(slurm_cluster: SlurmCluster, modules: Path) -> None:
+    """The module command is a function of the session's shell, and not of the programs that it starts."""
+    say = 'echo "gcc=$MY_GCC on $(hostname)"'
+    done = slurm_cluster.run(
+        *("salloc", "--nodes=1", "--comment=etc", sys.executable, "-m", "paceline", "launch", "--on", "slurm"),
+        *("--setup", f"module use {modules}", "--module", "gcc/10.2.0", "--", "sh", "-c", say),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "gcc=10.2.0 on node1\n"
+
+
+OVER_INTERFACE = """
+import os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+def received():
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return {name.strip(): int(numbers.split()[0]) for name, _, numbers in (line.partition(":") for line in lines)}
+
+dist.init_process_group("gloo")
+before = received()
+dist.all_reduce(torch.ones(4_000_000))
+after = received()
+used = [name for name in after if after[name] - before[name] > 4_000_000]
+chosen = [os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")]
+os.write(1, f"{os.uname().nodename}: {chosen}, over {used}, {os.environ['NCCL_DEBUG']}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def with_ib0(slurm_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """Two of the cluster's nodes have a second network, on ib0; their names stand for addresses of the first."""
+    nodes = slurm_cluster.nodes[:2]
+    for number, node in enumerate(nodes, 1):
+        node.add_interface("ib0", f"10.78.0.{number}")
+    try:
+        yield slurm_cluster
+    finally:
+        for node in nodes:
+            node.remove_interface("ib0")
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("rank_launcher", ["torchrun", "srun"])
+def test_the_interface_of_the_fast_network(with_ib0: SlurmCluster, tmp_path: Path, rank_launcher: str) -> None:
+    (tmp_path / "over.py").write_text(OVER_INTERFACE)
+    done = with_ib0.run(
+        *(sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--nodes", "2", "--wait", "--threads", "1"),
+        *("--rank-launcher", rank_launcher, "--env", "NCCL_DEBUG=INFO", "--interface", "ib0", "--", "over.py"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if "over" in line]
+    assert sorted(said) == [f"node{n}: ['ib0', 'ib0', 'ib0'], over ['ib0'], INFO" for n in (1, 2)]

@@ -81,18 +81,19 @@ class Tail:
             self._partial = b""
 
 
-def follow_files(paths: Sequence[Path], *, ended: Callable[[], bool] | None = None) -> Iterator[str]:
+def follow_files(find: Callable[[], Sequence[Path]], *, ended: Callable[[], bool] | None = None) -> Iterator[str]:
     """Yield lines without line ends, an incomplete one last; with a prefix if there are several files.
 
     Args:
-        paths: files; those that do not exist yet are waited for.
+        find: returns the files, asked again and again: only when one exists may its name be known.
         ended: returns True once nothing more will be written; None reads only the present contents.
     """
-    prefixes = {path: f"{path.name} | " if len(paths) > 1 else "" for path in paths}
     with ExitStack() as stack:
         tails: dict[Path, Tail] = {}
         while True:
             last = ended is None or ended()
+            paths = find()
+            prefixes = {path: f"{path.name} | " if len(paths) > 1 else "" for path in paths}
             for path in paths:
                 if path not in tails and path.exists():
                     tails[path] = stack.enter_context(Tail(path))
@@ -104,7 +105,7 @@ def follow_files(paths: Sequence[Path], *, ended: Callable[[], bool] | None = No
             time.sleep(_POLL_S)
         for path, tail in tails.items():
             if rest := tail.unfinished_line():
-                yield prefixes[path] + rest
+                yield prefixes.get(path, "") + rest
 
 
 def merge_rank_lines(lines: Mapping[int, Sequence[str]]) -> Iterator[tuple[tuple[int, ...], str, int]]:

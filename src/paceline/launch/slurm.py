@@ -39,6 +39,7 @@ from paceline.launch.slurm_script import (
     batch_files,
     has_array_index,
     log_pattern,
+    needs_login_shell,
 )
 from paceline.launch.supervisor import EXIT_CODE, BackgroundJob, ForegroundJob, RankStarter, SupervisedJob
 
@@ -200,7 +201,7 @@ class SlurmJob(JobHandle):
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Return its log files, which Slurm writes."""
-        yield from follow_files(self._log_files(), ended=self._watch().ended if follow else None)
+        yield from follow_files(self._log_files, ended=self._watch().ended if follow else None)
 
     def cancel(self) -> None:
         """Have Slurm end it: SIGTERM, upon which a Paceline task saves, then SIGKILL."""
@@ -366,7 +367,8 @@ class Slurm(Launcher):
                     "salloc for more; or, for a job of its own, begin with: env -u SLURM_JOB_ID paceline"
                 )
             files = {SCRIPT: allocation_script(spec, options)}
-            command = Command(title="in this allocation", argv=("bash", str(script)), env=spec.env)
+            bash = ("bash", "-l") if needs_login_shell(options) else ("bash",)
+            command = Command(title="in this allocation", argv=(*bash, str(script)), env=spec.env)
         return RenderedJob(spec=spec, options=options, files=files, commands=(command,))
 
     def resolve_sizes(

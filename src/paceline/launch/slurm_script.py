@@ -360,8 +360,7 @@ def batch_script(spec: LaunchSpec, options: SlurmOptions) -> str:
     Raises:
         ConfigError: an option has a wrong form, or conflicts with another.
     """
-    login = " -l" if options.module or options.conda or any(map(_BEFORE_MODULES.match, options.setup)) else ""
-    lines = [f"#!/bin/bash{login}"]
+    lines = [_shebang(options)]
     for name, value in directives(spec, options):
         lines.append(f"#SBATCH --{name}" + ("" if value is None else f"={directive_value(name, value)}"))
     if cpus_per_task(spec) is None:
@@ -391,7 +390,16 @@ def allocation_script(spec: LaunchSpec, options: SlurmOptions) -> str:
             "step for which Slurm could enforce it. Leave it out; or submit a job of its own with: "
             "env -u SLURM_JOB_ID paceline"
         )
-    return "\n".join(["#!/bin/bash", *_shell(spec, options, batch=False), ""])
+    return "\n".join([_shebang(options), *_shell(spec, options, batch=False), ""])
+
+
+def needs_login_shell(options: SlurmOptions) -> bool:
+    """Return whether the script uses module or conda, which are functions of login shells."""
+    return bool(options.module or options.conda or any(map(_BEFORE_MODULES.match, options.setup)))
+
+
+def _shebang(options: SlurmOptions) -> str:
+    return "#!/bin/bash -l" if needs_login_shell(options) else "#!/bin/bash"
 
 
 _QUEUE_OPTIONS = (

@@ -219,7 +219,7 @@ class SubmititJob(JobHandle):
         paths = [self._folder / f"{self.id}_{task}_log.{kind}" for task in range(self._tasks) for kind in self._kinds]
         # A controller on another machine is unknown here, and its tasks leave their codes all the same.
         ended = self._watch().ended if self._reference["executor"] == "slurm" else self._has_ended
-        yield from follow_files(paths, ended=ended if follow else None)
+        yield from follow_files(lambda: paths, ended=ended if follow else None)
 
     def cancel(self) -> None:
         """End it; a command is asked first, and killed by a second call.

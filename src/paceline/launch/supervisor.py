@@ -456,7 +456,7 @@ class BackgroundJob(JobHandle):
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Return the output of a detached job."""
         ended = (lambda: self.status().ended) if follow else None
-        yield from follow_files([self._directory / OUTPUT], ended=ended)
+        yield from follow_files(lambda: [self._directory / OUTPUT], ended=ended)
 
     def cancel(self) -> None:
         """Ask its process to end all that it has started; a second call has it kill what does not end.

@@ -30,6 +30,8 @@ def test_hosts_that_are_reached_by_ssh(ssh_machines: Callable[[int], SshLab], tm
     if shutil.which("horovodrun", path=beside) is None:
         pytest.skip("Horovod is missing: scripts/build-horovod builds it")
     lab = ssh_machines(2)
+    for number, node in enumerate(lab.nodes, 1):
+        node.add_interface("ib0", f"10.78.0.{number}")
     script = tmp_path / "sum.py"
     script.write_text(SUM)
     # How a client gets in here; users have it in ~/.ssh/config.
@@ -41,7 +43,7 @@ def test_hosts_that_are_reached_by_ssh(ssh_machines: Callable[[int], SshLab], tm
     path = os.pathsep.join([str(client.parent), beside, os.environ["PATH"]])
     job = lab.paceline(
         lab.nodes[0],
-        *("launch", "--on", "horovod", "--hosts", "node0:2,node1:2", "--interface", "eth0", "--", script),
+        *("launch", "--on", "horovod", "--hosts", "node0:2,node1:2", "--interface", "ib0", "--", script),
         env={"PATH": path, "OMP_NUM_THREADS": "1"},
     )
     assert job.wait(timeout_s=120) == 0, job.text

@@ -158,6 +158,19 @@ def test_parameter_server_on_two_machines(ssh_machines: Callable[[int], SshLab])
 
 @pytest.mark.slow
 @pytest.mark.slurm
+def test_mirrored_in_a_slurm_job_of_one_node(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--gpus-per-node", "2", "--wait")
+    done = slurm_cluster.run(
+        *(*command, *OPTIONS, "--", EXAMPLES / "tensorflow_mirrored.py"), env=state(tmp_path), timeout_s=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [line] = printed(done.stdout)
+    assert line["replicas"] == 2
+    assert line["loss"] < 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
 @pytest.mark.parametrize(
     ("script", "nproc", "more"),
     [
