@@ -180,7 +180,8 @@ def test_while_a_request_may_still_be_executed_neither_group_is_formed() -> None
     again = asked(a.answered(Read(), SEEN))
     assert again == Write(SEEN, WRITTEN)
     assert not a.may_form("abc")
-    a.answered(again, Snapshot(WRITTEN, 7, "a", 7, frozenset("abc")))
+    # The record is as it was, but the driver has to ask again.
+    assert Committed(OLD, ABC) in a.answered(again, Snapshot(WRITTEN, 7, "a", 7, frozenset("abc")))
     assert a.may_form("abc")
 
 

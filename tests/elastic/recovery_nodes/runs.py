@@ -135,7 +135,7 @@ class Run:
 
         def there() -> bool:
             assert all(process.poll() is None for process in processes), processes[-1].text
-            workers = self._status(leader or self.lab.nodes[0]).workers
+            workers = self.status(leader or self.lab.nodes[0]).workers
             waiting = [w for w in workers if w.rank is None and w.phase == "waiting for a group"]
             return len(waiting) >= number
 
@@ -143,9 +143,10 @@ class Run:
 
     def wait_for_the_stop(self) -> None:
         """Wait until the first machine, which leads, has told its workers to stop after their step."""
-        self._wait_until(lambda: self._status(self.lab.nodes[0]).stopping, "the stop", timeout_s=90)
+        self._wait_until(lambda: self.status(self.lab.nodes[0]).stopping, "the stop", timeout_s=90)
 
-    def _status(self, leader: Node) -> RunStatus:
+    def status(self, leader: Node) -> RunStatus:
+        """What the agent of this machine, which leads, knows."""
         seen = RunDirectory(self.path / "seen")
         seen.path.mkdir(exist_ok=True)
         note = json.loads(self.directory.agent.read_text())

@@ -203,14 +203,15 @@ class EtcdLeadership:
         """Handle a reply, or what the session has noticed itself (``operation`` is None)."""
         if operation is not None:
             self._asks = False
+        is_settled = False
         if isinstance(operation, Write) and isinstance(reply, Snapshot):
-            self._unsure = frozenset()  # what is written now excludes all that was tried before
+            is_settled, self._unsure = bool(self._unsure), frozenset()  # what is written excludes all that was tried
         if isinstance(reply, Unavailable):
             self._on_unavailable(reply.reason)
         elif reply.record is None and self.role == "leading":
             self._on_unavailable("etcd holds no record of this run any more")
         else:
-            self._on_snapshot(reply)
+            self._on_snapshot(reply, is_settled=is_settled)
         return self._take_actions()
 
     def _on_unavailable(self, reason: str) -> None:
@@ -220,7 +221,7 @@ class EtcdLeadership:
         if self.role in ("waiting", "claiming", "paused"):
             self._pause(reason)
 
-    def _on_snapshot(self, snapshot: Snapshot) -> None:
+    def _on_snapshot(self, snapshot: Snapshot, *, is_settled: bool) -> None:
         if self._trouble:
             self._trouble = ""
             if self.role == "leading":
@@ -230,7 +231,8 @@ class EtcdLeadership:
         if record is not None and self.role not in ("out", "outside"):
             if record.term > self.promised.number:
                 self._on_term(record)
-            elif self.role == "leading" and record != before.record:
+            elif self.role == "leading" and (record != before.record or is_settled):
+                # Also if the record is as before: it was uncertain, and now it is known that a group may form.
                 self._on_own_record(NodeSet(record.config_epoch, record.nodes))
             self._adopt(NodeSet(record.config_epoch, record.nodes))
         if self.role == "leading":
