@@ -133,8 +133,7 @@ def _run(arguments: list[str]) -> int:
                 return _report(error)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # Keep Python's own flush at exit from failing on it again.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                _discard_output()
                 print(f"paceline: {error.strerror}. Free some space, and repeat the command.", file=sys.stderr)
                 return PacelineError.exit_code
             if not interrupts.seen:
@@ -163,8 +162,7 @@ def _call(arguments: list[str]) -> int:
     except BrokenPipeError:
         if not _is_pipe_closed(sys.stdout):
             raise
-        # Keep Python's own flush at exit from failing on it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
     return code if isinstance(code, int) else 0
 
@@ -177,6 +175,11 @@ def _report(error: PacelineError | CycloptsError) -> int:
     command = " ".join(["paceline", *(error.command_chain or ())])
     print(f"paceline: {_explain(error)} See: {command} --help", file=sys.stderr)
     return ConfigError.exit_code
+
+
+def _discard_output() -> None:
+    """Keep Python's own flush at exit from failing again on an output that takes nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_pipe_closed(output: TextIO) -> bool:

@@ -220,11 +220,11 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
     from rich.table import Table
     from rich.text import Text
 
+    from paceline.core.inference import name_with_unit
     from paceline.core.rich_console import Console
 
     labelled = spec.label is not None
-    units = {name: tensor.unit for name, tensor in spec.outputs.items()}
-    outputs_shown = [f"{name} ({unit})" if unit else name for name, unit in units.items()]
+    outputs_shown = [name_with_unit(name, tensor.unit) for name, tensor in spec.outputs.items()]
     columns = ("row", *(("label", "probability") if labelled else outputs_shown))
     table = Table(*map(escape, columns), box=SIMPLE_HEAD)
     for record in predictions[:_MAX_SHOWN]:

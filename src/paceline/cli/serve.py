@@ -209,6 +209,7 @@ def serve(
 
 def _print_inputs(spec: ModelSpec, url: str, path: str, token: str) -> None:
     """Print what a model takes, and a command that asks it."""
+    from paceline.core.inference import name_with_unit
     from paceline.serving.protocol import example_rows
 
     fields = spec.fields
@@ -217,7 +218,7 @@ def _print_inputs(spec: ModelSpec, url: str, path: str, token: str) -> None:
         print(f"  {field.name}: {about}", flush=True)
     if len(fields) > _MAX_FIELDS:
         print(f"  and {len(fields) - _MAX_FIELDS} more: paceline predict {url} --describe", flush=True)
-    measured = [f"{field.name} ({field.unit})" for field in spec.output_fields if field.unit]
+    measured = [name_with_unit(field.name, field.unit) for field in spec.output_fields if field.unit]
     if measured:
         print(f"  It answers with {', '.join(measured[:_MAX_FIELDS])}.", flush=True)
     request = example_rows(spec)

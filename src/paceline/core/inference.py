@@ -62,6 +62,11 @@ class TensorSpec:
             )
 
 
+def name_with_unit(name: str, unit: str) -> str:
+    """Return the name of an input, an output or an element for people, such as "age (years)"."""
+    return f"{name} ({unit})" if unit else name
+
+
 @dataclass(frozen=True, kw_only=True)
 class InferenceSignature:
     """A function from a batch of inputs to a batch of outputs, with everything needed to call it.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from paceline.core.config import config_from_mapping, non_defaults, to_flags
 from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import read_json_lines
-from paceline.core.inference import InferenceSignature, TensorSpec
+from paceline.core.inference import InferenceSignature, TensorSpec, name_with_unit
 from paceline.core.stats import Estimate, Floats
 from paceline.data.samples import MicroBatch
 from paceline.insight.classification import ClassificationResult, classify
@@ -474,9 +475,7 @@ def _describe(spec: TensorSpec) -> str:
     if spec.encoding is not None:
         return f"a text, as {shape} numbers"
     if spec.columns:
-        return f"{spec.dtype}: " + ", ".join(
-            f"{name} ({unit})" if unit else name for name, unit in spec.columns.items()
-        )
+        return f"{spec.dtype}: " + ", ".join(starmap(name_with_unit, spec.columns.items()))
     return f"{spec.dtype}, {shape or 'a number'}" + (f" in {spec.unit}" if spec.unit else "")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline.core.encodings import Encoding, show_category
-from paceline.core.inference import TensorSpec
+from paceline.core.inference import TensorSpec, name_with_unit
 from paceline.core.stats import Estimate
 from paceline.insight.analysis import Analysis, CurvePoint, Record
 from paceline.insight.charts import (
@@ -246,7 +246,7 @@ def _errors(analyses: Sequence[Analysis]) -> list[Chart]:
     if not found:
         return []
     target, unit = found[0][2].target, found[0][2].unit
-    of_target = f"{target} ({unit})" if unit else target
+    of_target = name_with_unit(target, unit)
     residuals = [values.predicted - values.actual for _, _, values in found]
     finite = np.concatenate([part[np.isfinite(part)] for part in residuals])
     edges = np.histogram_bin_edges(finite, bins=_BINS) if len(finite) else np.array([-1.0, 1.0])

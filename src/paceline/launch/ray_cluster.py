@@ -16,12 +16,9 @@ from paceline.core.access import create_token
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import LaunchError
 
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Ray's way to have its servers listen on loopback alone, named after where that is the default."""
-
-NICENESS = "RAY_worker_niceness"
-"""Ray runs workers with niceness 15, unless this says otherwise; on a busy machine, trials and ranks would starve."""
-
+_NICENESS = "RAY_worker_niceness"
+# Ray's way to have its servers listen on loopback alone, named after where that is the default.
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _CONNECT_S = 10.0
 _LONGEST_TEMPORARY = 17
 """Names of Ray's Unix sockets are 90 characters longer than the temporary directory's, and at most 107."""
@@ -90,6 +87,22 @@ def require_answer(address: str, option: str) -> None:
         ) from error
 
 
+def cluster_variables(token: Path, *, on_loopback: bool) -> dict[str, str]:
+    """Return the variables of every process of a cluster that Paceline starts.
+
+    Args:
+        token: the file with the cluster's token.
+        on_loopback: whether it has one node, so that its servers listen on loopback alone.
+    """
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        # Unless this says otherwise, workers have niceness 15: on a busy machine, trials and ranks would starve.
+        _NICENESS: os.environ.get(_NICENESS, "0"),
+    }
+    return variables | (_LOOPBACK if on_loopback else {})
+
+
 @contextmanager
 def own_cluster(extra: str) -> Iterator[ModuleType]:
     """Run a cluster of this process's own, on loopback, with a token; nothing is left of it afterwards.
@@ -103,8 +116,7 @@ def own_cluster(extra: str) -> Iterator[ModuleType]:
     with private_directory() as directory:
         token = directory.with_name("token")
         create_token(token)
-        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), **LOOPBACK})
-        os.environ.setdefault(NICENESS, "0")
+        os.environ.update(cluster_variables(token, on_loopback=True))
         os.environ.pop("RAY_AUTH_TOKEN", None)
         ray = import_ray(extra)
         try:

@@ -40,7 +40,7 @@ from paceline.core.sockets import address_towards, bound_socket, interface_addre
 from paceline.launch.launcher import LaunchSpec
 from paceline.launch.preflight.spec import run_before
 from paceline.launch.rank import expand_placeholders
-from paceline.launch.ray_cluster import LOOPBACK, NICENESS, import_ray, kill, private_directory, shut_down
+from paceline.launch.ray_cluster import cluster_variables, import_ray, kill, private_directory, shut_down
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 
 _MEETING_S = 300.0
@@ -155,14 +155,7 @@ class _RayNode:
 
     def variables(self) -> dict[str, str]:
         """Return the variables of every process of the cluster."""
-        variables = {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(self.token),
-            NICENESS: os.environ.get(NICENESS, "0"),
-        }
-        if self.place.nodes == 1:
-            variables.update(LOOPBACK)
-        return variables
+        return cluster_variables(self.token, on_loopback=self.place.nodes == 1)
 
 
 def _head(here: _RayNode, command: Sequence[str]) -> int:

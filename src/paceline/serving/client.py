@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
@@ -21,6 +21,7 @@ from paceline.core.errors import ConfigError, ServingError
 from paceline.core.inference import TensorSpec
 from paceline.serving.model import DATATYPES, Array, Arrays, InputField, ModelSpec, OutputField, rows_of
 
+_Field = TypeVar("_Field", InputField, OutputField)
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 _MODEL_ADDRESS = re.compile(r"/(?:(?:v2/models|predict)/([^/]+)(?:/infer|/example)?|predict|v2|v2/models)/?$")
 _MAX_RETRY_S = 30.0  # for a server that answers 429
@@ -74,7 +75,7 @@ class Client:
         """Return a model's inputs, outputs and labels."""
         record = self._metadata(model)
         parameters = record.get("parameters", {})
-        fields, output_fields = _fields_of(record), _output_fields_of(record)
+        fields, output_fields = _fields_of(record)
         tensors = {
             side: {
                 entry["name"]: TensorSpec(
@@ -98,8 +99,7 @@ class Client:
 
     def fields(self, model: str) -> tuple[list[InputField], list[OutputField]]:
         """Return the values of a model's row and of its prediction; empty if the server does not tell of them."""
-        record = self._metadata(model)
-        return _fields_of(record), _output_fields_of(record)
+        return _fields_of(self._metadata(model))
 
     def _metadata(self, model: str) -> dict[str, Any]:
         return self._json("GET", f"/v2/models/{quote(model)}")
@@ -168,16 +168,15 @@ class Client:
         return ServingError(f"{self._url} answered {status}: {message}")
 
 
-def _fields_of(metadata: Mapping[str, Any]) -> list[InputField]:
-    try:
-        return msgspec.convert(metadata.get("parameters", {}).get("fields", []), list[InputField])
-    except msgspec.ValidationError:
-        return []  # another server's
+def _fields_of(metadata: Mapping[str, Any]) -> tuple[list[InputField], list[OutputField]]:
+    """Return the values of a model's row and of its prediction."""
+    parameters = metadata.get("parameters", {})
+    return _parse_fields(parameters, "fields", InputField), _parse_fields(parameters, "output_fields", OutputField)
 
 
-def _output_fields_of(metadata: Mapping[str, Any]) -> list[OutputField]:
+def _parse_fields(parameters: Mapping[str, Any], name: str, kind: type[_Field]) -> list[_Field]:
     try:
-        return msgspec.convert(metadata.get("parameters", {}).get("output_fields", []), list[OutputField])
+        return msgspec.convert(parameters.get(name, []), list[kind])  # type: ignore[valid-type]
     except msgspec.ValidationError:
         return []  # another server's
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, ExportError
-from paceline.core.inference import InferenceSignature, TensorSpec
+from paceline.core.inference import InferenceSignature, TensorSpec, name_with_unit
 from paceline.core.stats import Estimate
 from paceline.core.task import Task
 from paceline.runs.checkpoint_manifest import FileRecord, write_file
@@ -159,7 +160,7 @@ def _units(manifest: PackageManifest) -> list[str]:
     """Describe the outputs' units and the names of their elements."""
     texts = []
     for name, spec in manifest.outputs.items():
-        columns = ", ".join(f"{column} ({unit})" if unit else column for column, unit in spec.columns.items())
+        columns = ", ".join(starmap(name_with_unit, spec.columns.items()))
         if described := ", ".join(filter(None, (f"in {spec.unit}" if spec.unit else "", columns))):
             texts.append(f"{name} is {described}.")
     return [" ".join(texts)] if texts else []
