@@ -652,7 +652,12 @@ def _exit_code_of(program: Program, blocked: Sequence[int]) -> int:
     """Run a program, and end as the interpreter does, but for freeing each object."""
     code = 0
     try:
+        # What came before an interpreter handles it ends its process, without a traceback.
+        on_interrupt = signal.getsignal(signal.SIGINT)
+        if on_interrupt is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGINT, on_interrupt)
         _run(program)
     except SystemExit as exit_:
         if isinstance(exit_.code, int) or exit_.code is None:
