@@ -45,9 +45,19 @@ class SshLab:
             "PermitRootLogin yes\nPidFile none\n"
             f"SetEnv {' '.join(f'{name}={value}' for name, value in inherited.items())}\n"
         )
+        self._wait_until = wait_until
         self.servers = [self._serve(node) for node in self.nodes]
         for server in self.servers:
-            wait_until(lambda server=server: "Server listening" in server.text, "an ssh server")
+            self._wait_for(server)
+
+    def boot(self, node: Node) -> None:
+        """Start a machine that was killed, with its ssh server."""
+        node.boot()
+        server = self.servers[self.nodes.index(node)] = self._serve(node)
+        self._wait_for(server)
+
+    def _wait_for(self, server: NodeProcess) -> None:
+        self._wait_until(lambda: "Server listening" in server.text, "an ssh server")
 
     def _serve(self, node: Node) -> NodeProcess:
         server = [shutil.which("sshd", path="/usr/sbin:/sbin"), "-D", "-e", "-f", self._keys / "sshd_config"]

@@ -219,7 +219,7 @@ exit "$code"
 
 # /home/me/runs/a/job/machine.sh
 #!/bin/bash
-# Runs the agent of a node. A job that may lose nodes survives the loss of job.sh's node, but would then not end:
+# Runs what starts a node's ranks. A job that may lose nodes survives the loss of job.sh's node, but would then not end:
 # so wait until that node answers, or Slurm has removed it from the job.
 trap : TERM USR1
 "$@"
@@ -230,7 +230,8 @@ for ((attempt = 0; attempt * 5 < $(setting SlurmdTimeout) + 60; attempt++)); do
   read -r script_host nodes <<<"$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%B %N')"
   [ -n "$nodes" ] || break
   if ! scontrol show hostnames "$nodes" | grep --quiet --line-regexp "$script_host"; then
-    scontrol requeue "$SLURM_JOB_ID"
+    echo "paceline: $script_host was lost, where job.sh ran: back into the queue, or the end" >&2
+    scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID"
     break
   fi
   timeout 5 bash -c "</dev/tcp/$script_host/$port" 2>/dev/null && break
@@ -242,6 +243,23 @@ exit "$code"
 sbatch --parsable /home/me/runs/a/job/job.sh
 """
     )
+
+
+def test_elastic_torchrun_is_a_step_on_each_machine() -> None:
+    """Without restarts torchrun does not continue on fewer machines, so Slurm may end the step."""
+    elastic = joined(text(SCRIPT, nodes=(1, 2), max_restarts=9))
+    assert "#SBATCH --nodes=1-2\n" in elastic
+    # With it, Slurm takes 1-2 nodes of one task each for one task, and gives one node.
+    assert "ntasks-per-node=1\n" not in elastic
+    assert "#SBATCH --no-kill\n" in elastic
+    assert 'export PACELINE_JOB_ID="$SLURM_JOB_ID" PACELINE_NODES="${#hosts[@]}"\n' in elastic
+    assert "srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 " in elastic
+    assert "bash /home/me/jobs/train/machine.sh /opt/python -m paceline.launch.node --rank-launcher torchrun" in elastic
+    assert "--nodes 1:2 --nproc 1 --max-restarts 9 -- /opt/python train.py &\n" in elastic
+    assert "/home/me/jobs/train/machine.sh\n#!/bin/bash\n" in elastic
+    fixed = joined(text(SCRIPT, nodes=(1, 2)))
+    assert "no-kill" not in fixed
+    assert "machine.sh" not in fixed
 
 
 def test_an_array_with_a_task_of_slurms_for_each_rank() -> None:
@@ -495,6 +513,8 @@ def test_in_an_allocation_a_step_has_no_more_than_was_asked_for(monkeypatch: pyt
     script = joined(text(SCRIPT, rank_launcher="srun", **limits))
     assert '--nodes=2 --ntasks=4 --distribution=arbitrary --nodelist="$layout" ' in script
     assert "awk -v counts='2 2' " in script
+    script = joined(text(SCRIPT, nodes=(1, 9)))
+    assert "srun --kill-on-bad-exit=1 --wait=0 --nodes=4 --ntasks=4 " in script
     script = joined(text(TASK, **limits))
     assert '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 2))\n' in script
     assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 $cpus ' in script
@@ -650,7 +670,9 @@ def test_preflight_examines_the_python_of_the_environment_that_is_activated() ->
 def test_a_task_that_must_not_come_back_is_cancelled_where_nobody_ends_it() -> None:
     script = text(TASK, SlurmOptions(no_requeue=True))
     assert "#SBATCH --no-requeue\n" in script
-    assert "scontrol requeue" not in script
+    # Slurm refuses to requeue such a job.
+    assert 'scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID"' in script
+    assert 'back into the queue" >&2' not in script
     assert 'scancel "$SLURM_JOB_ID"' in script
 
 
@@ -661,7 +683,7 @@ def test_a_task_of_an_array_asks_slurm_for_itself_alone() -> None:
     job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
     assert f"scontrol requeue {job}\n" in files["job.sh"]
     assert f"""<<<"$(squeue --noheader --jobs={job} --format='%B %N')"\n""" in files["machine.sh"]
-    assert f"    scontrol requeue {job}\n" in files["machine.sh"]
+    assert f"    scontrol requeue {job} || scancel {job}\n" in files["machine.sh"]
     assert "SLURM_JOB_ID" not in files["machine.sh"]
 
 

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ exit "$1"
 """
 
 
-def start(path: Path, *words: str, **more: Any) -> subprocess.Popen[str]:
+def start(path: Path, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[str]:
     program = [sys.executable, "-m", "paceline.launch.stop_codes"]
-    env = {**os.environ, "PACELINE_STOP_CODES": str(path / "codes")}
+    env = {**os.environ, "PACELINE_STOP_CODES": str(path / "codes"), **(env or {})}
     return subprocess.Popen(
         [*program, *words], cwd=path, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **more
     )
@@ -73,6 +73,14 @@ def test_the_code_of_the_rank_that_fails_first_is_kept(tmp_path: Path) -> None:
     for code in (3, 4):
         start(tmp_path, "sh", "-c", f"exit {code}").communicate(timeout=60)
     assert left(tmp_path) == {"failed": "3\n"}
+
+
+def test_a_rank_that_is_started_again_has_not_stopped(tmp_path: Path) -> None:
+    """torchrun asks the others to stop when one rank fails, and starts all of them again."""
+    (tmp_path / "codes").mkdir()
+    for rank, command in ((0, "kill -TERM $$"), (1, "exit 75"), (0, "exit 0")):
+        start(tmp_path, "sh", "-c", command, env={"LOCAL_RANK": str(rank)}).communicate(timeout=60)
+    assert left(tmp_path) == {"code": "75\n"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -183,6 +183,13 @@ class LaunchSpec:
         return self.rank_launcher in ONCE_A_RANK
 
     @property
+    def outlives_nodes(self) -> bool:
+        """Whether the job continues without a lost node: agents do, and torchrun if it may restart on fewer nodes."""
+        least, most = self.nodes
+        is_elastic = self.rank_launcher == "torchrun" and least < most and self.max_restarts > 0
+        return self.rank_launcher == "agent" or is_elastic
+
+    @property
     def gres(self) -> str:
         """The GPUs of a node in Slurm's words: ``gpu:2``, ``gpu:a100:2``."""
         return ":".join(["gpu", *([self.gpu_type] if self.gpu_type else []), str(self.gpus_per_node)])

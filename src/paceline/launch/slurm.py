@@ -361,11 +361,14 @@ class Slurm(Launcher):
             files = batch_files(spec, options)
             command = Command(title="submit it", argv=("sbatch", "--parsable", str(script)), env=spec.env)
         else:
-            if spec.nodes[1] > self.allocated:
+            least, most = spec.nodes
+            if least > self.allocated:
                 raise ConfigError(
-                    f"--nodes {spec.nodes[1]}, but this allocation of Slurm's has {self.allocated}. Ask "
+                    f"--nodes {least}, but this allocation of Slurm's has {self.allocated}. Ask "
                     "salloc for more; or, for a job of its own, begin with: env -u SLURM_JOB_ID paceline"
                 )
+            if not spec.outlives_nodes:
+                spec = dataclasses.replace(spec, nodes=(least, min(most, self.allocated)))
             files = {SCRIPT: allocation_script(spec, options)}
             bash = ("bash", "-l") if needs_login_shell(options) else ("bash",)
             command = Command(title="in this allocation", argv=(*bash, str(script)), env=spec.env)

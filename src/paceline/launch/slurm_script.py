@@ -146,7 +146,10 @@ def directives(spec: LaunchSpec, options: SlurmOptions) -> Iterator[tuple[str, s
     cpus = cpus_per_task(spec)
     # For Slurm a task is one process each, also if a single task starts them: it gives CPUs by task.
     is_by_task = spec.starts_each_rank or (cpus is None and not options.exclusive)
-    yield "ntasks-per-node", str(max(spec.nproc) if is_by_task else 1)
+    tasks = max(spec.nproc) if is_by_task else 1
+    # Asked for 1 to N nodes and one task on each, Slurm takes that for one task in all, and gives one node.
+    if tasks > 1 or least > 1 or least == most:
+        yield "ntasks-per-node", str(tasks)
     if cpus is not None:
         yield "cpus-per-task", str(cpus)
     if spec.gpus_per_node:
@@ -160,7 +163,7 @@ def directives(spec: LaunchSpec, options: SlurmOptions) -> Iterator[tuple[str, s
         yield "exclusive", None
     if (before_s := _signal_before_s(spec, options)) is not None:
         yield "signal", f"USR1@{before_s}"
-    if spec.rank_launcher == "agent":
+    if spec.outlives_nodes:
         yield "no-kill", None
     if requeues(spec, options):
         yield "requeue", None
@@ -225,8 +228,9 @@ def directive_value(name: str, value: str) -> str:
 
 # --- The script: sbatch's directives, and the shell code that starts the ranks ---
 #
-# Each of Paceline's agents is a step of its own, since a step ends as a whole and agents must survive each other.
-# Other rank launchers are one step on all nodes, which Slurm ends when a part of it fails.
+# Each of Paceline's agents is a step of its own, since a step ends as a whole and agents must survive each other; so is
+# each torchrun of an elastic job. Other rank launchers are one step on all nodes, which Slurm ends when a part of it
+# fails.
 
 
 SCRIPT, MACHINE_SCRIPT = "job.sh", "machine.sh"
@@ -320,7 +324,7 @@ elif [ -n "$(find "$stopped" -name 'rank-*')" ]; then
 
 _MACHINE = """\
 #!/bin/bash
-# Runs the agent of a node. A job that may lose nodes survives the loss of job.sh's node, but would then not end:
+# Runs what starts a node's ranks. A job that may lose nodes survives the loss of job.sh's node, but would then not end:
 # so wait until that node answers, or Slurm has removed it from the job.
 trap : TERM USR1
 "$@"
@@ -331,7 +335,8 @@ for ((attempt = 0; attempt * 5 < $(setting SlurmdTimeout) + 60; attempt++)); do
   read -r script_host nodes <<<"$(squeue --noheader --jobs="{job}" --format='%B %N')"
   [ -n "$nodes" ] || break
   if ! scontrol show hostnames "$nodes" | grep --quiet --line-regexp "$script_host"; then
-    {again} "{job}"
+    echo "paceline: $script_host was lost, where job.sh ran: back into the queue, or the end" >&2
+    scontrol requeue "{job}" || scancel "{job}"
     break
   fi
   timeout 5 bash -c "</dev/tcp/$script_host/$port" 2>/dev/null && break
@@ -342,15 +347,14 @@ exit "$code"
 
 
 def batch_files(spec: LaunchSpec, options: SlurmOptions) -> dict[str, str]:
-    """Return the batch script, and the script that each node runs around its agent, by file name.
+    """Return the batch script, and, if the job outlives nodes, the script that each of them runs, by file name.
 
     Raises:
         ConfigError: an option has a wrong form, or conflicts with another.
     """
     files = {SCRIPT: batch_script(spec, options)}
-    if spec.rank_launcher == "agent":
-        requeue_command = "scontrol requeue" if requeues(spec, options) else "scancel"
-        files[MACHINE_SCRIPT] = _MACHINE.replace("{again}", requeue_command).replace("{job}", _this_job(options))
+    if spec.outlives_nodes:
+        files[MACHINE_SCRIPT] = _MACHINE.replace("{job}", _this_job(options))
     return files
 
 
@@ -457,13 +461,10 @@ def _this_job(options: SlurmOptions) -> str:
     return "$SLURM_JOB_ID" if options.array is None else _IN_ARRAY
 
 
-def _agents(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
-    """Yield a step for each node, in which an agent starts the processes."""
-    assert spec.run is not None
-    most = spec.nodes[1]
-    [finished] = quoted([str(spec.run / "result.json")])
-    yield f'hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n {most}))'
-    yield f'export {JOB_ID}="$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$$" {NODES}="${{#hosts[@]}}"'
+def _step_on_each_node(spec: LaunchSpec, step_options: str, batch: bool, job_id: str) -> Iterator[str]:
+    """Yield a step for each node, none of which ends with another."""
+    yield f'hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n {spec.nodes[1]}))'
+    yield f'export {JOB_ID}="{job_id}" {NODES}="${{#hosts[@]}}"'
     yield f'export {HOSTS}="$(IFS=,; echo "${{hosts[*]}}")"'
     yield 'for rank in "${!hosts[@]}"; do'
     srun = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--nodes=1", "--ntasks=1"]
@@ -473,6 +474,31 @@ def _agents(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
     yield wrapped([*srun, *quoted([*wrapper, *node_command(spec)]), "&"], indent="  ")
     yield '  steps+=("$!")'
     yield "done"
+
+
+def _torchrun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
+    """Yield torchrun on all nodes, as one step; in steps of their own if it continues on those that are left."""
+    if not spec.outlives_nodes:
+        yield from _one_step(spec, step_options, batch)
+        return
+    yield from _stop_codes_directory(spec)
+    # Another job's nodes may join under this name. An allocation may have several jobs at once.
+    yield from _step_on_each_node(spec, step_options, batch, "$SLURM_JOB_ID" if batch else "$SLURM_JOB_ID-$$")
+    yield "code=1"
+    yield 'for step in "${steps[@]}"; do'
+    yield '  wait_for "$step"'
+    yield "  ended=$?"
+    yield "  # The step of a lost node fails, but the others may have finished without it."
+    yield '  [ "$code" -eq 0 ] || code=$ended'
+    yield "done"
+    yield _STOP_CODES.replace("{killed}", "").rstrip()
+
+
+def _agents(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
+    """Yield a step for each node, in which an agent starts the processes."""
+    assert spec.run is not None
+    [finished] = quoted([str(spec.run / "result.json")])
+    yield from _step_on_each_node(spec, step_options, batch, "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$")
     yield "code=1"
     yield "finished= stopped="
     yield 'for step in "${steps[@]}"; do'
@@ -623,7 +649,7 @@ def _fixed_size(spec: LaunchSpec) -> tuple[int, int]:
 Body = Callable[[LaunchSpec, str, bool], Iterator[str]]
 
 BODIES: dict[RankLauncher, Body] = {
-    "torchrun": _one_step,
+    "torchrun": _torchrun,
     "spawn": _one_step,
     "srun": _one_step,
     "ray": _one_step,

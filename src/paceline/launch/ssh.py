@@ -11,10 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from types import FrameType
+from dataclasses import dataclass, replace
+from types import FrameType, MappingProxyType
 from typing import IO
 
 from paceline.core import parent_death
@@ -59,6 +59,7 @@ class SshMachine:
         name: the host's.
         pidfd: readable once the client has ended.
         ready: the command can start there.
+        started: the command was asked to start.
         code: the client's exit code, once it was reaped.
         said: the output before it was ready.
 
@@ -69,6 +70,7 @@ class SshMachine:
     def __init__(self, name: str, command: Command, prefix: str) -> None:
         self.name = name
         self.ready = False
+        self.started = False
         self.code: int | None = None
         self.said: list[str] = []
         self._prefix = prefix.encode()
@@ -115,6 +117,11 @@ class SshMachine:
         """Send a line, as far as it is taken; the rest with the next :meth:`write`."""
         if len(self._unsent) < 4096:  # one that takes nothing is lost, and ssh will find that out
             self._unsent += f"{word}\n".encode()
+
+    def start(self) -> None:
+        """Have the command start; the machine is ready."""
+        self.started = True
+        self.send("go")
 
     def write(self) -> None:
         """Send what is taken."""
@@ -194,6 +201,7 @@ class SshMachine:
 _START_S = 60.0  # to start Python there, over a slow file system too
 _GRACE_S = 10.0
 _KILL_S = 5.0
+_RETRY_S = 10.0
 
 
 class SshJob:
@@ -205,6 +213,8 @@ class SshJob:
         outlives_machines: the job continues when a machine is lost, and succeeds if one succeeds.
         connect_timeout_s: time limit for each to answer.
         heartbeat_s: interval of the heartbeats to each.
+        least: this number of machines is enough to begin, with the first one among them.
+        rejoining: by its number, the command of each machine that is tried again when it was not reached or is lost.
 
     Raises:
         LaunchError: not all could be reached and prepared; nothing runs anywhere.
@@ -218,12 +228,18 @@ class SshJob:
         outlives_machines: bool,
         connect_timeout_s: float,
         heartbeat_s: float,
+        least: int | None = None,
+        rejoining: Mapping[int, Command] = MappingProxyType({}),
     ) -> None:
         if shutil.which("ssh") is None:
             raise LaunchError(
                 "there is no ssh here. Install OpenSSH's client (on Debian: apt-get install openssh-client)."
             )
         self._outlives_machines = outlives_machines
+        self._names = names
+        self._least = len(names) if least is None else least
+        self._rejoining = rejoining
+        self._retry_at: dict[int, float] = {}
         self._heartbeat_s = heartbeat_s
         self._beat_at = time.monotonic()
         self._requests = StopRequests()
@@ -239,9 +255,8 @@ class SshJob:
         self._width = max(map(len, names)) if len(names) > 1 else 0
         try:
             for name, command in zip(names, commands, strict=True):
-                prefix = f"{name:{self._width}} | " if self._width else ""
                 with interrupt_at_exit():
-                    self._machines.append(SshMachine(name, command, prefix))
+                    self._machines.append(self._connect(name, command))
             self._reach_all(connect_timeout_s + _START_S)
         except BaseException:
             self._end_all()
@@ -256,9 +271,12 @@ class SshJob:
         """Watch the job to its end; say what failed; return its exit code."""
         with handle_signals(STOP_SIGNALS, self._on_signal):
             try:
-                self._tell("go")
-                while self._running:
-                    self._poll(self._deadline)
+                self._start_ready()
+                while any(machine.started for machine in self._running):
+                    self._poll(min((at for at in (self._deadline, *self._due_retries) if at is not None), default=None))
+                    self._retry()
+                    for machine in self._start_ready():
+                        print(f"paceline: {machine.name} joins.", file=sys.stderr)
                     self._obey()
                     if self._deadline is not None and time.monotonic() >= self._deadline:
                         self._hurry()
@@ -275,12 +293,43 @@ class SshJob:
     def _running(self) -> list[SshMachine]:
         return [machine for machine in self._machines if machine.code is None]
 
+    def _connect(self, name: str, command: Command) -> SshMachine:
+        return SshMachine(name, command, f"{name:{self._width}} | " if self._width else "")
+
+    def _start_ready(self) -> list[SshMachine]:
+        """Start the command on machines that have become ready since; return them."""
+        ready = [machine for machine in self._running if machine.ready and not machine.started]
+        for machine in ready:
+            machine.start()
+        return ready
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether a machine that comes back would find nothing to join."""
+        return self._stopping or self._signal is not None or any(machine.code == 0 for machine in self._machines)
+
+    @property
+    def _due_retries(self) -> tuple[float, ...]:
+        return () if self._is_ending else tuple(self._retry_at.values())
+
+    def _retry(self) -> None:
+        """Connect again to machines that were not reached, or were lost."""
+        for index, at in tuple(self._retry_at.items()):
+            if time.monotonic() >= at and not self._is_ending:
+                del self._retry_at[index]
+                self._machines[index] = self._connect(self._names[index], self._rejoining[index])
+
     def _reach_all(self, within_s: float) -> None:
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline and any(not machine.ready for machine in self._running):
             self._poll(deadline)
         missing = [machine for machine in self._machines if not machine.ready or machine.code is not None]
         if not missing:
+            return
+        if len(self._machines) - len(missing) >= self._least and self._machines[0] not in missing:
+            for machine in missing:
+                why = _why(machine, within_s).splitlines()[0]
+                print(f"paceline: {machine.name} joins once it can be reached: {why}", file=sys.stderr)
             return
         lines = [f"  {machine.name}: {_why(machine, within_s)}" for machine in missing]
         others = "; nothing runs on the others" if len(missing) < len(self._machines) else ""
@@ -322,11 +371,21 @@ class SshJob:
 
     def _ended(self, machine: SshMachine) -> None:
         code = machine.reap()
+        index = self._machines.index(machine)
+        was_lost = self._rejoining and (code == LOST or not machine.ready) and not self._is_ending
+        if was_lost and index in self._rejoining:
+            self._retry_at[index] = time.monotonic() + _RETRY_S
+            if machine.started:
+                print(f"paceline: {_end_of(machine)}. It rejoins once it can be reached.", file=sys.stderr)
         if not machine.ready or code in (0, *STOPPED):
             return
         if not self._stopping and self._signal is None:
             self._failed.append(machine)
-        if not self._outlives_machines:
+        if was_lost and index not in self._rejoining:
+            print(f"paceline: {machine.name} had torchrun's store, which the others need: they end.", file=sys.stderr)
+            self._failed = [machine]  # it is the cause, where others have failed besides
+            self._stop_within_grace()
+        elif not self._outlives_machines:
             self._stop_within_grace()
 
     def _stop_within_grace(self) -> None:
@@ -412,6 +471,8 @@ def _why(machine: SshMachine, within_s: float) -> str:
 
 
 def _end_of(machine: SshMachine) -> str:
+    if not machine.started:
+        return f"{machine.name} did not join"
     if machine.code == LOST:
         return f"{machine.name} was lost: its ssh has ended"
     return f"{machine.name} failed, with exit code {machine.code}"
@@ -495,12 +556,19 @@ class Ssh(ForegroundLauncher):
         assert isinstance(rendered, RenderedSsh)
         spec, options = rendered.spec, rendered.options
         least, most = spec.nodes
+        rejoining: dict[int, Command] = {}
+        if spec.outlives_nodes and least < most:
+            # Preflight is for the job's first nodes. Of torchrun's machines the first one has its store, and is needed.
+            later = self.render(replace(spec, preflight=()), options).commands
+            rejoining = {n: command for n, command in enumerate(later) if n or spec.rank_launcher == "agent"}
         job = SshJob(
             names=[host.name for host in rendered.hosts],
             commands=rendered.commands,
-            outlives_machines=spec.rank_launcher == "agent" or (spec.rank_launcher == "torchrun" and least < most),
+            outlives_machines=spec.outlives_nodes,
             connect_timeout_s=options.connect_timeout,
             heartbeat_s=options.lost_after / 4,
+            least=least if rejoining and not spec.preflight else None,
+            rejoining=rejoining,
         )
         return ForegroundJob(job, spec.directory)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import glob
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -29,8 +28,9 @@ from paceline.core.signals import WORKER_STOP_SIGNALS, handle_signals
 STOP_CODES = "PACELINE_STOP_CODES"
 """The variable that names the directory; set by the job's script.
 
-Its files: ``code-*``, the exit code of a rank that was asked to stop; ``failed-*``, that of the rank which failed
-first, one for each restart by torchrun; ``rank-NODE-PID``, the program above a rank that runs.
+Its files: ``code-*``, the exit code of a rank that was asked to stop, until torchrun starts it again; ``failed-*``,
+that of the rank which failed first, one for each restart by torchrun; ``rank-NODE-PID``, the program above a rank that
+runs.
 """
 
 _SLURM_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -53,7 +53,7 @@ def leave_stop_code(code: int, *, asked: bool) -> int:
         return 0
     try:
         if asked or code == RESTART_EXIT_CODE:
-            write_atomically(_file(f"code-{secrets.token_hex(8)}"), f"{code}\n".encode())
+            write_atomically(_stop_code_file(), f"{code}\n".encode())
             return 0
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         with suppress(FileExistsError), _file(f"failed-{attempt:06}").open("x") as first:
@@ -67,6 +67,12 @@ def _file(name: str) -> Path:
     return Path(os.environ[STOP_CODES]) / name
 
 
+def _stop_code_file() -> Path:
+    """The file of a rank, the same one after a restart by the program that starts ranks."""
+    local_rank = os.environ.get("LOCAL_RANK", f"of-{os.getpid()}")
+    return _file(f"code-{os.uname().nodename}-{os.getppid()}-{local_rank}")
+
+
 def run_rank(command: Sequence[str]) -> int:
     """Run a rank; return the exit code for the program that starts ranks.
 
@@ -75,6 +81,8 @@ def run_rank(command: Sequence[str]) -> int:
     """
     # MPICH's daemons pass the mask of `shield` on to their ranks.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SLURM_SIGNALS)
+    with suppress(OSError):
+        _stop_code_file().unlink(missing_ok=True)  # torchrun asks the ranks to stop before it starts them again
     heard: dict[int, bool] = {}
     processes: list[subprocess.Popen[bytes]] = []
 
