@@ -271,7 +271,8 @@ def test_scripts_that_are_preempted_save_and_are_requeued(jobs: Jobs, mode: str)
     set_mode = ("scontrol", "update", "PartitionName=main")
     # The lab's Slurm preempts with the job's own signal where it has one.
     two = ("--nodes", "2")
-    wishes = {"torchrun": two, "mpi": two, "srun": ("--signal-before", "1min", "--walltime", "1h"), "spawn": ()}
+    torchrun = two if mode == "REQUEUE" else ("--nodes", "1:2", "--max-restarts", "3")
+    wishes = {"torchrun": torchrun, "mpi": two, "srun": ("--signal-before", "1min", "--walltime", "1h"), "spawn": ()}
     ranks = {"torchrun": 4, "mpi": 4, "srun": 2, "spawn": 2}
     records = {}
     assert cluster.run(*set_mode, f"PreemptMode={mode}").returncode == 0
