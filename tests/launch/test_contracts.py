@@ -170,7 +170,12 @@ def test_placeholders_leave_other_braces_alone() -> None:
         "3",
         "{local_rank}",
     )
-    assert expand_placeholders(("{local_rank}",), master_addr="a", **place) == ("{local_rank}",)
+    of_a_rank = ("{local_rank} {rank} {world_size}", "{{rank}}")
+    assert expand_placeholders(of_a_rank, master_addr="a", keep_literals=True, **place) == of_a_rank
+    assert expand_placeholders(of_a_rank, master_addr="a", local_rank=0, rank=2, world_size=4, **place) == (
+        "0 2 4",
+        "{rank}",
+    )
     assert expand_placeholders(command, master_addr="a", **place) == (
         "x",
         "--url=tcp://a:4",

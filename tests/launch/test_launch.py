@@ -45,12 +45,12 @@ def own_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_spawn_starts_any_script(run_processes: Any) -> None:
     done = run_processes.paceline(
         *("launch", "--on", "spawn", "--nproc", "2", "--threads", "1", "--env", "COLOUR=red"),
-        *("--", "place.py", "--lr", "0.1", "{master_addr}:{node_rank}/{nnodes}", "{local_rank}"),
+        *("--", "place.py", "--lr", "0.1", "{master_addr}:{node_rank}/{nnodes}", "{local_rank} {rank}/{world_size}"),
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        "0 2 0 2 127.0.0.1 red 1 --lr 0.1 127.0.0.1:0/1 0",
-        "1 2 1 2 127.0.0.1 red 1 --lr 0.1 127.0.0.1:0/1 1",
+        "0 2 0 2 127.0.0.1 red 1 --lr 0.1 127.0.0.1:0/1 0 0/2",
+        "1 2 1 2 127.0.0.1 red 1 --lr 0.1 127.0.0.1:0/1 1 1/2",
     ]
 
 

@@ -298,10 +298,10 @@ def test_scripts_that_are_preempted_save_and_are_requeued(jobs: Jobs, mode: str)
 
 def test_scripts_by_torchrun_by_rank_and_by_their_own_processes(jobs: Jobs) -> None:
     two = ("--nodes", "2", "--nproc", "2", "--threads", "1")
-    where = "{master_addr}:{node_rank}/{nnodes} {local_rank}"
+    where = "{rank}/{world_size} {master_addr}:{node_rank}/{nnodes} {local_rank}"
     of_torchrun = ("--torchrun", "tee=3", "--torchrun", "role=trainer")  # lines after the role and the local rank
     torchrun = jobs.launch(*two, *of_torchrun, "--", "sums.py", where)
-    by_rank = jobs.launch(*two, "--rank-launcher", "srun", "--", "sums.py", "{local_rank}")
+    by_rank = jobs.launch(*two, "--rank-launcher", "srun", "--", "sums.py", "{rank}/{world_size} {local_rank}")
     own = jobs.launch(
         *("--nodes", "2", "--cpus-per-task", "2", "--env-style", "none", "--", "distributed.py"),
         *("--dist-url", "tcp://{master_addr}:{master_port}", "--multiprocessing-distributed"),
@@ -309,6 +309,8 @@ def test_scripts_by_torchrun_by_rank_and_by_their_own_processes(jobs: Jobs) -> N
     )
     lines = jobs.end_of(torchrun, "COMPLETED")
     assert len(lines) == 4, lines
+    # torchrun numbers the nodes in an order of its own.
+    assert all(line.split()[-3] == f"{line.split()[1]}/4" for line in lines)
     first = min(line.split()[5] for line in lines)
     assert sorted(line.split()[-2:] for line in lines) == [
         [f"{first}:{node}/2", str(local)] for node in (0, 1) for local in (0, 1)
@@ -317,7 +319,7 @@ def test_scripts_by_torchrun_by_rank_and_by_their_own_processes(jobs: Jobs) -> N
         f"[trainer{rank % 2}]:rank {rank} local {rank % 2}" for rank in range(4)
     }
     lines = jobs.end_of(by_rank, "COMPLETED")
-    assert [line.split()[-1] for line in sorted(lines)] == ["0", "1", "0", "1"]
+    assert [line.split()[-2:] for line in sorted(lines)] == [[f"{rank}/4", str(rank % 2)] for rank in range(4)]
     lines = jobs.end_of(own, "COMPLETED")
     assert {line.split(" on ")[0] for line in lines} == {f"rank {rank}" for rank in range(4)}
     assert all(line.endswith("has 10") for line in lines)

@@ -26,6 +26,17 @@ parser.add_argument("--local-rank", "--local_rank", type=int, default=-1)
 os.write(1, f"argument {parser.parse_args().local_rank} variable {os.environ['LOCAL_RANK']}\\n".encode())
 """
 
+OWN_PORT = """
+import os, sys, torch, torch.distributed as dist
+rank, world_size = int(sys.argv[1]), int(sys.argv[2])
+os.environ["MASTER_PORT"] = sys.argv[3]
+dist.init_process_group("gloo", rank=rank, world_size=world_size)
+total = torch.tensor([rank + 1])
+dist.all_reduce(total)
+os.write(1, f"rank {rank} sums to {int(total)}\\n".encode())
+dist.destroy_process_group()
+"""
+
 FAILS_ONCE = """
 import os, sys, time, torch.distributed as dist
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -62,6 +73,7 @@ def launch(run_processes: Any, tmp_path: Path) -> Any:
     """Start ``paceline launch``; several machines are several commands."""
     (tmp_path / "plain.py").write_text(PLAIN)
     (tmp_path / "local_rank.py").write_text(LOCAL_RANK_ARGUMENT)
+    (tmp_path / "own_port.py").write_text(OWN_PORT)
     (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
     (tmp_path / "works.py").write_text(WORKS)
 
@@ -193,6 +205,21 @@ def test_scripts_of_torch_distributed_launch(launch: Any, run_processes: Any) ->
     variable = launch("--on", "torchrun", "--nproc", "2", "--", "local_rank.py")
     assert printed(run_processes.finish(argument)) == ["argument 0 variable 0", "argument 1 variable 1"]
     assert printed(run_processes.finish(variable)) == ["argument -1 variable 0", "argument -1 variable 1"]
+
+
+def test_scripts_that_take_their_rank(launch: Any, run_processes: Any) -> None:
+    """Two agents, and one in whose store two ranks meet that set MASTER_PORT themselves."""
+    unequal = ("--on", "torchrun", "--nodes", "2", "--nproc", "2,1", "--rdzv-backend", "static")
+    unequal = (*unequal, "--rdzv-endpoint", f"127.0.0.1:{run_processes.free_port()}")
+    words = ("{rank}/{world_size}", "{local_rank}", "{{rank}}")
+    agents = [launch(*unequal, "--node-rank", str(rank), "--", "plain.py", *words) for rank in (0, 1)]
+    assert [line for agent in agents for line in printed(run_processes.finish(agent))] == [
+        "rank 0 of 3 sums to 6 0/3 0 {rank}",
+        "rank 1 of 3 sums to 6 1/3 1 {rank}",
+        "rank 2 of 3 sums to 6 2/3 0 {rank}",
+    ]
+    own = launch("--on", "torchrun", "--nproc", "2", "--", "own_port.py", "{rank}", "{world_size}", "{master_port}")
+    assert printed(run_processes.finish(own)) == ["rank 0 sums to 3", "rank 1 sums to 3"]
 
 
 def test_what_torchrun_cannot_do(launch: Any, run_processes: Any) -> None:

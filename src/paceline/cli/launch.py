@@ -41,8 +41,8 @@ def launch(
     Parameters
     ----------
     command
-        After --: the program and its arguments. {master_addr}, {master_port}, {node_rank}, {nnodes}
-        and {local_rank} in the arguments are replaced, unless their braces are doubled.
+        After --: the program and its arguments. {master_addr}, {master_port}, {node_rank}, {nnodes}, {rank},
+        {world_size} and {local_rank} in the arguments are replaced, unless their braces are doubled.
     on
         The launcher.
     nodes

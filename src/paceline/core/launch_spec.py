@@ -30,8 +30,8 @@ class LaunchSpec:
 
     Attributes:
         command: a program and its arguments: ``("python", "train.py", "--lr", "0.1")``. In them
-            ``{master_addr}``, ``{master_port}``, ``{node_rank}``, ``{nnodes}`` and ``{local_rank}`` are replaced at the
-            start.
+            ``{master_addr}``, ``{master_port}``, ``{node_rank}``, ``{nnodes}``, ``{rank}``, ``{world_size}`` and
+            ``{local_rank}`` are replaced at the start.
         name: shown in lists and by the cluster's own tools.
         directory: absolute, and shared by the nodes; it holds the rendered files and the job's logs.
         is_recorded: other commands may query the job later: ``directory`` keeps its exit code for them.

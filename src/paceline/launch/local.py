@@ -120,8 +120,13 @@ def processes_here() -> int:
     return visible_gpus() or len(os.sched_getaffinity(0))
 
 
-def process_command(spec: LaunchSpec, local_rank: int | str) -> tuple[str, ...]:
-    """Return the command of a process, whose ``local_rank`` may be a placeholder of torchrun's; a task has none."""
+def process_command(spec: LaunchSpec, local_rank: int | str | None) -> tuple[str, ...]:
+    """Return the command of a process; a task has no placeholders.
+
+    Args:
+        spec: the job, with this node's place.
+        local_rank: of the process; or torchrun's own placeholder, or None, which leaves all of a rank's to be replaced.
+    """
     if spec.is_task or not has_placeholders(spec.command):
         return spec.command
     endpoint = spec.rdzv_endpoint
@@ -133,6 +138,9 @@ def process_command(spec: LaunchSpec, local_rank: int | str) -> tuple[str, ...]:
         node_rank=spec.node_rank or 0,
         nodes=spec.nodes[0],
         local_rank=local_rank,
+        rank=spec.first_rank + local_rank if isinstance(local_rank, int) else None,
+        world_size=spec.world_size if isinstance(local_rank, int) else None,
+        keep_literals=local_rank is None,
     )
 
 

@@ -133,7 +133,7 @@ def parse_roles(text: str, world_size: int) -> tuple[str, ...]:
     return tuple(roles)
 
 
-_NAMES = "master_addr|master_port|node_rank|nnodes|local_rank"
+_NAMES = "master_addr|master_port|node_rank|nnodes|local_rank|rank|world_size"
 _PLACEHOLDER = re.compile(rf"\{{\{{(?P<literal>{_NAMES})\}}\}}|\{{(?P<name>{_NAMES})\}}")
 
 
@@ -144,7 +144,16 @@ def has_placeholders(command: Sequence[str]) -> bool:
 
 def names_port(command: Sequence[str]) -> bool:
     """Return whether the command gets the port of rank 0 as an argument."""
-    return any(match["name"] == "master_port" for word in command for match in _PLACEHOLDER.finditer(word))
+    return "master_port" in _named(command)
+
+
+def names_rank(command: Sequence[str]) -> bool:
+    """Return whether the command gets its rank among all, or their number, as an argument."""
+    return not {"rank", "world_size"}.isdisjoint(_named(command))
+
+
+def _named(command: Sequence[str]) -> set[str | None]:
+    return {match["name"] for word in command for match in _PLACEHOLDER.finditer(word)}
 
 
 def expand_placeholders(
@@ -155,6 +164,8 @@ def expand_placeholders(
     node_rank: int,
     nodes: int,
     local_rank: int | str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
     keep_literals: bool = False,
 ) -> tuple[str, ...]:
     """Return the command with the placeholders replaced: ``{master_addr}``, ``{local_rank}`` and so on.
@@ -168,20 +179,25 @@ def expand_placeholders(
         node_rank: this node's number.
         nodes: the job's nodes.
         local_rank: the process's number on its node, or what another launcher will replace by it; None: stays.
+        rank: the process's number in the job; None: stays.
+        world_size: the job's processes; None: stays.
         keep_literals: leave doubled braces to a later call.
     """
-    values: dict[str, int | str] = {
+    values: dict[str, int | str | None] = {
         "master_addr": master_addr,
         "master_port": master_port,
         "node_rank": node_rank,
         "nnodes": nodes,
-        "local_rank": "{local_rank}" if local_rank is None else local_rank,
+        "local_rank": local_rank,
+        "rank": rank,
+        "world_size": world_size,
     }
 
     def expanded(match: re.Match[str]) -> str:
         if match["literal"]:
             return match[0] if keep_literals else match[0][1:-1]
-        return str(values[match["name"]])
+        value = values[match["name"]]
+        return match[0] if value is None else str(value)
 
     return tuple(_PLACEHOLDER.sub(expanded, word) for word in command)
 
@@ -232,10 +248,18 @@ def rank_command(spec: LaunchSpec, master_addr: str | None = None) -> tuple[str,
     return (spec.python, "-m", "paceline.launch.rank", *options, "--", *spec.command)
 
 
+def torchrun_rank_command(python: str, command: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of a rank of torchrun's, in whose arguments the rank and the world size are replaced.
+
+    torchrun itself replaces the local rank alone, and numbers the nodes in an order of its own.
+    """
+    return (python, "-m", "paceline.launch.rank", "--", *command)
+
+
 def main(argv: Sequence[str]) -> int:
     """Become the command; return an exit code only where that cannot be."""
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.rank", description=__doc__)
-    parser.add_argument("--env-style", choices=get_args(EnvStyle), required=True)
+    parser.add_argument("--env-style", choices=get_args(EnvStyle), help="default: torchrun has set the variables")
     parser.add_argument("--nproc", type=parse_nproc, default=(), help="by machine, where they differ")
     parser.add_argument("--roles", default="", help="of all ranks, with commas")
     parser.add_argument("--master-addr", help="default: the launcher's")
@@ -244,16 +268,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--interface")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
+    variables: dict[str, str] = {}
     try:
-        command, variables = _place(options, os.environ)
+        if options.env_style is None:
+            command = _expand(options.command, detect_environment())
+        else:
+            command, variables = _place(options, os.environ)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
-    # Open MPI's ranks outlive a killed mpirun; no process may remain.
-    die_with_parent()
-    if STOP_CODES in os.environ:
-        os.environ.update(variables)
-        return run_rank(command)
+    if options.env_style is not None:
+        # Open MPI's ranks outlive a killed mpirun; no process may remain.
+        die_with_parent()
+        if STOP_CODES in os.environ:
+            os.environ.update(variables)
+            return run_rank(command)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables})
     except OSError as error:
@@ -278,21 +307,26 @@ def _place(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tup
         "OMP_NUM_THREADS": str(default_threads(who, options.threads)),
         **interface_variables(options.interface),
     }
+    placed = replace(who, master_addr=host, master_port=port)
     if options.env_style in ("torch", "tensorflow"):
-        placed = replace(who, master_addr=host, master_port=port)
         roles = [role for role in options.roles.split(",") if role]
         variables |= env_style_variables(
             options.env_style, placed, hosts=machine.hosts, counts=options.nproc, roles=roles
         )
-    command = expand_placeholders(
-        options.command,
-        master_addr=host,
-        master_port=port,
-        node_rank=who.node_rank,
-        nodes=who.nodes,
-        local_rank=who.local_rank,
+    return _expand(options.command, placed), variables
+
+
+def _expand(command: Sequence[str], place: Environment) -> tuple[str, ...]:
+    return expand_placeholders(
+        command,
+        master_addr=str(place.master_addr),
+        master_port=place.master_port or 0,
+        node_rank=place.node_rank,
+        nodes=place.nodes,
+        local_rank=place.local_rank,
+        rank=place.rank,
+        world_size=place.world_size,
     )
-    return command, variables
 
 
 def _on_machines(who: Environment, counts: Sequence[int]) -> Environment:

@@ -16,6 +16,7 @@ from paceline.core.launch_spec import Command, LaunchSpec, split_python
 from paceline.launch.launcher import RenderedJob
 from paceline.launch.local import LocalLauncher, process_command, process_variables
 from paceline.launch.options import RendezvousOptions, TorchrunOptions
+from paceline.launch.rank import names_rank, torchrun_rank_command
 from paceline.launch.stop_codes import signal_ranks, stop_codes_command
 from paceline.launch.supervisor import RankStarter, SupervisedJob, check_program
 from paceline.runs.directory import RunDirectory
@@ -51,7 +52,10 @@ class Torchrun(LocalLauncher):
     def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
         """Render torchrun's command."""
         backend = options.rdzv_backend if isinstance(options, TorchrunOptions) else "c10d"
-        script_command = process_command(spec, _LOCAL_RANK)
+        if names_rank(spec.command) and not spec.is_task:
+            script_command = torchrun_rank_command(sys.executable, process_command(spec, None))
+        else:
+            script_command = process_command(spec, _LOCAL_RANK)
         python, arguments = split_python(script_command)
         signals, shell = _SIGNALS, []
         if spec.leaves_stop_codes:

@@ -110,12 +110,12 @@ def run(start: Callable[..., Any], run_processes: Any) -> Callable[..., subproce
 
 def test_a_script_for_torch_finds_its_place(run: Callable[..., Any], mpi: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TORCH)
-    words = ("{nnodes}", "{local_rank}")
+    words = ("{nnodes}", "{local_rank}", "{rank}/{world_size}")
     done = run(mpi, "launch", "--on", "mpi", "--nproc", "3", "--env", "NOTE=it's", "--", "script.py", *words)
     assert done.returncode == 0, done.stderr
 
     assert sorted(done.stdout.splitlines()) == [
-        f"6 {[str(rank), '3', str(rank), '3', '0']} ['1', '{rank}'] it's" for rank in range(3)
+        f"6 {[str(rank), '3', str(rank), '3', '0']} ['1', '{rank}', '{rank}/3'] it's" for rank in range(3)
     ]
     [record] = json.loads(run(mpi, "jobs", "--json").stdout)
     assert (record["launcher"], record["status"]["state"]) == ("mpi", "succeeded")
