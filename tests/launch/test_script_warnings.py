@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ LIGHTNING = "import lightning.pytorch as pl\ntrainer = pl.Trainer({})\n"
 KERAS = "import tensorflow as tf\nwith tf.distribute.MultiWorkerMirroredStrategy().scope():\n    model.fit(x)\n"
 
 
-def warnings(path: Path, text: str, **fields: Any) -> list[str]:
+def warnings(path: Path, text: str, *words: str, is_local: bool = False, **fields: Any) -> list[str]:
     (path / "train.py").write_text(text)
-    spec = LaunchSpec(command=("python", str(path / "train.py")), **{"nproc": (2,), **fields})
-    return list(script_warnings.script_warnings(spec))
+    spec = LaunchSpec(command=("python", str(path / "train.py"), *words), **{"nproc": (2,), **fields})
+    return list(script_warnings.script_warnings(spec, is_local=is_local))
 
 
 def test_lightning_s_trainer_needs_its_devices(tmp_path: Path) -> None:
@@ -40,6 +41,51 @@ def test_fabric_needs_its_devices(tmp_path: Path) -> None:
     assert not warnings(tmp_path, fabric.format(""), env={"LT_DEVICES": "2"})
     assert not warnings(tmp_path, fabric.format("devices=2"))
     assert not warnings(tmp_path, fabric.format("*options"))
+
+
+@pytest.mark.parametrize(
+    ("text", "argument"),
+    [
+        ("from accelerate import Accelerator\na = Accelerator({})\n", "cpu"),
+        ("import accelerate\na = accelerate.Accelerator(mixed_precision='no', {})\n", "cpu"),
+        ("from transformers import TrainingArguments\na = TrainingArguments('out', {})\n", "use_cpu"),
+        ("from trl import SFTConfig\na = SFTConfig({})\n", "use_cpu"),
+    ],
+)
+def test_accelerate_needs_a_gpu_or_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, argument: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for without in ("", f"{argument}=False", f"{argument}=args.cpu"):
+        [warning] = warnings(tmp_path, text.format(without), "--lr", "0.1", is_local=True)
+        assert f"() without {argument}=True, and there is no GPU here: each of the 2 processes may train" in warning
+        assert "Give --env ACCELERATE_USE_CPU=true." in warning
+    assert not warnings(tmp_path, text.format(""), is_local=True, nproc=(1,))
+    assert not warnings(tmp_path, text.format(""), is_local=True, env={"ACCELERATE_USE_CPU": "1"})
+    assert not warnings(tmp_path, text.format(f"{argument}=True"), is_local=True)
+    assert not warnings(tmp_path, text.format(f"{argument}=not has_gpu()"), is_local=True)
+    assert not warnings(tmp_path, text.format("**options"), is_local=True)
+    assert not warnings(tmp_path, text.format(f"{argument}=args.cpu"), "--cpu", is_local=True)
+    # Nodes elsewhere may have GPUs, and these here need no word.
+    assert not warnings(tmp_path, text.format(""))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert not warnings(tmp_path, text.format(""), is_local=True)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_accelerate_s_copies_are_those_that_are_warned_of(run_processes: Any, tmp_path: Path, name: str) -> None:
+    if name == "accelerate":
+        begins = "from accelerate import Accelerator\nsize = Accelerator().num_processes\n"
+    else:
+        begins = "from transformers import TrainingArguments\nsize = TrainingArguments('out').world_size\n"
+    (tmp_path / "train.py").write_text(f"import os\n{begins}os.write(1, f'one of {{size}}\\n'.encode())\n")
+    start = [*(sys.executable, "-m", "paceline", "launch", "--on", "spawn", "--nproc", "2", "--threads", "1")]
+    no_gpu = {"CUDA_VISIBLE_DEVICES": "", "XDG_STATE_HOME": str(tmp_path / "state")}
+    for option, size in ((), 1), (("--env", "ACCELERATE_USE_CPU=true"), 2):
+        done = run_processes.run([*start, *option, "--", "train.py"], env=no_gpu)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split("\n") == [*[f"one of {size}"] * 2, ""]
+        assert ("may train a copy by itself" in done.stderr) == (size == 1)
 
 
 def test_horovod_needs_its_own_launcher(tmp_path: Path) -> None:

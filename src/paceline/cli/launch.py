@@ -117,6 +117,7 @@ def launch(
             "python": interpreter,
         }
     )
-    for warning in script_warnings(spec):
+    is_local = on in LOCAL_LAUNCHERS or (on in ("mpi", "horovod") and spec.nodes[1] == 1)
+    for warning in script_warnings(spec, is_local=is_local):
         print(f"paceline: {warning}", file=sys.stderr)
     return start(launcher, spec, own, job, dry_run=dry_run, json=json)

@@ -9,12 +9,22 @@ from importlib import metadata
 from pathlib import Path
 
 from paceline.core.launch_spec import LaunchSpec
+from paceline.launch.local import visible_gpus
 
 _LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
+_ACCELERATE_USE_CPU = "ACCELERATE_USE_CPU"
+_ACCELERATE_TRUE = ("y", "yes", "t", "true", "on", "1")
+_OTHER_DEVICES = ("kfd", "accel*", "davinci*", "neuron*")
+"""The files in /dev of AMD's, Intel's and Google's, Huawei's, and Amazon's devices, on which Accelerate finds ranks."""
 
 
-def script_warnings(spec: LaunchSpec) -> Iterator[str]:
-    """Yield what is wrong with the script of a job, and the remedy."""
+def script_warnings(spec: LaunchSpec, *, is_local: bool = False) -> Iterator[str]:
+    """Yield what is wrong with the script of a job, and the remedy.
+
+    Args:
+        spec: the job.
+        is_local: its processes run on this node, so that its GPUs are known.
+    """
     script = next((word for word in spec.command[:3] if word.endswith(".py")), None)
     if script is None:
         return
@@ -40,6 +50,15 @@ def script_warnings(spec: LaunchSpec) -> Iterator[str]:
                 f"{script} calls Lightning's Fabric() without devices: {copies}. Give it the processes of a node: "
                 f"Fabric({processes}); or, as fabric run does, --env LT_CLI_USED=1 --env LT_DEVICES={max(spec.nproc)}"
                 f"{nodes}."
+            )
+    if spec.world_size > 1 and is_local and imported & {"accelerate", "transformers", "trl"}:
+        has_word = any("cpu" in word for word in spec.command[spec.command.index(script) + 1 :])
+        call = next((call for call in calls if _is_without_cpu(call, has_word=has_word)), None)
+        uses_cpu = {**os.environ, **spec.env}.get(_ACCELERATE_USE_CPU, "").lower() in _ACCELERATE_TRUE
+        if call is not None and not uses_cpu and not _has_devices():
+            yield (
+                f"{script} calls {_name(call)}() without {_CPU_ARGUMENTS[_name(call)]}=True, and there is no GPU here: "
+                f"{copies}, as Accelerate does without GPUs. Give --env {_ACCELERATE_USE_CPU}=true."
             )
     if spec.world_size > 1 and "horovod" in imported and spec.rank_launcher in ("spawn", "torchrun"):
         yield (
@@ -79,6 +98,26 @@ def _is_without_devices(call: ast.Call, name: str) -> bool:
     # `*options` and `**options` may have them.
     has_others = any(isinstance(argument, ast.Starred) for argument in call.args)
     return _name(call) == name and not has_others and not {"devices", None} & {word.arg for word in call.keywords}
+
+
+_TRAINING_ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig")
+_CPU_ARGUMENTS = {"Accelerator": "cpu", **dict.fromkeys(_TRAINING_ARGUMENTS, "use_cpu")}
+"""The calls that begin Accelerate's process group, and their argument for ranks on CPUs."""
+
+
+def _is_without_cpu(call: ast.Call, *, has_word: bool) -> bool:
+    # A value such as `args.cpu` is given by a word of the command; other expressions are not judged.
+    argument = _CPU_ARGUMENTS.get(_name(call))
+    if argument is None or any(word.arg is None for word in call.keywords):
+        return False
+    value = next((word.value for word in call.keywords if word.arg == argument), ast.Constant(False))
+    if isinstance(value, ast.Constant):
+        return not value.value
+    return isinstance(value, ast.Attribute) and not has_word
+
+
+def _has_devices() -> bool:
+    return visible_gpus() > 0 or any(any(Path("/dev").glob(name)) for name in _OTHER_DEVICES)
 
 
 def _version(distribution: str) -> str | None:
