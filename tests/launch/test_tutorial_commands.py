@@ -27,6 +27,54 @@ for epoch in range(20):
 print(f"loss below 1: {bool(loss < 1)}")
 """
 
+# As in a computing centre's guide: the script reads variables of the batch script that starts the cluster.
+TRAINABLE = """
+import os
+import ray
+import torch
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+
+class TrainLine(tune.Trainable):
+    def setup(self, config):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config["lr"], momentum=config["momentum"])
+
+    def step(self):
+        inputs = torch.randn(64, 3)
+        self.optimizer.zero_grad()
+        loss = (self.model(inputs) - inputs.sum(dim=1, keepdim=True)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return {"mean_accuracy": float(1 / (1 + loss.detach()))}
+
+    def save_checkpoint(self, checkpoint_dir):
+        torch.save(self.model.state_dict(), os.path.join(checkpoint_dir, "model.pth"))
+
+    def load_checkpoint(self, checkpoint_dir):
+        self.model.load_state_dict(torch.load(os.path.join(checkpoint_dir, "model.pth")))
+
+if __name__ == "__main__":
+    ray.init(
+        address="auto",
+        _node_ip_address=os.environ["ip_head"].split(":")[0],
+        _redis_password=os.environ["redis_password"],
+    )
+    analysis = tune.run(
+        TrainLine,
+        scheduler=ASHAScheduler(metric="mean_accuracy", mode="max"),
+        stop={"mean_accuracy": 0.99, "training_iteration": 5},
+        resources_per_trial={"cpu": 2},
+        num_samples=4,
+        checkpoint_at_end=True,
+        storage_path=os.path.abspath("results"),
+        config={"lr": tune.uniform(0.001, 1.0), "momentum": tune.uniform(0.1, 0.9)},
+    )
+    print("Nodes:", len(ray.nodes()), "trials:", len(analysis.trials))
+    print("Best config is:", sorted(analysis.get_best_config(metric="mean_accuracy", mode="max")))
+"""
+
 BY_SPAWN = """
 import os, sys
 import torch
@@ -91,6 +139,21 @@ def test_the_directives_of_a_batch_script(slurm_cluster: SlurmCluster, tmp_path:
     said = (tmp_path / f"test_job.o{job}").read_text().splitlines()
     assert sorted(said) == [f"hello from rank {rank} with GPUs 0,1" for rank in (0, 1)]
     assert (tmp_path / f"test_job.e{job}").read_text().splitlines() == ["to stderr"] * 2
+
+
+@pytest.mark.ray
+@pytest.mark.slurm
+@pytest.mark.timeout(300)
+def test_a_search_that_reads_the_variables_of_a_batch_script(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "mnist_pytorch_trainable.py").write_text(TRAINABLE)
+    done = slurm_cluster.run(
+        *(sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--rank-launcher", "ray", "--nodes", "2"),
+        *("--cpus-per-task", "4", "--env", "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=80000000", "--wait", "--"),
+        *("sh", "-c", f"ip_head=$RAY_ADDRESS redis_password= {sys.executable} mnist_pytorch_trainable.py"),
+        timeout_s=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"Nodes: 2 trials: 4", "Best config is: ['lr', 'momentum']"} <= set(done.stdout.splitlines())
 
 
 @pytest.fixture
