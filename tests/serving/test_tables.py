@@ -25,7 +25,7 @@ from paceline.core.inference import TensorSpec
 from paceline.serving.batch_predict import read_rows
 from paceline.serving.model import ModelSpec
 from paceline.serving.protocol import example_rows, parse_rows
-from paceline.serving.tables import Rows, table_records, write
+from paceline.serving.tables import Rows, plain_lists, table_records, write
 
 INPUTS = {
     "age": TensorSpec(dtype="int64", minimum=0, maximum=120),
@@ -94,12 +94,25 @@ def test_named_elements_of_an_output_are_columns() -> None:
     assert output.getvalue().decode().split() == ["id,width,height", "a,1.0,2.0", "b,3.0,4.5"]
 
 
+@pytest.mark.parametrize(("kind", "written"), [("float32", "0.3 1e-10 nan inf"), ("float16", "0.3 0.0 nan inf")])
+def test_a_number_has_the_digits_of_its_type(kind: str, written: str) -> None:
+    spec = replace(SPEC, outputs={"y": TensorSpec(dtype=kind)}, labels=(), probabilities=None, label=None)
+    values = np.array([0.3, 1e-10, np.nan, np.inf], np.dtype(kind))
+    output = io.BytesIO()
+    write(output, ".csv", iter([{"y": values}]), spec, Rows({}, ["0"] * 4, {}))
+    assert output.getvalue().decode().split() == ["y", *written.split()]
+    random = np.random.default_rng(0).standard_normal((1000, 3)).astype(kind)
+    assert np.array_equal(np.array(plain_lists({"y": random})["y"]).astype(kind), random)
+    assert plain_lists({"y": np.array([0.3])}) == {"y": [0.3]}
+    assert plain_lists({"y": np.array([2**53 + 1])}) == {"y": [2**53 + 1]}
+
+
 def test_an_output_is_not_lost_under_the_name_of_the_label_or_its_probability() -> None:
     names = {"probabilities": "probability", "label": "topic"}
     outputs = {names[name]: tensor for name, tensor in OUTPUTS.items()}
     spec = replace(SPEC, outputs=outputs, probabilities="probability", label="topic")
     predicted = {names[name]: array for name, array in PREDICTED.items()}
-    [first, _] = table_records(predicted, spec, {"id": [7, 8]}, 0)
+    [first, _] = table_records(plain_lists(predicted), spec, {"id": [7, 8]}, 0)
     share = {"label": "stays", "label_probability": 0.75}
     assert first == {"id": 7, "probability": [0.75, 0.25], "topic": 0, **share}
     text = io.BytesIO()
@@ -107,7 +120,7 @@ def test_an_output_is_not_lost_under_the_name_of_the_label_or_its_probability() 
     heading = "stays,leaves,topic,label,label_probability"
     assert text.getvalue().decode().split() == [heading, "0.75,0.25,0,stays,0.75", "0.5,0.5,1,leaves,0.5"]
     other = replace(spec, outputs={**outputs, "label": TensorSpec(dtype="float32")})
-    [record, _] = table_records({**predicted, "label": np.array([1.5, 2.5])}, other, {}, 0)
+    [record, _] = table_records({**plain_lists(predicted), "label": [1.5, 2.5]}, other, {}, 0)
     assert (record["label"], record["label_name"]) == (1.5, "stays")
 
 
@@ -238,6 +251,8 @@ def test_the_plain_form_of_a_request(server: Server) -> None:
     assert (first.pop("id"), second.pop("id")) == ("a", None)
     assert first["label"] == second["label"]
     assert first["probability"] == max(first["probabilities"])
+    # No digits beyond those of a float32.
+    assert all(number == float(str(np.float32(number))) for number in first["probabilities"])
     assert httpx.post(f"{server.url}/predict/fashion-mnist", json={"rows": rows}, timeout=60).json() == answer.json()
     for document, said in (
         ({"rows": [{"picture": picture}]}, "rows: image is missing; the columns are picture."),

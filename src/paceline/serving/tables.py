@@ -445,28 +445,49 @@ class Rows:
     suffix: str = ".jsonl"
 
 
+def plain_lists(outputs: Arrays) -> dict[str, list[Any]]:
+    """Return the rows of each output in Python's numbers.
+
+    Those of a float32 have the fewest digits that read back as the same float32: 0.3, not 0.30000001192092896.
+    """
+    return {
+        name: (array.astype(str).astype(float) if array.dtype in (np.float16, np.float32) else array).tolist()
+        for name, array in outputs.items()
+    }
+
+
 def records(outputs: Arrays, spec: ModelSpec, rows: Rows, first: int) -> Iterator[dict[str, Any]]:
     """Yield a readable record of each row: its name, most likely label, its probability, and all outputs."""
+    values = plain_lists(outputs)
     for i in range(rows_of(outputs)):
-        record = {"row": first + i, "source": rows.names[first + i], **_label(outputs, spec, i)}
-        record["outputs"] = {name: array[i].tolist() for name, array in outputs.items()}
+        record = {"row": first + i, "source": rows.names[first + i], **_label(values, spec, i)}
+        record["outputs"] = {name: each[i] for name, each in values.items()}
         yield record
 
 
 def table_records(
-    outputs: Arrays, spec: ModelSpec, other_columns: Mapping[str, Sequence[Any]], first: int
+    outputs: Mapping[str, Sequence[Any] | Array],
+    spec: ModelSpec,
+    other_columns: Mapping[str, Sequence[Any]],
+    first: int,
 ) -> Iterator[dict[str, Any]]:
     """Yield a flat record of each row of a table: its other columns, then label, probability and the other outputs.
 
     A prediction whose name a column has already is called ``predicted_NAME``.
+
+    Args:
+        outputs: the rows of each output, as :func:`plain_lists` or as arrays, whose elements then stay as they are.
+        spec: of the model.
+        other_columns: by name, of all rows.
+        first: the number of the first row in them.
     """
-    for i in range(rows_of(outputs)):
-        predicted = {**{name: array[i].tolist() for name, array in outputs.items()}, **_label(outputs, spec, i)}
+    for i in range(len(next(iter(outputs.values())))):
+        predicted = {**{name: values[i] for name, values in outputs.items()}, **_label(outputs, spec, i)}
         record = {name: cells[first + i] for name, cells in other_columns.items()}
         yield record | {(f"predicted_{name}" if name in record else name): value for name, value in predicted.items()}
 
 
-def _label(outputs: Arrays, spec: ModelSpec, i: int) -> dict[str, Any]:
+def _label(outputs: Mapping[str, Sequence[Any] | Array], spec: ModelSpec, i: int) -> dict[str, Any]:
     if spec.label is None or spec.label not in outputs:
         return {}
     number = int(outputs[spec.label][i])
@@ -475,7 +496,7 @@ def _label(outputs: Arrays, spec: ModelSpec, i: int) -> dict[str, Any]:
     label: dict[str, Any] = {name: spec.labels[number] if number < len(spec.labels) else number}
     if spec.probabilities is not None and spec.probabilities in outputs:
         name = "probability" if "probability" not in outputs else "label_probability"
-        label[name] = float(outputs[spec.probabilities][i][number])
+        label[name] = outputs[spec.probabilities][i][number]
     return label
 
 
@@ -515,7 +536,7 @@ def _records(parts: Iterator[Arrays], spec: ModelSpec, rows: Rows) -> Iterator[d
         if rows.other_columns is None:
             yield from records(part, spec, rows, first)
         else:
-            yield from table_records(part, spec, rows.other_columns, first)
+            yield from table_records(plain_lists(part), spec, rows.other_columns, first)
         first += rows_of(part)
 
 
