@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,22 @@ from paceline.runs.directory import RunDirectory
 from paceline.training.tasks.fashion_mnist import FashionMNIST
 
 pytestmark = pytest.mark.usefixtures("numerics")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("tune", "--resume", "a", "b"), "To continue a search: paceline tune --resume b."),
+        (("launch", "--nproc_per_node", "2", "--", "x.py"), "--nproc_per_node is torchrun's. Use --nproc."),
+        (("launch", "--image", "i", "--", "x.py", "--on", "slurm"), "--image is an option of --on kubernetes"),
+    ],
+)
+def test_an_error_is_explained_by_its_own_command(run_processes: Any, words: tuple[str, ...], says: str) -> None:
+    """torch.distributed.launch writes an argument before the user's; options after ``--`` are the program's."""
+    done = run_processes.paceline("--local-rank=0", *words, env={"LOCAL_RANK": "0"})
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "is not supported by --on slurm" not in done.stderr
 
 
 @pytest.mark.parametrize(

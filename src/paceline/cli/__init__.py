@@ -172,7 +172,7 @@ def _report(error: PacelineError | CycloptsError) -> int:
     if isinstance(error, PacelineError):
         print(f"paceline: {escape_controls(str(error), keep=_LINES)}", file=sys.stderr)
         return error.exit_code
-    command = " ".join(["paceline", *(error.command_chain or ())])
+    command = " ".join(["paceline", *_command(error)])
     print(f"paceline: {_explain(error)} See: {command} --help", file=sys.stderr)
     return ConfigError.exit_code
 
@@ -216,11 +216,12 @@ def _explain_unknown_option(error: UnknownOptionError) -> str:
     from paceline.launch.registry import own_flags, owners_of
 
     flag = error.token.keyword or error.token.value
-    if sys.argv[1:2] == ["launch"] and (equal := torchrun_equal(flag)):
+    if _command(error) == ["launch"] and (equal := torchrun_equal(flag)):
         return equal
     owners = owners_of(flag)
     with suppress(ConfigError, IndexError, ValueError):  # no --on, or not one of our launchers
-        on = sys.argv[sys.argv.index("--on") + 1]
+        words = _own_arguments(error.root_input_tokens or [])
+        on = words[words.index("--on") + 1]
         known = own_flags(on)
         if owners:
             return f"{flag} is not supported by --on {on}. {owners}--on {on} takes: {known}."
@@ -237,11 +238,17 @@ def _explain_missing(option: str, *, is_positional: bool) -> str:
     return f"{option} needs a value{names}."
 
 
-def _explain_unused(words: list[str]) -> str:
+def _command(error: CycloptsError) -> list[str]:
+    """Return the command whose arguments are wrong, such as ["launch"]."""
+    return list(error.command_chain or ())
+
+
+def _explain_unused(error: UnusedCliTokensError) -> str:
     import shlex
 
+    words = error.unused_tokens or []
     problem = f"unexpected argument: {' '.join(map(repr, words))}."
-    if sys.argv[1:2] == ["tune"] and "--resume" in sys.argv and len(words) == 1:
+    if _command(error) == ["tune"] and "--resume" in (error.root_input_tokens or []) and len(words) == 1:
         # The directory of the search has its task, so only one of the two is given.
         return f"{problem} To continue a search: paceline tune --resume {shlex.quote(words[0])}."
     return problem
@@ -252,7 +259,7 @@ def _explain(error: CycloptsError) -> str:
     from paceline.core.config import RunConfig, config_from_mapping
 
     if isinstance(error, UnusedCliTokensError):
-        return _explain_unused(error.unused_tokens or [])
+        return _explain_unused(error)
     if isinstance(error, UnknownOptionError):
         return _explain_unknown_option(error)
     if isinstance(error, MissingArgumentError) and error.argument is not None:
