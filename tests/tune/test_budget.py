@@ -49,6 +49,7 @@ def test_what_is_no_budget_is_refused(text: str, price: float | None, gpus: floa
 def test_the_estimate_counts_those_that_go_on() -> None:
     expected = estimate(
         evaluations=16,
+        start_s=3.0,
         seconds_per_evaluation=2.0,
         trials=16,
         rungs=(1, 4),
@@ -58,14 +59,16 @@ def test_the_estimate_counts_those_that_go_on() -> None:
     )
     # 16 trials to the first rung, 4 for three more, 1 for the twelve after that.
     evaluations = 16 * 1 + 4 * 3 + 1 * 12
-    assert expected.trial.seconds == 32
-    assert expected.search.seconds == max(evaluations * 2 / 4, 32)
-    assert expected.search.gpu_hours == pytest.approx(evaluations * 2 / 3600 * 0.5)
+    work_s = 16 * 3 + evaluations * 2
+    assert expected.trial.seconds == 3 + 32
+    assert expected.search.seconds == max(work_s / 4, 35)
+    assert expected.search.gpu_hours == pytest.approx(work_s / 3600 * 0.5)
 
 
 def test_the_estimate_of_a_search_that_continues_is_of_the_trials_that_are_left() -> None:
     whole = estimate(
         evaluations=4,
+        start_s=0.0,
         seconds_per_evaluation=10.0,
         trials=8,
         rungs=(),
@@ -85,6 +88,7 @@ def test_the_estimate_of_a_search_that_continues_is_of_the_trials_that_are_left(
 def test_a_budget_below_one_trial_is_refused(text: str) -> None:
     expected = estimate(
         evaluations=4,
+        start_s=0.0,
         seconds_per_evaluation=10.0,
         trials=4,
         rungs=(1,),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.tune.plan_search import probe
+from paceline.tune.plan_search import estimate_search, measure_search, probe
 from paceline.tune.search import Search
 
 SEARCH = Search(
@@ -41,6 +41,46 @@ def test_first_trials_that_fail_or_diverge_do_not_end_the_search() -> None:
     with pytest.raises(ConfigError, match="no configuration could be trained") as raised:
         probe(replace(SEARCH, trials=3))
     assert all(failure in str(raised.value) for failure in facts.failures)
+
+
+SLOW_START = """
+import time
+from dataclasses import dataclass
+import torch
+from torch.utils.data import TensorDataset
+import paceline
+
+@dataclass
+class SlowStart(paceline.Task):
+    lr: float = 0.1
+
+    def build_model(self):
+        time.sleep(0.5)
+        return torch.nn.Linear(3, 1)
+
+    def build_dataset(self, split):
+        x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, x.sum(dim=1, keepdim=True))
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=self.lr)
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+"""
+
+
+@pytest.mark.integration
+def test_a_trials_start_is_measured_and_estimated(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_START)
+    options = {"task": f"{tmp_path / 'slow.py'}:SlowStart", "threads": 1, "max_steps": 20, "eval_every": "10steps"}
+    search = replace(SEARCH, options=options, space=("lr=choice:0.01,0.02",), trials=2, scheduler="none")
+    measured, profile = measure_search(search, None)
+    assert profile.start_s >= 0.5
+    expected = estimate_search(measured, cpus=1)
+    assert expected is not None
+    assert expected.trial.seconds == pytest.approx(profile.start_s + 2 * profile.seconds_per_evaluation)
+    assert expected.search.seconds == pytest.approx(2 * expected.trial.seconds)
 
 
 @pytest.mark.integration

@@ -68,6 +68,7 @@ class TaskProfile:
         evaluations: of a trial; None if unknown.
         step_s: time of a step.
         evaluation_s: time of an evaluation.
+        start_s: from the fork of a trial's process to its first step: it reads the data and builds the model.
         seconds_per_evaluation: including the steps before it.
     """
 
@@ -81,6 +82,7 @@ class TaskProfile:
     evaluations: int | None
     step_s: float
     evaluation_s: float
+    start_s: float
     seconds_per_evaluation: float
 
 
@@ -136,7 +138,8 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
         for number in range(0, min(MAX_FAILED * search.repeats, search.planned), search.repeats):
             run = RunDirectory(directory.path / f"probe-{number}")
             parameters = search.parameters(number)
-            report, evaluated_at = _run_first_steps(server, search.run_options(number, parameters), run, directory)
+            options = search.run_options(number, parameters)
+            report, began_at, evaluated_at = _run_first_steps(server, options, run, directory)
             if report.state not in ("failed", "diverged", "waiting"):
                 break
             failures.append(describe_failure(parameters, report.state, report.message or "the task was stopped"))
@@ -151,6 +154,7 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
     steps = [r for r in read_json_lines(run.metrics) if r["kind"] == "train"]
     step_s = statistics.median(max(rank["step_ms"] for rank in r["ranks"]) for r in steps[1:] or steps) / 1000
     evaluation_s = max(0.0, evaluated_at - steps[-1]["time"])
+    start_s = max(0.0, steps[0]["time"] - max(rank["step_ms"] for rank in steps[0]["ranks"]) / 1000 - began_at)
     data = run.read_complete_manifest()["data"]
     config = run.read_complete_manifest()["config"]
     total = data.get("total_steps")
@@ -173,14 +177,15 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
         evaluations=evaluations,
         step_s=step_s,
         evaluation_s=evaluation_s,
+        start_s=start_s,
         seconds_per_evaluation=step_s * (spacing or 0) + evaluation_s,
     )
 
 
 def _run_first_steps(
     server: TrialServer, options: Mapping[str, Any], run: RunDirectory, directory: SearchDirectory
-) -> tuple[TrialReport, float]:
-    """Run a configuration to its first evaluation; return the report and its Unix time."""
+) -> tuple[TrialReport, float, float]:
+    """Run a configuration to its first evaluation; return the report, and the Unix times of its begin and its end."""
     from paceline.tune.trial import RunningTrial, TrialCommand, TrialReport
 
     # Without trackers and backups, which would keep a run that is deleted after it was measured.
@@ -194,12 +199,14 @@ def _run_first_steps(
     command = TrialCommand(options={**kept, **first}, iteration=0, step=0, stop_file=directory.stop)
     try:
         trial = RunningTrial(server, command)
+        began_at = time.time()
         try:
-            return trial.next(), time.time()
+            return trial.next(), began_at, time.time()
         finally:
             trial.end()
     except (ConfigError, LaunchError) as error:
-        return TrialReport(iteration=0, step=0, metrics={}, state="failed", message=str(error)), time.time()
+        failed = TrialReport(iteration=0, step=0, metrics={}, state="failed", message=str(error))
+        return failed, time.time(), time.time()
 
 
 def _steps_between(every: Interval, steps_per_epoch: int | None, total: int | None) -> int | None:
@@ -400,6 +407,7 @@ def measure_search(search: Search, metric: str | None) -> tuple[Search, TaskProf
         metric=metric,
         evaluations=profile.evaluations,
         total_steps=profile.total_steps,
+        start_s=profile.start_s,
         seconds_per_evaluation=profile.seconds_per_evaluation,
     ), profile
 
@@ -418,6 +426,7 @@ def estimate_search(search: Search, cpus: int) -> CostEstimate | None:
         return None
     expected = estimate(
         evaluations=search.evaluations,
+        start_s=search.start_s * search.generations,
         seconds_per_evaluation=search.seconds_per_evaluation,
         trials=search.whole_trials,
         rungs=search.rungs,

@@ -267,15 +267,17 @@ class SearchMonitor:
             f"trial {result.trial:05d}: iteration {result.iteration}, step {result.step}{shown}{state}{why}"
         )
 
-    def _update_estimate(self, seconds_per_evaluation: float) -> None:
-        """Estimate the costs by the first evaluation on this cluster, without the first import of torch."""
+    def _update_estimate(self, seconds: float) -> None:
+        """Estimate the costs by a trial's seconds to its first evaluation here, without the first import of torch."""
         self._estimated = True
         search = self._search
         if search.evaluations is None or search.seconds_per_evaluation is None:
             return
+        start_s = min(search.start_s, seconds)
         expected = estimate(
             evaluations=search.evaluations,
-            seconds_per_evaluation=seconds_per_evaluation,
+            start_s=start_s * search.generations,
+            seconds_per_evaluation=seconds - start_s,
             trials=search.whole_trials,
             rungs=search.rungs,
             reduction=search.reduction_factor,

@@ -147,6 +147,7 @@ class CostEstimate:
 def estimate(
     *,
     evaluations: int,
+    start_s: float,
     seconds_per_evaluation: float,
     trials: int,
     rungs: tuple[int, ...],
@@ -162,6 +163,7 @@ def estimate(
 
     Args:
         evaluations: of a whole trial.
+        start_s: of a trial, until its first step.
         seconds_per_evaluation: including the steps before it.
         trials: number of started trials.
         rungs: evaluations after which trials are compared.
@@ -169,7 +171,7 @@ def estimate(
         concurrent: number of concurrent trials.
         gpus_per_trial: held by each trial.
     """
-    trial_s = evaluations * seconds_per_evaluation
+    trial_s = start_s + evaluations * seconds_per_evaluation
     total, remaining, done = 0.0, float(trials), 0
     for rung in rungs:
         if rung >= evaluations:
@@ -177,7 +179,7 @@ def estimate(
         total += remaining * (rung - done)
         remaining, done = max(1.0, remaining / reduction), rung
     total += remaining * (evaluations - done)
-    work_s = total * seconds_per_evaluation
+    work_s = trials * start_s + total * seconds_per_evaluation
     clock_s = max(work_s / min(concurrent, trials), trial_s)
     return CostEstimate(
         trial=SearchCost(trial_s, 1, trial_s / 3600 * gpus_per_trial),
@@ -255,7 +257,8 @@ class Search:
         price_per_hour: dollars per hour of the nodes.
         evaluations: of a whole trial; None if unknown.
         total_steps: of a whole trial; None if unknown.
-        seconds_per_evaluation: including the steps before it, measured on this machine before the search.
+        start_s: of a trial, until its first step, measured on this machine before the search.
+        seconds_per_evaluation: including the steps before it, measured so too.
         workdir: directory of the task's file.
     """
 
@@ -279,6 +282,7 @@ class Search:
     price_per_hour: float | None = None
     evaluations: int | None = None
     total_steps: int | None = None
+    start_s: float = 0.0
     seconds_per_evaluation: float | None = None
     workdir: str = ""
 
