@@ -170,6 +170,8 @@ def test_placeholders_leave_other_braces_alone() -> None:
         "3",
         "{local_rank}",
     )
+    in_a_shell = ("for rank in 1 2; do echo ${rank} $local_rank ${master_addr}; done",)
+    assert expand_placeholders(in_a_shell, master_addr="a", rank=0, **place) == in_a_shell
     of_a_rank = ("{local_rank} {rank} {world_size}", "{{rank}}")
     assert expand_placeholders(of_a_rank, master_addr="a", keep_literals=True, **place) == of_a_rank
     assert expand_placeholders(of_a_rank, master_addr="a", local_rank=0, rank=2, world_size=4, **place) == (

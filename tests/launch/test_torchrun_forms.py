@@ -211,12 +211,12 @@ def test_scripts_that_take_their_rank(launch: Any, run_processes: Any) -> None:
     """Two agents, and one in whose store two ranks meet that set MASTER_PORT themselves."""
     unequal = ("--on", "torchrun", "--nodes", "2", "--nproc", "2,1", "--rdzv-backend", "static")
     unequal = (*unequal, "--rdzv-endpoint", f"127.0.0.1:{run_processes.free_port()}")
-    words = ("{rank}/{world_size}", "{local_rank}", "{{rank}}")
+    words = ("{rank}/{world_size}", "{local_rank}", "{{rank}}", "${rank}")
     agents = [launch(*unequal, "--node-rank", str(rank), "--", "plain.py", *words) for rank in (0, 1)]
     assert [line for agent in agents for line in printed(run_processes.finish(agent))] == [
-        "rank 0 of 3 sums to 6 0/3 0 {rank}",
-        "rank 1 of 3 sums to 6 1/3 1 {rank}",
-        "rank 2 of 3 sums to 6 2/3 0 {rank}",
+        "rank 0 of 3 sums to 6 0/3 0 {rank} ${rank}",
+        "rank 1 of 3 sums to 6 1/3 1 {rank} ${rank}",
+        "rank 2 of 3 sums to 6 2/3 0 {rank} ${rank}",
     ]
     own = launch("--on", "torchrun", "--nproc", "2", "--", "own_port.py", "{rank}", "{world_size}", "{master_port}")
     assert printed(run_processes.finish(own)) == ["rank 0 sums to 3", "rank 1 sums to 3"]

@@ -134,7 +134,8 @@ def parse_roles(text: str, world_size: int) -> tuple[str, ...]:
 
 
 _NAMES = "master_addr|master_port|node_rank|nnodes|local_rank|rank|world_size"
-_PLACEHOLDER = re.compile(rf"\{{\{{(?P<literal>{_NAMES})\}}\}}|\{{(?P<name>{_NAMES})\}}")
+# After a dollar sign it is a variable of the shell: sh -c 'rank=0; echo ${rank}'.
+_PLACEHOLDER = re.compile(rf"\{{\{{(?P<literal>{_NAMES})\}}\}}|(?<!\$)\{{(?P<name>{_NAMES})\}}")
 
 
 def has_placeholders(command: Sequence[str]) -> bool:
@@ -170,7 +171,8 @@ def expand_placeholders(
 ) -> tuple[str, ...]:
     """Return the command with the placeholders replaced: ``{master_addr}``, ``{local_rank}`` and so on.
 
-    Doubled braces, ``{{node_rank}}``, become single ones. Others stay as they are, so that JSON can be an argument.
+    Doubled braces, ``{{node_rank}}``, become single ones. Others stay as they are, so that JSON can be an argument, and
+    so do variables of the shell, ``${rank}``.
 
     Args:
         command: the words.
