@@ -9,6 +9,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,17 @@ from paceline.core import errors
 from paceline.core.errors import (
     RESTART_EXIT_CODE,
     CheckpointError,
+    ConfigError,
     DataError,
     HangError,
+    NonFiniteLossError,
     PacelineError,
     PeerLostError,
+    RunDirectoryError,
+    StopRequested,
     UserError,
 )
-from paceline.core.files import open_regular, parse_json, read_document, write_atomically
+from paceline.core.files import DISK_ERRORS, open_regular, parse_json, read_document, write_atomically
 from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.runs.directory import RunDirectory
 
@@ -133,6 +138,51 @@ def record_failure(
     return failure.exit_code
 
 
+def record_worker_failure(
+    directory: RunDirectory,
+    rank: int,
+    error: Exception,
+    *,
+    existed: bool,
+    tell_agent: Callable[[FailureRecord], None] | None = None,
+) -> int:
+    """Record the error that ends a worker, and an event if the run ends with it; return the exit code.
+
+    Args:
+        directory: the run's.
+        rank: the worker's; with an agent, its index on the node.
+        error: that ends it.
+        existed: whether the run existed before the worker began: a refused start leaves it as it was, such as finished.
+        tell_agent: called if the disk takes no record; None if no agent can recover the run.
+    """
+    code = record_failure(directory, rank, error, tell_agent)
+    if directory.exists() and _ends_run(error, existed=existed, recovers=tell_agent is not None):
+        process = {"rank": rank} if tell_agent is None else {"slot": rank}
+        with suppress(OSError):
+            directory.append_event("failed", **process, error=str(error).partition("\n")[0])
+    return code
+
+
+def _ends_run(error: Exception, *, existed: bool, recovers: bool) -> bool:
+    """Return whether a run has failed with this error of one worker."""
+    is_refusal = isinstance(error, ConfigError) or type(error) is RunDirectoryError
+    if isinstance(error, StopRequested | PeerLostError) or (is_refusal and existed):
+        return False
+    return not recovers or isinstance(error, UserError | NonFiniteLossError | CheckpointError)
+
+
+def explain_disk_error(error: Exception, directory: RunDirectory | None) -> Exception:
+    """Return the same error, or one with a remedy for a full disk."""
+    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+        return error
+    explained = RunDirectoryError(
+        f"cannot write {error.filename or (directory.path if directory else 'the run directory')}: "
+        f"{error.strerror}. What was saved before is untouched. Make room, then give the same command again."
+    )
+    explained.__cause__ = error
+    return explained
+
+
 def read_failure(path: Path) -> FailureRecord | None:
     """Read a recorded failure; None if it is missing or unreadable."""
     try:
@@ -170,6 +220,37 @@ def describe(failure: FailureRecord, directory: RunDirectory | None) -> str:
     if directory is not None and failure.rank >= 0:
         lines.append(f"  log: {directory.log_of(failure.rank)}")
     return "\n".join(lines)
+
+
+# --- The error report of a rank whose launcher makes none ---
+
+_SETTLE_S = 1.0
+
+
+def print_failure(error: Exception, rank: int, world_size: int, directory: RunDirectory | None) -> None:
+    """Print the error, unless this rank only lost a peer or rank 0 prints the same error."""
+    failure = failure_of(rank, error)
+    if isinstance(error, StopRequested):
+        if rank == 0:
+            print(f"paceline: {error}", file=sys.stderr)
+        return
+    if failure.victim and world_size > 1:
+        print(f"paceline: rank {rank} also ends: {error}", file=sys.stderr)
+        return
+    if isinstance(error, UserError) and rank != 0 and _rank_0_says_so(error, directory):
+        return
+    print(f"paceline: {describe(failure, directory)}", file=sys.stderr)
+
+
+def _rank_0_says_so(error: Exception, directory: RunDirectory | None) -> bool:
+    """Return whether rank 0 failed with the same message; a wrong option fails everywhere at about the same time."""
+    deadline = time.monotonic() + _SETTLE_S
+    while directory is not None and time.monotonic() < deadline:
+        told = read_failure(directory.error_of(0))
+        if told is not None:
+            return told.message == str(error)
+        time.sleep(0.05)
+    return False
 
 
 # --- The error report of a job: one message for all ranks. No torch ---

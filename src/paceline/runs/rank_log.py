@@ -51,6 +51,33 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 @contextmanager
+def open_rank_log(directory: RunDirectory, rank: int, world_size: int, *, quiet: bool) -> Iterator[None]:
+    """Log this process's output and show Paceline's own messages within the block; remove an earlier start's error.
+
+    Raises:
+        RunDirectoryError: the log cannot be written.
+    """
+    directory.error_of(rank).unlink(missing_ok=True)
+    with capture_rank_output(directory, rank, world_size), _show_messages(quiet):
+        yield
+
+
+@contextmanager
+def _show_messages(quiet: bool) -> Iterator[None]:
+    """Show Paceline's own log messages, on stderr as it is now; with ``quiet`` only its warnings."""
+    logger, handler = logging.getLogger("paceline"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("paceline: %(message)s"))
+    previous_level = logger.level
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(previous_level)
+
+
+@contextmanager
 def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> Iterator[None]:
     """Append this process's output to its log within the block.
 

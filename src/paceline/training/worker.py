@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.environment import Environment, default_threads, detect_environment
-from paceline.core.errors import (
-    CheckpointError,
-    ConfigError,
-    NonFiniteLossError,
-    PeerLostError,
-    RunDirectoryError,
-    RunInUseError,
-    StopRequested,
-    UserError,
-)
-from paceline.core.files import DISK_ERRORS
+from paceline.core.errors import RunInUseError
 from paceline.core.hash_seed import restart_with_hash_seed
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.options import parse_duration_s, parse_hang_timeout
 from paceline.core.owned_names import name_multiprocessing, remove_leftovers
 from paceline.core.signals import WORKER_STOP_SIGNALS, die_with_parent, dump_stacks_on_signal, handle_signals
 from paceline.runs.directory import RunDirectory
-from paceline.runs.failures import describe, exit_code_of, failure_of, read_failure, record_failure
+from paceline.runs.failures import exit_code_of, explain_disk_error, print_failure, record_worker_failure
 
 if TYPE_CHECKING:
     from paceline.core.task import Task
     from paceline.elastic.worker_channel import AgentClient
     from paceline.parallel.world import World
 
-_SETTLE_S = 1.0
 _runs = itertools.count()
 
 
@@ -92,13 +78,9 @@ def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[
     except Retired:
         return 0
     except Exception as raised:
-        error = _explained(raised, directory)
+        error = explain_disk_error(raised, directory)
         member.beat()  # the agent judges by the step at which it happened
-        is_failure = isinstance(error, UserError | NonFiniteLossError | CheckpointError)
-        if is_failure and directory.exists() and not (existed and _is_refusal(error)):
-            with suppress(OSError):
-                directory.append_event("failed", slot=local_index, error=str(error).partition("\n")[0])
-        return record_failure(directory, local_index, error, member.fail)
+        return record_worker_failure(directory, local_index, error, existed=existed, tell_agent=member.fail)
     finally:
         member.leave()
     return 0
@@ -107,7 +89,7 @@ def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[
 def _run_member(
     job: WorkerConfig, member: AgentClient, directory: RunDirectory, local_index: int, terminal: tuple[int, int]
 ) -> None:
-    from paceline.runs.rank_log import show_on
+    from paceline.runs.rank_log import open_rank_log, show_on
     from paceline.training.control import StopSignals
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import ElasticGroups, train
@@ -120,7 +102,7 @@ def _run_member(
     )
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals(launched=True))
-        _open_log(stack, directory, local_index, processes, quiet=job.quiet)
+        stack.enter_context(open_rank_log(directory, local_index, processes, quiet=job.quiet))
         shown = local_index == 0
 
         def show_at_rank_0() -> None:
@@ -143,33 +125,12 @@ def run_reported(
     try:
         return 0, run(job, environment, task)
     except Exception as raised:
-        error = _explained(raised, directory)
+        error = explain_disk_error(raised, directory)
         if directory is not None and directory.path.is_dir() and not isinstance(error, RunInUseError):
-            record_failure(directory, environment.rank, error)
-            is_failure = not isinstance(error, StopRequested | PeerLostError) and not (existed and _is_refusal(error))
-            if directory.exists() and is_failure:
-                with suppress(OSError):
-                    directory.append_event("failed", rank=environment.rank, error=str(error).partition("\n")[0])
+            record_worker_failure(directory, environment.rank, error, existed=existed)
         if not job.supervised:
-            _tell(error, environment, directory)
+            print_failure(error, environment.rank, environment.world_size, directory)
         return exit_code_of(error), None
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return whether a start was refused: a run that existed before stays as it was, such as finished."""
-    return isinstance(error, ConfigError) or type(error) is RunDirectoryError
-
-
-def _explained(error: Exception, directory: RunDirectory | None) -> Exception:
-    """Return the same error, or one with a remedy for a full disk."""
-    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
-        return error
-    explained = RunDirectoryError(
-        f"cannot write {error.filename or (directory.path if directory else 'the run directory')}: "
-        f"{error.strerror}. What was saved before is untouched. Make room, then give the same command again."
-    )
-    explained.__cause__ = error
-    return explained
 
 
 def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -> dict[str, Any]:
@@ -178,6 +139,7 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
     Raises:
         PacelineError: as :func:`paceline.training.session.train`.
     """
+    from paceline.runs.rank_log import open_rank_log
     from paceline.training.control import StopSignals
     from paceline.training.reproducibility import preserve_numerics
     from paceline.training.run_setup import RunRequest
@@ -192,7 +154,7 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
         signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
         stack.enter_context(preserve_numerics())
         world, directory = _open_group(job, environment, key, stack)
-        _open_log(stack, directory, world.rank, world.world_size, quiet=job.quiet)
+        stack.enter_context(open_rank_log(directory, world.rank, world.world_size, quiet=job.quiet))
         _watch_over(job, world, directory, stack)
         job = dataclasses.replace(job, config=dataclasses.replace(job.config, run_dir=str(directory.path)))
         request = RunRequest(job=job, task=task, default_threads=default_threads(environment))
@@ -240,15 +202,6 @@ def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: Ex
     return world, directory
 
 
-def _open_log(stack: ExitStack, directory: RunDirectory, rank: int, ranks: int, *, quiet: bool) -> None:
-    """Write what this process prints into its log, and show Paceline's own messages."""
-    from paceline.runs.rank_log import capture_rank_output
-
-    directory.error_of(rank).unlink(missing_ok=True)
-    stack.enter_context(capture_rank_output(directory, rank, ranks))
-    stack.enter_context(_messages_shown(quiet))
-
-
 def _watch_over(job: WorkerConfig, world: World, directory: RunDirectory, stack: ExitStack) -> None:
     """Watch for hangs while the stack is open; a hang ends the job."""
     from paceline.elastic.hang import Watchdog
@@ -280,47 +233,6 @@ def _next_generation(directory: RunDirectory) -> int:
     from paceline.data.ledger import generations
 
     return max(generations(directory.ledger), default=-1) + 1
-
-
-@contextmanager
-def _messages_shown(quiet: bool) -> Iterator[None]:
-    """Show Paceline's own log messages, on stderr as it is now; with ``quiet`` only its warnings."""
-    logger, handler = logging.getLogger("paceline"), logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("paceline: %(message)s"))
-    before = logger.level
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-
-
-def _tell(error: Exception, environment: Environment, directory: RunDirectory | None) -> None:
-    """Print the error, unless this rank only lost a peer or rank 0 prints the same error."""
-    failure = failure_of(environment.rank, error)
-    if isinstance(error, StopRequested):
-        if environment.rank == 0:
-            print(f"paceline: {error}", file=sys.stderr)
-        return
-    if failure.victim and environment.world_size > 1:
-        print(f"paceline: rank {environment.rank} also ends: {error}", file=sys.stderr)
-        return
-    if isinstance(error, UserError) and environment.rank != 0 and _rank_0_says_so(error, directory):
-        return
-    print(f"paceline: {describe(failure, directory)}", file=sys.stderr)
-
-
-def _rank_0_says_so(error: Exception, directory: RunDirectory | None) -> bool:
-    """Return whether rank 0 failed with the same message; a wrong option fails everywhere at about the same time."""
-    deadline = time.monotonic() + _SETTLE_S
-    while directory is not None and time.monotonic() < deadline:
-        told = read_failure(directory.error_of(0))
-        if told is not None:
-            return told.message == str(error)
-        time.sleep(0.05)
-    return False
 
 
 if __name__ == "__main__":
