@@ -13,6 +13,7 @@ import selectors
 import shutil
 import time
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -46,62 +47,77 @@ class Agent:
         assert spec.job_file is not None
         if shutil.which(forkserver.argv[0]) is None:
             raise LaunchError(f"{forkserver.argv[0]}: command not found or not executable.")
+        self._directory = spec.log_directory
         self._signals: list[int] = []  # not handled yet
         self._node: NodeWorkers | None = None
         self._controller: Controller | None = None
-        self._directory = directory = spec.log_directory
         self._control: ControlSocket | None = None
         self._retry_at = 0.0  # when to try again to take the leader's resources, by the monotonic clock
         self._has_reported_no_control = False  # whether the lack of a control socket was reported
         self._stack = ExitStack()
         try:
-            directory.create()
-            remove_leftovers()
-            self._selector = self._stack.enter_context(selectors.DefaultSelector())
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._stack.callback(os.close, self._wake)
-            self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-            discovery = None
-            if not spec.is_single_node:
-                from paceline.elastic.consensus.discovery import discover
-
-                discovery = discover(spec, directory)
-                self._stack.callback(discovery.listener.close)
-            # Not before, because the search for the shared secret can be interrupted by default handlers.
-            self._stack.enter_context(handle_signals(STOP_SIGNALS, self._on_signal))
-            is_first = discovery is None or discovery.is_first
-            self._lock = self._stack.enter_context(closing(RunLock(directory)))
-            if is_first:
-                self._lock.take()
-                self._refuse_second_run(discovery)
-                for stale_record in directory.logs.glob("rank-*.error.json"):
-                    stale_record.unlink(missing_ok=True)
-            node = self._node = NodeWorkers(
-                forkserver,
-                spec.job_file,
-                directory,
-                self._selector,
-                heartbeat_s=spec.heartbeat_s,
-                grace_s=spec.grace_s,
-                inherited=(self._lock.fileno(),),
-                interface="" if discovery is None else discovery.interface,
-            )
-            if discovery is None:
-                self._controller = SingleNodeController(spec, directory, node)
-            else:
-                from paceline.elastic.consensus.controller import AgentController
-
-                self._controller = AgentController(spec, directory, node, discovery, self._selector)
-            node.reports = self._controller
-            self._requests = ControlApi(spec, directory, self._controller, node)
-            self._controller.begin()
-            if is_first:
-                self._control = ControlSocket(directory, self._selector, self._requests)
+            self._begin(spec, spec.job_file, forkserver)
         except BaseException as error:
             self._end()
             if isinstance(error, OSError):
                 raise LaunchError(f"a process could not be started: {error}.") from error
             raise
+
+    def _begin(self, spec: LaunchSpec, job_file: Path, forkserver: Command) -> None:
+        """Find the other agents, take the run if this agent is the first one, and start the workers."""
+        directory = self._directory
+        directory.create()
+        remove_leftovers()
+        self._open_selector()
+        discovery = None if spec.is_single_node else self._discover(spec)
+        # Not before, because the search for the shared secret can be interrupted by default handlers.
+        self._stack.enter_context(handle_signals(STOP_SIGNALS, self._on_signal))
+        is_first = discovery is None or discovery.is_first
+        self._lock = self._stack.enter_context(closing(RunLock(directory)))
+        if is_first:
+            self._take_run(discovery)
+        node = self._node = NodeWorkers(
+            forkserver,
+            job_file,
+            directory,
+            self._selector,
+            heartbeat_s=spec.heartbeat_s,
+            grace_s=spec.grace_s,
+            inherited=(self._lock.fileno(),),
+            interface="" if discovery is None else discovery.interface,
+        )
+        controller = self._controller = self._build_controller(spec, node, discovery)
+        node.reports = controller
+        self._requests = ControlApi(spec, directory, controller, node)
+        controller.begin()
+        if is_first:
+            self._control = ControlSocket(directory, self._selector, self._requests)
+
+    def _open_selector(self) -> None:
+        """Open the loop's selector, and the descriptor by which signals and other threads wake it."""
+        self._selector = self._stack.enter_context(selectors.DefaultSelector())
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stack.callback(os.close, self._wake)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+
+    def _discover(self, spec: LaunchSpec) -> DiscoveryInfo:
+        """Listen for the agents of the other nodes, and determine the addresses to connect to."""
+        from paceline.elastic.consensus.discovery import discover
+
+        discovery = discover(spec, self._directory)
+        self._stack.callback(discovery.listener.close)
+        return discovery
+
+    def _take_run(self, discovery: DiscoveryInfo | None) -> None:
+        """Lock the run, and remove what an earlier job recorded of its failure.
+
+        Raises:
+            RunInUseError: another job, here or on other nodes, has the run.
+        """
+        self._lock.take()
+        self._refuse_second_run(discovery)
+        for stale_record in self._directory.logs.glob("rank-*.error.json"):
+            stale_record.unlink(missing_ok=True)
 
     def _refuse_second_run(self, discovery: DiscoveryInfo | None) -> None:
         """Leave the run to agents on other nodes: they take its lock some time after their leader has died.
@@ -116,6 +132,14 @@ class Agent:
         own = None if discovery is None else (discovery.listener.host, discovery.listener.port)
         if active_agents(self._directory, own):
             raise self._directory.in_use()
+
+    def _build_controller(self, spec: LaunchSpec, node: NodeWorkers, discovery: DiscoveryInfo | None) -> Controller:
+        """Return what decides for the workers: alone on one node, by consensus on several."""
+        if discovery is None:
+            return SingleNodeController(spec, self._directory, node)
+        from paceline.elastic.consensus.controller import AgentController
+
+        return AgentController(spec, self._directory, node, discovery, self._selector)
 
     @property
     def pids(self) -> tuple[int, ...]:
