@@ -20,12 +20,12 @@ from paceline.core.errors import ConfigError
 from paceline.core.job import WorkerConfig
 from paceline.insight.verify.reference import simulated_compression, simulated_model
 from paceline.runs.directory import RunDirectory
-from paceline.training.control import StopSignals
 from paceline.training.local_sgd import tensors_to_average
 from paceline.training.reproducibility import preserve_numerics
 from paceline.training.run_setup import RunRequest, setup_run
 from paceline.training.schedule import SyncSchedule
 from paceline.training.state import TrainProgress
+from paceline.training.stop_signals import StopSignals
 
 HERE = Path(__file__).parent
 APART: dict[str, dict[str, Any]] = {

@@ -25,12 +25,13 @@ from paceline.core.option_sets import resume_config
 from paceline.core.task import Defaults, Loss, Task
 from paceline.data.loader import EvalBatches
 from paceline.parallel.world import ParallelDims, World
-from paceline.training.control import ROW_LENGTH, ControlFlags, StopSignals, exit_code, merge, statuses
+from paceline.training.control import ROW_LENGTH, ControlFlags, exit_code, merge, statuses
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.reproducibility import seed_microbatch
 from paceline.training.resolve import check_world, resolve_config, set_up_data
 from paceline.training.schedule import ModelSelector
 from paceline.training.state import TrainingState, TrainProgress, build_task_model
+from paceline.training.stop_signals import StopSignals
 
 
 @dataclass

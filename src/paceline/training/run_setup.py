@@ -33,7 +33,6 @@ from paceline.data.balanced_order import require_same_lengths, save_lengths
 from paceline.parallel.planning.auto_strategy import choose_strategy
 from paceline.runs.directory import RunDirectory
 from paceline.runs.trackers import require
-from paceline.training.control import StopSignals
 from paceline.training.fine_tuning import PretrainedWeights, save_pretrained_copy
 from paceline.training.reproducibility import configure_numerics, numerics_fingerprint
 from paceline.training.resolve import (
@@ -44,6 +43,7 @@ from paceline.training.resolve import (
 )
 from paceline.training.run_context import RunContext
 from paceline.training.schedule import Deadline
+from paceline.training.stop_signals import StopSignals
 
 
 @dataclass(frozen=True, kw_only=True)

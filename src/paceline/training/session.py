@@ -25,12 +25,13 @@ from paceline.runs.checkpointer import Checkpointer
 from paceline.runs.directory import RunDirectory
 from paceline.training import run_setup
 from paceline.training.checkpoint_manager import ledger_has_gap, newest_checkpoint, retry
-from paceline.training.control import StopSignals, exit_code
+from paceline.training.control import exit_code
 from paceline.training.finalize import conclude
 from paceline.training.fine_tuning import read_pretrained
 from paceline.training.group_context import Engine
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
+from paceline.training.stop_signals import StopSignals
 from paceline.training.trainer import SyncEngine, Trainer
 
 _log = logging.getLogger(__name__)

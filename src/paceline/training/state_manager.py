@@ -19,11 +19,11 @@ from paceline.parallel.strategy import ParameterLayout, Replicated
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import checkpoint_activations
 from paceline.training.checkpoint_manager import RECENT_STEPS
+from paceline.training.example_batch import ExampleBatch
 from paceline.training.fine_tuning import initialise, merge_adapters
 from paceline.training.reproducibility import seed_model
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState, build_task_model
-from paceline.training.step import ExampleBatch
 
 
 class StateManager:

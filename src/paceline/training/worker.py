@@ -90,9 +90,9 @@ def _run_member(
     job: WorkerConfig, member: AgentClient, directory: RunDirectory, local_index: int, terminal: tuple[int, int]
 ) -> None:
     from paceline.runs.rank_log import open_rank_log, show_on
-    from paceline.training.control import StopSignals
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import ElasticGroups, train
+    from paceline.training.stop_signals import StopSignals
 
     processes, world_size = job.config.nproc, job.world_size
     assert isinstance(processes, int), "an agent counts the processes"
@@ -140,10 +140,10 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
         PacelineError: as :func:`paceline.training.session.train`.
     """
     from paceline.runs.rank_log import open_rank_log
-    from paceline.training.control import StopSignals
     from paceline.training.reproducibility import preserve_numerics
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import FixedGroup, train
+    from paceline.training.stop_signals import StopSignals
 
     # A script may train several runs; after a restart it repeats them in the same order.
     key = f"paceline/run/{next(_runs)}"

@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import children
 
 from paceline.core.access import create_token
-from paceline.training.control import StopSignals
+from paceline.training.stop_signals import StopSignals
 
 LAUNCHED = {
     "inprocess": ("--nproc", "1"),

@@ -50,10 +50,10 @@ from paceline.parallel.planning.auto_strategy import memory_per_process
 from paceline.parallel.sharded_state import gather_full
 from paceline.runs.checkpoint_state import bytes_of, model_sha256
 from paceline.runs.failures import read_failure, record_failure
-from paceline.training.control import StopSignals
 from paceline.training.reproducibility import configure_numerics, preserve_numerics
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
+from paceline.training.stop_signals import StopSignals
 from paceline.training.worker import run
 
 # --- The task in float64, with which all other runs are compared ---
