@@ -25,13 +25,14 @@ from paceline.core.option_sets import resume_config
 from paceline.core.task import Defaults, Loss, Task
 from paceline.data.loader import EvalBatches
 from paceline.parallel.world import ParallelDims, World
-from paceline.training.control import ROW_LENGTH, ControlFlags, exit_code, merge, statuses
+from paceline.training.control import ROW_LENGTH, ControlFlags, StopCause, merge, statuses
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.reproducibility import seed_microbatch
 from paceline.training.resolve import check_world, resolve_config, set_up_data
 from paceline.training.schedule import ModelSelector
-from paceline.training.state import TrainingState, TrainProgress, build_task_model
+from paceline.training.state import TrainingState, TrainProgress
 from paceline.training.stop_signals import StopSignals
+from paceline.training.task_parts import build_task_model
 
 
 @dataclass
@@ -226,11 +227,11 @@ def test_early_stopping_counts_evaluations_without_a_better_one(
 def test_what_one_rank_says_all_obey() -> None:
     rows = [
         ControlFlags().row(),
-        ControlFlags(stop=15, has_next_batch=False).row(),
+        ControlFlags(stop=StopCause.SIGTERM, has_next_batch=False).row(),
         ControlFlags(save=True, has_next_batch=False).row([1.0] * 4),
     ]
     assert {len(row) for row in rows} == {ROW_LENGTH}
-    assert merge(rows) == ControlFlags(stop=15, save=True, has_next_batch=True)
+    assert merge(rows) == ControlFlags(stop=StopCause.SIGTERM, save=True, has_next_batch=True)
     assert merge(rows[1:]).has_next_batch is False
     assert statuses(rows)[2] == [1.0] * 4
 
@@ -238,11 +239,11 @@ def test_what_one_rank_says_all_obey() -> None:
 def test_a_signal_sets_a_flag_and_the_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
-        assert signals.received == 0
+        assert signals.received is StopCause.NONE
         os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.received == signal.SIGTERM
+        assert signals.received is StopCause.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
-    assert (exit_code(signal.SIGTERM), exit_code(signal.SIGINT)) == (75, 130)
+    assert (StopCause.SIGTERM.exit_code, StopCause.SIGINT.exit_code) == (75, 130)
 
 
 # --- losses, metrics and randomness
@@ -284,7 +285,7 @@ MESH = ParallelDims(WORLD, {"dp": 1})
 def evaluated(task: Task, number: int = 5) -> dict[str, float]:
     batches = EvalBatches(points(number), 4, seed=0, device=WORLD.device, workers=0, collate=task.collate)
     evaluator = Evaluator(task, WORLD.device, batches, seed=0, autocast=nullcontext)
-    return evaluator.run(MESH, nn.Linear(1, 1), lambda: 0)
+    return evaluator.run(MESH, nn.Linear(1, 1), lambda: StopCause.NONE)
 
 
 @pytest.mark.parametrize(

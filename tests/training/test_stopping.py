@@ -18,7 +18,7 @@ from paceline.core.signals import StopRequests, forwarded_signal
 from paceline.data.loader import EvalBatches
 from paceline.parallel.world import ParallelDims, World
 from paceline.training import evaluation
-from paceline.training.control import WALLTIME, ControlFlags, cause, exit_code, merge
+from paceline.training.control import ControlFlags, StopCause, merge
 from paceline.training.evaluation import EvaluationStopped, Evaluator
 from paceline.training.finalize import starts
 from paceline.training.reproducibility import configure_numerics, preserve_numerics
@@ -78,9 +78,10 @@ def test_a_launcher_passes_on_what_workers_know() -> None:
 
 
 def test_causes_and_exit_codes() -> None:
-    assert [cause(stop) for stop in (INT, TERM, USR1, WALLTIME)] == [*("SIGINT", "SIGTERM", "SIGUSR1", "walltime")]
-    assert [exit_code(stop) for stop in (INT, TERM, USR1, WALLTIME)] == [130, 75, 75, 75]
-    assert merge([ControlFlags().row(), ControlFlags(stop=WALLTIME).row()]).stop == WALLTIME
+    causes = (StopCause(INT), StopCause(TERM), StopCause(USR1), StopCause.WALLTIME)
+    assert [stop.description for stop in causes] == ["SIGINT", "SIGTERM", "SIGUSR1", "walltime"]
+    assert [stop.exit_code for stop in causes] == [130, 75, 75, 75]
+    assert merge([ControlFlags().row(), ControlFlags(stop=StopCause.WALLTIME).row()]).stop is StopCause.WALLTIME
 
 
 def test_the_walltime_begins_with_the_launcher(clock: Clock) -> None:
@@ -178,20 +179,20 @@ def test_an_evaluation_is_left_between_two_batches(monkeypatch: pytest.MonkeyPat
     data = TensorDataset(torch.zeros(40, 1, 28, 28), torch.zeros(40, dtype=torch.int64))
     batches = EvalBatches(data, 4, seed=0, device=WORLD.device, workers=0, collate=task.collate)
     evaluator = Evaluator(task, WORLD.device, batches, seed=0, autocast=nullcontext)
-    answers = [0, 0, 0, int(TERM), 0]
-    asked: list[int] = []
+    answers = [*[StopCause.NONE] * 3, StopCause.SIGTERM, StopCause.NONE]
+    asked: list[StopCause] = []
 
-    def stop() -> int:
+    def stop() -> StopCause:
         asked.append(answers[len(asked)])
         return asked[-1]
 
     model.train()
     with pytest.raises(EvaluationStopped) as stopped:
         evaluator.run(MESH, model, stop)
-    assert stopped.value.stop == TERM
-    assert asked == [0, 0, 0, TERM]
+    assert stopped.value.stop is StopCause.SIGTERM
+    assert asked == answers[:4]
     assert model.training
-    assert evaluator.run(MESH, model, lambda: 0)["loss"] > 0
+    assert evaluator.run(MESH, model, lambda: StopCause.NONE)["loss"] > 0
 
 
 def test_what_training_sets_for_the_whole_process_is_put_back() -> None:

@@ -16,6 +16,7 @@ from paceline.parallel.grad_buffers import FlatLayout, MicrobatchBuffers
 from paceline.parallel.gradient_fingerprint import ScratchGradient
 from paceline.parallel.reduction_tree import Accumulate, ReductionPlan
 from paceline.parallel.sharded_state import distributed_part, local_shard
+from paceline.parallel.step_header import MicrobatchSums, StepHeader
 from paceline.parallel.transports import (
     Bucket,
     GradBuffer,
@@ -27,98 +28,6 @@ from paceline.parallel.transports import (
     supported,
 )
 from paceline.parallel.world import World
-
-# --- The header of a rank in a step: its first bad micro-batch, its row, and its nodes' sums ---
-
-
-_NODE_FIELDS = 4  # samples, weight, loss sum, checksum
-_NO_MICROBATCH = -1.0
-
-
-@dataclass(frozen=True)
-class MicrobatchSums:
-    """One micro-batch's sums; the loss stays on its device until the step's end, to synchronise only once."""
-
-    microbatch: int
-    samples: int
-    weight: torch.Tensor | float
-    loss_sum: torch.Tensor
-    checksum: int
-
-
-class StepHeader:
-    """A rank's header: equally many float64 values on every rank.
-
-    Args:
-        plan: the work split and the tree.
-        row_length: number of values in a rank's row.
-
-    Attributes:
-        length: number of values in a header.
-    """
-
-    def __init__(self, plan: ReductionPlan, rank: int, row_length: int) -> None:
-        self._plan, self._rank = plan, rank
-        self._row_length = row_length
-        self.length = 1 + row_length + _NODE_FIELDS * max(len(nodes) for nodes in plan.subtrees)
-
-    def pack(self, row: Sequence[float], microbatches_sums: Sequence[MicrobatchSums]) -> list[float]:
-        """Return the header of this rank, which has computed these micro-batches, in order."""
-        assert len(row) == self._row_length
-        nodes = self._plan.subtrees[self._rank]
-        microbatches = [sums.microbatch for sums in microbatches_sums]
-        weights = _to_host([sums.weight for sums in microbatches_sums])
-        losses = _to_host([sums.loss_sum for sums in microbatches_sums])
-        bad_microbatch = _NO_MICROBATCH
-        node_sums = [[0.0] * _NODE_FIELDS for _ in range(self._plan.num_grad_buffers[self._rank])]
-        # The same additions in the same order as for the gradients, in float64.
-        for step, sums, weight, loss in zip(
-            self._plan.accumulation(self._rank, microbatches), microbatches_sums, weights, losses, strict=True
-        ):
-            values = [sums.samples, weight, loss, sums.checksum]
-            node_sums[step.slot] = values if step.fresh else add_fields(node_sums[step.slot], values)
-            for into, other in step.merges:
-                node_sums[into] = add_fields(node_sums[into], node_sums[other])
-            if bad_microbatch == _NO_MICROBATCH and not (math.isfinite(loss) and math.isfinite(weight)):
-                bad_microbatch = sums.microbatch
-        header = [bad_microbatch, *row]
-        for node, fields in zip(nodes, node_sums, strict=False):
-            has_microbatch = any(node.start <= microbatch < node.stop for microbatch in microbatches)
-            header += fields if has_microbatch else [0.0] * _NODE_FIELDS
-        return header + [0.0] * (self.length - len(header))
-
-    def rows(self, headers: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-        return [header[1 : 1 + self._row_length] for header in headers]
-
-    def node_sums(self, headers: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return samples, weight, loss and checksum of each node, in the order of the plan."""
-        first = 1 + self._row_length
-        return [
-            list(headers[rank][first + _NODE_FIELDS * i :][:_NODE_FIELDS])
-            for rank, nodes in enumerate(self._plan.subtrees)
-            for i in range(len(nodes))
-        ]
-
-    def bad_microbatch(self, headers: Sequence[Sequence[float]]) -> int | None:
-        """Return the lowest micro-batch whose loss was NaN or infinite."""
-        return min((int(header[0]) for header in headers if header[0] != _NO_MICROBATCH), default=None)
-
-
-def add_fields(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    """Add two nodes' sums."""
-    return [a + b for a, b in zip(left, right, strict=True)]
-
-
-def _to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Return the numbers in zero-dimensional tensors, with one GPU synchronisation in total."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(tensors) == len(values) and any(tensor.is_cuda for tensor in tensors):
-        return [float(number) for number in torch.stack(tensors).tolist()]
-    return [float(value) for value in values]
-
-
-# --- The reducer: gradients, buffers, losses and control flags of a step, summed over all micro-batches ---
-
 
 _log = logging.getLogger(__name__)
 _STEP_TIMEOUT_S = 1800.0
@@ -381,7 +290,7 @@ class GradientReducer:
             self._check(rows)
             self._activity.begin_collective("all-reduce")
         sums = self._header.node_sums(headers)
-        present = tuple(fields[0] > 0 for fields in sums)
+        present = tuple(node.samples > 0 for node in sums)
         if not any(present):
             raise DataError(
                 "the training stream has no sample for this step, on any rank. "
@@ -391,7 +300,7 @@ class GradientReducer:
         self._transport.reduce(combine)
         self._activity.end_collective()
         for into, other in combine.additions:
-            sums[into] = add_fields(sums[into], sums[other])
+            sums[into] = sums[into].plus(sums[other])
         samples, weight, loss_sum, checksum = sums[combine.root]
         if self._grad_buffer != 0:
             self._point_gradients_at(0)

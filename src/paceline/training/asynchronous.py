@@ -19,7 +19,7 @@ from paceline.core.errors import ConfigError, TaskError
 from paceline.core.options import Interval, parse_interval
 from paceline.data.stream import StreamLoader
 from paceline.parallel.reducer import StepSums
-from paceline.training.control import ControlFlags
+from paceline.training.control import ControlFlags, StopCause
 from paceline.training.group_context import GroupContext
 from paceline.training.resolve import DataSetup
 from paceline.training.run_context import RunContext
@@ -144,7 +144,7 @@ def gather_requests(group: GroupContext) -> ControlFlags:
     """Return any rank's stop request, and whether a save is due by the clock; all ranks call this together."""
     mine = [group.stop_reason(), group.checkpoint_manager.is_due_by_clock()]
     told = group.world.all_gather_object(mine)
-    return ControlFlags(stop=max(stop for stop, _ in told), save=any(save for _, save in told))
+    return ControlFlags(stop=StopCause(max(stop for stop, _ in told)), save=any(save for _, save in told))
 
 
 def require_no_callback(run: RunContext, states: StateManager) -> None:

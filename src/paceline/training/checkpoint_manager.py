@@ -1,8 +1,7 @@
-"""When checkpoints are saved, and from which one a run continues."""
+"""When checkpoints are saved, and what must be on disk before they count."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
@@ -19,100 +18,16 @@ from paceline.data.ledger import LedgerEntry, LedgerWriter, last_recorded_versio
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import equal_work_split
 from paceline.parallel.world import World
-from paceline.runs.checkpoint_manifest import CheckpointInfo, differences, require_same_run
+from paceline.runs.backup import Backup
+from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_store import holds_version, newest_verified
-from paceline.runs.checkpointer import Backup, Checkpointer, load, restore
+from paceline.runs.checkpointer import Checkpointer
 from paceline.training.reproducibility import numerics_fingerprint
 from paceline.training.run_context import RunContext
 from paceline.training.schedule import is_due
 from paceline.training.state import TrainProgress
 
-# --- Which checkpoint all ranks continue from ---
-
-
 _log = logging.getLogger(__name__)
-
-
-def newest_checkpoint(run: RunContext, world: World, run_id: str) -> dict[str, Any] | None:
-    """Return the state of the newest checkpoint that verifies on every rank, or None.
-
-    Raises:
-        CheckpointError: there are some, and none can be used: nothing is lost without being asked for.
-    """
-    directory = run.directory
-    failed: list[str] = []
-    passed_over = 0
-    may_restore = True
-    while True:
-        choice: dict[str, Any] = {"path": None, "skipped": []}
-        if world.rank == 0:
-            found = newest_verified(directory.checkpoints, excluding=failed)
-            path, skipped = found.path, list(found.skipped)
-            if path is None and may_restore:
-                may_restore = False
-                path, reasons = _restored(run)
-                skipped += reasons
-            choice = {"path": path and path.name, "skipped": skipped}
-        choice = world.broadcast_object(choice)
-        if world.rank == 0:
-            for reason in choice["skipped"]:
-                _log.warning("passed over a checkpoint: %s", reason)
-                directory.append_event("fallback", reason=reason)
-        passed_over += len(choice["skipped"])
-        if choice["path"] is None:
-            if passed_over:
-                raise CheckpointError(
-                    f"no checkpoint in {directory.checkpoints} can be used, for the reasons above. Restore "
-                    "one from a copy, or remove that folder to train from the start."
-                )
-            return None
-        path = directory.checkpoints / choice["path"]
-        try:
-            checkpoint, problem = load(path), ""
-        except CheckpointError as error:
-            checkpoint, problem = None, str(error)
-        problems = [p for p in world.all_gather_object(problem) if p]
-        if checkpoint is not None and not problems:
-            _compare(run, world, run_id, path, checkpoint.manifest.info)
-            if passed_over and world.rank == 0:
-                _log.warning("continuing from %s instead, after step %d", path.name, checkpoint.manifest.info.step)
-            return checkpoint.state
-        _log.warning("passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0])
-        if world.rank == 0:
-            directory.append_event("fallback", reason=problems[0])
-        failed.append(path.name)
-        passed_over += 1
-
-
-def _restored(run: RunContext) -> tuple[Path | None, list[str]]:
-    """Copy a backup back into the run; return it, or None if no backup verifies, and the reasons."""
-    if not run.directory.exists() or run.backup is None:
-        return None, []
-    path, reasons = restore(run.backup, run.directory.checkpoints)
-    if path is not None:
-        _log.warning("no checkpoint of the run's own can be used: %s comes back from %s", path.name, run.backup)
-    return path, list(reasons)
-
-
-def _compare(run: RunContext, world: World, run_id: str, path: Path, recorded: CheckpointInfo) -> None:
-    """Refuse a foreign checkpoint; say where equal bits are no longer promised."""
-    # The same task has another name if its file was moved.
-    now = dataclasses.replace(
-        recorded,
-        run=run_id,
-        microbatches=run.num_microbatches,
-        pins=numerics_fingerprint(run.config, run.device),
-    )
-    require_same_run(path, recorded, now)
-    changed = differences(recorded.pins, now.pins)
-    if changed and world.rank == 0:
-        _log.warning(
-            "this process differs from the one that wrote %s, so the model will be equal within rounding, "
-            "not bit for bit: %s",
-            path.name,
-            "; ".join(changed),
-        )
-
 
 # --- Each process's checkpointer and backup, for all groups of the process ---
 
@@ -179,11 +94,6 @@ def retry(write: Callable[[], None]) -> None:
             _log.warning("%s Trying again in %g s.", error, delay_s)
             time.sleep(delay_s)
     return write()
-
-
-def ledger_has_gap(directory: Path, recent: deque[LedgerEntry]) -> bool:
-    """Return whether steps may be unrecorded: the ledger on disk ends before the entries in ``recent``."""
-    return len(recent) == recent.maxlen and (last_recorded_version(directory) or 0) < recent[0].version
 
 
 class _SupersededError(CheckpointError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from enum import IntEnum
 
 from paceline.core.errors import RESTART_EXIT_CODE
 from paceline.parallel.load_balancing import SPEED_WIDTH
@@ -17,16 +18,31 @@ from paceline.runs.metrics import STATUS_WIDTH
 # the same rows, and obey alike.
 
 
-WALLTIME = 1000
-"""The stop cause of ``--walltime``, above all numbers of signals."""
+class StopCause(IntEnum):
+    """Why the ranks stop: a signal, by its number, or one of Paceline's own reasons, above all numbers of signals.
 
-TRIAL_SCHEDULER = 1001
-"""The stop cause of a trial scheduler that ends this trial; see :mod:`paceline.training.trial_scheduler`."""
+    If ranks have different causes, the highest counts.
 
-_CAUSES = {WALLTIME: "walltime", TRIAL_SCHEDULER: "the search"}
+    Attributes:
+        description: for events and messages.
+        exit_code: of the stopped run: 130 after Ctrl-C, else 75, "run me again".
+    """
 
-_NO_STATUS = [0.0] * STATUS_WIDTH
-_NO_SPEED = [0.0] * SPEED_WIDTH
+    NONE = 0
+    SIGINT = signal.SIGINT
+    SIGUSR1 = signal.SIGUSR1
+    SIGTERM = signal.SIGTERM
+    WALLTIME = 1000
+    TRIAL_SCHEDULER = 1001
+    """A trial scheduler ends this trial; see :mod:`paceline.training.trial_scheduler`."""
+
+    @property
+    def description(self) -> str:
+        return {StopCause.WALLTIME: "walltime", StopCause.TRIAL_SCHEDULER: "the search"}.get(self, self.name)
+
+    @property
+    def exit_code(self) -> int:
+        return 130 if self is StopCause.SIGINT else RESTART_EXIT_CODE
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,7 @@ class ControlFlags:
     """The control flags of one rank, or the merged ones of all.
 
     Attributes:
-        stop: the number of the signal that asks for a stop, or ``WALLTIME``; 0 for none.
+        stop: the cause of a stop request.
         save: a save is due by the clock.
         has_next_batch: there is another step's data in this epoch (streams; else always true).
         reform: the ranks shall leave their group after this step, for another one.
@@ -45,7 +61,7 @@ class ControlFlags:
             ranks have different ones.
     """
 
-    stop: int = 0
+    stop: StopCause = StopCause.NONE
     save: bool = False
     has_next_batch: bool = True
     reform: bool = False
@@ -58,13 +74,15 @@ class ControlFlags:
         """Return the rank's row, with its status if a record is due, and its speed if it has a measurement."""
         return [
             *map(float, vars(self).values()),
-            *(_NO_STATUS if status is None else status),
-            *(_NO_SPEED if speed is None else speed),
+            *([0.0] * STATUS_WIDTH if status is None else status),
+            *([0.0] * SPEED_WIDTH if speed is None else speed),
         ]
 
 
-_CONTROL_WIDTH = len(fields(ControlFlags))
-ROW_LENGTH = _CONTROL_WIDTH + STATUS_WIDTH + SPEED_WIDTH
+_NAMES = [field.name for field in fields(ControlFlags)]
+_STATUS = slice(len(_NAMES), len(_NAMES) + STATUS_WIDTH)
+_SPEED = slice(_STATUS.stop, _STATUS.stop + SPEED_WIDTH)
+ROW_LENGTH: int = _SPEED.stop
 """Numbers in a rank's row: the control flags, then its status and its speed."""
 
 
@@ -72,36 +90,26 @@ def merge(rows: Sequence[Sequence[float]]) -> ControlFlags:
     """Merge the control flags that all ranks obey; without any row, no flag is set."""
     if not rows:
         return ControlFlags()
-    *columns, samples = zip(*(map(int, row[:_CONTROL_WIDTH]) for row in rows), strict=True)
-    stop, save, has_next_batch, reform, computed, recomputed, impure = map(max, columns)
-    known = {fingerprint for fingerprint in samples if fingerprint}
+    flags = [dict(zip(_NAMES, map(int, row), strict=False)) for row in rows]
+    highest = {name: max(of_rank[name] for of_rank in flags) for name in _NAMES}
+    fingerprints = {of_rank["samples_fingerprint"] for of_rank in flags} - {0}
     return ControlFlags(
-        stop=stop,
-        save=bool(save),
-        has_next_batch=bool(has_next_batch),
-        reform=bool(reform),
-        computed=computed,
-        recomputed=recomputed,
-        impure=bool(impure),
-        samples_fingerprint=-1 if len(known) > 1 else max(known, default=0),
+        stop=StopCause(highest["stop"]),
+        save=bool(highest["save"]),
+        has_next_batch=bool(highest["has_next_batch"]),
+        reform=bool(highest["reform"]),
+        computed=highest["computed"],
+        recomputed=highest["recomputed"],
+        impure=bool(highest["impure"]),
+        samples_fingerprint=-1 if len(fingerprints) > 1 else max(fingerprints, default=0),
     )
 
 
 def statuses(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
     """Return each rank's status."""
-    return [row[_CONTROL_WIDTH:-SPEED_WIDTH] for row in rows]
+    return [row[_STATUS] for row in rows]
 
 
 def speeds(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
     """Return each rank's speed."""
-    return [row[-SPEED_WIDTH:] for row in rows]
-
-
-def exit_code(stop: int) -> int:
-    """Return the exit code of a stopped run: 130 after Ctrl-C, else 75, "run me again"."""
-    return 130 if stop == signal.SIGINT else RESTART_EXIT_CODE
-
-
-def cause(stop: int) -> str:
-    """Return the cause of a stop request: "walltime", "the search", or the signal's name."""
-    return _CAUSES.get(stop) or signal.Signals(stop).name
+    return [row[_SPEED] for row in rows]

@@ -23,6 +23,7 @@ from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
 from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 from paceline.runs.monitor import Monitor
+from paceline.training.control import StopCause
 from paceline.training.reproducibility import seed_evaluation
 from paceline.training.schedule import Deadline, ModelSelector
 from paceline.training.state import TrainingState
@@ -211,10 +212,10 @@ class EvaluationStopped(Exception):
     """The ranks left an evaluation together, before its end, because of a stop request.
 
     Attributes:
-        stop: the cause, as in the control flags.
+        stop: the cause.
     """
 
-    def __init__(self, stop: int) -> None:
+    def __init__(self, stop: StopCause) -> None:
         super().__init__(stop)
         self.stop = stop
 
@@ -261,7 +262,7 @@ class Evaluator:
         self,
         mesh: ParallelDims,
         module: nn.Module,
-        stop: Callable[[], int],
+        stop: Callable[[], StopCause],
         *,
         is_collective: bool = False,
         observe: Observe | None = None,
@@ -271,7 +272,7 @@ class Evaluator:
         Args:
             mesh: the ranks.
             module: the evaluated module.
-            stop: called after each batch; if it returns anything but 0 on any rank, all of them stop.
+            stop: called after each batch; if it returns a cause on any rank, all of them stop.
             is_collective: whether all ranks must call the model together: a rank without a batch then repeats its last
                 one and discards the result.
             observe: receives each of this rank's batches, in the run's precision.
@@ -299,7 +300,7 @@ class Evaluator:
                 round_s = (time.perf_counter() - began) / number
                 seen = world.all_gather_object([stop(), max(1, int(_GLANCE_S / round_s))])
                 glance_at += seen[0][1]
-                asked = max(of_rank[0] for of_rank in seen)
+                asked = StopCause(max(of_rank[0] for of_rank in seen))
                 if asked:
                     module.train(was_training)
                     raise EvaluationStopped(asked)
@@ -413,7 +414,7 @@ class Validation:
         mesh: ParallelDims,
         state: TrainingState,
         monitor: Monitor,
-        stop: Callable[[], int],
+        stop: Callable[[], StopCause],
         *,
         is_collective: bool = False,
     ) -> dict[str, float]:
@@ -423,7 +424,7 @@ class Validation:
             mesh: all its ranks evaluate together.
             state: its model is evaluated.
             monitor: shows the status.
-            stop: returns the cause of a stop request, as in the control flags.
+            stop: returns the cause of a stop request.
             is_collective: whether ranks must call the model together.
 
         Returns:

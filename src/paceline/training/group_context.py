@@ -21,7 +21,7 @@ from paceline.runs.checkpointer import Checkpointer
 from paceline.runs.phases import PHASES
 from paceline.training import control
 from paceline.training.checkpoint_manager import CheckpointManager
-from paceline.training.control import ControlFlags
+from paceline.training.control import ControlFlags, StopCause
 from paceline.training.local_sgd import LocalSGD
 from paceline.training.purity import PurityCheck, compare_replicas
 from paceline.training.run_context import RunContext
@@ -247,8 +247,8 @@ class GroupContext:
         """Whether the agent asks the ranks to leave this group, after a step, for another one."""
         return self._member is not None and self._member.should_reform(self.world.generation)
 
-    def stop_reason(self, *, evaluates: bool = False) -> int:
-        """Return the cause of a stop request, as in the control flags.
+    def stop_reason(self, *, evaluates: bool = False) -> StopCause:
+        """Return the cause of a stop request to this rank.
 
         Args:
             evaluates: an evaluation precedes the next call.
@@ -256,7 +256,7 @@ class GroupContext:
         due = self.world.rank == 0 and self._run.deadline.is_due(
             save_s=self.checkpoint_manager.save_s, evaluates=evaluates and self._run.data.has_validation
         )
-        return self._run.signals.received or (control.WALLTIME if due else 0)
+        return self._run.signals.received or (StopCause.WALLTIME if due else StopCause.NONE)
 
     def commit(
         self,

@@ -25,13 +25,15 @@ from paceline.runs.checkpoint_admin import select_checkpoint
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
+from paceline.training.control import StopCause
 from paceline.training.evaluation import Evaluator, Observe
 from paceline.training.fine_tuning import evaluated_weights
 from paceline.training.reproducibility import numerics_fingerprint, preserve_numerics, seed_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
-from paceline.training.state import build_task_model, load_changed_buffers
+from paceline.training.state import load_changed_buffers
 from paceline.training.stop_signals import StopSignals
+from paceline.training.task_parts import build_task_model
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -83,7 +85,7 @@ class EvaluableModel:
         module = self.module if module is None else module
         self._callback.on_eval_begin(split, module)
         mesh = ParallelDims(self._world, {"dp": 1})
-        measured = evaluator.run(mesh, module, lambda: 0, observe=observe)
+        measured = evaluator.run(mesh, module, lambda: StopCause.NONE, observe=observe)
         return dict(self._callback.on_eval_end(split, measured))
 
 

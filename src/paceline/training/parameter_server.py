@@ -35,7 +35,7 @@ from paceline.training.asynchronous import (
     require_asynchronous,
     require_no_callback,
 )
-from paceline.training.control import ControlFlags
+from paceline.training.control import ControlFlags, StopCause
 from paceline.training.group_context import Engine, GroupContext
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainProgress
@@ -153,7 +153,7 @@ class _Push:
     Attributes:
         version: updates made in this interval before it got its parameters.
         bad_microbatch: -1 for none.
-        stop: the cause of a stop request to the worker, as in the control flags.
+        stop: the cause of a stop request to the worker, a :class:`StopCause`.
     """
 
     step: float
@@ -290,7 +290,7 @@ class AsyncServerEngine(Engine):
             clocks.finished(worker - workers.start)
             idle.append(worker)
             if push.stop or group.stop_reason() or group.checkpoint_manager.is_due_by_clock():
-                self._run.signals.received = self._run.signals.received or int(push.stop)
+                self._run.signals.received = self._run.signals.received or StopCause(int(push.stop))
                 more = False
         for rank in range(1, self._world.world_size):
             self._command(rank, _Command.END)
@@ -391,7 +391,7 @@ class AsyncServerEngine(Engine):
             self._push(sums, step, step_in_epoch, version, stop=group.stop_reason())
             world.progress_tracker.end()
 
-    def _push(self, sums: StepSums, step: int, step_in_epoch: int, version: int, *, stop: int) -> None:
+    def _push(self, sums: StepSums, step: int, step_in_epoch: int, version: int, *, stop: StopCause) -> None:
         push = _Push(
             step=step,
             step_in_epoch=step_in_epoch,

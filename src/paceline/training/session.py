@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import secrets
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from paceline.core.errors import CheckpointError, PacelineError, PeerLostError, StopRequested
+from paceline.core.errors import PacelineError, PeerLostError, StopRequested
 from paceline.elastic.worker_channel import AgentClient, Assignment
-from paceline.elastic.worker_group import StateSource, elect_source, open_process_group, transfer_state
+from paceline.elastic.worker_group import open_process_group
 from paceline.parallel.planning.auto_strategy import memory_per_process, require_replaceable
-from paceline.parallel.world import ParallelDims, World
-from paceline.runs.checkpoint_manifest import CheckpointInfo
-from paceline.runs.checkpoint_store import holds_version
-from paceline.runs.checkpointer import Checkpointer
+from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
 from paceline.training import run_setup
-from paceline.training.checkpoint_manager import ledger_has_gap, newest_checkpoint, retry
-from paceline.training.control import exit_code
+from paceline.training.checkpoint_manager import retry
 from paceline.training.finalize import conclude
-from paceline.training.fine_tuning import read_pretrained
 from paceline.training.group_context import Engine
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
+from paceline.training.state_agreement import agree_on_state
 from paceline.training.stop_signals import StopSignals
 from paceline.training.trainer import SyncEngine, Trainer
 
@@ -214,7 +207,7 @@ class ElasticGroups:
             if place is None:
                 raise StopRequested(
                     "stopped before the first step, as requested; there is nothing to save.",
-                    exit_code=exit_code(signals.received),
+                    exit_code=signals.received.exit_code,
                 )
             if place.rank == 0:
                 self._on_rank_0()
@@ -253,84 +246,3 @@ def _clear_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-# --- The state from which a group continues ---
-
-
-def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> None:
-    """Give every rank the state of the most advanced one, or else the newest saved one."""
-    run, directory, world = trainer.run, trainer.run.directory, mesh.world
-    agreement = elect_source(world, valid=trainer.states.valid, version=trainer.states.version)
-    if agreement.source is not None:
-        state = trainer.states.export_state() if world.rank == agreement.source else None
-        received = transfer_state(world, agreement, state)
-        if received is not None:
-            trainer.states.import_state(received)
-        if not _something_is_lost(trainer, world):
-            return
-    with suppress(CheckpointError):
-        trainer.checkpointer.wait()  # the next lines read the checkpoints on disk
-    world.barrier()
-    new = bool(world.broadcast_object(not directory.exists()))
-    run_id = str(world.broadcast_object(secrets.token_hex(8) if new else run.run_id))
-    saved = newest_checkpoint(run, world, run_id)
-    parent = read_pretrained(run, world) if saved is None else None
-    trainer.states.restore(
-        mesh,
-        saved,
-        None if parent is None else parent.weights,
-        own_hyperparameters=saved is not None and run.begins_fork_at(saved["progress"]["version"]),
-    )
-    if world.rank == 0:
-        # Only now, so that a model that cannot be built creates no run.
-        if new:
-            run_setup.create(run, run_id, parent)
-            for note in notes:
-                _log.info("%s", note)
-        directory.append_event(
-            "started",
-            generation=world.generation,
-            world_size=world.world_size,
-            microbatches=run.num_microbatches,
-            step=trainer.state.progress.step,
-            total_steps=run.data.total_steps,
-        )
-
-
-def _something_is_lost(trainer: Trainer, world: World) -> bool:
-    """Return whether the best model, or entries of the ledger, existed only in a lost process.
-
-    Then the run repeats its steps from the newest checkpoint to restore them.
-    """
-    directory = trainer.run.directory
-    best = trainer.state.progress.best_version
-    missing, lost = False, False
-    if world.rank == 0:
-        lost = ledger_has_gap(directory.ledger, trainer.states.recent)
-        missing = (
-            best is not None
-            and best != trainer.state.progress.version
-            and not trainer.checkpointer.has_in_memory(best)
-            and not holds_version(directory.checkpoints, best)
-        )
-    missing, lost = world.broadcast_object([missing, lost])
-    if lost or not missing:
-        return bool(lost)
-    assert best is not None
-    with suppress(CheckpointError):
-        trainer.checkpointer.wait()
-    holders = world.all_gather_object(trainer.checkpointer.has_in_memory(best))
-    if any(holders):
-        _give_best(trainer.checkpointer, world, holders.index(True))
-    return not any(holders)
-
-
-def _give_best(checkpointer: Checkpointer, world: World, holder: int) -> None:
-    """Copy the best model to rank 0, which must write it from now on."""
-    held = checkpointer.in_memory() if world.rank == holder else None
-    info = world.broadcast_object(held and dataclasses.asdict(held.manifest.info), holder)
-    given = StateSource(holder, info["state_version"], (0,))
-    received = transfer_state(world, given, held.state if held else None)
-    if received is not None:
-        checkpointer.keep_in_memory(received, CheckpointInfo(**info))

@@ -23,7 +23,8 @@ from paceline.training.example_batch import ExampleBatch
 from paceline.training.fine_tuning import initialise, merge_adapters
 from paceline.training.reproducibility import seed_model
 from paceline.training.run_context import RunContext
-from paceline.training.state import TrainingState, build_task_model
+from paceline.training.state import TrainingState
+from paceline.training.task_parts import build_task_model
 
 
 class StateManager:

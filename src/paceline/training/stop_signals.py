@@ -9,6 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from paceline.core.signals import ECHO_S, WORKER_STOP_SIGNALS, StopRequests
+from paceline.training.control import StopCause
 
 _END = b"\0"
 _entered: list[StopSignals] = []
@@ -25,11 +26,11 @@ class StopSignals:
         launched: another process may pass on what a terminal sends to this one, too.
 
     Attributes:
-        received: the number of the first signal, 0 for none.
+        received: the first signal, or ``StopCause.NONE``.
     """
 
     def __init__(self, *, launched: bool = False) -> None:
-        self.received = 0
+        self.received = StopCause.NONE
         self._requests = StopRequests(ECHO_S if launched else 0.0)
         self._before: dict[int, Any] = {}
 
@@ -59,14 +60,14 @@ class StopSignals:
                 os.close(descriptor)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
+        self.received = self.received or StopCause(number)
 
     def _watch(self) -> None:
         while (content := os.read(self._pipe[0], 1)) != _END:
             if content[0] in WORKER_STOP_SIGNALS:
                 if self._requests.hear(content[0]) == "end":
                     os._exit(128 + content[0])
-                self.received = self.received or content[0]
+                self.received = self.received or StopCause(content[0])
 
 
 def _let_go() -> None:

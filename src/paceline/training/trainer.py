@@ -19,7 +19,7 @@ from paceline.parallel.world import ParallelDims, World
 from paceline.runs.failures import describe_stop
 from paceline.training import control
 from paceline.training.checkpoint_manager import open_checkpointer
-from paceline.training.control import ControlFlags
+from paceline.training.control import ControlFlags, StopCause
 from paceline.training.evaluation import EvaluationStopped, Validation
 from paceline.training.group_context import Carryover, Engine, GroupContext
 from paceline.training.local_sgd import require_order
@@ -348,7 +348,7 @@ class Trainer:
             metrics=self.validation.metrics,
             finished=self.run.schedule.finished(progress),
         ):
-            self._save_and_stop(group, control.TRIAL_SCHEDULER)
+            self._save_and_stop(group, StopCause.TRIAL_SCHEDULER)
         group.monitor.timer.mark("evaluation")
         group.world.progress_tracker.end()
         return improved
@@ -365,13 +365,13 @@ class Trainer:
         group.monitor.timer.mark("checkpoint")
         group.world.progress_tracker.end()
 
-    def _save_and_stop(self, group: GroupContext, stop: int) -> NoReturn:
+    def _save_and_stop(self, group: GroupContext, stop: StopCause) -> NoReturn:
         # If a rank is lost now, those that continue without it still know that they must stop.
         self.run.signals.received = self.run.signals.received or stop
         self._save(group, last=True)
         self.stop(group, stop)
 
-    def stop(self, group: GroupContext, stop: int) -> NoReturn:
+    def stop(self, group: GroupContext, stop: StopCause) -> NoReturn:
         """Leave, once the state is saved; all ranks do so together.
 
         Raises:
@@ -379,15 +379,15 @@ class Trainer:
             ConfigError: ``--walltime`` was over before a single step was done, and would be so again.
         """
         run, world, step = self.run, group.world, self.state.progress.step
-        if stop == control.WALLTIME and world.broadcast_object(not self.carryover.samples):
+        if stop is StopCause.WALLTIME and world.broadcast_object(not self.carryover.samples):
             raise ConfigError(
                 f"--walltime {run.config.walltime} is over before an evaluation after step {step} is done, "
                 "and it would be so again. Give more time, or evaluate less data."
             )
-        stopped = {"cause": control.cause(stop), "step": step}
+        stopped = {"cause": stop.description, "step": step}
         if world.rank == 0:
             run.directory.append_event("stopped", **stopped)
         # A rank that leaves breaks the others' connections, so none does before the state is safe.
         with suppress(PeerLostError) if world.rank == 0 else nullcontext():
             world.barrier()
-        raise StopRequested(describe_stop(stopped, run.directory), exit_code=control.exit_code(stop))
+        raise StopRequested(describe_stop(stopped, run.directory), exit_code=stop.exit_code)

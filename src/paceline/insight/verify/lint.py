@@ -38,7 +38,7 @@ from paceline.data.samples import seed_everything
 from paceline.insight.verify.verify import Finding
 from paceline.training.evaluation import as_loss
 from paceline.training.reproducibility import build_split, seed_microbatch, seed_model
-from paceline.training.state import build_task_model
+from paceline.training.task_parts import build_task_model
 
 # --- Source locations in the user's code ---
 

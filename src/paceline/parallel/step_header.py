@@ -1,0 +1,107 @@
+"""The header that a rank sends with a step's gradients: its first bad micro-batch, its row, its nodes' sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from paceline.parallel.reduction_tree import ReductionPlan
+
+_NO_MICROBATCH = -1.0
+
+
+@dataclass(frozen=True)
+class MicrobatchSums:
+    """One micro-batch's sums; the loss stays on its device until the step's end, to synchronise only once."""
+
+    microbatch: int
+    samples: int
+    weight: torch.Tensor | float
+    loss_sum: torch.Tensor
+    checksum: int
+
+
+class NodeSums(NamedTuple):
+    """The sums over the micro-batches of one node of the tree; without a micro-batch, all are 0."""
+
+    samples: float = 0.0
+    weight: float = 0.0
+    loss_sum: float = 0.0
+    checksum: float = 0.0
+
+    def plus(self, other: NodeSums) -> NodeSums:
+        """Return the sums of both nodes."""
+        return NodeSums(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+_NODE_LENGTH = len(NodeSums._fields)
+
+
+class StepHeader:
+    """A rank's header: equally many float64 values on every rank.
+
+    Args:
+        plan: the work split and the tree.
+        row_length: number of values in a rank's row.
+
+    Attributes:
+        length: number of values in a header.
+    """
+
+    def __init__(self, plan: ReductionPlan, rank: int, row_length: int) -> None:
+        self._plan, self._rank = plan, rank
+        self._row = slice(1, 1 + row_length)  # after the first bad micro-batch; the nodes' sums follow
+        self.length = self._row.stop + _NODE_LENGTH * max(len(nodes) for nodes in plan.subtrees)
+
+    def pack(self, row: Sequence[float], microbatches_sums: Sequence[MicrobatchSums]) -> list[float]:
+        """Return the header of this rank, which has computed these micro-batches, in order."""
+        assert len(row) == self._row.stop - self._row.start
+        nodes = self._plan.subtrees[self._rank]
+        microbatches = [sums.microbatch for sums in microbatches_sums]
+        weights = _to_host([sums.weight for sums in microbatches_sums])
+        losses = _to_host([sums.loss_sum for sums in microbatches_sums])
+        bad_microbatch = _NO_MICROBATCH
+        node_sums = [NodeSums()] * self._plan.num_grad_buffers[self._rank]
+        # The same additions in the same order as for the gradients, in float64.
+        for step, sums, weight, loss in zip(
+            self._plan.accumulation(self._rank, microbatches), microbatches_sums, weights, losses, strict=True
+        ):
+            values = NodeSums(sums.samples, weight, loss, sums.checksum)
+            node_sums[step.slot] = values if step.fresh else node_sums[step.slot].plus(values)
+            for into, other in step.merges:
+                node_sums[into] = node_sums[into].plus(node_sums[other])
+            if bad_microbatch == _NO_MICROBATCH and not (math.isfinite(loss) and math.isfinite(weight)):
+                bad_microbatch = sums.microbatch
+        header = [bad_microbatch, *row]
+        for node, of_node in zip(nodes, node_sums, strict=False):
+            has_microbatch = any(node.start <= microbatch < node.stop for microbatch in microbatches)
+            header += of_node if has_microbatch else NodeSums()
+        return header + [0.0] * (self.length - len(header))
+
+    def rows(self, headers: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+        """Return each rank's row."""
+        return [header[self._row] for header in headers]
+
+    def node_sums(self, headers: Sequence[Sequence[float]]) -> list[NodeSums]:
+        """Return the sums of each node, in the order of the plan."""
+        return [
+            NodeSums(*headers[rank][self._row.stop + _NODE_LENGTH * i :][:_NODE_LENGTH])
+            for rank, nodes in enumerate(self._plan.subtrees)
+            for i in range(len(nodes))
+        ]
+
+    def bad_microbatch(self, headers: Sequence[Sequence[float]]) -> int | None:
+        """Return the lowest micro-batch whose loss was NaN or infinite."""
+        return min((int(header[0]) for header in headers if header[0] != _NO_MICROBATCH), default=None)
+
+
+def _to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """Return the numbers in zero-dimensional tensors, with one GPU synchronisation in total."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(tensors) == len(values) and any(tensor.is_cuda for tensor in tensors):
+        return [float(number) for number in torch.stack(tensors).tolist()]
+    return [float(value) for value in values]

@@ -1,0 +1,98 @@
+"""The model, optimizers and schedulers that a task builds; those that cannot be trained are refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from paceline.core.errors import TaskError
+from paceline.core.task import Task
+from paceline.training.optim import join_names
+
+
+def build_task_model(task: Task) -> nn.Module:
+    """Build the task's model.
+
+    Raises:
+        TaskError: it is not a module, or has no parameter to train.
+    """
+    module = task.build_model()
+    if not isinstance(module, nn.Module):
+        raise TaskError(
+            f"{type(task).__name__}.build_model returned a {type(module).__name__}; it must return a torch.nn.Module."
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise TaskError(
+            f"{type(task).__name__}.build_model returned a model without a trainable parameter: "
+            "there is nothing to train."
+        )
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise TaskError(f"{name!r} has no shape yet. Call the model with one batch in build_model.")
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            # Autograd adds a sparse gradient entry by entry to the sum so far, so the sum of a row that occurs twice in
+            # a micro-batch would depend on the micro-batches before it, and so on the number of ranks.
+            layer.sparse = False
+    return module
+
+
+def build_task_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]:
+    """Build the task's optimizers, by name; a single one is "main".
+
+    Raises:
+        TaskError: they are not optimizers, or train nothing.
+    """
+    built = task.build_optimizer(module)
+    named = dict(built) if isinstance(built, Mapping) else {"main": built}
+    for name, optimizer in named.items():
+        if not isinstance(optimizer, Optimizer):
+            raise TaskError(
+                f"{type(task).__name__}.build_optimizer returned a {type(optimizer).__name__} for {name!r}; "
+                "it must return a torch.optim.Optimizer, or a dict of them."
+            )
+        if isinstance(optimizer, LBFGS) and type(task).train_step is Task.train_step:
+            raise TaskError(
+                "LBFGS computes the loss several times within a step. Define train_step, with "
+                "step.update(closure=lambda: step.backward(self.loss)), or use another optimizer."
+            )
+    if not named or not any(_trainable(optimizer) for optimizer in named.values()):
+        raise TaskError(f"{type(task).__name__}.build_optimizer returned no optimizer with a trainable parameter.")
+    return named
+
+
+def _trainable(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def build_task_scheduler(task: Task, optimizer: Optimizer, total_steps: int | None) -> Any:
+    """Build the task's scheduler of an optimizer; None if it has none.
+
+    Raises:
+        TaskError: it is not a scheduler, or needs the number of steps, which a stream does not have.
+    """
+    if total_steps is not None:
+        scheduler = task.build_scheduler(optimizer, total_steps)
+        missing = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, name)]
+        if scheduler is not None and missing:
+            raise TaskError(
+                f"{type(task).__name__}.build_scheduler returned a {type(scheduler).__name__} without "
+                f"{join_names(missing)}. Use a scheduler of torch.optim.lr_scheduler, such as LambdaLR, or add them."
+            )
+        return scheduler
+    # Only what follows evaluations can do without the number of steps.
+    needs = "a scheduler needs the number of steps, and a stream has no length. Give --max-steps."
+    try:
+        scheduler = task.build_scheduler(optimizer, 0)
+    except (ValueError, ZeroDivisionError) as error:
+        raise TaskError(f"{needs} (With 0 steps, build_scheduler fails: {error})") from error
+    if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):
+        raise TaskError(needs)
+    return scheduler
