@@ -189,7 +189,7 @@ def test_an_evaluation_is_left_between_two_batches(monkeypatch: pytest.MonkeyPat
     model.train()
     with pytest.raises(EvaluationStopped) as stopped:
         evaluator.run(MESH, model, stop)
-    assert stopped.value.stop is StopCause.SIGTERM
+    assert stopped.value.cause is StopCause.SIGTERM
     assert asked == answers[:4]
     assert model.training
     assert evaluator.run(MESH, model, lambda: StopCause.NONE)["loss"] > 0

@@ -212,12 +212,12 @@ class EvaluationStopped(Exception):
     """The ranks left an evaluation together, before its end, because of a stop request.
 
     Attributes:
-        stop: the cause.
+        cause: the highest of all ranks.
     """
 
-    def __init__(self, stop: StopCause) -> None:
-        super().__init__(stop)
-        self.stop = stop
+    def __init__(self, cause: StopCause) -> None:
+        super().__init__(cause)
+        self.cause = cause
 
 
 class Evaluator:

@@ -64,7 +64,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
                     is_collective=trainer.states.is_collective,
                 )
             except EvaluationStopped as stopped:
-                trainer.stop(group, stopped.stop)
+                trainer.stop(group, stopped.cause)
             metrics["test"] = dict(trainer.state.callback.on_eval_end("test", measured))
             group.monitor.on_eval_end("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
     found = _drift(trainer, group)

@@ -49,12 +49,11 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     run_id = str(world.broadcast_object(secrets.token_hex(8) if new else run.run_id))
     saved = newest_checkpoint(run, world, run_id)
     parent = read_pretrained(run, world) if saved is None else None
-    trainer.states.restore(
-        mesh,
-        saved,
-        None if parent is None else parent.weights,
-        own_hyperparameters=saved is not None and run.begins_fork_at(saved["progress"]["version"]),
-    )
+    if saved is None:
+        trainer.states.begin(mesh, None if parent is None else parent.weights)
+    else:
+        is_fork = run.begins_fork_at(saved["progress"]["version"])
+        trainer.states.restore(mesh, saved, own_hyperparameters=is_fork)
     if world.rank == 0:
         # Only now, so that a model that cannot be built creates no run.
         if new:

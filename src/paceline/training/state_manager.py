@@ -30,6 +30,11 @@ from paceline.training.task_parts import build_task_model
 class StateManager:
     """The state, and what goes with it from one rank to another.
 
+    The state is first *as built* by the task, or not built yet if it needs the ranks or pretrained weights. It becomes
+    *valid* by :meth:`begin` (a new run), :meth:`restore` (from a checkpoint) or :meth:`import_state` (from another
+    rank). While :meth:`mutating` changes it, and after an error in that, it is *invalid*; then :meth:`undo_step` makes
+    it valid again if there is a copy, and else one of those three does.
+
     Attributes:
         valid: whether ``state`` is complete and has the bits of its version.
         recent: the ledger entries of the last steps.
@@ -44,15 +49,14 @@ class StateManager:
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._layout: ParameterLayout = Replicated()
-        self._weights: Mapping[str, Tensor] | None = None  # of another run, while a state is initialized with them
         # If each rank holds the complete state, it is built here, so that an error is raised before others wait for
         # this rank. A new run with pretrained weights has to wait for these.
         waits = run.config.init_from is not None and not run.directory.exists()
         self._state: TrainingState | None = None
-        self._copy: Mapping[str, Any] | None = None
+        self._copy: Mapping[str, Any] | None = None  # of the state before a step, for undo_step()
         if not run.config.shards_state and not waits:
             self._state = self._new_state()
-        self.valid, self._pristine = False, True
+        self.valid, self._is_as_built = False, True
         self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
 
     @property
@@ -77,13 +81,15 @@ class StateManager:
             self._state.callback.close()
             self._state = None
 
-    def _new_state(self) -> TrainingState:
+    def _new_state(self, weights: Mapping[str, Tensor] | None = None) -> TrainingState:
+        """Build the task's state, with the pretrained weights of another run if there are any."""
         run = self._run
+        build_model = partial(self._build_model, weights)
         seed_model(run.config.seed)
-        module = self._layout.place(self._built_model(), run.device)
+        module = self._layout.place(build_model(), run.device)
         twin = None
         if run.config.ema is not None:
-            twin = self._layout.make_ema_model(self._built_model, module, run.device)
+            twin = self._layout.make_ema_model(build_model, module, run.device)
         state = TrainingState(run.task, run.config, module, run.device, run.run_schedule, twin)
         if run.config.shards_state:
             for name, optimizer in state.optimizers.items():
@@ -91,10 +97,10 @@ class StateManager:
         state.optimizers = dict(self._layout.wrap_optimizers(state.optimizers))
         return state
 
-    def _built_model(self) -> nn.Module:
+    def _build_model(self, weights: Mapping[str, Tensor] | None) -> nn.Module:
         config = self._run.config
         module = build_task_model(self._run.task)
-        initialise(module, config, self._weights)
+        initialise(module, config, weights)
         if config.checkpoint_activations != "none":
             checkpoint_activations(
                 module,
@@ -111,45 +117,49 @@ class StateManager:
         yield
         self.valid, self._copy = True, None
 
-    def restore(
-        self,
-        mesh: ParallelDims,
-        saved: Mapping[str, Any] | None,
-        weights: Mapping[str, Tensor] | None = None,
-        *,
-        own_hyperparameters: bool = False,
-    ) -> None:
-        """Begin, or continue from a checkpoint; all ranks call this together.
+    def begin(self, mesh: ParallelDims, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Begin a new run; all ranks call this together.
 
         Args:
             mesh: the ranks.
-            saved: the state of the checkpoint, the same on all ranks; None for a new run.
-            weights: pretrained weights for a new run, the same on all ranks.
-            own_hyperparameters: keep those that the task builds, for a fork of another run.
+            weights: pretrained weights, the same on all ranks.
 
         Raises:
-            CheckpointError: ``saved`` does not fit the task.
-            ConfigError: ``weights`` do not.
+            ConfigError: ``weights`` do not fit the model.
             PeerLostError: a rank is gone.
         """
-        self.valid = False
-        self.recent.clear()
-        self._layout = self._run.build_layout(mesh, ExampleBatch(self._run))
-        if self._run.config.shards_state or not self._pristine or weights is not None:
-            self.close()  # before another one takes its place in memory
-        if saved is not None:
-            self.import_state(saved, own_hyperparameters=own_hyperparameters)
-            return
+        self._lay_out(mesh, rebuilds=weights is not None)
         if weights is not None:
-            self._weights = weights
-            self._state = self._new_state()
-            self._weights = None
+            self._state = self._new_state(weights)
         if not self._run.config.shards_state:
             # A model may be built with randomness that no seed of torch's reaches.
             mesh.world.broadcast_module(self.state.module)
             if self.state.ema is not None:
                 mesh.world.broadcast_module(self.state.ema)
-        self.valid, self._pristine = True, False
+        self.valid, self._is_as_built = True, False
+
+    def restore(self, mesh: ParallelDims, saved: Mapping[str, Any], *, own_hyperparameters: bool = False) -> None:
+        """Continue from a checkpoint; all ranks call this together.
+
+        Args:
+            mesh: the ranks.
+            saved: the state of the checkpoint, the same on all ranks.
+            own_hyperparameters: keep those that the task builds, for a fork of another run.
+
+        Raises:
+            CheckpointError: ``saved`` does not fit the task.
+            PeerLostError: a rank is gone.
+        """
+        self._lay_out(mesh)
+        self.import_state(saved, own_hyperparameters=own_hyperparameters)
+
+    def _lay_out(self, mesh: ParallelDims, *, rebuilds: bool = False) -> None:
+        """Lay the state out on the ranks; drop the present one unless it is as built, and can be taken as it is."""
+        self.valid = False
+        self.recent.clear()
+        self._layout = self._run.build_layout(mesh, ExampleBatch(self._run))
+        if self._run.config.shards_state or not self._is_as_built or rebuilds:
+            self.close()  # before another one takes its place in memory
 
     def import_state(self, state: Mapping[str, Any], *, own_hyperparameters: bool = False) -> None:
         """Continue from the state of a checkpoint or another rank.
@@ -161,7 +171,7 @@ class StateManager:
         Raises:
             CheckpointError: it does not fit the task.
         """
-        self.valid, self._pristine = False, False
+        self.valid, self._is_as_built = False, False
         self.state.load_state_dict(state, own_hyperparameters=own_hyperparameters)
         if isinstance(self.loader, StreamLoader) and "streams" in state:
             self.loader.load_state_dict(state["streams"])

@@ -333,7 +333,7 @@ class Trainer:
             )
         except EvaluationStopped as stopped:
             # It changed nothing, and the resumed run repeats it.
-            self._save_and_stop(group, stopped.stop)
+            self._save_and_stop(group, stopped.cause)
         if buffers:
             check_buffers(self.run, module, buffers)
         with self.states.mutating():
@@ -365,13 +365,13 @@ class Trainer:
         group.monitor.timer.mark("checkpoint")
         group.world.progress_tracker.end()
 
-    def _save_and_stop(self, group: GroupContext, stop: StopCause) -> NoReturn:
+    def _save_and_stop(self, group: GroupContext, cause: StopCause) -> NoReturn:
         # If a rank is lost now, those that continue without it still know that they must stop.
-        self.run.signals.received = self.run.signals.received or stop
+        self.run.signals.received = self.run.signals.received or cause
         self._save(group, last=True)
-        self.stop(group, stop)
+        self.stop(group, cause)
 
-    def stop(self, group: GroupContext, stop: StopCause) -> NoReturn:
+    def stop(self, group: GroupContext, cause: StopCause) -> NoReturn:
         """Leave, once the state is saved; all ranks do so together.
 
         Raises:
@@ -379,15 +379,15 @@ class Trainer:
             ConfigError: ``--walltime`` was over before a single step was done, and would be so again.
         """
         run, world, step = self.run, group.world, self.state.progress.step
-        if stop is StopCause.WALLTIME and world.broadcast_object(not self.carryover.samples):
+        if cause is StopCause.WALLTIME and world.broadcast_object(not self.carryover.samples):
             raise ConfigError(
                 f"--walltime {run.config.walltime} is over before an evaluation after step {step} is done, "
                 "and it would be so again. Give more time, or evaluate less data."
             )
-        stopped = {"cause": stop.description, "step": step}
+        stopped = {"cause": cause.description, "step": step}
         if world.rank == 0:
             run.directory.append_event("stopped", **stopped)
         # A rank that leaves breaks the others' connections, so none does before the state is safe.
         with suppress(PeerLostError) if world.rank == 0 else nullcontext():
             world.barrier()
-        raise StopRequested(describe_stop(stopped, run.directory), exit_code=stop.exit_code)
+        raise StopRequested(describe_stop(stopped, run.directory), exit_code=cause.exit_code)
