@@ -20,7 +20,7 @@ from paceline.core.files import write_atomically
 from paceline.core.task import Defaults, Task
 from paceline.training.group_context import GroupContext
 from paceline.training.purity import PurityCheck
-from paceline.training.step import StepHook
+from paceline.training.step_hooks import StepHook
 from paceline.training.tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP
 
 _MEMORY = Path("/proc/self/status")

@@ -27,8 +27,8 @@ from paceline.training.purity import PurityCheck, compare_replicas
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import SDCChecker
 from paceline.training.state_manager import StateManager
-from paceline.training.step import MicrobatchRunner, StepHook
-from paceline.training.step_hooks import DummyMicrobatch, SpeedMeasurement, StepOverlap
+from paceline.training.step import MicrobatchRunner
+from paceline.training.step_hooks import DummyMicrobatch, SpeedMeasurement, StepHook, StepOverlap
 
 if TYPE_CHECKING:
     from paceline.parallel.torch_ddp import PowerSGD

@@ -15,7 +15,7 @@ from paceline.parallel.world import ParallelDims
 from paceline.training.control import ROW_LENGTH
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState, TrainProgress
-from paceline.training.step import StepHook
+from paceline.training.step_hooks import StepHook
 
 _TIMEOUT_S = 1800.0
 

@@ -40,7 +40,8 @@ from paceline.training.control import ControlFlags
 from paceline.training.purity_record import Impurity
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
-from paceline.training.step import MicrobatchRunner, StepHook
+from paceline.training.step import MicrobatchRunner
+from paceline.training.step_hooks import StepHook
 
 _NAMED = 3  # differences that a message names
 

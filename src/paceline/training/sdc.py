@@ -22,7 +22,8 @@ from paceline.training.control import ControlFlags
 from paceline.training.reproducibility import verification_key
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
-from paceline.training.step import StepHook, microbatch_loss
+from paceline.training.step import microbatch_loss
+from paceline.training.step_hooks import StepHook
 
 _log = logging.getLogger(__name__)
 

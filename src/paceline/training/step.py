@@ -1,9 +1,9 @@
-"""The parts of a step: a micro-batch's forward and backward, and what options add to them."""
+"""The computation of a step: forward and backward of a micro-batch, and the refusal of sums that are not finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,8 @@ from paceline.data.order import DeterministicSampler
 from paceline.data.samples import MicroBatch
 from paceline.parallel.progress import ProgressTracker
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.strategy import Strategy
 from paceline.runs.directory import RunDirectory
 from paceline.runs.phases import PhaseTimer
-from paceline.training.control import ControlFlags
 from paceline.training.evaluation import as_loss
 from paceline.training.optim import LEAST_SCALE, ShardedGradScaler
 from paceline.training.reproducibility import seed_microbatch
@@ -183,28 +181,3 @@ class MicrobatchRunner:
     def backward_done(self) -> None:
         """Record that the micro-batch's backward has run, or is enqueued."""
         self._timer.mark("backward")
-
-
-# --- What options add to a step; see step_hooks.py ---
-
-
-class StepHook:
-    """An option's addition to a synchronous step; each method does nothing unless it is overridden."""
-
-    def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
-        """Run after the strategy's step has begun, before forward and backward."""
-
-    def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
-        """Run after the last backward of this rank's micro-batches has run, or is enqueued."""
-
-    def report(self, flags: ControlFlags) -> ControlFlags:
-        """Change this rank's control flags, before they travel with the step's sums."""
-        return flags
-
-    def after_reduce(self, sums: StepSums) -> StepSums:
-        """Change the step's sums, before they are used."""
-        return sums
-
-    def filter_request(self, flags: ControlFlags) -> ControlFlags:
-        """Select the flags that the ranks obey after the step, from the control flags of all."""
-        return flags

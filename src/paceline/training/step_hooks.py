@@ -16,13 +16,35 @@ from torch import nn
 from paceline.core.callback import BatchInfo
 from paceline.data.samples import Loader, MicroBatch
 from paceline.parallel.load_balancing import LoadBalancer
+from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import Strategy
 from paceline.training.control import ControlFlags
 from paceline.training.evaluation import as_loss
 from paceline.training.run_context import RunContext
 from paceline.training.schedule import Schedule
 from paceline.training.state import TrainingState, TrainProgress
-from paceline.training.step import StepHook
+
+
+class StepHook:
+    """An option's addition to a synchronous step; each method does nothing unless it is overridden."""
+
+    def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
+        """Run after the strategy's step has begun, before forward and backward."""
+
+    def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
+        """Run after the last backward of this rank's micro-batches has run, or is enqueued."""
+
+    def report(self, flags: ControlFlags) -> ControlFlags:
+        """Change this rank's control flags, before they travel with the step's sums."""
+        return flags
+
+    def after_reduce(self, sums: StepSums) -> StepSums:
+        """Change the step's sums, before they are used."""
+        return sums
+
+    def filter_request(self, flags: ControlFlags) -> ControlFlags:
+        """Select the flags that the ranks obey after the step, from the control flags of all."""
+        return flags
 
 
 class StepOverlap(StepHook):
