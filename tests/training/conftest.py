@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -98,3 +99,9 @@ def start_trainings(module_processes: Runner, tmp_path_factory: pytest.TempPathF
 def tasks_file() -> Path:
     """The file with the tasks."""
     return TASKS
+
+
+@pytest.fixture(scope="session")
+def tests_importable() -> dict[str, str]:
+    """The variables of a process that imports tasks as ``tests.training.…``."""
+    return {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])}

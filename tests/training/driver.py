@@ -24,14 +24,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import impure_tasks  # beside this file
-import tasks
-
 import paceline
 from paceline.insight.verify.reference import PipeDreamReference
 from paceline.parallel import load_balancing, reducer, world
 from paceline.parallel.pipeline.stages import cut, find_blocks
 from paceline.training import parameter_server, run_context
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where the tests are found as they are by pytest
+from tests.training import data_tasks, impure_tasks, model_tasks, optimizer_tasks, tasks
+
+TASKS = (tasks, data_tasks, optimizer_tasks, model_tasks, impure_tasks)
+
+
+def task_named(name: str) -> type[paceline.Task]:
+    """A task of the files beside this one."""
+    found: type[paceline.Task] = next(vars(module)[name] for module in TASKS if name in vars(module))
+    return found
 
 
 class Restless(load_balancing.WorkSplitter):
@@ -77,8 +85,7 @@ def simulated(task: paceline.Task, sizes: list[int]) -> Iterator[None]:
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     tasks.interruption.calls, tasks.interruption.at = 0, job.get("stop_at", 0)
-    task = getattr(tasks, job["task"], None) or getattr(impure_tasks, job["task"])
-    task = task(**job.get("fields", {}))
+    task = task_named(job["task"])(**job.get("fields", {}))
     try:
         order = mock.patch.object(parameter_server.AsyncServerEngine, "order", iter(job.get("arrival", ())))
         network = mock.patch.object(reducer, "supported", return_value=False)

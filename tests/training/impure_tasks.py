@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tasks import CLASSES, FEATURES, Points, interruption, points  # beside this file
+from tests.training.tasks import CLASSES, FEATURES, Points, interruption, points
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.training import tasks
+from tests.training import model_tasks, tasks
 from torch import nn
 
 from paceline.core.errors import ConfigError
@@ -114,7 +113,7 @@ def test_blocks_run_again_in_backward_and_keep_less() -> None:
 
 
 def test_names_stay_and_a_copy_is_its_own() -> None:
-    plain = nn.Sequential(tasks.NoisyBlock(), tasks.NoisyBlock())
+    plain = nn.Sequential(model_tasks.NoisyBlock(), model_tasks.NoisyBlock())
     names = list(plain.state_dict())
     checkpoint_activations(plain, "block", "auto")
     assert [name for name, _ in plain.named_parameters()] == [n for n in names if n.endswith(("weight", "bias"))]
@@ -129,7 +128,7 @@ def test_names_stay_and_a_copy_is_its_own() -> None:
 
 
 def test_which_modules_are_repeated() -> None:
-    stage = nn.Sequential(tasks.NoisyBlock(), tasks.NoisyBlock())
+    stage = nn.Sequential(model_tasks.NoisyBlock(), model_tasks.NoisyBlock())
     leaves = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     model = nn.Sequential(nn.Linear(3, 3), stage, nn.ModuleList([leaves, nn.ReLU()]))
     assert repeated_units(model) == [stage[0], stage[1], leaves]
@@ -156,7 +155,10 @@ def test_a_model_without_blocks_is_refused() -> None:
         ),
     ],
 )
-def test_bad_options(run_processes: Any, tasks_file: Path, options: tuple[str, ...], message: str) -> None:
-    done = run_processes.paceline("train", f"{tasks_file}:Noisy", "--quiet", *options)
+def test_bad_options(
+    run_processes: Any, tests_importable: dict[str, str], options: tuple[str, ...], message: str
+) -> None:
+    command = ("train", "tests.training.model_tasks:Noisy", "--quiet", *options)
+    done = run_processes.paceline(*command, env=tests_importable)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr

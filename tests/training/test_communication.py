@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.training.driver import task_named
 from tests.training.states import newest
 from torch.optim import Adafactor, NAdam
 
@@ -27,7 +26,6 @@ from paceline.training.schedule import SyncSchedule
 from paceline.training.state import TrainProgress
 from paceline.training.stop_signals import StopSignals
 
-HERE = Path(__file__).parent
 APART: dict[str, dict[str, Any]] = {
     # 7 steps an epoch, the last of which is short: rounds of 3, 3 and 1.
     "plain": {"task": "Points", "options": {"local_sgd_steps": 3}},
@@ -309,16 +307,10 @@ def simulated(
     job: dict[str, Any], directory: Path, ranks: int, simulate: Any = simulated_model
 ) -> dict[str, torch.Tensor]:
     """The model of the same training by replicas in one process."""
-    specification = importlib.util.spec_from_file_location("simulated_tasks", HERE / "tasks.py")
-    assert specification is not None
-    assert specification.loader is not None
-    tasks = importlib.util.module_from_spec(specification)
-    sys.modules["simulated_tasks"] = tasks
-    specification.loader.exec_module(tasks)
     config = RunConfig(threads=1, run_dir=str(directory / "run"), **job["options"])
     request = RunRequest(
         job=WorkerConfig(config=config, quiet=True),
-        task=getattr(tasks, job["task"])(**job.get("fields", {})),
+        task=task_named(job["task"])(**job.get("fields", {})),
         default_threads=1,
     )
     with preserve_numerics():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import tasks
+from tests.training import optimizer_tasks, tasks
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
@@ -93,7 +93,7 @@ class Simulation:
 
 
 def task() -> tasks.Points:
-    return tasks.Overflowing(num=60)
+    return optimizer_tasks.Overflowing(num=60)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "another-task": (
         {"task": "TwoOptimizers", "options": FINISHED},
         "RunDirectoryError",
-        ["few-steps is a run of tasks:Points, not of tasks:TwoOptimizers"],
+        ["few-steps is a run of tests.training.tasks:Points, not of tests.training.tasks:TwoOptimizers"],
     ),
     "other-hyperparameters": (
         {"task": "Points", "fields": {"lr": 3.0}, "options": FINISHED},
@@ -228,7 +227,7 @@ def test_result_json_says_it_all(trained: Any) -> None:
         key: value for key, value in result.items() if key != "job"
     }
     expected = {
-        "task": "tasks:Points",
+        "task": "tests.training.tasks:Points",
         "strategy": "single",
         "reduction": "exact",
         "world_size": 1,
@@ -282,7 +281,7 @@ def test_tensorboard_holds_the_same_scalars(trained: Any) -> None:
 def test_run_toml_has_nothing_left_open(trained: Any) -> None:
     manifest = tomllib.loads((trained.run("logged") / "run.toml").read_text())
     assert manifest["task"] == {
-        "spec": "tasks:Points",
+        "spec": "tests.training.tasks:Points",
         "name": "Points",
         "fields": {"lr": 0.05, "num": 100, "num_val": 10, "num_test": 12},
     }
@@ -321,20 +320,17 @@ def test_what_cannot_work_is_refused_with_a_reason(trained: Any, name: str) -> N
     assert [word for word in words if word not in trained[name]["message"]] == [], trained[name]["message"]
 
 
-def test_a_run_can_be_repeated_from_its_run_toml(trained: Any, run_processes: Any, tasks_file: Path) -> None:
+def test_a_run_can_be_repeated_from_its_run_toml(
+    trained: Any, run_processes: Any, tests_importable: dict[str, str]
+) -> None:
     config = trained.run("logged") / "run.toml"
-    environment = {"PYTHONPATH": _with(tasks_file.parent)}
     arguments = ["train", "--config", config, "--run-dir", "again", "--json", "--quiet"]
-    finished = run_processes.paceline(*arguments, env=environment)
+    finished = run_processes.paceline(*arguments, env=tests_importable)
     assert finished.returncode == 0, finished.stderr
     result = json.loads(finished.stdout.splitlines()[-1])
     assert result["run"] == "again"
     assert result["model_sha256"] == trained["logged"]["model_sha256"]
-    shown = run_processes.paceline(*arguments, "--seed", "2", "--max-steps", "4", "--dry-run", env=environment)
+    shown = run_processes.paceline(*arguments, "--seed", "2", "--max-steps", "4", "--dry-run", env=tests_importable)
     assert "seed = 2" in shown.stdout
     assert "max_steps = 4" in shown.stdout
     assert "epochs" not in shown.stdout
-
-
-def _with(directory: Path) -> str:
-    return os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])

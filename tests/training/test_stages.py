@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from tests.training.tasks import Skips
+from tests.training.model_tasks import Skips
 from torch import nn
 from torch.nn import functional
 
