@@ -287,13 +287,16 @@ def engines(
         tuple[int, ...], Parameter(consume_multiple=True, negative="", help="How many processes, a table each.")
     ] = (2, 16, 64),
     rounds: Rounds = 3,
+    seconds: Annotated[
+        float, Parameter(help="How long the processes are left to themselves, for the processor time of that.")
+    ] = 4.0,
     json: Json = False,
     markdown: Markdown = False,
 ) -> int:
     """Start, a message to all, a kill and memory of processes by Paceline's agent, Ray and Monarch, here."""
     from benchmarks.engines import bench_engines
 
-    result = bench_engines(engines=engines, processes=processes, rounds=rounds, progress=_progress)
+    result = bench_engines(engines=engines, processes=processes, rounds=rounds, idle_s=seconds, progress=_progress)
     return show(result, json=json, markdown=markdown)
 
 

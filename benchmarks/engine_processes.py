@@ -1,4 +1,8 @@
-"""One round of ``python -m benchmarks engines``: ``python -m benchmarks.engine_processes ENGINE NUMBER REPORT``."""
+"""One round of ``python -m benchmarks engines``.
+
+``python -m benchmarks.engine_processes ENGINE NUMBER REPORT SECONDS``: the engine's name, how many processes it starts,
+the file for the report, and how long the processes are left to themselves, for the processor time of that.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,6 @@ from typing import Any
 
 MESSAGES = 50
 """Messages to all processes, one after another; their median counts."""
-
-IDLE_S = 4.0
-"""How long the processes are left to themselves, for the processor time of that."""
 
 
 class Engine(ABC):
@@ -336,7 +337,7 @@ ENGINES: dict[str, type[Engine]] = {
 }
 
 
-def measure(engine: Engine, number: int) -> dict[str, float]:
+def measure(engine: Engine, number: int, idle_s: float) -> dict[str, float]:
     """Return what ``benchmarks.engines`` shows of an engine."""
     import psutil
 
@@ -355,9 +356,9 @@ def measure(engine: Engine, number: int) -> dict[str, float]:
         )
         before_s = _processor_s(engine.pids)
         begin = time.monotonic()
-        engine.idle(IDLE_S)
-        idle_s = time.monotonic() - begin
-        report["idle_percent"] = 100 * (_processor_s(engine.pids) - before_s) / len(engine.pids) / idle_s
+        engine.idle(idle_s)
+        elapsed_s = time.monotonic() - begin
+        report["idle_percent"] = 100 * (_processor_s(engine.pids) - before_s) / len(engine.pids) / elapsed_s
         begin = time.monotonic()
         engine.await_loss(engine.pids[-1])
         report["known_ms"] = 1000 * (time.monotonic() - begin)
@@ -377,5 +378,5 @@ def _processor_s(pids: Sequence[int]) -> float:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.exit(serve(int(sys.argv[2])))
-    name, count, path = sys.argv[1:]
-    Path(path).write_text(json.dumps(measure(ENGINES[name](), int(count))))
+    name, count, path, seconds = sys.argv[1:]
+    Path(path).write_text(json.dumps(measure(ENGINES[name](), int(count), float(seconds))))

@@ -29,13 +29,16 @@ _QUANTITIES = (
 )
 
 
-def bench_engines(*, engines: Sequence[str], processes: Sequence[int], rounds: int, progress: Progress) -> BenchResult:
+def bench_engines(
+    *, engines: Sequence[str], processes: Sequence[int], rounds: int, idle_s: float, progress: Progress
+) -> BenchResult:
     """Start processes by each engine, send to all of them, kill one, and ask for their memory.
 
     Args:
         engines: names in :data:`TITLES`; the first is the baseline of the ratios.
         processes: how many processes, a table each.
         rounds: how often; the engines take turns.
+        idle_s: how long the processes are left to themselves, for the processor time of that.
         progress: shows each sample.
 
     Raises:
@@ -53,7 +56,7 @@ def bench_engines(*, engines: Sequence[str], processes: Sequence[int], rounds: i
                 Variant(
                     name=engine,
                     title=TITLES[engine],
-                    commands=partial(_command, engine, number),
+                    commands=partial(_command, engine, number, idle_s),
                     read=lambda directory: read_json(directory / REPORT),
                 )
                 for engine in dict.fromkeys(engines)
@@ -65,7 +68,7 @@ def bench_engines(*, engines: Sequence[str], processes: Sequence[int], rounds: i
     ]
     return BenchResult(
         benchmark="engines",
-        document={"engines": list(engines), "processes": list(processes), "rounds": rounds},
+        document={"engines": list(engines), "processes": list(processes), "rounds": rounds, "seconds": idle_s},
         comparisons=comparisons,
         remarks=[
             "Start: from a Python process that has imported nothing to an answer of every process, with that of the "
@@ -74,6 +77,6 @@ def bench_engines(*, engines: Sequence[str], processes: Sequence[int], rounds: i
     )
 
 
-def _command(engine: str, number: int, directory: Path) -> list[BenchCommand]:
-    program = [sys.executable, "-m", "benchmarks.engine_processes", engine, str(number), str(directory / REPORT)]
-    return [BenchCommand(program)]
+def _command(engine: str, number: int, idle_s: float, directory: Path) -> list[BenchCommand]:
+    arguments = [engine, str(number), str(directory / REPORT), str(idle_s)]
+    return [BenchCommand([sys.executable, "-m", "benchmarks.engine_processes", *arguments])]
