@@ -106,7 +106,8 @@ def test_a_scheduler_signals_every_process_more_than_once(
 ) -> None:
     running = small.train(*LAUNCHED[launcher], fault="slow 8 0")
     small.wait_for_the_fault(running)
-    for _ in range(2):
+    # The launcher passes one on to torchrun too, which kills its workers at the third one.
+    for _ in range(1 if launcher == "torchrun" else 2):
         for process in (*children(running.pid, recursive=True), psutil.Process(running.pid)):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
