@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import re
 import socket
 import sys
 import tempfile
@@ -13,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.core.access import is_loopback
@@ -39,10 +37,11 @@ from paceline.launch.launcher import (
     refuse_what_is_for_clusters,
 )
 from paceline.launch.local import processes_here
+from paceline.launch.monarch_hosts import MonarchHost, read_hosts
 from paceline.launch.node import node_command
 from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
 
-# --- The library, imported on use, and the hosts that it is attached to ---
+# --- The library, imported on use ---
 
 
 _SETTINGS = {
@@ -57,9 +56,12 @@ _GREETING = b"Monarch internal logs are being written to"
 _START_S = 60.0
 _GREET_S = 5.0
 _POLL_S = 1.0
-_CONNECT_S = 5.0
 
-_HOST = re.compile(r"(?:[^@\s,]+@)?(?P<scheme>tcp|tls)://(?P<host>\[[0-9a-fA-F:]+\]|[\w.-]+):(?P<port>\d+)")
+_SEE_ITS_LOG = "See the log of the job that starts their worker loops."
+_START_A_LOOP = (
+    "Start Monarch's worker loop on each: python -c \"from monarch.actor import run_worker_loop_forever as run; "
+    "run(address='tcp://HOST:PORT', ca='trust_all_connections')\""
+)
 
 
 def import_monarch() -> Any:
@@ -91,63 +93,6 @@ def _without_greeting() -> Iterator[None]:
             os.close(terminal)
             printed.seek(0)
             os.write(2, b"".join(line for line in printed if _GREETING not in line))
-
-
-@dataclass(frozen=True)
-class MonarchHost:
-    """A host that runs Monarch's worker loop.
-
-    Attributes:
-        text: its address in Monarch's words: ``tcp://node0:26600``, perhaps with the identity of its service before it.
-        scheme: tcp or tls.
-        name: the host's name or IP address.
-        port: the worker loop's port.
-    """
-
-    text: str
-    scheme: str
-    name: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> MonarchHost:
-        """Parse an address.
-
-        Raises:
-            ConfigError: it has another form.
-        """
-        match = _HOST.fullmatch(text)
-        if match is None or not 0 < int(match["port"]) < 65536:
-            raise ConfigError(f"--hosts must be addresses such as tcp://node0:26600, with commas, but has {text!r}.")
-        return cls(text, match["scheme"], match["host"].strip("[]"), int(match["port"]))
-
-    def answers(self) -> str:
-        """Connect; return why it does not answer, "" if it does."""
-        try:
-            socket.create_connection((self.name, self.port), timeout=_CONNECT_S).close()
-        except OSError as error:
-            return str(error)
-        return ""
-
-
-def read_hosts(text: str) -> tuple[MonarchHost, ...]:
-    """Read the addresses of ``tcp://a:1,tcp://b:1``, or of a file with one per line.
-
-    Raises:
-        ConfigError: the text or the file names no host, one twice, two kinds of connections, or has another form.
-    """
-    try:
-        words = Path(text).read_text(encoding="utf-8").split() if os.path.isfile(text) else text.split(",")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hosts {text}: the file cannot be read: {error}.") from error
-    hosts = tuple(MonarchHost.parse(word.strip()) for word in words if word.strip())
-    if not hosts:
-        raise ConfigError(f"--hosts {text!r} names no host. Give such as tcp://node0:26600,tcp://node1:26600.")
-    if len({(host.name, host.port) for host in hosts}) < len(hosts):
-        raise ConfigError("--hosts names a host more than once. Each runs one node of the job.")
-    if len({host.scheme for host in hosts}) > 1:
-        raise ConfigError("--hosts mixes tcp:// and tls://. Monarch connects to all hosts in one way.")
-    return hosts
 
 
 # --- The job, as a file, and the process that follows it ---
@@ -206,13 +151,15 @@ class MonarchJobController(ActorJobController):
         Raises:
             LaunchError: a host does not answer.
         """
-        silent = [f"{host.text}: {why}" for host in self._hosts.values() if (why := host.answers())]
-        if silent:
-            raise LaunchError(
-                f"{len(silent)} of {len(self._hosts)} hosts do not answer: {'; '.join(silent)}. Start Monarch's worker "
-                'loop on each: python -c "from monarch.actor import run_worker_loop_forever as run; run('
-                "address='tcp://HOST:PORT', ca='trust_all_connections')\""
-            )
+        deadline = time.monotonic() + _START_S
+        while silent := {host: why for host in self._hosts.values() if (why := host.answers())}:
+            is_starting = all(host.of_job for host in silent)
+            if is_starting and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+            reasons = "; ".join(f"{host.text}: {why}" for host, why in silent.items())
+            advice = _SEE_ITS_LOG if is_starting else _START_A_LOOP
+            raise LaunchError(f"{len(silent)} of {len(self._hosts)} hosts do not answer: {reasons}. {advice}")
         first = self._hosts[self._places[0]]
         if is_loopback(first.name):
             own = first.name
@@ -349,7 +296,8 @@ class MonarchOptions:
 
     hosts: str | None = option(
         "Addresses of Monarch's worker loops, such as tcp://node0:26600,tcp://node1:26600, or a file with one "
-        "per line. Those beyond --nodes replace lost ones. Default: this machine, without any."
+        "per line, or slurm:JOB for the nodes of Monarch's SlurmJob (inside of it: slurm). Those beyond --nodes "
+        "replace lost ones. Default: this machine, without any."
     )
     machine_restarts: int = option("Number of lost nodes of a task to replace.", 3)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from paceline.core.environment import variables_of_another_job
 from paceline.core.sockets import bound_socket
 from paceline.launch.actor_nodes import NodeCommand
 
@@ -53,7 +54,8 @@ class NodeActor(Actor):  # type: ignore[misc] # the library is not typed
     @concurrent_endpoint
     async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
         """Start the command; ``env`` is added to this host's variables."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_MONARCH)}
+        # A worker loop that srun has started is a rank of its step; the command is none.
+        own = {name: value for name, value in variables_of_another_job().items() if not name.startswith(_OF_MONARCH)}
         await asyncio.to_thread(self._command.start, argv, {**own, **env}, cwd)
 
     @concurrent_endpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,12 +75,25 @@ BOTH = pytest.mark.parametrize("coordinator", ["embedded", "etcd"], indirect=Tru
 
 
 class Run:
-    """A run on the machines of a lab; it stands still at the step that :meth:`hold` names."""
+    """A run on the machines of a lab; it stands still at the step that :meth:`hold` names.
 
-    def __init__(self, lab: Lab, wait_until: Callable[..., None], etcd: EtcdCluster | None = None) -> None:
+    Args:
+        lab: the machines.
+        wait_until: the fixture.
+        etcd: what the nodes are decided on with, if not by them.
+        path: where the run is, if not in the lab's directory.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        wait_until: Callable[..., None],
+        etcd: EtcdCluster | None = None,
+        path: Path | None = None,
+    ) -> None:
         self.lab = lab
         self.etcd = etcd
-        self.path = lab.directory
+        self.path = path or lab.directory
         self.directory = RunDirectory(self.path / "run")
         self._wait_until = wait_until
         (self.path / "small.py").write_text(TASK)

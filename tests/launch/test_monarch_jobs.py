@@ -1,0 +1,137 @@
+"""``--on monarch`` on the hosts that Monarch's own jobs have allocated: its SlurmJob, on a Slurm cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.elastic.recovery_nodes.runs import OPTIONS, PATIENT, Run
+from tests.lab.slurm_cluster import SlurmCluster
+
+pytestmark = [pytest.mark.monarch, pytest.mark.slurm, pytest.mark.timeout(300)]
+
+# As its users write it. Slurm's JSON, which Monarch's state() reads, has other fields in the oldest versions.
+SLURM_JOB = """
+import sys
+from monarch.job import SlurmJob
+meshes, slurm_args, script = {"nodes": int(sys.argv[1])}, sys.argv[2].split(), sys.argv[3] or None
+job = SlurmJob(meshes, python_exe=sys.executable, slurm_args=slurm_args, monarch_port=22333, log_dir="logs")
+job.apply(client_script=script)
+"""
+PLACE = """\
+import os
+words = [os.uname().nodename, *(os.environ[name] for name in ("RANK", "WORLD_SIZE", "GROUP_RANK"))]
+os.write(1, " ".join(words).encode() + b"\\n")
+"""
+PACELINE = (sys.executable, "-m", "paceline")
+
+
+class SlurmJobs:
+    """A user of the cluster, who starts jobs of Monarch's."""
+
+    def __init__(self, cluster: SlurmCluster, path: Path) -> None:
+        self.cluster = cluster
+        self.env = {"XDG_STATE_HOME": str(path / "state"), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        (path / "slurm_job.py").write_text(SLURM_JOB)
+        (path / "place.py").write_text(PLACE)
+
+    def apply(self, nodes: int, *slurm_args: str, script: str = "", survives: bool = False) -> str:
+        """Start a SlurmJob; return its number. One that ``survives`` goes on when it loses a node."""
+        args = (*slurm_args, "--no-kill") if survives else slurm_args
+        env = {**self.env, "SLURM_NO_KILL": "set"} if survives else self.env
+        done = self.cluster.run(sys.executable, "slurm_job.py", str(nodes), " ".join(args), script, env=env)
+        assert done.returncode == 0, done.stderr
+        [job] = [line.split()[2] for line in done.stderr.splitlines() if line.startswith("SLURM job ")]
+        return job
+
+    def paceline(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.cluster.run(*PACELINE, *arguments, env=self.env)
+
+
+@pytest.fixture
+def slurm_jobs(slurm_cluster: SlurmCluster, tmp_path: Path) -> SlurmJobs:
+    return SlurmJobs(slurm_cluster, tmp_path)
+
+
+def test_a_script_on_the_nodes_of_a_slurm_job(slurm_jobs: SlurmJobs) -> None:
+    job = slurm_jobs.apply(2)
+    slurm_jobs.cluster.wait_for(job, "RUNNING")
+    # Its worker loops still start. They then take the next script.
+    for rank_launcher in ("spawn", "torchrun"):
+        where = ("--on", "monarch", "--hosts", f"slurm:{job}", "--rank-launcher", rank_launcher)
+        done = slurm_jobs.paceline("launch", *where, "--", "place.py")
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == [f"machine {n} | node{n + 1} {n} 2 {n}" for n in (0, 1)]
+    done = slurm_jobs.paceline("launch", "--on", "monarch", "--hosts", f"slurm:{job}", "--nodes", "3", "--", "place.py")
+    assert done.returncode == 2
+    assert "--nodes 3 needs as many hosts, but --hosts names 2" in done.stderr
+    assert slurm_jobs.cluster.state(job) == "RUNNING"
+
+
+def test_a_script_inside_of_a_slurm_job_ends_it(slurm_jobs: SlurmJobs, tmp_path: Path) -> None:
+    launch = f"{sys.executable} -m paceline launch --on monarch --hosts slurm --rank-launcher spawn --"
+    job = slurm_jobs.apply(2, script=f"{launch} place.py")
+    slurm_jobs.cluster.wait_for(job, "COMPLETED")
+    [output] = (tmp_path / "logs").glob(f"slurm_{job}_*.out")
+    assert sorted(output.read_text().splitlines()) == [f"machine {n} | node{n + 1} {n} 2 {n}" for n in (0, 1)]
+    job = slurm_jobs.apply(2, script=f"{launch} sh -c 'exit 7'")
+    slurm_jobs.cluster.wait_for(job, "FAILED")
+    assert slurm_jobs.cluster.show(job)["ExitCode"] == "7:0"
+
+
+def test_a_job_without_worker_loops_is_refused(slurm_jobs: SlurmJobs) -> None:
+    def refused(hosts: str, code: int = 1) -> str:
+        done = slurm_jobs.paceline("launch", "--on", "monarch", "--hosts", hosts, "--", "place.py")
+        assert done.returncode == code
+        [line] = done.stderr.splitlines()
+        return line
+
+    assert "give the number of the SlurmJob, as in slurm:12" in refused("slurm", code=2)
+    assert "Slurm has no such job any more" in refused("slurm:1000000")
+    sleeps = slurm_jobs.cluster.sbatch("--wrap", "sleep 600", "-N3", "--exclusive")
+    slurm_jobs.cluster.wait_for(sleeps, "RUNNING")
+    assert f"job {sleeps} was not started by Monarch's SlurmJob. Use --on slurm" in refused(f"slurm:{sleeps}")
+    waits = slurm_jobs.apply(1)
+    assert f"job {waits} is PENDING. Wait until it runs: squeue -j {waits}" in refused(f"slurm:{waits}")
+
+
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["a-node", "the-batch-host"])
+def test_a_lost_node_of_a_slurm_job_is_replaced(
+    slurm_jobs: SlurmJobs, run_processes: Any, wait_until: Callable[..., None], tmp_path: Path, lost: int
+) -> None:
+    """The job's third node takes its place, and the model is that of one process."""
+    cluster = slurm_jobs.cluster
+    job = slurm_jobs.apply(3, survives=True)
+    cluster.wait_for(job, "RUNNING")
+    run = Run(cluster.lab, wait_until, path=tmp_path)
+    run.hold(12)
+    started = cluster.start(
+        *(*PACELINE, "train", "small.py:Small", *OPTIONS, *PATIENT, "--run-dir", "run"),
+        *("--on", "monarch", "--nodes", "2", "--hosts", f"slurm:{job}"),
+        env=slurm_jobs.env,
+    )
+    run.wait_for("checkpoint", lambda event: event["step"] == 10, started)
+    leader = run.directory.agent.read_text()
+    cluster.kill(cluster.nodes[lost])
+    run.hold(14)
+    if lost == 0:
+        run.wait_until(lambda: run.directory.agent.read_text() != leader, "another leader")
+    run.wait_for_joiners(1, started, leader=cluster.nodes[1 - lost])
+    run.step_until("view", lambda event: event["nodes"] == 2, started)
+    run.go_on()
+    assert started.wait(120) == 0, started.text
+    assert f"machine {lost} ({cluster.nodes[lost].name}) was lost" in started.text
+    alone = run_processes.paceline("train", "small.py:Small", *OPTIONS, "--run-dir", "alone", "--json")
+    assert run.result()["model_sha256"] == json.loads(alone.stdout.splitlines()[-1])["model_sha256"]
+    # Two nodes are left, with their loops; their identities are by the places that they had.
+    assert cluster.state(job) == "RUNNING"
+    cluster.wait_until(lambda: cluster.show(job)["NumNodes"] == "2", "Slurm to notice")
+    done = slurm_jobs.paceline("launch", "--on", "monarch", "--hosts", f"slurm:{job}", "--", "place.py")
+    assert done.returncode == 0, done.stderr
+    left = [node.name for node in cluster.nodes if node.name != cluster.nodes[lost].name]
+    assert sorted(done.stdout.splitlines()) == [f"machine {n} | {name} {n} 2 {n}" for n, name in enumerate(left)]
