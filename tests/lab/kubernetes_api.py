@@ -34,6 +34,7 @@ _KINDS = {
     "jobsets": ("JobSet", kubeflow.JobsetV1alpha2JobSet),
     "trainjobs": ("TrainJob", kubeflow.TrainerV1alpha1TrainJob),
     "trainingruntimes": ("TrainingRuntime", kubeflow.TrainerV1alpha1TrainingRuntime),
+    "monarchmeshes": ("MonarchMesh", None),  # which no package has a model of
 }
 _GROUPS = {
     "services": "/api/v1",
@@ -42,6 +43,7 @@ _GROUPS = {
     "jobsets": "/apis/jobset.x-k8s.io/v1alpha2",
     "trainjobs": "/apis/trainer.kubeflow.org/v1alpha1",
     "trainingruntimes": "/apis/trainer.kubeflow.org/v1alpha1",
+    "monarchmeshes": "/apis/monarch.pytorch.org/v1alpha1",
 }
 _PATH = re.compile(r"(?P<group>/apis?/.+)/namespaces/(?P<ns>[^/]+)/(?P<plural>[a-z]+)(/(?P<name>[^/]+))?(?P<log>/log)?")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -56,7 +58,7 @@ class RefusedError(Exception):
 
 
 class ApiServer:
-    """A server on loopback.
+    """A server on loopback, or on another address of the network in which it is made.
 
     Attributes:
         objects: what is kept, by plural and name.
@@ -68,7 +70,7 @@ class ApiServer:
         requests: every request, as ``(method, path)``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self.objects: dict[tuple[str, str], Object] = {}
         self.forbidden: set[tuple[str, str]] = set()
         self.without: set[str] = set()
@@ -78,7 +80,7 @@ class ApiServer:
         self.requests: list[tuple[str, str]] = []
         self.changed = threading.Condition()
         self._logs: dict[str, tuple[list[str], bool]] = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = ThreadingHTTPServer((address, 0), _handler(self))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
@@ -122,14 +124,21 @@ class ApiServer:
         self.set_status(plural, conditions=[{"type": kind, "status": "True", **words}])
 
     def set_pod(
-        self, name: str, labels: Mapping[str, str], *, index: int = 0, phase: str = "Running", **status: Any
+        self,
+        name: str,
+        labels: Mapping[str, str],
+        *,
+        index: int = 0,
+        phase: str = "Running",
+        spec: Object | None = None,
+        **status: Any,
     ) -> None:
         metadata = {
             "name": name,
             "labels": dict(labels),
             "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
         }
-        self.objects["pods", name] = {"metadata": metadata, "status": {"phase": phase, **status}}
+        self.objects["pods", name] = {"metadata": metadata, "spec": spec or {}, "status": {"phase": phase, **status}}
 
     def write_log(self, pod: str, lines: Sequence[str], *, ended: bool = False) -> None:
         """What a pod prints; readers that follow it are given it at once."""
@@ -249,7 +258,7 @@ def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
             if match["log"]:
                 self._stream(server.log(name, query.get("follow") in (["true"], ["True"])))
             elif verb == "create":
-                assert query.get("fieldValidation") == ["Strict"]
+                assert query.get("fieldValidation") == ["Strict"] or plural == "monarchmeshes"  # not Paceline's
                 if plural in server.interrupting:
                     signal.pthread_kill(_main_thread(), signal.SIGINT)
                 made = server.create(plural, body)
@@ -262,7 +271,7 @@ def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
                 assert self.headers["Content-Type"] == f"application/{kind}+json"
                 self._send(200, server.patch(plural, name, body))
             elif verb == "delete":
-                assert query.get("propagationPolicy") == ["Background"]
+                assert query.get("propagationPolicy") == ["Background"] or plural == "monarchmeshes"
                 self._send(200, server.delete(plural, name))
             else:
                 self._send(200, server.get(plural, name, query.get("labelSelector", [""])[0]))
@@ -298,6 +307,8 @@ def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
 def check(sent: Object) -> None:
     """Refuse what the published model does not know, or what has another type there."""
     model = next(model for kind, model in _KINDS.values() if kind == sent["kind"])
+    if model is None:
+        return
     try:
         known = _service(sent) if model is client.V1Service else model.from_dict(sent).to_dict()
     except (ValidationError, ValueError, TypeError) as error:

@@ -1,19 +1,27 @@
-"""``--on monarch`` on the hosts that Monarch's own jobs have allocated: its SlurmJob, on a Slurm cluster."""
+"""``--on monarch`` on the hosts that Monarch's own jobs have allocated.
+
+Its SlurmJob runs on a Slurm cluster; its KubernetesJob with our API server, where the test does what the mesh's
+operator, its StatefulSet and the kubelets do.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.elastic.recovery_nodes.runs import OPTIONS, PATIENT, Run
+from tests.elastic.recovery_nodes.runs import OPTIONS, PATIENT, TASK, Run
+from tests.lab.kubernetes_api import ApiServer
+from tests.lab.machines import Machines, Node, NodeProcess
 from tests.lab.slurm_cluster import SlurmCluster
 
-pytestmark = [pytest.mark.monarch, pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.monarch, pytest.mark.timeout(300)]
 
 # As its users write it. Slurm's JSON, which Monarch's state() reads, has other fields in the oldest versions.
 SLURM_JOB = """
@@ -95,7 +103,7 @@ def test_a_job_without_worker_loops_is_refused(slurm_jobs: SlurmJobs) -> None:
     assert "Slurm has no such job any more" in refused("slurm:1000000")
     sleeps = slurm_jobs.cluster.sbatch("--wrap", "sleep 600", "-N3", "--exclusive")
     slurm_jobs.cluster.wait_for(sleeps, "RUNNING")
-    assert f"job {sleeps} was not started by Monarch's SlurmJob. Use --on slurm" in refused(f"slurm:{sleeps}")
+    assert f"job {sleeps} is not one of Monarch's SlurmJob. Use --on slurm" in refused(f"slurm:{sleeps}")
     waits = slurm_jobs.apply(1)
     assert f"job {waits} is PENDING. Wait until it runs: squeue -j {waits}" in refused(f"slurm:{waits}")
 
@@ -135,3 +143,123 @@ def test_a_lost_node_of_a_slurm_job_is_replaced(
     assert done.returncode == 0, done.stderr
     left = [node.name for node in cluster.nodes if node.name != cluster.nodes[lost].name]
     assert sorted(done.stdout.splitlines()) == [f"machine {n} | {name} {n} 2 {n}" for n, name in enumerate(left)]
+
+
+# A KubernetesJob
+
+
+# As its users write it; the program ends, and the pods stay.
+KUBERNETES_JOB = """
+import sys
+from monarch.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
+job = KubernetesJob("team", kubeconfig=KubeConfig.from_path(sys.argv[1]))
+job.add_mesh("trainers", 2, image_spec=ImageSpec("ghcr.io/meta-pytorch/monarch:latest"))
+job.apply()
+"""
+LABELS = {"app.kubernetes.io/name": "monarch-worker", "monarch.pytorch.org/mesh-name": "trainers"}
+
+
+class MeshPods:
+    """Does what the mesh's operator and the kubelets do: makes the pods, and runs their containers' commands."""
+
+    def __init__(self, server: ApiServer, control: Node) -> None:
+        self._server = server
+        self._hosts = control.lab.hosts
+        self._names = self._hosts.read_text()
+        self._addresses: dict[str, str] = {}
+        self.control = control
+        self.config = server.kubeconfig(self._hosts.with_name("kubeconfig"))
+
+    def start(self, index: int, node: Node) -> NodeProcess:
+        """Make a pod, as a StatefulSet of Kubernetes 1.28 or later does, and run its container on a machine."""
+        template = self._server.the("monarchmeshes")["spec"]["podTemplate"]["spec"]
+        labels = {**LABELS, "apps.kubernetes.io/pod-index": str(index)}
+        spec = {**template, "hostname": f"trainers-{index}", "subdomain": "trainers-svc"}
+        self._server.set_pod(f"trainers-{index}", labels, spec=spec, podIP=node.address)
+        self._addresses[f"trainers-{index}.trainers-svc.team.svc"] = node.address
+        # In place: the machines have this very file.
+        self._hosts.write_text(self._names + "".join(f"{ip} {name}\n" for name, ip in self._addresses.items()))
+        [container] = template["containers"]
+        python, *words = container["command"]
+        assert python == "python"
+        env = {variable["name"]: self._value(variable, labels) for variable in container["env"]}
+        return node.start([sys.executable, *words], env=env)
+
+    def _value(self, variable: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+        if "value" in variable:
+            return str(variable["value"])
+        field = variable["valueFrom"]["fieldRef"]["fieldPath"]
+        return labels[field.removeprefix("metadata.labels['").removesuffix("']")]
+
+
+@pytest.fixture
+def mesh_pods(machines: Machines) -> Iterator[MeshPods]:
+    """A KubernetesJob without its pods yet; the first machine has the API server."""
+    control = machines(4)[0]
+    server = start_in(control, lambda: ApiServer(control.address))
+    try:
+        pods = MeshPods(server, control)
+        done = control.run([sys.executable, "-c", KUBERNETES_JOB, pods.config])
+        assert done.returncode == 0, done.stderr
+        yield pods
+    finally:
+        server.end()
+
+
+def start_in(node: Node, make: Callable[[], Any]) -> Any:
+    """Call a function in a thread that is in the machine's network; sockets that it makes stay there."""
+
+    def enter() -> Any:
+        with Path(f"/proc/{node.pid}/ns/net").open() as network:
+            if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+        return make()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter).result()
+
+
+MESH = ("--on", "monarch", "--hosts", "kubernetes:team/trainers")
+
+
+def test_a_script_on_the_pods_of_a_kubernetes_job(mesh_pods: MeshPods, tmp_path: Path) -> None:
+    control, *nodes = mesh_pods.control.lab.nodes
+    (control.lab.directory / "place.py").write_text(PLACE)
+    env = {"KUBECONFIG": str(mesh_pods.config), "XDG_STATE_HOME": str(tmp_path / "state")}
+    launch = (*PACELINE, "launch", *MESH, "--rank-launcher", "spawn", "--", "place.py")
+    done = control.run(launch, env=env)
+    assert done.returncode == 1
+    assert "no pod of this mesh is there. Check them: kubectl get pods -n team -l app" in done.stderr
+    for index, node in ((1, nodes[0]), (0, nodes[1])):
+        mesh_pods.start(index, node)
+    # The worker loops still start.
+    done = control.run(launch, env=env)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["machine 0 | node2 0 2 0", "machine 1 | node1 1 2 1"]
+
+
+def test_a_lost_pod_of_a_kubernetes_job_is_replaced(
+    mesh_pods: MeshPods, run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
+) -> None:
+    """Its StatefulSet makes it again, under its name, and at another address; the model is that of one process."""
+    control, *nodes = mesh_pods.control.lab.nodes
+    for index in (0, 1):
+        mesh_pods.start(index, nodes[index])
+    run = Run(control.lab, wait_until)
+    run.hold(12)
+    started = control.start(
+        [*PACELINE, "train", "small.py:Small", *OPTIONS, *PATIENT, "--run-dir", "run", *MESH],
+        env={"KUBECONFIG": str(mesh_pods.config), "TORCH_CPP_LOG_LEVEL": "ERROR"},
+    )
+    run.wait_for("checkpoint", lambda event: event["step"] == 10, started)
+    nodes[1].kill()
+    run.hold(14)
+    wait_until(lambda: f"machine 1 ({nodes[1].name}) was lost" in started.text, "Monarch's report", timeout_s=90)
+    mesh_pods.start(1, nodes[2])
+    run.wait_for_joiners(1, started, leader=nodes[0])
+    run.step_until("view", lambda event: event["nodes"] == 2, started)
+    run.go_on()
+    assert started.wait(120) == 0, started.text
+    (tmp_path / "small.py").write_text(TASK)
+    alone = run_processes.paceline("train", "small.py:Small", *OPTIONS, "--run-dir", "alone", "--json")
+    assert run.result()["model_sha256"] == json.loads(alone.stdout.splitlines()[-1])["model_sha256"]

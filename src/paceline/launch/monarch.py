@@ -296,8 +296,8 @@ class MonarchOptions:
 
     hosts: str | None = option(
         "Addresses of Monarch's worker loops, such as tcp://node0:26600,tcp://node1:26600, or a file with one "
-        "per line, or slurm:JOB for the nodes of Monarch's SlurmJob (inside of it: slurm). Those beyond --nodes "
-        "replace lost ones. Default: this machine, without any."
+        "per line; slurm:JOB: the nodes of Monarch's SlurmJob (inside of it: slurm); kubernetes:NAMESPACE/MESH: the "
+        "pods of its KubernetesJob. Those beyond --nodes replace lost ones. Default: this machine, without any."
     )
     machine_restarts: int = option("Number of lost nodes of a task to replace.", 3)
 

@@ -1,7 +1,8 @@
-"""The hosts that run Monarch's worker loops: by address, or as Monarch's own job has allocated them on Slurm."""
+"""The hosts that run Monarch's worker loops: by address, or those that Monarch's own job has allocated."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from paceline.core.environment import expand_hosts
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.launch.kubernetes_api import KubernetesCluster
+from paceline.launch.kubernetes_manifests import Manifest
 from paceline.launch.slurm import run_slurm
 
 _CONNECT_S = 5.0
@@ -63,14 +66,20 @@ class MonarchHost:
 
 
 def read_hosts(text: str) -> tuple[MonarchHost, ...]:
-    """Read ``tcp://a:1,tcp://b:1``, a file with one address per line, or ``slurm:JOB``, the hosts of a SlurmJob.
+    """Read addresses, ``tcp://a:1,tcp://b:1`` or a file with one per line, or ask for the hosts of Monarch's own job.
+
+    ``slurm:JOB`` is a SlurmJob, ``slurm`` the one around this process, ``kubernetes:NAMESPACE/MESH`` a mesh of a
+    KubernetesJob.
 
     Raises:
         ConfigError: the text or the file names no host, one twice, two kinds of connections, or has another form.
-        LaunchError: the job does not run, or is no SlurmJob.
+        LaunchError: Slurm or Kubernetes has no such job, or it does not run.
     """
-    if text == "slurm" or text.startswith("slurm:"):
-        return _hosts_of_slurm_job(text)
+    match text.partition(":")[0]:
+        case "slurm":
+            return _nodes_of_slurm_job(text)
+        case "kubernetes":
+            return _pods_of_kubernetes_job(text)
     try:
         words = Path(text).read_text(encoding="utf-8").split() if os.path.isfile(text) else text.split(",")
     except (OSError, UnicodeDecodeError) as error:
@@ -94,7 +103,7 @@ _PORT = re.compile(r"(?:tcp://\{socket\.gethostname\(\)\}:|_slurm_batch --port )
 _STEP_NODES = re.compile(r"\bNodeList=(\S+)")
 
 
-def _hosts_of_slurm_job(text: str) -> tuple[MonarchHost, ...]:
+def _nodes_of_slurm_job(text: str) -> tuple[MonarchHost, ...]:
     """Return the hosts that a job still has, in the order of its nodes.
 
     ``squeue --json``, which Monarch reads, is not used: Slurm has the job's nodes in it elsewhere before 23.11.
@@ -116,7 +125,7 @@ def _hosts_of_slurm_job(text: str) -> tuple[MonarchHost, ...]:
     script = run_slurm("scontrol", "write", "batch_script", job, "-").stdout
     identities, port = _IDENTITIES.search(script), _PORT.search(script)
     if identities is None or port is None:
-        raise LaunchError(f"--hosts {text}: job {job} was not started by Monarch's SlurmJob. Use --on slurm in it.")
+        raise LaunchError(f"--hosts {text}: job {job} is not one of Monarch's SlurmJob. Use --on slurm in it.")
     # The job forgets a node that it has lost; the step of the workers, its first one, has all in their order.
     step = _STEP_NODES.search(run_slurm("scontrol", "-o", "show", "step", f"{job}.0").stdout)
     ranks = expand_hosts(step[1] if step is not None else nodes)
@@ -129,3 +138,53 @@ def _hosts_of_slurm_job(text: str) -> tuple[MonarchHost, ...]:
         for node, service in zip(ranks, services, strict=True)
         if node in left
     )
+
+
+# --- What Monarch's KubernetesJob has allocated ---
+
+
+_MESH = re.compile(r"kubernetes:(?P<namespace>[a-z0-9-]+)/(?P<mesh>[a-z0-9]+)")
+_INDEX = "apps.kubernetes.io/pod-index"
+_PODS_PORT = "26600"
+
+
+def _pods_of_kubernetes_job(text: str) -> tuple[MonarchHost, ...]:
+    """Return the pods of a mesh, in their order; those that do not run yet, too, if a StatefulSet has named them."""
+    match = _MESH.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"--hosts {text}: give the namespace and the mesh of the KubernetesJob, as in kubernetes:team/trainers."
+        )
+    if importlib.util.find_spec("kubernetes") is None:
+        raise LaunchError(f"--hosts {text} needs the kubernetes library. Run: pip install 'paceline[kubernetes]'")
+    selector = f"app.kubernetes.io/name=monarch-worker,monarch.pytorch.org/mesh-name={match['mesh']}"
+    pods = KubernetesCluster(match["namespace"], None).pods(selector)
+    ranks = {int(index): pod for pod in pods if (index := pod["metadata"]["labels"].get(_INDEX, "")).isdigit()}
+    hosts = [_host_of_pod(pod, rank, match["namespace"]) for rank, pod in sorted(ranks.items())]
+    known = tuple(host for host in hosts if host is not None)
+    if not hosts or len(known) < len(hosts):
+        why = "a pod of this mesh has no address yet" if hosts else "no pod of this mesh is there"
+        raise LaunchError(
+            f"--hosts {text}: {why}. Check them: kubectl get pods -n {match['namespace']} -l {selector}"
+        )
+    return known
+
+
+def _host_of_pod(pod: Manifest, rank: int, namespace: str) -> MonarchHost | None:
+    """Return the address of a pod's worker loop; None where it has no address yet."""
+    spec: Manifest = pod["spec"]
+    name: str | None = pod["status"].get("podIP")
+    if "hostname" in spec and "subdomain" in spec:
+        # A pod that replaces this one has the same name, and another IP address.
+        name = f"{spec['hostname']}.{spec['subdomain']}.{namespace}.svc"
+    if name is None:
+        return None
+    address = f"tcp://{name}:{_variable_of(pod, 'MONARCH_PORT') or _PODS_PORT}"
+    services = _variable_of(pod, "MONARCH_SERVICE_PROC_IDS")
+    return MonarchHost.parse(address if services is None else f"{json.loads(services)[rank]}@{address}")
+
+
+def _variable_of(pod: Manifest, name: str) -> str | None:
+    """Return the value of a variable of a pod's containers, as its specification has it."""
+    variables = (variable for each in pod["spec"]["containers"] for variable in each.get("env") or ())
+    return next((variable.get("value") for variable in variables if variable["name"] == name), None)

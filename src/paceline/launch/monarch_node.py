@@ -54,7 +54,7 @@ class NodeActor(Actor):  # type: ignore[misc] # the library is not typed
     @concurrent_endpoint
     async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
         """Start the command; ``env`` is added to this host's variables."""
-        # A worker loop that srun has started is a rank of its step; the command is none.
+        # srun makes a worker loop a rank of its step, which the command must not take itself for.
         own = {name: value for name, value in variables_of_another_job().items() if not name.startswith(_OF_MONARCH)}
         await asyncio.to_thread(self._command.start, argv, {**own, **env}, cwd)
 
