@@ -166,7 +166,8 @@ def cluster(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
             ),
             *("--", sys.executable, "-c", says),
         ],
-        env={"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 2**20)},
+        # A cluster that srun has started, whose processes are ranks of its step.
+        env={"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 2**20), "SLURM_STEP_ID": "0"},
         shared=True,
     )
     line = started.stdout.readline()
@@ -427,7 +428,7 @@ def test_a_scripts_machines_are_actors(
         "import os\n"
         "names = ('RANK', 'WORLD_SIZE', 'GROUP_RANK', 'LOCAL_RANK', 'MASTER_ADDR', 'RAY_ADDRESS', 'A')\n"
         "os.write(1, ' '.join(os.environ[name] for name in names).encode() + b'\\n')\n"
-        "os.write(2, b'to stderr\\n')\n"
+        "os.write(2, b'to stderr, %d\\n' % ('SLURM_STEP_ID' in os.environ))\n"
     )
     done = run_processes.paceline(
         *("launch", "--on", "ray", "--nodes", "2", "--rank-launcher", "spawn", "--placement", "pack", "--env", "A=b"),
@@ -439,8 +440,8 @@ def test_a_scripts_machines_are_actors(
         f"machine {rank} | {rank} 2 {rank} 0 127.0.0.1 {cluster.address} b" for rank in (0, 1)
     ]
     assert sorted(line for line in done.stderr.splitlines() if "to stderr" in line) == [
-        "machine 0 | to stderr",
-        "machine 1 | to stderr",
+        "machine 0 | to stderr, 0",
+        "machine 1 | to stderr, 0",
     ]
     wait_until(lambda: cluster.actors() == [], "its actors are gone")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.core.environment import parse_endpoint
+from paceline.core.environment import parse_endpoint, variables_of_another_job
 from paceline.core.errors import ConfigError
 from paceline.core.sockets import bound_socket
 from paceline.launch.actor_nodes import (
@@ -93,7 +93,7 @@ class NodeActor(NodeCommand):
         Raises:
             OSError: it cannot be started.
         """
-        super().start(argv, {**own_variables(), **env}, cwd)
+        super().start(argv, {**variables_of_another_job(own_variables()), **env}, cwd)
 
 
 def own_variables() -> dict[str, str]:
