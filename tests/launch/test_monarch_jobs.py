@@ -145,6 +145,24 @@ def test_a_lost_node_of_a_slurm_job_is_replaced(
     assert sorted(done.stdout.splitlines()) == [f"machine {n} | {name} {n} 2 {n}" for n, name in enumerate(left)]
 
 
+@pytest.mark.slow
+def test_slurm_requeues_a_job_that_has_lost_a_node_and_the_task_in_it_continues(
+    slurm_jobs: SlurmJobs, run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
+) -> None:
+    cluster = slurm_jobs.cluster
+    run = Run(cluster.lab, wait_until, path=tmp_path)
+    run.hold(12)
+    train = f"{sys.executable} -m paceline train small.py:Small --run-dir run --on monarch --hosts slurm"
+    job = slurm_jobs.apply(2, script=" ".join([train, *OPTIONS, *PATIENT]))
+    run.wait_for("checkpoint", lambda event: event["step"] == 10)
+    cluster.kill(cluster.nodes[1])
+    cluster.wait_until(lambda: cluster.show(job)["Restarts"] == "1", "the restart")
+    run.go_on()
+    cluster.wait_for(job, "COMPLETED")
+    alone = run_processes.paceline("train", "small.py:Small", *OPTIONS, "--run-dir", "alone", "--json")
+    assert run.result()["model_sha256"] == json.loads(alone.stdout.splitlines()[-1])["model_sha256"]
+
+
 # A KubernetesJob
 
 

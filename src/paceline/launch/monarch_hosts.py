@@ -106,7 +106,7 @@ _STEP_NODES = re.compile(r"\bNodeList=(\S+)")
 def _nodes_of_slurm_job(text: str) -> tuple[MonarchHost, ...]:
     """Return the hosts that a job still has, in the order of its nodes.
 
-    ``squeue --json``, which Monarch reads, is not used: Slurm has the job's nodes in it elsewhere before 23.11.
+    ``squeue --json``, which Monarch reads, has the nodes elsewhere in Slurm 22.05, and all jobs in it.
     """
     job = text.partition(":")[2] or os.environ.get("SLURM_JOB_ID", "")
     if not job.isdigit():
@@ -164,9 +164,7 @@ def _pods_of_kubernetes_job(text: str) -> tuple[MonarchHost, ...]:
     known = tuple(host for host in hosts if host is not None)
     if not hosts or len(known) < len(hosts):
         why = "a pod of this mesh has no address yet" if hosts else "no pod of this mesh is there"
-        raise LaunchError(
-            f"--hosts {text}: {why}. Check them: kubectl get pods -n {match['namespace']} -l {selector}"
-        )
+        raise LaunchError(f"--hosts {text}: {why}. Check them: kubectl get pods -n {match['namespace']} -l {selector}")
     return known
 
 
