@@ -172,6 +172,8 @@ def test_all_hosts_are_nodes_unless_a_number_is_given(tmp_path: Path) -> None:
         ({}, {"hosts": ","}, r"--hosts ',' names no host"),
         ({}, {"hosts": "tcp://a:1,tcp://a:1"}, r"--hosts names a host more than once"),
         ({}, {"hosts": "tcp://a:1,tls://b:1"}, r"--hosts mixes tcp:// and tls://"),
+        ({}, {"hosts": "slurm:my-job"}, r"--hosts slurm:my-job: give the number of the SlurmJob, as in slurm:12"),
+        ({}, {"hosts": "kubernetes:team"}, r"give the namespace and the mesh of the KubernetesJob"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

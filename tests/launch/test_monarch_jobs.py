@@ -21,6 +21,10 @@ from tests.lab.kubernetes_api import ApiServer
 from tests.lab.machines import Machines, Node, NodeProcess
 from tests.lab.slurm_cluster import SlurmCluster
 
+from paceline.core.environment import expand_hosts
+from paceline.core.errors import LaunchError
+from paceline.launch.monarch_hosts import read_hosts
+
 pytestmark = [pytest.mark.monarch, pytest.mark.timeout(300)]
 
 # As its users write it. Slurm's JSON, which Monarch's state() reads, has other fields in the oldest versions.
@@ -57,6 +61,11 @@ class SlurmJobs:
         [job] = [line.split()[2] for line in done.stderr.splitlines() if line.startswith("SLURM job ")]
         return job
 
+    def nodes_of(self, job: str) -> list[Node]:
+        """The nodes of a job in Slurm's order, which are any of the cluster's."""
+        names = expand_hosts(self.cluster.show(job)["NodeList"])
+        return [node for node in self.cluster.nodes if node.name in names]
+
     def paceline(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.cluster.run(*PACELINE, *arguments, env=self.env)
 
@@ -69,12 +78,13 @@ def slurm_jobs(slurm_cluster: SlurmCluster, tmp_path: Path) -> SlurmJobs:
 def test_a_script_on_the_nodes_of_a_slurm_job(slurm_jobs: SlurmJobs) -> None:
     job = slurm_jobs.apply(2)
     slurm_jobs.cluster.wait_for(job, "RUNNING")
+    placed = [f"machine {rank} | {node.name} {rank} 2 {rank}" for rank, node in enumerate(slurm_jobs.nodes_of(job))]
     # Its worker loops still start. They then take the next script.
     for rank_launcher in ("spawn", "torchrun"):
         where = ("--on", "monarch", "--hosts", f"slurm:{job}", "--rank-launcher", rank_launcher)
         done = slurm_jobs.paceline("launch", *where, "--", "place.py")
         assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.splitlines()) == [f"machine {n} | node{n + 1} {n} 2 {n}" for n in (0, 1)]
+        assert sorted(done.stdout.splitlines()) == placed
     done = slurm_jobs.paceline("launch", "--on", "monarch", "--hosts", f"slurm:{job}", "--nodes", "3", "--", "place.py")
     assert done.returncode == 2
     assert "--nodes 3 needs as many hosts, but --hosts names 2" in done.stderr
@@ -86,7 +96,8 @@ def test_a_script_inside_of_a_slurm_job_ends_it(slurm_jobs: SlurmJobs, tmp_path:
     job = slurm_jobs.apply(2, script=f"{launch} place.py")
     slurm_jobs.cluster.wait_for(job, "COMPLETED")
     [output] = (tmp_path / "logs").glob(f"slurm_{job}_*.out")
-    assert sorted(output.read_text().splitlines()) == [f"machine {n} | node{n + 1} {n} 2 {n}" for n in (0, 1)]
+    placed = [f"machine {rank} | {node.name} {rank} 2 {rank}" for rank, node in enumerate(slurm_jobs.nodes_of(job))]
+    assert sorted(output.read_text().splitlines()) == placed
     job = slurm_jobs.apply(2, script=f"{launch} sh -c 'exit 7'")
     slurm_jobs.cluster.wait_for(job, "FAILED")
     assert slurm_jobs.cluster.show(job)["ExitCode"] == "7:0"
@@ -155,7 +166,7 @@ def test_slurm_requeues_a_job_that_has_lost_a_node_and_the_task_in_it_continues(
     train = f"{sys.executable} -m paceline train small.py:Small --run-dir run --on monarch --hosts slurm"
     job = slurm_jobs.apply(2, script=" ".join([train, *OPTIONS, *PATIENT]))
     run.wait_for("checkpoint", lambda event: event["step"] == 10)
-    cluster.kill(cluster.nodes[1])
+    cluster.kill(slurm_jobs.nodes_of(job)[1])
     cluster.wait_until(lambda: cluster.show(job)["Restarts"] == "1", "the restart")
     run.go_on()
     cluster.wait_for(job, "COMPLETED")
@@ -235,6 +246,25 @@ def start_in(node: Node, make: Callable[[], Any]) -> Any:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(enter).result()
+
+
+def test_pods_of_no_stateful_set_are_known_by_their_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ApiServer()
+    try:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
+        for index in (10, 9):
+            port = {"name": "MONARCH_PORT", "value": "26700"}
+            spec = {"containers": [{"name": "sidecar"}, {"name": "worker", "env": [port] if index == 9 else []}]}
+            labels = {**LABELS, "apps.kubernetes.io/pod-index": str(index)}
+            server.set_pod(f"own-{index}", labels, spec=spec, podIP=f"10.0.0.{index}")
+        server.set_pod("without-index", LABELS, spec=spec, podIP="10.0.0.99")
+        hosts = read_hosts("kubernetes:team/trainers")
+        assert [host.text for host in hosts] == ["tcp://10.0.0.9:26700", "tcp://10.0.0.10:26600"]
+        server.set_pod("own-11", {**labels, "apps.kubernetes.io/pod-index": "11"}, spec=spec, phase="Pending")
+        with pytest.raises(LaunchError, match="a pod of this mesh has no address yet"):
+            read_hosts("kubernetes:team/trainers")
+    finally:
+        server.end()
 
 
 MESH = ("--on", "monarch", "--hosts", "kubernetes:team/trainers")
