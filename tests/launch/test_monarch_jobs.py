@@ -75,6 +75,7 @@ def slurm_jobs(slurm_cluster: SlurmCluster, tmp_path: Path) -> SlurmJobs:
     return SlurmJobs(slurm_cluster, tmp_path)
 
 
+@pytest.mark.slurm
 def test_a_script_on_the_nodes_of_a_slurm_job(slurm_jobs: SlurmJobs) -> None:
     job = slurm_jobs.apply(2)
     slurm_jobs.cluster.wait_for(job, "RUNNING")
@@ -91,6 +92,7 @@ def test_a_script_on_the_nodes_of_a_slurm_job(slurm_jobs: SlurmJobs) -> None:
     assert slurm_jobs.cluster.state(job) == "RUNNING"
 
 
+@pytest.mark.slurm
 def test_a_script_inside_of_a_slurm_job_ends_it(slurm_jobs: SlurmJobs, tmp_path: Path) -> None:
     launch = f"{sys.executable} -m paceline launch --on monarch --hosts slurm --rank-launcher spawn --"
     job = slurm_jobs.apply(2, script=f"{launch} place.py")
@@ -103,6 +105,7 @@ def test_a_script_inside_of_a_slurm_job_ends_it(slurm_jobs: SlurmJobs, tmp_path:
     assert slurm_jobs.cluster.show(job)["ExitCode"] == "7:0"
 
 
+@pytest.mark.slurm
 def test_a_job_without_worker_loops_is_refused(slurm_jobs: SlurmJobs) -> None:
     def refused(hosts: str, code: int = 1) -> str:
         done = slurm_jobs.paceline("launch", "--on", "monarch", "--hosts", hosts, "--", "place.py")
@@ -119,6 +122,7 @@ def test_a_job_without_worker_loops_is_refused(slurm_jobs: SlurmJobs) -> None:
     assert f"job {waits} is PENDING. Wait until it runs: squeue -j {waits}" in refused(f"slurm:{waits}")
 
 
+@pytest.mark.slurm
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["a-node", "the-batch-host"])
 def test_a_lost_node_of_a_slurm_job_is_replaced(
     slurm_jobs: SlurmJobs, run_processes: Any, wait_until: Callable[..., None], tmp_path: Path, lost: int
@@ -156,6 +160,7 @@ def test_a_lost_node_of_a_slurm_job_is_replaced(
     assert sorted(done.stdout.splitlines()) == [f"machine {n} | {name} {n} 2 {n}" for n, name in enumerate(left)]
 
 
+@pytest.mark.slurm
 @pytest.mark.slow
 def test_slurm_requeues_a_job_that_has_lost_a_node_and_the_task_in_it_continues(
     slurm_jobs: SlurmJobs, run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
