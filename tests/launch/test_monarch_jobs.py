@@ -253,6 +253,7 @@ def start_in(node: Node, make: Callable[[], Any]) -> Any:
         return pool.submit(enter).result()
 
 
+@pytest.mark.k8s
 def test_pods_of_no_stateful_set_are_known_by_their_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = ApiServer()
     try:
@@ -275,6 +276,7 @@ def test_pods_of_no_stateful_set_are_known_by_their_addresses(tmp_path: Path, mo
 MESH = ("--on", "monarch", "--hosts", "kubernetes:team/trainers")
 
 
+@pytest.mark.k8s
 def test_a_script_on_the_pods_of_a_kubernetes_job(mesh_pods: MeshPods, tmp_path: Path) -> None:
     control, *nodes = mesh_pods.control.lab.nodes
     (control.lab.directory / "place.py").write_text(PLACE)
@@ -291,6 +293,7 @@ def test_a_script_on_the_pods_of_a_kubernetes_job(mesh_pods: MeshPods, tmp_path:
     assert sorted(done.stdout.splitlines()) == ["machine 0 | node2 0 2 0", "machine 1 | node1 1 2 1"]
 
 
+@pytest.mark.k8s
 def test_a_lost_pod_of_a_kubernetes_job_is_replaced(
     mesh_pods: MeshPods, run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
 ) -> None:
