@@ -306,6 +306,7 @@ class JobController:
         self.beats: dict[int, WorkerHeartbeat] = {}
         self._hangs = HangDetector(directory)
         self._restart = RestartAllPolicy(self._pool)
+        self._knows_microbatches = False  # whether the run is created
         self._culprit_is_to_come = False  # the job ends, and the root cause has not been reported yet
         coordinator.hold()
 
@@ -343,10 +344,17 @@ class JobController:
         return frozenset(self._pool.nodes)
 
     def learn_microbatches(self) -> None:
-        """Read the maximum number of active workers; before the run is created, rank 0 checks it."""
+        """Read the maximum number of active workers, once the run is created.
+
+        Until then it is that of the least number of nodes; nodes beyond that take part after a step.
+        """
+        if self._knows_microbatches:
+            return
         with suppress(RunDirectoryError, KeyError, TypeError, ValueError):
             if self._directory.exists():
-                self.coordinator.max_workers = int(self._directory.read_manifest()["config"]["microbatches"])
+                most = int(self._directory.read_manifest()["config"]["microbatches"])
+                self._knows_microbatches = True
+                self._do(self.coordinator.allow(most))
 
     def settle(self) -> None:
         """Form the next group, if one is due and the agents agree on its nodes."""
@@ -396,6 +404,7 @@ class JobController:
                 self.failure_policy.budget.stands_at(step)
                 self.beats[worker] = message
                 self._hangs.beats(worker, overdue=overdue)
+                self.learn_microbatches()
             case StallSnapshot():
                 self._hangs.answers(worker, message)
             case Ready(_, why):

@@ -201,6 +201,11 @@ class Coordinator:
         self.nodes[node] = nproc
         return self._decide()
 
+    def allow(self, max_workers: int) -> list[Action]:
+        """Set the maximum number of active workers; those that wait for a place take part after a step."""
+        self.max_workers = max_workers
+        return self._decide()
+
     def gather(self) -> list[Action]:
         """Make the next group wait for all workers; leave a healthy but incomplete one."""
         self.wait_for_all = len(self.members()) < self._full
@@ -256,8 +261,15 @@ class Coordinator:
 
     @property
     def nodes_next(self) -> frozenset[str]:
-        """The nodes of the next group's members, if it were formed now."""
-        return frozenset(self._workers[w].node for w in self._next_members(("waiting", "member")))
+        """The nodes of the next group's members, as far as these have started."""
+        statuses: tuple[Status, ...] = ("waiting", "member")
+        # Of too many workers those are members that come first, whichever of them has started first.
+        chosen = self._next_members(("starting", *statuses) if self._waits_for_all else statuses)
+        return frozenset(self._workers[w].node for w in chosen if self._workers[w].status != "starting")
+
+    @property
+    def _waits_for_all(self) -> bool:
+        return self.wait_for_all or not self.members()
 
     def is_leaving(self, node: str) -> bool:
         """Return whether a node should have no worker, and none of its workers may act in a group."""
@@ -346,11 +358,10 @@ class Coordinator:
 
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
         """Form the next group of all waiting workers, unless it must wait for more."""
-        waiting = self._eligible(("waiting",))
-        for_all = self.wait_for_all or not survivors
-        included = [worker for worker in self._workers.values() if worker.node not in self.excluded]
-        if for_all and len(waiting) < min(self._full, len(included)):
-            return
+        if self._waits_for_all:
+            chosen = self._next_members(("starting", "waiting", "member"))
+            if any(self._workers[w].status != "waiting" for w in chosen):
+                return
         for worker in survivors:
             if self._workers[worker].retiring:
                 actions.append(self._retire(worker))

@@ -74,6 +74,22 @@ def test_machines_come_and_go(run: Run, undisturbed: str) -> None:
     assert run.result()["model_sha256"] == undisturbed
 
 
+@BOTH
+@pytest.mark.parametrize(("run", "nodes"), [(2, "1:2"), (3, "1:3"), (3, "2:3")], indirect=["run"])
+def test_machines_beyond_the_least_number_that_are_there_from_the_start_take_part(
+    run: Run, undisturbed: str, nodes: str
+) -> None:
+    """The first group has the least number; the others join it after a step, whichever of them is first."""
+    processes = [run.train(node, nodes, "1", "--node-rank", str(rank)) for rank, node in enumerate(run.lab.nodes)]
+    everyone = len(processes)
+    run.hold(12)
+    run.step_until("view", lambda event: event["nodes"] == everyone, *processes)
+    run.go_on()
+    assert [process.wait(90) for process in processes] == [0] * everyone, processes[0].text
+    assert run.result()["model_sha256"] == undisturbed
+    assert run.directory.read_events()[-1]["event"] == "finished"
+
+
 @pytest.mark.slow
 def test_a_scheduler_that_repeats_itself_hurries_nobody(run: Run, undisturbed: str) -> None:
     processes = run.begin(nproc="1")

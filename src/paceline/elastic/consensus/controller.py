@@ -350,8 +350,8 @@ class ConsensusDriver:
                     self._act(self._membership.dismiss(name))
 
     def _admit(self) -> None:
-        """Admit nodes to the node set once they have workers that can take part."""
-        if self.leader is not None:
+        """Admit nodes to the node set once they have workers that can take part, unless the run is ending."""
+        if self.leader is not None and not self.leader.shutdown.is_final:
             for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.node_set.nodes)):
                 self._act(self._membership.admit(name))
 
