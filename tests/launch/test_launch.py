@@ -325,6 +325,7 @@ def test_a_job_whose_process_was_killed_has_failed(
     [
         ("--on slrum -- place.py", "there is no launcher 'slrum'. Choose one of: inprocess, spawn"),
         ("--on spawn", "there is no command to launch. Give it after --"),
+        ("--on torchrun --max-restarts -1 -- true", "--max-restarts must be at least 0, but is -1."),
         ("--on spawn -- absent.py", "there is no file absent.py in "),
         ("--on spawn -- ./absent", "there is no file ./absent in "),
         ("--on spawn -- no-such-program", "no-such-program: command not found or not executable"),

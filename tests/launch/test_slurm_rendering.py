@@ -231,7 +231,10 @@ for ((attempt = 0; attempt * 5 < $(setting SlurmdTimeout) + 60; attempt++)); do
   [ -n "$nodes" ] || break
   if ! scontrol show hostnames "$nodes" | grep --quiet --line-regexp "$script_host"; then
     echo "paceline: $script_host was lost, where job.sh ran: back into the queue, or the end" >&2
-    scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID"
+    # A requeue is refused if another node was first, and where no job may return to the queue.
+    if ! scontrol requeue "$SLURM_JOB_ID"; then
+      [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != RUNNING ] || scancel "$SLURM_JOB_ID"
+    fi
     break
   fi
   timeout 5 bash -c "</dev/tcp/$script_host/$port" 2>/dev/null && break
@@ -671,7 +674,7 @@ def test_a_task_that_must_not_come_back_is_cancelled_where_nobody_ends_it() -> N
     script = text(TASK, SlurmOptions(no_requeue=True))
     assert "#SBATCH --no-requeue\n" in script
     # Slurm refuses to requeue such a job.
-    assert 'scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID"' in script
+    assert 'if ! scontrol requeue "$SLURM_JOB_ID"; then' in script
     assert 'back into the queue" >&2' not in script
     assert 'scancel "$SLURM_JOB_ID"' in script
 
@@ -683,7 +686,7 @@ def test_a_task_of_an_array_asks_slurm_for_itself_alone() -> None:
     job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
     assert f"scontrol requeue {job}\n" in files["job.sh"]
     assert f"""<<<"$(squeue --noheader --jobs={job} --format='%B %N')"\n""" in files["machine.sh"]
-    assert f"    scontrol requeue {job} || scancel {job}\n" in files["machine.sh"]
+    assert f"    if ! scontrol requeue {job}; then\n" in files["machine.sh"]
     assert "SLURM_JOB_ID" not in files["machine.sh"]
 
 

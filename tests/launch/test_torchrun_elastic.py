@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,10 +44,8 @@ pathlib.Path("failed").touch()
 raise SystemExit(3)
 """
 # torchrun waits 30 s for further machines once there are enough.
-ELASTIC = (
-    *("--nodes", "1:2", "--max-restarts", "9", "--threads", "1"),
-    *("--torchrun", "rdzv-conf=last_call_timeout=2"),
-)
+OPTIONS = ("--max-restarts", "9", "--threads", "1", "--torchrun", "rdzv-conf=last_call_timeout=2")
+ELASTIC = ("--nodes", "1:2", *OPTIONS)
 PATIENCE = ("--connect-timeout", "3", "--lost-after", "6")
 
 
@@ -65,9 +64,13 @@ class Groups:
         line = f"{node.name} of {size}"
         self._wait_until(lambda: self._lines().count(line) >= times, f"{line}, {times} times", timeout_s=180)
 
-    def wait_for_pair(self) -> None:
-        """Wait until two machines are in one group, for the first time."""
-        self._wait_until(lambda: len(set(self._lines())) == 2, "two machines in one group", timeout_s=180)
+    def wait_for_all(self, machines: int = 2) -> None:
+        """Wait until that many machines are in one group, for the first time."""
+
+        def there() -> bool:
+            return len({line for line in self._lines() if line.endswith(f" of {machines}")}) == machines
+
+        self._wait_until(there, f"{machines} machines in one group", timeout_s=180)
 
     def end(self) -> None:
         (self.path / "done").touch()
@@ -125,8 +128,8 @@ def test_ssh_ends_when_the_machine_with_torchruns_store_is_lost(
         first.cut()
     first.kill()
     assert launcher.wait(90) == 1, launcher.text
-    assert "paceline: node0 had torchrun's store, which the others need: they end.\n" in launcher.text
-    assert launcher.text.endswith("paceline: node0 was lost: its ssh has ended.\n")
+    reason = "node0 was lost: its ssh has ended. It had torchrun's store, which the others need."
+    assert launcher.text.endswith(f"paceline: {reason}\n")
 
 
 @pytest.mark.ssh
@@ -135,7 +138,23 @@ def test_ssh_needs_the_first_machine_to_begin(ssh_machines: Callable[[int], SshL
     lab.nodes[0].kill()
     launcher = lab.launch(lab.nodes[2], "node0,node1", *ELASTIC, "--connect-timeout", "2", "--", "true")
     assert launcher.wait(60) == 1
-    assert "1 of 2 machines cannot be used; nothing runs on the others" in launcher.text
+    said = "1 of 2 machines cannot be used; nothing runs on the others. The first one is needed; 1 can begin.\n"
+    assert said in launcher.text
+
+
+@pytest.mark.ssh
+def test_ssh_is_stopped_as_asked_after_the_loss_of_a_machine(
+    ssh_machines: Callable[[int], SshLab], wait_until: Callable[..., None]
+) -> None:
+    lab = ssh_machines(3)
+    first, second, here = lab.nodes
+    groups = Groups(lab.path, wait_until)
+    launcher = lab.launch(here, "node0,node1", *ELASTIC, *PATIENCE, "--", "works.py")
+    groups.wait_for(second, 2)
+    second.kill()
+    groups.wait_for(first, 1)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(90) == 130, launcher.text
 
 
 # --- Slurm ---
@@ -176,7 +195,7 @@ def cluster(slurm_cluster: SlurmCluster, tmp_path: Path) -> Cluster:
 @pytest.mark.timeout(240)
 def test_slurm_goes_on_without_a_lost_node(cluster: Cluster) -> None:
     job = cluster.submit(*ELASTIC, "--", "works.py")
-    cluster.groups.wait_for_pair()
+    cluster.groups.wait_for_all()
     first, second = cluster.nodes_of(job)
     cluster.slurm.kill(second)
     cluster.groups.wait_for(first, 1)
@@ -191,7 +210,7 @@ def test_slurm_goes_on_without_a_lost_node(cluster: Cluster) -> None:
 def test_another_slurm_job_brings_a_node_three_times(cluster: Cluster) -> None:
     """A job keeps the nodes that it has; a second one joins it, and is requeued when its own node is lost."""
     job = cluster.submit(*ELASTIC, "--master-port", "29500", "--", "works.py")
-    cluster.groups.wait_for_pair()
+    cluster.groups.wait_for_all()
     first, lost = cluster.nodes_of(job)
     joining = (sys.executable, "-m", "paceline", "launch", "--on", "torchrun", *ELASTIC)
     meeting = ("--rdzv-endpoint", f"{first.name}:29500", "--rdzv-id", job)
@@ -218,11 +237,13 @@ def test_another_slurm_job_brings_a_node_three_times(cluster: Cluster) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_slurm_requeues_a_job_whose_first_node_is_lost(cluster: Cluster) -> None:
-    job = cluster.submit(*ELASTIC, "--requeue", "--", "works.py")
-    cluster.groups.wait_for_pair()
-    first, second = cluster.nodes_of(job)
+    """Both others ask for it; the second one must not end the job that the first one has requeued."""
+    job = cluster.submit(*OPTIONS, "--nodes", "1:3", "--requeue", "--", "works.py")
+    cluster.groups.wait_for_all(3)
+    first, *others = cluster.nodes_of(job)
     # The first node's silence lasts until TCP gives up, here after three seconds in place of a quarter of an hour.
-    assert cluster.slurm.run("sysctl", "-w", "net.ipv4.tcp_retries2=4", node=second).returncode == 0
+    for node in others:
+        assert cluster.slurm.run("sysctl", "-w", "net.ipv4.tcp_retries2=4", node=node).returncode == 0
     cluster.slurm.kill(first)
     cluster.slurm.wait_until(lambda: cluster.slurm.show(job)["Restarts"] == "1", "the requeue")
     cluster.groups.end()
@@ -235,7 +256,7 @@ def test_in_an_allocation_that_outlives_its_nodes(cluster: Cluster) -> None:
     """``--no-kill`` is salloc's; without it Slurm ends the allocation. One node is enough for ``1:2``."""
     launch = (sys.executable, "-m", "paceline", "launch", "--on", "slurm", *ELASTIC, "--")
     session = cluster.slurm.start("salloc", "--quiet", "--no-kill", "--nodes=2", *launch, "works.py", env=cluster.env)
-    cluster.groups.wait_for_pair()
+    cluster.groups.wait_for_all()
     [job] = cluster.slurm.run("squeue", "--noheader", "--format=%A").stdout.split()
     first, second = cluster.nodes_of(job)
     cluster.slurm.kill(second)

@@ -132,6 +132,8 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         if not self.command:
             raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts must be at least 0, but is {self.max_restarts}.")
         least, most = self.nodes
         for name, number in (("nproc", min(self.nproc)), ("nodes", least)):
             if number < 1:

@@ -336,7 +336,10 @@ for ((attempt = 0; attempt * 5 < $(setting SlurmdTimeout) + 60; attempt++)); do
   [ -n "$nodes" ] || break
   if ! scontrol show hostnames "$nodes" | grep --quiet --line-regexp "$script_host"; then
     echo "paceline: $script_host was lost, where job.sh ran: back into the queue, or the end" >&2
-    scontrol requeue "{job}" || scancel "{job}"
+    # A requeue is refused if another node was first, and where no job may return to the queue.
+    if ! scontrol requeue "{job}"; then
+      [ "$(squeue --noheader --jobs="{job}" --format=%T)" != RUNNING ] || scancel "{job}"
+    fi
     break
   fi
   timeout 5 bash -c "</dev/tcp/$script_host/$port" 2>/dev/null && break

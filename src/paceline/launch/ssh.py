@@ -240,6 +240,7 @@ class SshJob:
         self._least = len(names) if least is None else least
         self._rejoining = rejoining
         self._retry_at: dict[int, float] = {}
+        self._lost_store = False
         self._heartbeat_s = heartbeat_s
         self._beat_at = time.monotonic()
         self._requests = StopRequests()
@@ -333,8 +334,9 @@ class SshJob:
             return
         lines = [f"  {machine.name}: {_why(machine, within_s)}" for machine in missing]
         others = "; nothing runs on the others" if len(missing) < len(self._machines) else ""
+        needed = f" The first one is needed; {self._least} can begin." if self._least < len(self._machines) else ""
         raise LaunchError(
-            f"{len(missing)} of {len(self._machines)} machines cannot be used{others}.\n" + "\n".join(lines)
+            f"{len(missing)} of {len(self._machines)} machines cannot be used{others}.{needed}\n" + "\n".join(lines)
         )
 
     def _poll(self, until: float | None) -> None:
@@ -375,15 +377,15 @@ class SshJob:
         was_lost = self._rejoining and (code == LOST or not machine.ready) and not self._is_ending
         if was_lost and index in self._rejoining:
             self._retry_at[index] = time.monotonic() + _RETRY_S
-            if machine.started:
+            if machine.started and any(other.started for other in self._running):
                 print(f"paceline: {_end_of(machine)}. It rejoins once it can be reached.", file=sys.stderr)
         if not machine.ready or code in (0, *STOPPED):
             return
         if not self._stopping and self._signal is None:
             self._failed.append(machine)
         if was_lost and index not in self._rejoining:
-            print(f"paceline: {machine.name} had torchrun's store, which the others need: they end.", file=sys.stderr)
             self._failed = [machine]  # it is the cause, where others have failed besides
+            self._lost_store = True
             self._stop_within_grace()
         elif not self._outlives_machines:
             self._stop_within_grace()
@@ -444,12 +446,15 @@ class SshJob:
                 if machine.code:
                     print(f"paceline: {_end_of(machine)}; the others have finished.", file=sys.stderr)
             return 0
-        # Where machines may be lost, what has failed on another one is the cause.
-        culprits = [m for m in self._failed if m.code != LOST or not self._outlives_machines] or self._failed
+        # Where machines may be lost, what has failed on another one is the cause, or the request to stop.
+        culprits = [m for m in self._failed if m.code != LOST or not self._outlives_machines]
+        if not culprits and self._signal is None:
+            culprits = self._failed
         if culprits:
             lost = culprits[0].code == LOST
             if self._width or lost:
-                print(f"paceline: {_end_of(culprits[0])}.", file=sys.stderr)
+                store = " It had torchrun's store, which the others need." if self._lost_store else ""
+                print(f"paceline: {_end_of(culprits[0])}.{store}", file=sys.stderr)
             return 1 if lost else culprits[0].code or 1
         for code in STOPPED:
             if code in codes:
