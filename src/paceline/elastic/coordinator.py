@@ -358,14 +358,12 @@ class Coordinator:
 
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
         """Form the next group of all waiting workers, unless it must wait for more."""
-        if self._waits_for_all:
-            chosen = self._next_members(("starting", "waiting", "member"))
-            if any(self._workers[w].status != "waiting" for w in chosen):
-                return
+        next_members = self._next_members(("starting", "waiting", "member") if self._waits_for_all else ("waiting",))
+        if any(self._workers[w].status != "waiting" for w in next_members):
+            return
         for worker in survivors:
             if self._workers[worker].retiring:
                 actions.append(self._retire(worker))
-        next_members = self._next_members(("waiting",))
         if not next_members:
             return
         self.wait_for_all = False

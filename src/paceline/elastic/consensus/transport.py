@@ -651,12 +651,11 @@ class PeerNetwork:
 
     def _dial(self) -> None:
         now = time.monotonic()
-        reached = {self.address_of(peer) for peer in self._peers}
         for call in self._calls.values():
             if call.link is None and now >= call.next_at:
                 call.next_at = now + _RETRY_S
-                if call.address in reached:
-                    continue  # by another name of its host
+                if any(call.address == self.address_of(peer) for peer in self._peers):
+                    continue  # it was reached by another name of its host
                 try:
                     call.link = connect(*call.address, self.token, self.hello, within_s=_HANDSHAKE_S)
                 except PeerConnectionError as error:
