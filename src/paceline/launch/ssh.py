@@ -236,11 +236,9 @@ class SshJob:
                 "there is no ssh here. Install OpenSSH's client (on Debian: apt-get install openssh-client)."
             )
         self._outlives_machines = outlives_machines
-        self._names = names
         self._least = len(names) if least is None else least
         self._rejoining = rejoining
         self._retry_at: dict[int, float] = {}
-        self._lost_store = False
         self._heartbeat_s = heartbeat_s
         self._beat_at = time.monotonic()
         self._requests = StopRequests()
@@ -305,6 +303,11 @@ class SshJob:
         return ready
 
     @property
+    def _needed(self) -> list[SshMachine]:
+        """The machines that no other one replaces in an elastic job: the one with torchrun's store."""
+        return [machine for n, machine in enumerate(self._machines) if self._rejoining and n not in self._rejoining]
+
+    @property
     def _is_ending(self) -> bool:
         """Whether a machine that comes back would find nothing to join."""
         return self._stopping or self._signal is not None or any(machine.code == 0 for machine in self._machines)
@@ -318,7 +321,7 @@ class SshJob:
         for index, at in tuple(self._retry_at.items()):
             if time.monotonic() >= at and not self._is_ending:
                 del self._retry_at[index]
-                self._machines[index] = self._connect(self._names[index], self._rejoining[index])
+                self._machines[index] = self._connect(self._machines[index].name, self._rejoining[index])
 
     def _reach_all(self, within_s: float) -> None:
         deadline = time.monotonic() + within_s
@@ -383,9 +386,8 @@ class SshJob:
             return
         if not self._stopping and self._signal is None:
             self._failed.append(machine)
-        if was_lost and index not in self._rejoining:
+        if was_lost and machine in self._needed:
             self._failed = [machine]  # it is the cause, where others have failed besides
-            self._lost_store = True
             self._stop_within_grace()
         elif not self._outlives_machines:
             self._stop_within_grace()
@@ -453,7 +455,8 @@ class SshJob:
         if culprits:
             lost = culprits[0].code == LOST
             if self._width or lost:
-                store = " It had torchrun's store, which the others need." if self._lost_store else ""
+                had_store = lost and culprits[0] in self._needed
+                store = " It had torchrun's store, which the others need." if had_store else ""
                 print(f"paceline: {_end_of(culprits[0])}.{store}", file=sys.stderr)
             return 1 if lost else culprits[0].code or 1
         for code in STOPPED:
