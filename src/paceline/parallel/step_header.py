@@ -35,7 +35,12 @@ class NodeSums(NamedTuple):
 
     def plus(self, other: NodeSums) -> NodeSums:
         """Return the sums of both nodes."""
-        return NodeSums(*(a + b for a, b in zip(self, other, strict=True)))
+        return NodeSums(
+            self.samples + other.samples,
+            self.weight + other.weight,
+            self.loss_sum + other.loss_sum,
+            self.checksum + other.checksum,
+        )
 
 
 _NODE_LENGTH = len(NodeSums._fields)
