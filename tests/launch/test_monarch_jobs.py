@@ -53,7 +53,7 @@ class SlurmJobs:
         (path / "place.py").write_text(PLACE)
 
     def apply(self, nodes: int, *slurm_args: str, script: str = "", survives: bool = False) -> str:
-        """Start a SlurmJob; return its number. One that ``survives`` goes on when it loses a node."""
+        """Start a SlurmJob; return its number. With ``survives``, Slurm lets it continue without a lost node."""
         args = (*slurm_args, "--no-kill") if survives else slurm_args
         env = {**self.env, "SLURM_NO_KILL": "set"} if survives else self.env
         done = self.cluster.run(sys.executable, "slurm_job.py", str(nodes), " ".join(args), script, env=env)

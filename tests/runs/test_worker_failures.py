@@ -1,4 +1,4 @@
-"""What a worker records when an error ends it: always the error, and the run's end if nobody recovers it."""
+"""A worker that an error ends records the error, and the end of the run if no agent recovers it."""
 
 from __future__ import annotations
 
