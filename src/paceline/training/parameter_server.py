@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from paceline.elastic.worker_group import StateSource, transfer_state
+from paceline.elastic.state_transfer import StateSource, transfer_state
 from paceline.parallel.messages import AnySourceReceiver, TensorBundle
 from paceline.parallel.parameter_server import ServerParameters
 from paceline.parallel.reducer import StepSums

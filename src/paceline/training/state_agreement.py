@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import CheckpointError
 from paceline.data.ledger import LedgerEntry, last_recorded_version
-from paceline.elastic.worker_group import StateSource, elect_source, transfer_state
+from paceline.elastic.state_transfer import StateSource, elect_source, transfer_state
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.backup import restore
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences, require_same_run

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paceline
 from paceline.core.callback import BatchInfo
-from paceline.elastic import worker_group
+from paceline.elastic import state_transfer, worker_group
 from paceline.elastic.worker_channel import AgentClient
 from paceline.runs import checkpoint_store
 
@@ -106,8 +106,8 @@ harm = Harm()
 
 def _hooked() -> None:
     """Know the rank, and reach places inside the engine: forming a view, copying a state, saving."""
-    form, send, write = worker_group._form, worker_group._send, checkpoint_store.write_file
-    publish, as_bytes = checkpoint_store._publish, worker_group._bytes
+    form, send, write = worker_group._form, state_transfer._send, checkpoint_store.write_file
+    publish, as_bytes = checkpoint_store._publish, state_transfer._bytes
     copied = itertools.count(1)
     asked_to_reform = AgentClient.should_reform
 
@@ -150,8 +150,8 @@ def _hooked() -> None:
             awaited.unlink(missing_ok=True)
         return asked_to_reform(member, generation)
 
-    worker_group._form, worker_group._send, checkpoint_store.write_file = formed, sent, written
-    checkpoint_store._publish, worker_group._bytes = published, to_bytes
+    worker_group._form, state_transfer._send, checkpoint_store.write_file = formed, sent, written
+    checkpoint_store._publish, state_transfer._bytes = published, to_bytes
     AgentClient.should_reform = should_reform  # type: ignore[method-assign]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.data.ledger import LedgerWriter, last_recorded_version, ledger_path
 from paceline.data.order import DeterministicSampler
+from paceline.elastic.state_transfer import StateSource, elect_source
 from paceline.elastic.worker_channel import (
     AgentClient,
     Assignment,
@@ -27,7 +28,6 @@ from paceline.elastic.worker_channel import (
     WorkerChannel,
     channel_pair,
 )
-from paceline.elastic.worker_group import StateSource, elect_source
 from paceline.parallel.grad_buffers import MicrobatchBuffers
 
 ORDER = DeterministicSampler(10, 4, 2, 0)
