@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from paceline.parallel.world import World, translate_peer_errors
+from paceline.parallel.peer_errors import translate_peer_errors
+from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import flatten, unflatten
 
 

@@ -22,11 +22,12 @@ from paceline.core.config import RunConfig
 from paceline.core.environment import patch_environ
 from paceline.core.errors import ConfigError
 from paceline.parallel.microbatches import ExternalReduceStrategy
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import ShardedOptimizer, gather_full
 from paceline.parallel.strategy import AMP_DTYPES, ParameterLayout, Replicated, StrategyOptions
-from paceline.parallel.world import ParallelDims, World, translate_peer_errors
+from paceline.parallel.world import ParallelDims, World
 
 # --- DeepSpeed itself: imported on use, silenced, and reset after a world ---
 

@@ -10,8 +10,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.sharded_state import is_distributed, local_shard
-from paceline.parallel.world import translate_peer_errors
 
 
 @torch.no_grad()

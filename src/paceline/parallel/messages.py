@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import distributed as dist
 
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import make_transport
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.transports import Bucket, GradBuffer, Transport
-from paceline.parallel.world import World, translate_peer_errors
+from paceline.parallel.world import World
 
 # --- Tensor bundles: one flat CPU tensor for each dtype ---
 

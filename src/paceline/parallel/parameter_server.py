@@ -15,11 +15,12 @@ from paceline.core.errors import ConfigError
 from paceline.parallel.grad_buffers import FlatLayout
 from paceline.parallel.messages import TensorBundle
 from paceline.parallel.microbatches import MicrobatchStrategy
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import Combine, ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
 from paceline.parallel.transports import gather_headers, zero_grad_buffers
-from paceline.parallel.world import ParallelDims, World, translate_peer_errors
+from paceline.parallel.world import ParallelDims, World
 
 # --- The partition: each server holds neighbouring parameters of about equal total size ---
 

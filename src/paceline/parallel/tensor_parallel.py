@@ -24,6 +24,7 @@ from paceline.data.order import derive_key
 from paceline.data.samples import MicroBatch
 from paceline.parallel.gradient_norm import clip_gradients
 from paceline.parallel.microbatches import ReducerStrategy
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.sharded_state import explain_dtensor_mixing, gather_full
 from paceline.parallel.strategy import MicrobatchWork
 from paceline.parallel.tp_autoplan import (
@@ -35,7 +36,7 @@ from paceline.parallel.tp_autoplan import (
     require_whole_heads,
     tp_plan_from_task,
 )
-from paceline.parallel.world import ParallelDims, translate_peer_errors
+from paceline.parallel.world import ParallelDims
 
 # --- Randomness in split parts of a model ---
 

@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.core.errors import ConfigError
 from paceline.parallel.microbatches import ExternalReduceStrategy, compile_model
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
-from paceline.parallel.world import ParallelDims, World, translate_peer_errors
+from paceline.parallel.world import ParallelDims, World
 
 # --- Compressed gradients for ``DistributedDataParallel`` (``--comm-hook``), by torch's own hooks ---
 #

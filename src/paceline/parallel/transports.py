@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.errors import PeerLostError
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import Combine, ReductionPlan
-from paceline.parallel.world import World, translate_peer_errors
+from paceline.parallel.world import World
 
 # --- The interface, and the transport of a single process ---
 #

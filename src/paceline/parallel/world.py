@@ -6,7 +6,6 @@ import atexit
 import gc
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,10 @@ from torch import nn
 from torch._C._distributed_c10d import set_debug_level_from_env
 
 from paceline.core.environment import Environment, patch_environ
-from paceline.core.errors import ConfigError, PeerLostError
+from paceline.core.errors import ConfigError
 from paceline.core.parallel_config import DATA_AXES
 from paceline.core.sockets import interface_address, loopback_interface
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.progress import ProgressTracker
 from paceline.parallel.rendezvous import rendezvous
 from paceline.parallel.sharded_state import is_distributed
@@ -38,26 +38,6 @@ if TYPE_CHECKING:
 
 # Its functions have the default group as default arguments. A later import (torch.optim does one) while
 # there is a group would keep that group and its threads alive, which can abort the interpreter's exit.
-
-
-_LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|closed by peer|socket closed|broken pipe|pair closure|"
-    r"timed out waiting|connect timeout|remote process exited|communicator was aborted|failed to (recv|send)",
-    re.IGNORECASE,
-)
-
-
-@contextmanager
-def translate_peer_errors() -> Iterator[None]:
-    """Turn torch.distributed's errors for a lost peer into a :class:`PeerLostError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or _LOST_PEER.search(str(error)):
-            # Strip the source location in front and the advice behind.
-            cause = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).partition(". This is typically")[0]
-            raise PeerLostError(f"another rank is gone: {cause}") from error
-        raise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.parallel.microbatches import ReducerStrategy
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.strategy import ParameterLayout, Replicated
-from paceline.parallel.world import ParallelDims, World, translate_peer_errors
+from paceline.parallel.world import ParallelDims, World
 
 _BUCKET_BYTES = 32 * 2**20
 

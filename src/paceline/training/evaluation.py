@@ -21,7 +21,8 @@ from paceline.core.stats import Estimate, Floats, mean, ratio
 from paceline.core.task import Loss, Task
 from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
-from paceline.parallel.world import ParallelDims, World, translate_peer_errors
+from paceline.parallel.peer_errors import translate_peer_errors
+from paceline.parallel.world import ParallelDims, World
 from paceline.runs.monitor import Monitor
 from paceline.training.control import StopCause
 from paceline.training.reproducibility import seed_evaluation

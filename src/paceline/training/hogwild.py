@@ -23,9 +23,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.errors import ConfigError
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.transports import map_shared
-from paceline.parallel.world import World, translate_peer_errors
+from paceline.parallel.world import World
 from paceline.training.asynchronous import Staleness, SyncPoints, compute_step, gather_requests, require_asynchronous
 from paceline.training.control import ControlFlags
 from paceline.training.group_context import Engine, GroupContext

@@ -24,8 +24,9 @@ from torch import distributed as dist
 from paceline.elastic.state_transfer import StateSource, transfer_state
 from paceline.parallel.messages import AnySourceReceiver, TensorBundle
 from paceline.parallel.parameter_server import ServerParameters
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.world import World, translate_peer_errors
+from paceline.parallel.world import World
 from paceline.training.asynchronous import (
     Staleness,
     StalenessBound,

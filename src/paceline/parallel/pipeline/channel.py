@@ -16,7 +16,8 @@ from torch import distributed as dist
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from paceline.core.errors import TaskError
-from paceline.parallel.world import World, translate_peer_errors
+from paceline.parallel.peer_errors import translate_peer_errors
+from paceline.parallel.world import World
 
 # --- Serialization of a model's result: its tensors, and a description of the rest
 

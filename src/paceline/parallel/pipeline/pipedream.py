@@ -16,11 +16,12 @@ from torch.func import functional_call
 
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.pipeline.pipeline import Pipeline
 from paceline.parallel.pipeline.schedules import ScheduleAction, TimedAction
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
-from paceline.parallel.world import ParallelDims, translate_peer_errors
+from paceline.parallel.world import ParallelDims
 
 # --- The order of a stage's actions, and the weights of each micro-batch: pure functions of counts ---
 #

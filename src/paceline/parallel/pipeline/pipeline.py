@@ -26,6 +26,7 @@ from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
 from paceline.parallel.gradient_norm import norms_of_parts
 from paceline.parallel.microbatches import require_agreement
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.pipeline import schedules, stage_split
 from paceline.parallel.pipeline.channel import BACKWARD, FORWARD, MessageAddress, StageChannel
 from paceline.parallel.pipeline.schedules import (
@@ -53,7 +54,7 @@ from paceline.parallel.reducer import GradientReducer, StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import explain_dtensor_mixing, local_shard
 from paceline.parallel.strategy import ExampleBatchProvider, MicrobatchWork, StrategyOptions
-from paceline.parallel.world import ParallelDims, World, translate_peer_errors
+from paceline.parallel.world import ParallelDims, World
 
 # --- A split backward: first the gradients of a stage's input, later those of its weights ---
 
