@@ -6,13 +6,12 @@ only: the highest valid one wins, and is copied from the lowest rank that has it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import distributed as dist
 
-from paceline.parallel.peer_errors import translate_peer_errors
+from paceline.parallel.point_to_point import describe_tensor, empty_tensor, receive_tensor, send_tensor
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import flatten, unflatten
 
@@ -72,42 +71,18 @@ def transfer_state(world: World, agreement: StateSource, state: Mapping[str, Any
     if world.rank == source:
         assert state is not None
         tensors, skeleton = flatten(state)
-        shapes = {name: [_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
-        content = {"skeleton": skeleton, "tensors": shapes}
+        descriptions = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
+        content = {"skeleton": skeleton, "tensors": descriptions}
     content = world.broadcast_object(content, source)
     world.progress_tracker.begin_collective("hand-over")
+    received: dict[str, torch.Tensor] | None = None
     if world.rank == source:
-        with translate_peer_errors():
-            _send(world, list(tensors.values()), behind)
-    if world.rank not in behind:
-        world.progress_tracker.end_collective()
-        return None
-    received = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
-        for name, (dtype, shape) in content["tensors"].items()
-    }
-    with translate_peer_errors():
-        for tensor in received.values():
-            if tensor.numel():
-                dist.recv(_bytes(tensor), src=source, group=world.group)
+        for tensor in tensors.values():
+            send_tensor(world, tensor, behind)
+    elif world.rank in behind:
+        received = {}
+        for name, description in content["tensors"].items():
+            received[name] = empty_tensor(description, world.device)
+            receive_tensor(world, received[name], source)
     world.progress_tracker.end_collective()
-    return dict(unflatten(received, content["skeleton"]))
-
-
-def _send(world: World, tensors: Sequence[torch.Tensor], behind: Sequence[int]) -> None:
-    for tensor in tensors:
-        if tensor.numel():
-            content = _bytes(tensor.detach().contiguous())
-            works = [dist.isend(content, dst=rank, group=world.group) for rank in behind]
-            for work in works:
-                assert work is not None
-                work.wait()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as bytes, because not every dtype can be sent."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return None if received is None else dict(unflatten(received, content["skeleton"]))

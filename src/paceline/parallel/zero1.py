@@ -7,12 +7,10 @@ Trillion Parameter Models", 2020.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.optim import Optimizer
@@ -21,6 +19,7 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
+from paceline.parallel.point_to_point import describe_tensor, empty_tensor, receive_tensor, send_tensor
 from paceline.parallel.strategy import ParameterLayout, Replicated
 from paceline.parallel.world import ParallelDims, World
 
@@ -159,13 +158,12 @@ class _OptimizerPart:
         )
         full_state = {int(number): dict(values) for number, values in mine.items()} if keep else {}
         world.progress_tracker.begin_collective("gather")
-        with translate_peer_errors():
-            for source in range(1, world.world_size):
-                for number, values in descriptions[source].items():
-                    for name, description in values.items():
-                        value = self._send_to_rank_0(mine, int(number), name, description, source)
-                        if keep:
-                            full_state.setdefault(int(number), {})[name] = value
+        for source in range(1, world.world_size):
+            for number, values in descriptions[source].items():
+                for name, description in values.items():
+                    value = self._send_to_rank_0(mine, int(number), name, description, source)
+                    if keep:
+                        full_state.setdefault(int(number), {})[name] = value
         world.progress_tracker.end_collective()
         return dict(sorted(full_state.items()))
 
@@ -175,16 +173,13 @@ class _OptimizerPart:
         """Return a value of rank ``source``, on rank 0."""
         if not isinstance(description, list):
             return description
-        shape, dtype = description
-        if self._world.rank == source and math.prod(shape):
-            value = mine[number][name].detach().cpu().contiguous()
-            dist.send(value, group_dst=0, group=self._world.group)
+        if self._world.rank == source:
+            send_tensor(self._world, mine[number][name], [0])
         if self._world.rank != 0:
             return None
-        received = torch.empty(shape, dtype=getattr(torch, dtype))
-        if received.numel():
-            dist.recv(received, group_src=source, group=self._world.group)
-        return received
+        received = empty_tensor(description, self._world.device)
+        receive_tensor(self._world, received, source)
+        return received.cpu()
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -198,7 +193,5 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def _describe(value: Any) -> Any:
-    """Return a tensor's shape and dtype; other values unchanged."""
-    if isinstance(value, torch.Tensor):
-        return [list(value.shape), str(value.dtype).removeprefix("torch.")]
-    return value
+    """Return the description of a tensor; other values unchanged."""
+    return describe_tensor(value) if isinstance(value, torch.Tensor) else value

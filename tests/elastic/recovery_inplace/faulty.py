@@ -106,9 +106,9 @@ harm = Harm()
 
 def _hooked() -> None:
     """Know the rank, and reach places inside the engine: forming a view, copying a state, saving."""
-    form, send, write = worker_group._form, state_transfer._send, checkpoint_store.write_file
-    publish, as_bytes = checkpoint_store._publish, state_transfer._bytes
-    copied = itertools.count(1)
+    form, send, receive = worker_group._form, state_transfer.send_tensor, state_transfer.receive_tensor
+    write, publish = checkpoint_store.write_file, checkpoint_store._publish
+    given, copied = itertools.count(), itertools.count(1)
     asked_to_reform = AgentClient.should_reform
 
     def formed(place: Any, backend: str) -> None:
@@ -121,15 +121,13 @@ def _hooked() -> None:
             (harm.plan / f"reform-{place.generation}-{place.rank}-join").unlink(missing_ok=True)
         harm.at("formed", place.generation)
 
-    def sent(world: Any, tensors: Any, behind: Any) -> None:
-        harm.at("give", 0)
-        send(world, tensors[: len(tensors) // 2], behind)
-        harm.at("give", 1)
-        send(world, tensors[len(tensors) // 2 :], behind)
+    def sent(*arguments: Any) -> None:
+        harm.at("give", next(given))
+        send(*arguments)
 
-    def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    def received(*arguments: Any) -> None:
         harm.at("copy", next(copied))
-        return as_bytes(tensor)
+        receive(*arguments)
 
     def published(*arguments: Any) -> None:
         publish(*arguments)
@@ -150,8 +148,8 @@ def _hooked() -> None:
             awaited.unlink(missing_ok=True)
         return asked_to_reform(member, generation)
 
-    worker_group._form, state_transfer._send, checkpoint_store.write_file = formed, sent, written
-    checkpoint_store._publish, state_transfer._bytes = published, to_bytes
+    worker_group._form, state_transfer.send_tensor, state_transfer.receive_tensor = formed, sent, received
+    checkpoint_store.write_file, checkpoint_store._publish = written, published
     AgentClient.should_reform = should_reform  # type: ignore[method-assign]
 
 
