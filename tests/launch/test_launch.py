@@ -402,7 +402,7 @@ def test_torchrun_s_other_options_pass_through() -> None:
 
 
 def test_auto_is_a_process_for_each_gpu_or_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setattr("paceline.launch.local.visible_gpus", lambda: 3)
     assert get_launcher("torchrun").resolve_sizes((1, 1), None, None) == ((1, 1), (3,))
 
 

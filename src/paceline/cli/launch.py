@@ -82,7 +82,7 @@ def launch(
     launcher = get_launcher(on)
     own = make_options(launcher, explicit_options(launcher_options))
     if nproc == "gpu" and on in LOCAL_LAUNCHERS:
-        from paceline.launch.local import visible_gpus
+        from paceline.core.gpus import visible_gpus
 
         if not (gpus := visible_gpus()):
             raise ConfigError("--nproc gpu: there is no GPU on this node. Use --nproc auto, or give a number.")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 
@@ -29,6 +29,7 @@ class WorkerConfig:
         quiet: show nothing on the terminal.
         supervised: a launcher of Paceline reports failures to the user.
         world_size: number of processes at the run's start, over all nodes; None if each process knows it.
+        device: what the launcher has found on this node, which each process must find too; None if it has not looked.
         started: time of the request, in seconds since the epoch, at which ``--walltime`` begins.
         trial_scheduler: the socket of the scheduler that decides after each evaluation whether the run continues.
     """
@@ -39,6 +40,7 @@ class WorkerConfig:
     quiet: bool = False
     supervised: bool = False
     world_size: int | None = None
+    device: Literal["cpu", "cuda"] | None = None
     started: float = field(default_factory=time.time)
     trial_scheduler: str | None = None
 
@@ -47,6 +49,8 @@ class WorkerConfig:
         document: dict[str, Any] = {"quiet": self.quiet, "supervised": self.supervised}
         if self.world_size is not None:
             document["world_size"] = self.world_size
+        if self.device is not None:
+            document["device"] = self.device
         document["started"] = self.started
         if self.trial_scheduler is not None:
             document["trial_scheduler"] = self.trial_scheduler
@@ -74,6 +78,7 @@ class WorkerConfig:
                 quiet=document["quiet"],
                 supervised=document["supervised"],
                 world_size=document.get("world_size"),
+                device=document.get("device"),
                 started=document["started"],
                 trial_scheduler=document.get("trial_scheduler"),
             )

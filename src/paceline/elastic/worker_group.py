@@ -6,19 +6,18 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
-import torch
-from torch import distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _world
 
 from paceline.core.errors import PeerLostError
-from paceline.core.sockets import loopback_interface
 from paceline.elastic.worker_channel import AgentClient, Assignment
-from paceline.parallel.world import World, collect_at_exit
+from paceline.parallel.device import LocalDevice
+from paceline.parallel.process_group import form_group
+from paceline.parallel.world import World
 
 # --- Shutting down a process group's sockets ---
 #
@@ -93,11 +92,12 @@ def _is_connected(fd: int) -> bool:
 
 _CONNECT_S = 2.0  # the store listens before its address is sent
 _HANDSHAKE_S = 10.0
-_COLLECTIVE_S = 1800.0
 
 
 @contextmanager
-def open_process_group(place: Assignment, member: AgentClient, *, device: torch.device) -> Iterator[World]:
+def open_process_group(
+    place: Assignment, member: AgentClient, *, local: LocalDevice, comm_debug: bool = False
+) -> Iterator[World]:
     """Form the process group of a worker group, and leave it on exit.
 
     Leave it without an active exception, whose frames would keep the group and its connections open; the other members
@@ -106,19 +106,20 @@ def open_process_group(place: Assignment, member: AgentClient, *, device: torch.
     Args:
         place: this worker's.
         member: reports at any time that the group is broken.
-        device: the device of its tensors.
+        local: the device of its tensors.
+        comm_debug: verbose logs of NCCL and torch.distributed.
 
     Raises:
+        ConfigError: the members cannot work together.
         PeerLostError: another member did not come, or was lost.
     """
-    on_gpu = device.type == "cuda"
     world = World(
         rank=place.rank,
         world_size=place.world_size,
         local_rank=place.local_rank,
         local_world_size=place.local_world_size,
-        device=device,
-        backend="nccl" if on_gpu else "gloo",
+        device=local.device,
+        backend=local.backend,
         generation=place.generation,
         one_host=place.local_world_size == place.world_size,
         is_broken=partial(member.broken, place.generation),
@@ -129,21 +130,29 @@ def open_process_group(place: Assignment, member: AgentClient, *, device: torch.
     if place.world_size == 1:
         yield world
         return
-    collect_at_exit()
     connections = GroupSockets()
     try:
-        try:
-            member.when_broken(place.generation, connections.shutdown)
-            _form(place, "cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-            connections.opened()
-        except RuntimeError as error:
-            # Any failure between processes that an agent has grouped means that one of them is gone.
-            raise PeerLostError(f"the group could not be formed: {str(error).splitlines()[0]}") from error
-        yield world
+        with ExitStack() as stack:
+            try:
+                member.when_broken(place.generation, connections.shutdown)
+                # The keys contain the group's name, a counter that rises on failures too, so members that failed at
+                # different points would never meet again.
+                _world.group_count = 0
+                stack.enter_context(
+                    form_group(
+                        world,
+                        _connect_to_store(place),
+                        interface=place.interface,
+                        init_timeout_s=_HANDSHAKE_S,
+                        comm_debug=comm_debug,
+                        formed=connections.opened,
+                    )
+                )
+            except RuntimeError as error:
+                # Any failure between processes that an agent has grouped means that one of them is gone.
+                raise PeerLostError(f"the group could not be formed: {str(error).splitlines()[0]}") from error
+            yield world
     finally:
-        world.cleanup.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
         connections.closed()
 
 
@@ -157,8 +166,7 @@ def _set_rank_variables(place: Assignment) -> None:
     )
 
 
-def _form(place: Assignment, backend: str) -> None:
-    handshake = timedelta(seconds=_HANDSHAKE_S)
+def _connect_to_store(place: Assignment) -> Store:
     # The plain probe detects at once a store that is closed because its group is obsolete.
     try:
         socket.create_connection((place.address, place.port), timeout=_CONNECT_S).close()
@@ -167,17 +175,5 @@ def _form(place: Assignment, backend: str) -> None:
     store = TCPStore(
         place.address, place.port, place.world_size, is_master=False, timeout=timedelta(seconds=_CONNECT_S)
     )
-    store.set_timeout(handshake)
-    os.environ["GLOO_SOCKET_IFNAME"] = place.interface or loopback_interface()
-    # The keys contain the group's name, a counter that rises on failures too, so members that failed at
-    # different points would never meet again.
-    _world.group_count = 0
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"gen{place.generation}", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=handshake,
-    )
-    # Members may train or evaluate at different speeds for longer than the rendezvous timeout.
-    _set_pg_timeout(timedelta(seconds=_COLLECTIVE_S), dist.group.WORLD)
+    store.set_timeout(timedelta(seconds=_HANDSHAKE_S))
+    return PrefixStore(f"gen{place.generation}", store)

@@ -12,11 +12,11 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 
 from paceline.core.environment import JOB_ID, LISTEN_FD, Environment, parse_endpoint, patch_environ
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.gpus import visible_gpus
 from paceline.core.launch_spec import Command, LaunchSpec, split_python
 from paceline.launch.launcher import (
     EnvStyle,
@@ -41,8 +41,6 @@ from paceline.launch.supervisor import (
     SupervisedJob,
 )
 from paceline.launch.tensorflow import free_ports, role_serves, start_tensorflow
-
-_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 # --- A job's processes on this node: described, rendered as text, started ---
 
@@ -105,14 +103,6 @@ class LocalLauncher(ForegroundLauncher):
         if needs_port and names_port(spec.command):
             spec = replace(spec, master_port=free_master_port(spec.env_style, spec.local_world_size))
         return spec
-
-
-def visible_gpus() -> int:
-    """Count the NVIDIA GPUs of this node, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    return len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
 
 
 def processes_here() -> int:

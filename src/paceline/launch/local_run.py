@@ -9,18 +9,19 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
+from paceline.core.gpus import preferred_device, visible_gpus
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.launch_spec import Recovery
 from paceline.core.option_sets import merge_resumed_config
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
 from paceline.core.task_loading import check_spec
 from paceline.launch.launcher import Launcher, LaunchSpec, RenderedJob, get_launcher
-from paceline.launch.local import visible_gpus
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, NodeRemovedError, describe_stop
 
@@ -124,7 +125,8 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
     if several_nodes and config.rdzv_endpoint is None and not joins:
         raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
     directory = RunDirectory(Path(config.run_dir or default_run_path(config.task)))
-    recover = _recovery(job, name, directory)
+    kept = _with_recorded_options(job, directory)
+    recover = _recovery(kept, name)
     if recover == "none" and most_nodes > first_nodes:
         raise ConfigError(
             f"--nodes {config.nodes}: nodes can only join and leave a run that recovers. "
@@ -146,8 +148,9 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
         job_file = directory.path / (f"job-{config.node_rank}.toml" if config.node_rank else "job.toml")
     resolved = dataclasses.replace(
         job,
-        config=dataclasses.replace(config, run_dir=str(directory.path), nproc=nproc),
+        config=dataclasses.replace(config, run_dir=str(directory.path), nproc=nproc, device=kept.device),
         supervised=name != "inprocess",
+        device=_device(kept),
         world_size=sum(counts[:first_nodes]) if len(counts) > 1 else nproc * first_nodes,
     )
     spec = LaunchSpec(
@@ -218,24 +221,26 @@ def require_recovery(config: RunConfig, environment: Environment) -> None:
     )
 
 
-def _recovery(job: WorkerConfig, name: str, directory: RunDirectory) -> Recovery:
+def _with_recorded_options(job: WorkerConfig, directory: RunDirectory) -> RunConfig:
+    """Return the options, with those that a run in the directory keeps."""
+    if not directory.exists() or job.config.resume == "never":
+        return job.config
+    recorded = config_from_mapping(directory.read_manifest().get("config", {}), str(directory.manifest))
+    return RunConfig(**merge_resumed_config(vars(job.config), job.explicit_options, recorded))
+
+
+def _recovery(config: RunConfig, name: str) -> Recovery:
     """Return the response to the death of a worker.
 
     Raises:
-        ConfigError: ``--recover`` or ``--device`` cannot work here.
+        ConfigError: ``--recover`` cannot work here.
     """
-    config = job.config
     if config.recover == "none":
         return "none"
-    if directory.exists() and config.resume != "never":
-        recorded = config_from_mapping(directory.read_manifest().get("config", {}), str(directory.manifest))
-        config = RunConfig(**merge_resumed_config(vars(config), job.explicit_options, recorded))
-    if config.device == "cuda" and name == "spawn" and not visible_gpus():
-        raise ConfigError("--device cuda: there is no GPU on this node. Use --device cpu or auto.")
     obstacles = list(config.non_elastic_options)  # to recovery in place
     if config.reduction == "ddp":
         obstacles.insert(0, f"--reduction {config.reduction}")
-    if config.device != "cpu" and visible_gpus() > 0:
+    if _device(config) == "cuda":
         obstacles.append("a GPU")
     if name == "torchrun" and config.recover == "restart":
         return "restart"
@@ -252,6 +257,11 @@ def _recovery(job: WorkerConfig, name: str, directory: RunDirectory) -> Recovery
             "lost rank cannot be freed. Use --recover restart."
         )
     return config.recover
+
+
+def _device(config: RunConfig) -> Literal["cpu", "cuda"]:
+    """Return the device of the workers on this node; each of them checks it."""
+    return preferred_device() if config.device == "auto" else config.device
 
 
 def _lacks_node_rank(node_rank: int | None, nodes: tuple[int, int]) -> bool:
@@ -284,5 +294,4 @@ def available_processes(config: RunConfig) -> int:
     """Resolve ``--nproc auto``: one process per GPU, else one per core; one alone for dp."""
     if "dp" in config.strategies:
         return 1
-    gpus = visible_gpus() if config.device != "cpu" else 0
-    return gpus or len(os.sched_getaffinity(0))
+    return (visible_gpus() if _device(config) == "cuda" else 0) or len(os.sched_getaffinity(0))

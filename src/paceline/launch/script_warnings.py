@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from paceline.core.gpus import visible_gpus
 from paceline.core.launch_spec import LaunchSpec
-from paceline.launch.local import visible_gpus
 
 _LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 _ACCELERATE_USE_CPU = "ACCELERATE_USE_CPU"

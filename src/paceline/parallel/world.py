@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,13 +15,14 @@ import torch
 import torch.distributed.nn.functional
 from torch import distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import set_debug_level_from_env
 
-from paceline.core.environment import Environment, patch_environ
+from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
 from paceline.core.parallel_config import DATA_AXES
-from paceline.core.sockets import interface_address, loopback_interface
+from paceline.core.sockets import interface_address
+from paceline.parallel.device import BackendName, DeviceName, choose_device, device_name
 from paceline.parallel.peer_errors import translate_peer_errors
+from paceline.parallel.process_group import COLLECTIVE_TIMEOUT_S, form_group, warm_up
 from paceline.parallel.progress import ProgressTracker
 from paceline.parallel.rendezvous import rendezvous
 from paceline.parallel.sharded_state import is_distributed
@@ -75,6 +73,12 @@ class World:
     def num_active(self) -> int:
         """The number of ranks that share the work."""
         return self.world_size if self.active is None else self.active
+
+    @property
+    def description(self) -> str:
+        """The ranks for people: ``2 x NVIDIA H100 80GB HBM3, NCCL``."""
+        backend = f", {'NCCL' if self.backend == 'nccl' else 'gloo'}" if self.world_size > 1 else ""
+        return f"{self.world_size} x {device_name(self.device)}{backend}"
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -182,11 +186,12 @@ class World:
 def open_world(
     environment: Environment,
     *,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    backend: Literal["auto", "gloo", "nccl"] = "auto",
+    device: DeviceName = "auto",
+    backend: BackendName = "auto",
+    expected: Literal["cpu", "cuda"] | None = None,
     interface: str | None = None,
     init_timeout_s: float = 300.0,
-    collective_timeout_s: float = 1800.0,
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
     comm_debug: bool = False,
     generation: int = 0,
 ) -> Iterator[World]:
@@ -194,8 +199,9 @@ def open_world(
 
     Args:
         environment: this process's rank, from :func:`detect_environment`.
-        device: ``auto`` is a GPU if available. Local rank n takes GPU n.
-        backend: for tensors on ``device``; ``auto`` is NCCL on a GPU. CPU tensors always use gloo.
+        device: as for :func:`~paceline.parallel.device.choose_device`.
+        backend: as for that.
+        expected: as for that.
         interface: network interface of gloo and NCCL; default: loopback if all ranks share a node.
         init_timeout_s: how long to wait for all ranks.
         collective_timeout_s: time limit of a collective.
@@ -210,17 +216,14 @@ def open_world(
         raise ConfigError(
             "torch.distributed is already initialised in this process. Remove init_process_group(); Paceline calls it."
         )
-    chosen = _choose_device(environment, device)
-    if backend == "nccl" and chosen.type != "cuda":
-        raise ConfigError(f"--backend nccl needs GPUs, but the device is {chosen.type}. Use --backend gloo or auto.")
-    device_backend = "nccl" if chosen.type == "cuda" and backend != "gloo" else "gloo"
+    local = choose_device(device, backend, local_rank=environment.local_rank, expected=expected)
     world = World(
         rank=environment.rank,
         world_size=environment.world_size,
         local_rank=environment.local_rank,
         local_world_size=environment.local_world_size,
-        device=chosen,
-        backend=device_backend,
+        device=local.device,
+        backend=local.backend,
         generation=generation,
         one_host=True,
     )
@@ -229,74 +232,26 @@ def open_world(
         return
     if interface is not None:
         interface_address(interface)
-    collect_at_exit()
-    member = {"host": _host_identity(), "gpu": _gpu_identity(chosen)}
+    host = _host_identity()
     with rendezvous(
-        environment, member, generation=generation, interface=interface, timeout_s=init_timeout_s
+        environment, {"host": host}, generation=generation, interface=interface, timeout_s=init_timeout_s
     ) as meeting:
-        if device_backend == "nccl":
-            _check_one_gpu_a_rank(meeting.members)
-        one_host = all(m["host"] == member["host"] for m in meeting.members)
-        with _set_communication_variables(interface, one_host, comm_debug):
-            try:
-                with translate_peer_errors():
-                    dist.init_process_group(
-                        f"cpu:gloo,cuda:{device_backend}" if chosen.type == "cuda" else "gloo",
-                        store=meeting.store,
-                        rank=environment.rank,
-                        world_size=environment.world_size,
-                        timeout=timedelta(seconds=collective_timeout_s),
-                    )
-                yield replace(world, generation=meeting.generation, one_host=one_host)
-            finally:
-                # Also after an error, and at once, because it ends the neighbours' pending waits.
-                world.cleanup.close()
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-
-
-def collect_at_exit() -> None:
-    """Collect groups in reference cycles (those of FSDP's modules) before the interpreter exits.
-
-    Gloo's threads free the last tensors some time after an exchange, and abort a process whose interpreter has ended by
-    then.
-    """
-    atexit.unregister(gc.collect)
-    atexit.register(gc.collect)
-
-
-def _choose_device(environment: Environment, wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    count = torch.cuda.device_count() if wanted != "cpu" else 0
-    if wanted == "cuda" and count == 0:
-        raise ConfigError("--device cuda: torch sees no GPU on this node. Use --device cpu or auto.")
-    if count == 0:
-        return torch.device("cpu")
-    # A launcher may expose only one GPU to each rank (Slurm's --gpus-per-task); its index is 0.
-    index = 0 if count == 1 else environment.local_rank
-    if index >= count:
-        raise ConfigError(
-            f"{environment.local_world_size} processes on this node, but only {count} GPUs. "
-            f"Use --nproc {count}, or --device cpu."
+        world = replace(
+            world, generation=meeting.generation, one_host=all(member["host"] == host for member in meeting.members)
         )
-    chosen = torch.device("cuda", index)
-    torch.cuda.set_device(chosen)
-    return chosen
-
-
-def _check_one_gpu_a_rank(members: Sequence[Mapping[str, Any]]) -> None:
-    """Reject two ranks on one GPU, with which NCCL hangs or fails much later."""
-    first: dict[str, int] = {}
-    for rank, member in enumerate(members):
-        gpu = member["gpu"]
-        if gpu is not None and first.setdefault(gpu, rank) != rank:
-            raise ConfigError(
-                f"ranks {first[gpu]} and {rank} would share one GPU ({gpu}): there are more processes than "
-                "GPUs. Use fewer with --nproc, or --device cpu."
-            )
-
-
-def _gpu_identity(device: torch.device) -> str | None:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        with ExitStack() as stack:
+            with translate_peer_errors():
+                stack.enter_context(
+                    form_group(
+                        world,
+                        meeting.store,
+                        interface=interface,
+                        init_timeout_s=collective_timeout_s,
+                        collective_timeout_s=collective_timeout_s,
+                        comm_debug=comm_debug,
+                    )
+                )
+            yield world
 
 
 def _host_identity() -> list[str | int]:
@@ -304,25 +259,6 @@ def _host_identity() -> list[str | int]:
     identity: list[str | int] = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
     identity += [os.readlink(f"/proc/self/ns/{namespace}") for namespace in ("net", "ipc", "pid")]
     return identity
-
-
-@contextmanager
-def _set_communication_variables(interface: str | None, one_host: bool, comm_debug: bool) -> Iterator[None]:
-    """Set the variables of gloo and NCCL, and restore them on exit."""
-    values: dict[str, str] = {}
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if interface is not None:
-            values[name] = interface
-        elif one_host and name not in os.environ:
-            values[name] = loopback_interface()
-    if comm_debug:
-        values |= {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    try:
-        with patch_environ(values):
-            set_debug_level_from_env()
-            yield
-    finally:
-        set_debug_level_from_env()
 
 
 # --- The mesh: ranks that share the data, and ranks that form a model replica ---
@@ -351,6 +287,8 @@ class ParallelDims:
 
         with translate_peer_errors():
             self.device_mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=self._axes)
+            for name in self._axes:
+                warm_up(self.submesh([name]))
         # DTensor's caches keep every mesh for ever, and a mesh keeps its groups, which it could find by name.
         world.cleanup.callback(self.device_mesh._pg_registry.clear)
         if not set(axes) <= set(DATA_AXES):

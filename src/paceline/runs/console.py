@@ -300,6 +300,7 @@ def _facts(result: Mapping[str, Any], directory: RunDirectory) -> Text:
             "steps": number(result["steps"]) if "steps" in result else None,
             "samples": number(result["samples"]) if "samples" in result else None,
             "speed": f"{result['samples_per_s']:,.0f} samples/s" if result.get("samples_per_s") else None,
+            "devices": result.get("devices"),
             "time": duration(result["seconds"]) if "seconds" in result else None,
             "staleness": _staleness(result.get("staleness")),
             "restarts": number(result["restarts"]) if result.get("restarts") else None,

@@ -97,6 +97,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
         "phases_s": {name: round(value, 3) for name, value in phases.items()},
         "threads": torch.get_num_threads(),
         "device": str(run.device.type),
+        "devices": world.description,
         "torch": str(torch.__version__),
     }
 

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from paceline.core.errors import PacelineError, PeerLostError, StopRequested
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.elastic.worker_group import open_process_group
+from paceline.parallel.device import LocalDevice
 from paceline.parallel.planning.auto_strategy import memory_per_process, require_replaceable
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
@@ -174,8 +173,10 @@ class ElasticGroups:
 
     Args:
         member: the agent's client.
+        local: the device of this process.
         processes: number of worker processes on this node.
         world_size: number of processes at the run's start.
+        comm_debug: verbose logs of NCCL and torch.distributed.
         on_rank_0: called whenever this process becomes rank 0.
 
     Attributes: as those of :class:`FixedGroup`.
@@ -183,10 +184,20 @@ class ElasticGroups:
 
     announces = False
 
-    def __init__(self, member: AgentClient, *, processes: int, world_size: int, on_rank_0: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        member: AgentClient,
+        *,
+        local: LocalDevice,
+        processes: int,
+        world_size: int,
+        comm_debug: bool,
+        on_rank_0: Callable[[], None],
+    ) -> None:
         self.member: AgentClient | None = member
         self._member, self._on_rank_0 = member, on_rank_0
-        self.device, self.processes, self.world_size = torch.device("cpu"), processes, world_size
+        self._open_group = partial(open_process_group, member=member, local=local, comm_debug=comm_debug)
+        self.device, self.processes, self.world_size = local.device, processes, world_size
 
     def load_manifest(self, directory: RunDirectory) -> dict[str, Any]:
         """Return the run's manifest and result; this process has no group yet."""
@@ -224,7 +235,7 @@ class ElasticGroups:
         """Return the run's result, or None and the reason why this process left the group."""
         result, why = None, "left it as asked, after a step"
         try:
-            with open_process_group(place, self._member, device=self.device) as world:
+            with self._open_group(place) as world:
                 try:
                     result = train_in_group(world, partial(self._member.joined, place.generation))
                 except PeerLostError as error:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import CheckpointError
 from paceline.data.ledger import LedgerEntry, last_recorded_version
 from paceline.elastic.state_transfer import StateSource, elect_source, transfer_state
+from paceline.parallel.device import why_idle
+from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.backup import restore
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences, require_same_run
@@ -42,6 +44,8 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
             trainer.states.import_state(received)
         if not _something_is_lost(trainer, world):
             return
+    if world.rank == 0:
+        _log.info("%s", _first_line(run, world))
     with suppress(CheckpointError):
         trainer.checkpointer.wait()  # the next lines read the checkpoints on disk
     world.barrier()
@@ -68,6 +72,14 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
             step=trainer.state.progress.step,
             total_steps=run.data.total_steps,
         )
+
+
+def _first_line(run: RunContext, world: World) -> str:
+    idle = why_idle(run.device, run.processes)
+    return (
+        f"training on {world.description}, strategy {strategy_name(run.config, world.world_size)}: "
+        f"{run.global_batch_size} samples a step, in {run.num_microbatches} micro-batches{f'. {idle}' if idle else ''}"
+    )
 
 
 # --- What only a lost process had ---

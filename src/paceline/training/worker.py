@@ -89,6 +89,7 @@ def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[
 def _run_member(
     job: WorkerConfig, member: AgentClient, directory: RunDirectory, local_index: int, terminal: tuple[int, int]
 ) -> None:
+    from paceline.parallel.device import choose_device
     from paceline.runs.rank_log import open_rank_log, show_on
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import ElasticGroups, train
@@ -111,7 +112,14 @@ def _run_member(
                 shown = True
                 show_on(terminal, stack)
 
-        groups = ElasticGroups(member, processes=processes, world_size=world_size, on_rank_0=show_at_rank_0)
+        groups = ElasticGroups(
+            member,
+            local=choose_device(job.config.device, job.config.backend, local_rank=local_index, expected=job.device),
+            processes=processes,
+            world_size=world_size,
+            comm_debug=job.config.comm_debug,
+            on_rank_0=show_at_rank_0,
+        )
         request = RunRequest(job=job, task=None, default_threads=default_threads(environment))
         train(request, groups, directory, signals)
 
@@ -182,6 +190,7 @@ def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: Ex
                 environment,
                 device=config.device,
                 backend=config.backend,
+                expected=job.device,
                 interface=config.interface,
                 init_timeout_s=init_timeout_s,
                 comm_debug=config.comm_debug,

@@ -17,6 +17,8 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -106,20 +108,22 @@ harm = Harm()
 
 def _hooked() -> None:
     """Know the rank, and reach places inside the engine: forming a view, copying a state, saving."""
-    form, send, receive = worker_group._form, state_transfer.send_tensor, state_transfer.receive_tensor
+    form, send, receive = worker_group.form_group, state_transfer.send_tensor, state_transfer.receive_tensor
     write, publish = checkpoint_store.write_file, checkpoint_store._publish
     given, copied = itertools.count(), itertools.count(1)
     asked_to_reform = AgentClient.should_reform
 
-    def formed(place: Any, backend: str) -> None:
-        harm.rank = place.rank
-        harm.at("form", place.generation)
-        form(place, backend)
-        harm.members = harm.members or place.world_size
-        if place.generation and place.world_size == harm.members:
-            # Who was lost is replaced already: nobody else will wait to join.
-            (harm.plan / f"reform-{place.generation}-{place.rank}-join").unlink(missing_ok=True)
-        harm.at("formed", place.generation)
+    @contextmanager
+    def formed(world: Any, *arguments: Any, **options: Any) -> Iterator[None]:
+        harm.rank = world.rank
+        harm.at("form", world.generation)
+        with form(world, *arguments, **options):
+            harm.members = harm.members or world.world_size
+            if world.generation and world.world_size == harm.members:
+                # Who was lost is replaced already: nobody else will wait to join.
+                (harm.plan / f"reform-{world.generation}-{world.rank}-join").unlink(missing_ok=True)
+            harm.at("formed", world.generation)
+            yield
 
     def sent(*arguments: Any) -> None:
         harm.at("give", next(given))
@@ -148,7 +152,7 @@ def _hooked() -> None:
             awaited.unlink(missing_ok=True)
         return asked_to_reform(member, generation)
 
-    worker_group._form, state_transfer.send_tensor, state_transfer.receive_tensor = formed, sent, received
+    worker_group.form_group, state_transfer.send_tensor, state_transfer.receive_tensor = formed, sent, received
     checkpoint_store.write_file, checkpoint_store._publish = written, published
     AgentClient.should_reform = should_reform  # type: ignore[method-assign]
 

@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError, PeerLostError
-from paceline.parallel import rendezvous, world
+from paceline.parallel import rendezvous
 from paceline.parallel.world import open_world
 
 HEAD = """
@@ -250,25 +250,6 @@ def test_unknown_interfaces_list_those_there_are() -> None:
     with (
         pytest.raises(ConfigError, match=r"--interface 'eth77' has no IPv4 address on this node.*lo"),
         open_world(environment, device="cpu", interface="eth77"),
-    ):
-        pass
-
-
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = Environment(rank=2, world_size=3, local_rank=2, local_world_size=3)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert world._choose_device(two, "auto") == torch.device("cpu")
-    with pytest.raises(ConfigError, match="torch sees no GPU on this node"):
-        world._choose_device(two, "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"3 processes on this node, but only 2 GPUs. Use --nproc 2"):
-        world._choose_device(two, "cuda")
-    with pytest.raises(ConfigError, match="ranks 0 and 2 would share one GPU"):
-        world._check_one_gpu_a_rank([{"gpu": "a"}, {"gpu": "b"}, {"gpu": "a"}])
-    world._check_one_gpu_a_rank([{"gpu": None}, {"gpu": None}])
-    with (
-        pytest.raises(ConfigError, match="--backend nccl needs GPUs, but the device is cpu"),
-        open_world(Environment(), device="cpu", backend="nccl"),
     ):
         pass
 
