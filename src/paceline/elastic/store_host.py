@@ -14,7 +14,7 @@ import socket
 from contextlib import suppress
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
+from paceline.torch_internals import TCPStore
 
 _LONGEST = 4096
 

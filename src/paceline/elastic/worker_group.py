@@ -10,14 +10,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.distributed_c10d import _world
-
 from paceline.core.errors import PeerLostError
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.parallel.device import LocalDevice
 from paceline.parallel.process_group import form_group
 from paceline.parallel.world import World
+from paceline.torch_internals import PrefixStore, Store, TCPStore, restart_group_names
 
 # --- Shutting down a process group's sockets ---
 #
@@ -135,9 +133,7 @@ def open_process_group(
         with ExitStack() as stack:
             try:
                 member.when_broken(place.generation, connections.shutdown)
-                # The keys contain the group's name, a counter that rises on failures too, so members that failed at
-                # different points would never meet again.
-                _world.group_count = 0
+                restart_group_names()
                 stack.enter_context(
                     form_group(
                         world,

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from paceline.core.config import config_from_mapping, non_defaults, to_flags
 from paceline.core.encodings import Categories, Dates
@@ -30,6 +29,7 @@ from paceline.insight.regression import RegressionResult, regress
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import NOT_COMPARED, configuration
 from paceline.runs.timeline import Timeline, timeline
+from paceline.torch_internals import tree_leaves
 from paceline.training.loaded_model import LoadedModel, load_trained_model, make_evaluator
 
 # --- A run's directory, read without trusting its contents ---

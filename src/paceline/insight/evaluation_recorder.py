@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils._pytree import tree_leaves
 
 from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import TaskError
@@ -19,6 +18,7 @@ from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.stats import Floats
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
+from paceline.torch_internals import tree_leaves
 from paceline.training.evaluation import MetricIntervals
 
 MISTAKES = 12

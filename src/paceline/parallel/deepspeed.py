@@ -28,6 +28,7 @@ from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import ShardedOptimizer, gather_full
 from paceline.parallel.strategy import AMP_DTYPES, ParameterLayout, Replicated, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
+from paceline.torch_internals import foreach_mul_, foreach_norm
 
 # --- DeepSpeed itself: imported on use, silenced, and reset after a world ---
 
@@ -399,12 +400,12 @@ class DeepSpeedLayout(Replicated):
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         assert self._optimizer is not None
         parts = self._optimizer.gradients()
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(parts)])
+        norms = torch.stack([norm.float() for norm in foreach_norm(parts)])
         square = norms.square().sum()
         with translate_peer_errors():
             dist.all_reduce(square, group=self._world.group)
         factor = torch.clamp(max_norm / (square.sqrt() + 1e-6), max=1.0)
-        torch._foreach_mul_(parts, factor)
+        foreach_mul_(parts, factor)
 
 
 def _hook_full_state(module: nn.Module) -> None:
@@ -482,7 +483,7 @@ class DeepSpeed(ExternalReduceStrategy):
         gradients = self._optimizer.gradients()
         if sums.weight > 0:
             # DeepSpeed divides by the number of ranks instead of the sum of the weights.
-            torch._foreach_mul_(gradients, self._world.world_size / sums.weight)
+            foreach_mul_(gradients, self._world.world_size / sums.weight)
             finite = sums.finite and all(bool(torch.isfinite(part.sum())) for part in gradients)
             sums = replace(sums, finite=finite)
         finite = all(is_finite for (is_finite,) in self._mesh.gather_rows([float(sums.finite)]))

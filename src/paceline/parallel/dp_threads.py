@@ -21,6 +21,7 @@ from paceline.data.samples import MicroBatch, to_device
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims
+from paceline.torch_internals import replica_parameters
 
 _log = logging.getLogger(__name__)
 
@@ -179,8 +180,7 @@ def _parameters(replica: nn.Module) -> dict[str, torch.Tensor]:
     """Return a replica's parameters by name; ``replicate`` leaves them as plain tensors."""
     parameters: dict[str, torch.Tensor] = {}
     for prefix, module in replica.named_modules():
-        candidates: dict[str, Any] = {**module._parameters, **getattr(module, "_former_parameters", {})}
-        for name, value in candidates.items():
+        for name, value in replica_parameters(module).items():
             if isinstance(value, torch.Tensor) and all(value is not other for other in parameters.values()):
                 parameters[f"{prefix}.{name}" if prefix else name] = value
     return parameters

@@ -10,9 +10,7 @@ import torch
 from torch import distributed as dist
 from torch import nn, optim
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
@@ -25,6 +23,7 @@ from paceline.parallel.sharded_state import gather_full
 from paceline.parallel.strategy import AMP_DTYPES, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import exclude_tied, wrap_units
+from paceline.torch_internals import ConvNd, ReduceScatter, parameter_table, reduce_unused_parameters, tree_leaves
 
 # --- A reduce-scatter that sums along the tree of micro-batches, micro-step by micro-step ---
 
@@ -176,7 +175,7 @@ class ReduceScatterOverReplicas(_PlainMemoryReduceScatter):
 
 
 AUTO_WRAP = "1M"
-_CAST = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
+_CAST = (nn.Linear, nn.Bilinear, ConvNd)
 """The modules of which autocast casts all parameters."""
 _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon, optim.Rprop, optim.SparseAdam)
 """torch's optimizers that fail on sharded parameters, or whose update of a shard has other bits."""
@@ -324,7 +323,7 @@ class FSDP(ExternalReduceStrategy):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             # Unused parameters contribute zeros, so that all ranks scatter the same in every micro-step.
-            unit.set_reduce_scatter_unused_params(True, recurse=False)
+            reduce_unused_parameters(unit)
             if not any(parameter.requires_grad for parameter in _own_parameters(unit)):
                 continue
             if self._exact:
@@ -364,9 +363,9 @@ class FSDP(ExternalReduceStrategy):
         """Return a hook that rejects a forward with other tensors than the unit's parameters."""
         own = {id(parameter) for parameter in _own_parameters(unit)}
         places = [
-            (owner._parameters, prefix, name)
+            (parameter_table(owner), prefix, name)
             for prefix, owner in self.module.named_modules()
-            for name, parameter in owner._parameters.items()
+            for name, parameter in parameter_table(owner).items()
             if id(parameter) in own
         ]
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline.core.errors import TaskError
 from paceline.parallel.transports import Bucket, GradBuffer
+from paceline.torch_internals import buffer_table, foreach_add_, foreach_mul, foreach_sub
 
 # --- The layout of gradients and module buffers in flat buffers ---
 
@@ -162,9 +163,9 @@ class MicrobatchBuffers:
     def __init__(self, module: nn.Module, holds: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
         places: dict[int, tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = {}
         for owner in module.modules():
-            for name, buffer in owner._buffers.items():
+            for name, buffer in buffer_table(owner).items():
                 if buffer is not None and holds(buffer):
-                    places.setdefault(id(buffer), (owner._buffers, name, buffer))
+                    places.setdefault(id(buffer), (buffer_table(owner), name, buffer))
         inexact = {key for key, (_, _, buffer) in places.items() if buffer.is_floating_point() or buffer.is_complex()}
         self._floats = [place for key, place in places.items() if key in inexact]
         self._integers = [place for key, place in places.items() if key not in inexact]
@@ -172,9 +173,9 @@ class MicrobatchBuffers:
         self.integers = [buffer for _, _, buffer in self._integers]
         self.counts = torch.zeros(1 + len(self.floats) if self.floats or self.integers else 0, dtype=torch.int64)
         self._unset = [
-            (owner._buffers, f"{prefix}.{name}".lstrip("."), name)
+            (buffer_table(owner), f"{prefix}.{name}".lstrip("."), name)
             for prefix, owner in module.named_modules()
-            for name, buffer in owner._buffers.items()
+            for name, buffer in buffer_table(owner).items()
             if buffer is None
         ]
         self._float_base: list[torch.Tensor] = []
@@ -242,10 +243,10 @@ class MicrobatchBuffers:
             # Half-precision buffers are summed in float32, where sums neither overflow nor lose digits.
             values = [value.to(total.dtype) for value, total in zip(values, float_sums, strict=True)]
             # Multiplied first: a fused multiply-add would round a lone micro-batch differently from a pair.
-            torch._foreach_add_(list(float_sums), torch._foreach_mul(values, float(samples)))
+            foreach_add_(list(float_sums), foreach_mul(values, float(samples)))
         if self.integers:
             current = [_current(place).to(torch.int64) for place in self._integers]
-            torch._foreach_add_(list(integer_sums), torch._foreach_sub(current, self._integer_base))
+            foreach_add_(list(integer_sums), foreach_sub(current, self._integer_base))
         counts.add_(torch.tensor(changed, device=counts.device))
         if reset:
             self.reset()

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.sharded_state import is_distributed, local_shard
+from paceline.torch_internals import foreach_mul_, foreach_norm
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     norm = torch.stack(squares).sum().sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parts in spread.values():
-        torch._foreach_mul_(parts, factor.to(parts[0].dtype))
+        foreach_mul_(parts, factor.to(parts[0].dtype))
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def norms_of_parts(gradients: Sequence[torch.Tensor]) -> list[float]:
     Raises:
         PeerLostError: a rank is gone.
     """
-    norms = [norm.item() for norm in torch._foreach_norm([local_shard(gradient) for gradient in gradients])]
+    norms = [norm.item() for norm in foreach_norm([local_shard(gradient) for gradient in gradients])]
     spread: dict[Any, list[int]] = {}
     for number, gradient in enumerate(gradients):
         dimensions = _dimensions(gradient)
@@ -75,7 +76,7 @@ def _dimensions(gradient: Any) -> tuple[Any, tuple[int, ...]]:
 
 def _square(parts: list[torch.Tensor], dimensions: tuple[Any, tuple[int, ...]]) -> torch.Tensor:
     """Return the squared norm over all shards, float32."""
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(parts)])
+    norms = torch.stack([norm.float() for norm in foreach_norm(parts)])
     square = norms.square().sum()
     mesh, along = dimensions
     for dim in along:

@@ -18,6 +18,7 @@ from paceline.parallel.sharded_state import local_shard
 from paceline.parallel.strategy import MicrobatchWork, ParameterLayout, Replicated, StrategyOptions
 from paceline.parallel.transports import Transport
 from paceline.parallel.world import ParallelDims
+from paceline.torch_internals import foreach_div_
 
 
 class MicrobatchStrategy:
@@ -153,7 +154,7 @@ class ExternalReduceStrategy(MicrobatchStrategy):
         return max(1, len(present))
 
     def _take_mean(self, gradients: list[torch.Tensor], weight: float) -> None:
-        torch._foreach_div_(gradients, weight)
+        foreach_div_(gradients, weight)
 
     def _begin_microbatch(self) -> None:
         self._micro_steps_left -= 1

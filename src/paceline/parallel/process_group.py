@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import Store, set_debug_level_from_env
-from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
 from paceline.core.environment import patch_environ
 from paceline.core.errors import ConfigError
 from paceline.core.sockets import loopback_interface
 from paceline.parallel.device import gpu_identity
+from paceline.torch_internals import Store, abort_groups, set_debug_level_from_env, set_group_timeout
 
 if TYPE_CHECKING:
     from paceline.parallel.world import World
@@ -69,7 +68,7 @@ def form_group(
                 timeout=timedelta(seconds=init_timeout_s),
             )
             formed()
-            _set_pg_timeout(timedelta(seconds=collective_timeout_s), dist.group.WORLD)
+            set_group_timeout(timedelta(seconds=collective_timeout_s), dist.group.WORLD)
             if world.backend == "nccl":
                 _check_one_gpu_a_rank(world)
                 warm_up(world)
@@ -104,7 +103,7 @@ def _leave_group(*, abort: bool) -> None:
     if abort:
         # To destroy NCCL's communicators would flush them, and so wait for the lost peer. All are aborted together:
         # one after another, they can wait for each other.
-        _abort_process_group()
+        abort_groups()
     else:
         dist.destroy_process_group()
 

@@ -28,6 +28,7 @@ from paceline.parallel.transports import (
     supported,
 )
 from paceline.parallel.world import World
+from paceline.torch_internals import count_writes, parameter_table
 
 _log = logging.getLogger(__name__)
 _STEP_TIMEOUT_S = 1800.0
@@ -403,7 +404,7 @@ class GradientReducer:
         """Return how often the current gradients were written: autograd adds to each in place."""
         buffers = self._transport.grad_buffers
         current = buffers[self._grad_buffer] if self._grad_buffer < len(buffers) else self._scratch.flat_buffers
-        return sum(buffer._version for buffer in current.values())
+        return sum(count_writes(buffer) for buffer in current.values())
 
     def _send_next_bucket(self) -> None:
         bucket = self._buckets[self._next_bucket]
@@ -426,7 +427,7 @@ def _gradient_in_parts() -> TaskError:
 def _embeddings(module: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that may get sparse gradients: matrices, except those of linear layers."""
     owners = [owner for owner in module.modules() if not isinstance(owner, nn.Linear)]
-    matrices = {id(p) for owner in owners for p in owner._parameters.values() if p is not None and p.dim() == 2}
+    matrices = {id(p) for owner in owners for p in parameter_table(owner).values() if p is not None and p.dim() == 2}
     return [parameter for parameter in parameters if id(parameter) in matrices]
 
 

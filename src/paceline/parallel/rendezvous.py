@@ -21,7 +21,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from paceline.core.access import is_loopback
@@ -29,6 +28,7 @@ from paceline.core.environment import Environment, parse_endpoint
 from paceline.core.errors import ConfigError, PeerLostError
 from paceline.core.files import write_atomically
 from paceline.core.sockets import LOOPBACK, bound_socket, inherited_socket, job_port, meeting_address
+from paceline.torch_internals import PrefixStore, Store, TCPStore
 
 _TOKEN = "paceline/job"
 _RETRY_S = 0.02

@@ -37,6 +37,7 @@ from paceline.parallel.tp_autoplan import (
     tp_plan_from_task,
 )
 from paceline.parallel.world import ParallelDims
+from paceline.torch_internals import REDISTRIBUTE_LOGGER
 
 # --- Randomness in split parts of a model ---
 
@@ -262,7 +263,7 @@ def _silence_split_warnings() -> None:
     steps, which add nothing.
     """
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    logging.getLogger(REDISTRIBUTE_LOGGER).setLevel(logging.ERROR)
 
 
 def _length_check(name: str, output: Any, degree: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:

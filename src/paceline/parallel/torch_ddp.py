@@ -17,6 +17,7 @@ from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
 from paceline.parallel.world import ParallelDims, World
+from paceline.torch_internals import foreach_mul_
 
 # --- Compressed gradients for ``DistributedDataParallel`` (``--comm-hook``), by torch's own hooks ---
 #
@@ -259,4 +260,4 @@ class TorchDDP(ExternalReduceStrategy):
 
     def _take_mean(self, gradients: list[torch.Tensor], weight: float) -> None:
         # DDP divides by the number of ranks instead of the sum of the weights.
-        torch._foreach_mul_(gradients, self._world.world_size / (weight * self._scale))
+        foreach_mul_(gradients, self._world.world_size / (weight * self._scale))

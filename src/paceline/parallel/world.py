@@ -26,6 +26,7 @@ from paceline.parallel.process_group import COLLECTIVE_TIMEOUT_S, form_group, wa
 from paceline.parallel.progress import ProgressTracker
 from paceline.parallel.rendezvous import rendezvous
 from paceline.parallel.sharded_state import is_distributed
+from paceline.torch_internals import flatten_mesh, forget_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -290,7 +291,7 @@ class ParallelDims:
             for name in self._axes:
                 warm_up(self.submesh([name]))
         # DTensor's caches keep every mesh for ever, and a mesh keeps its groups, which it could find by name.
-        world.cleanup.callback(self.device_mesh._pg_registry.clear)
+        world.cleanup.callback(partial(forget_groups, self.device_mesh))
         if not set(axes) <= set(DATA_AXES):
             self.data = self.submesh(DATA_AXES)
 
@@ -303,7 +304,7 @@ class ParallelDims:
         mesh = self.device_mesh[selected]
         if len(selected) > 1:
             with translate_peer_errors():
-                mesh = mesh._flatten("_".join(selected))
+                mesh = flatten_mesh(mesh, "_".join(selected))
         return _part(self.world, mesh.get_local_rank(), mesh.size(), mesh)
 
     @property

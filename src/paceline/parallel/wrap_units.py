@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline.core.errors import ConfigError
+from paceline.torch_internals import ATTENTION_FORWARDS, buffer_table
 
 # --- Selection of wrap units ---
 
@@ -131,10 +132,7 @@ _KEPT = frozenset(
     {
         *(_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default),
         *(_aten.convolution.default, _aten.mkldnn_convolution.default),
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
+        *(attention.default for attention in ATTENTION_FORWARDS),
     }
 )
 """The operations whose results selective checkpointing keeps, because they are the most expensive."""
@@ -217,7 +215,7 @@ class _RecordedState:
         self.buffers = [
             (owner, name, buffer.clone())
             for owner in self._block.modules()
-            for name, buffer in owner._buffers.items()
+            for name, buffer in buffer_table(owner).items()
             if buffer is not None
         ]
         self.random = _random_state()
@@ -235,15 +233,15 @@ class _RestoredState:
 
     def __enter__(self) -> Self:
         self._random = _random_state()
-        self._buffers = [(owner, name, owner._buffers[name]) for owner, name, _ in self._first.buffers]
+        self._buffers = [(owner, name, buffer_table(owner)[name]) for owner, name, _ in self._first.buffers]
         _set_random_state(self._first.random)
         for owner, name, before in self._first.buffers:
-            owner._buffers[name] = before.clone()
+            buffer_table(owner)[name] = before.clone()
         return self
 
     def __exit__(self, *error: object) -> None:
         for owner, name, buffer in self._buffers:
-            owner._buffers[name] = buffer
+            buffer_table(owner)[name] = buffer
         _set_random_state(self._random)
 
 

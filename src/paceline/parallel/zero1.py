@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.optim import Optimizer
 
 from paceline.core.config import RunConfig
@@ -22,6 +21,7 @@ from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor, receive_tensor, send_tensor
 from paceline.parallel.strategy import ParameterLayout, Replicated
 from paceline.parallel.world import ParallelDims, World
+from paceline.torch_internals import broadcast_coalesced
 
 _BUCKET_BYTES = 32 * 2**20
 
@@ -131,7 +131,7 @@ class _OptimizerPart:
                     if parameter_owner == owner and trained
                 ]
                 if values:
-                    _broadcast_coalesced(world.group, values, _BUCKET_BYTES, owner)
+                    broadcast_coalesced(world.group, values, _BUCKET_BYTES, owner)
         world.progress_tracker.end_collective()
 
     def _check(self) -> None:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
+from paceline.torch_internals import foreach_copy_
 
 # --- Tensors in the safetensors format, with one copy between the model and the file ---
 #
@@ -85,7 +86,7 @@ class Snapshot:
         if not sources:
             return
         with torch.no_grad():
-            torch._foreach_copy_(self._views, sources, non_blocking=True)
+            foreach_copy_(self._views, sources, non_blocking=True)
         for device in {tensor.device for tensor in sources if tensor.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
 

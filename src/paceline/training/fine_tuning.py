@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, PackageError
@@ -31,6 +30,7 @@ from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
 from paceline.runs.rank_log import silence_loggers
+from paceline.torch_internals import PYTREE_LOGGER, NormBase
 from paceline.training.optim import join_names, matches, require_match
 from paceline.training.reproducibility import build_split, seed_adapters
 from paceline.training.run_context import RunContext
@@ -41,7 +41,7 @@ from paceline.training.run_context import RunContext
 
 
 _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-_NOISY = ("torchao", "torch.utils._pytree")  # peft imports it, and it is not used here
+_NOISY = ("torchao", PYTREE_LOGGER)  # peft imports it, and it is not used here
 
 
 def add_adapters(module: nn.Module, lora: Lora) -> None:
@@ -452,7 +452,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         if any(matches(pattern, name) for pattern in patterns):
             parameter.requires_grad_(False)
     for name, layer in module.named_modules():
-        if isinstance(layer, _NormBase) and _keeps_statistics(name, layer, patterns):
+        if isinstance(layer, NormBase) and _keeps_statistics(name, layer, patterns):
             # On the module itself: Module.train() of what holds it asks each part.
             object.__setattr__(layer, "train", types.MethodType(_stays_in_evaluation, layer))
             layer.train()

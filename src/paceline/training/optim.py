@@ -8,9 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from itertools import chain
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from paceline.core.errors import ConfigError
 from paceline.core.fine_tuning_config import parse_lr_scale
 from paceline.parallel.sharded_state import ShardedOptimizer, local_shard
+from paceline.torch_internals import PartsGradScaler, foreach_copy_
 
 # --- Patterns that name layers or parameters, with ``*`` for any: ``--lr-scale``, ``--freeze`` ---
 
@@ -91,7 +90,7 @@ class EMA(AveragedModel):
         for group in groups.values():
             averages, values = ([pair[side] for pair in group] for side in (0, 1))
             if self.n_averaged == 0:
-                torch._foreach_copy_(averages, values)
+                foreach_copy_(averages, values)
             else:
                 assert self.multi_avg_fn is not None
                 self.multi_avg_fn(averages, values, self.n_averaged)
@@ -110,7 +109,7 @@ LEAST_SCALE = 2.0**-14
 """The smallest normal number of a half: gradients that it does not bring into range are not finite at all."""
 
 
-class ShardedGradScaler(torch.amp.GradScaler):
+class ShardedGradScaler(PartsGradScaler):
     """Unscales what this rank holds of each gradient, and skips a step for all optimizers or for none.
 
     torch's takes no plain parameters together with distributed ones, and decides for each optimizer: a step that
@@ -130,40 +129,28 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         for optimizer in optimizers:
             self.unscale_(optimizer)
-        found = list(chain.from_iterable(self._found_inf_per_device(each).values() for each in optimizers))
+        found = [inf for optimizer in optimizers for inf in self.found_infs(optimizer)]
         finite = finite and not any(inf.item() for inf in found)
         if not finite:
             for inf in found:
                 inf.fill_(1.0)
         return finite
 
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        held = SimpleNamespace(param_groups=[{"params": _gradient_parts(optimizer)}])
-        unscaled: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
-            cast(Optimizer, held), inv_scale, found_inf, allow_fp16
-        )
-        # torch's does not step an optimizer whose gradients it has not inspected.
-        return unscaled or {found_inf.device: found_inf}
-
-
-def _gradient_parts(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Tensors whose ``grad`` is what this rank holds of each gradient."""
-    parts = []
-    if isinstance(optimizer, ShardedOptimizer):
-        for gradient in optimizer.gradients():
-            part = gradient.detach()
-            part.grad = gradient
-            parts.append(part)
-        return parts
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                part = local_shard(parameter.detach())
-                part.grad = local_shard(parameter.grad)
+    def parts(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        parts = []
+        if isinstance(optimizer, ShardedOptimizer):
+            for gradient in optimizer.gradients():
+                part = gradient.detach()
+                part.grad = gradient
                 parts.append(part)
-    return parts
+            return parts
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    part = local_shard(parameter.detach())
+                    part.grad = local_shard(parameter.grad)
+                    parts.append(part)
+        return parts
 
 
 # --- Learning rates that differ within a model: ``--lr-scale`` ---
@@ -286,7 +273,7 @@ class OuterOptimizer:
     @torch.no_grad()
     def begin(self) -> None:
         """Begin an interval at the model's weights."""
-        torch._foreach_copy_(self._base, self._parameters)
+        foreach_copy_(self._base, self._parameters)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -294,7 +281,7 @@ class OuterOptimizer:
         for base, parameter in zip(self._base, self._parameters, strict=True):
             base.grad = base - parameter
         self._optimizer.step()
-        torch._foreach_copy_(self._parameters, self._base)
+        foreach_copy_(self._parameters, self._base)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the momentum."""

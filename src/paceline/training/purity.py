@@ -57,7 +57,10 @@ def tensor_bits(tensor: torch.Tensor) -> int:
     size = part.numel() * part.element_size()
     if size <= _SMALL or size % 8 or not part.is_contiguous():
         return int.from_bytes(hashlib.blake2b(bytes_of(part), digest_size=8).digest(), "little")
-    return int(part.reshape(-1).view(torch.int64).sum().item())
+    flat = part.reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:  # only aligned numbers can be viewed as integers
+        flat = flat.clone()
+    return int(flat.view(torch.int64).sum().item())
 
 
 def bits_by_name(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:

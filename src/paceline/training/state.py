@@ -21,6 +21,7 @@ from paceline.core.errors import CheckpointError, TaskError
 from paceline.core.task import Task
 from paceline.parallel.sharded_state import explain_sharded_step, load_module, load_optimizer
 from paceline.runs.checkpoint_state import bytes_of, scheduler_state
+from paceline.torch_internals import buffer_table, non_persistent_buffers
 from paceline.training.optim import (
     EMA,
     OuterOptimizer,
@@ -109,8 +110,8 @@ def load_changed_buffers(module: nn.Module, state: Mapping[str, torch.Tensor]) -
 
 def _non_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, owner in module.named_modules():
-        for name in sorted(owner._non_persistent_buffers_set):
-            if (buffer := owner._buffers.get(name)) is not None:
+        for name in sorted(non_persistent_buffers(owner)):
+            if (buffer := buffer_table(owner).get(name)) is not None:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 

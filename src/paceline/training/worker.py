@@ -45,14 +45,13 @@ def main(argv: list[str]) -> int:
 
 def preload() -> None:
     """Import what a worker needs sooner or later: one that is forked from this process has it at once."""
-    # torch.use_deterministic_algorithms() imports this, which takes more than a second.
-    import torch._inductor.config  # noqa: F401
-
     import paceline.runs.console
     import paceline.training.session  # noqa: F401
     from paceline.runs.metrics import preload_tensorboard
+    from paceline.torch_internals import preload_deterministic_algorithms
 
     preload_tensorboard()
+    preload_deterministic_algorithms()
 
 
 def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[int, int]) -> int:

@@ -16,14 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import (
-    AllreduceOptions,
-    BroadcastOptions,
-    HashStore,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-)
+from torch.distributed import AllreduceOptions, BroadcastOptions
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
@@ -38,6 +31,17 @@ from paceline.insight.bench.collectives import (
     pattern,
 )
 from paceline.parallel.rendezvous import rendezvous
+from paceline.torch_internals import (
+    HashStore,
+    PrefixStore,
+    Store,
+    all_gather_into,
+    end_coalescing,
+    gloo_group,
+    nccl_group,
+    reduce_scatter_into,
+    start_coalescing,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -319,25 +323,15 @@ class GroupEngine(CollectiveEngine):
     @classmethod
     def gloo(cls, store: Store, rank: int, ranks: int, *, one_machine: bool, interface: str | None) -> GroupEngine:
         """Make a gloo group, on loopback if all ranks are on one machine."""
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = _TIMEOUT
-        if one_machine:
-            options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        elif interface is not None:
-            options._devices = [ProcessGroupGloo.create_device(interface=interface)]
-        else:
-            options._devices = [ProcessGroupGloo.create_default_device()]
-        return cls(ProcessGroupGloo(store, rank, ranks, options), rank, ranks, torch.device("cpu"), "gloo")
+        hostname = "127.0.0.1" if one_machine else None
+        group = gloo_group(store, rank, ranks, _TIMEOUT, hostname=hostname, interface=interface)
+        return cls(group, rank, ranks, torch.device("cpu"), "gloo")
 
     @classmethod
     def nccl(cls, store: Store, rank: int, ranks: int, device: torch.device) -> GroupEngine:
         """Make an NCCL group, whose rank works on ``device``."""
-        from torch.distributed import ProcessGroupNCCL
-
         torch.cuda.set_device(device)
-        options = ProcessGroupNCCL.Options()
-        options._timeout = _TIMEOUT
-        return cls(ProcessGroupNCCL(store, rank, ranks, options), rank, ranks, device, _nccl_title())
+        return cls(nccl_group(store, rank, ranks, _TIMEOUT), rank, ranks, device, _nccl_title())
 
     def run(self, op: Op, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Run it in the group; on a CPU it has ended then, on a GPU the stream waits for it."""
@@ -346,9 +340,9 @@ class GroupEngine(CollectiveEngine):
             case "all_reduce":
                 group.allreduce([target], AllreduceOptions()).wait()
             case "all_gather":
-                group._allgather_base(target, source).wait()
+                all_gather_into(group, target, source).wait()
             case "reduce_scatter":
-                group._reduce_scatter_base(target, source).wait()
+                reduce_scatter_into(group, target, source).wait()
             case "broadcast":
                 group.broadcast([target], BroadcastOptions()).wait()
             case "all_to_all":
@@ -364,10 +358,10 @@ class GroupEngine(CollectiveEngine):
         group = self._group
         together = source.device.type == "cuda"
         if together:
-            group._start_coalescing(source.device)
+            start_coalescing(group, source.device)
         pending = [group.send([source], after, 0), group.recv([target], before, 0)]
         if together:
-            group._end_coalescing(source.device).wait()
+            end_coalescing(group, source.device).wait()
             return
         for work in pending:
             work.wait()

@@ -23,10 +23,8 @@ import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.data import Subset
 
 import paceline
@@ -36,6 +34,7 @@ from paceline.core.task import Loss, Task
 from paceline.data.order import derive_key
 from paceline.data.samples import seed_everything
 from paceline.insight.verify.verify import Finding
+from paceline.torch_internals import BatchNorm, tree_leaves
 from paceline.training.evaluation import as_loss
 from paceline.training.reproducibility import build_split, seed_microbatch, seed_model
 from paceline.training.task_parts import build_task_model
@@ -207,7 +206,7 @@ class LintContext:
 
 def same(left: Any, right: Any) -> bool:
     """Return whether two nested values are bitwise equal."""
-    left_leaves, right_leaves = pytree.tree_leaves(left), pytree.tree_leaves(right)
+    left_leaves, right_leaves = tree_leaves(left), tree_leaves(right)
     return len(left_leaves) == len(right_leaves) and all(
         _equal(a, b) for a, b in zip(left_leaves, right_leaves, strict=True)
     )
@@ -386,7 +385,7 @@ def check_gradients(context: LintContext) -> Iterator[Finding]:
 def check_batch_norm(context: LintContext) -> Iterator[Finding]:
     """Check that a micro-batch has enough values for batch statistics."""
     model = context.model(training=True)
-    norms = {name: child for name, child in model.named_modules() if isinstance(child, _BatchNorm)}
+    norms = {name: child for name, child in model.named_modules() if isinstance(child, BatchNorm)}
     samples = [sample for group in context.groups for sample in group]
     microbatches, batch = context.config.microbatches, context.config.global_batch_size
     assert isinstance(microbatches, int)
@@ -608,7 +607,7 @@ def _outline(context: LintContext, split: str) -> Any:
 @contextmanager
 def _second_of_two() -> Iterator[None]:
     """Make this process rank 1 of 2, with torch's fake process group, which needs no peer."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from paceline.torch_internals import FakeStore
 
     with mock.patch.dict(os.environ, _VARIABLES):
         dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())

@@ -39,6 +39,7 @@ from paceline.parallel.strategy import (
     StrategyOptions,
 )
 from paceline.parallel.world import ParallelDims, World
+from paceline.torch_internals import foreach_mul_
 from paceline.training.example_batch import ExampleBatch
 from paceline.training.local_sgd import tensors_to_average
 from paceline.training.run_context import RunContext
@@ -209,7 +210,7 @@ def _compressed_step(run: RunContext, state: TrainingState, ranges: Sequence[ran
     present = [results for results in results_of_ranks if results]
     weight = sum(sum(microbatch.weight for microbatch in results) for results in present)
     gradients = [total.to(p.dtype) for total, p in zip(_left_to_right(messages), parameters, strict=True)]
-    torch._foreach_mul_(gradients, ranks / (weight * scale))
+    foreach_mul_(gradients, ranks / (weight * scale))
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     samples = sum(microbatch.samples for results in present for microbatch in results)

@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
 from paceline.core.config import RunConfig, config_from_mapping
@@ -50,6 +49,7 @@ from paceline.parallel.planning.auto_strategy import memory_per_process
 from paceline.parallel.sharded_state import gather_full
 from paceline.runs.checkpoint_state import bytes_of, model_sha256
 from paceline.runs.failures import read_failure, record_failure
+from paceline.torch_internals import tree_leaves, tree_map
 from paceline.training.reproducibility import configure_numerics, preserve_numerics
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
@@ -74,7 +74,7 @@ def cast_inputs(value: Any) -> Any:
         is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         return leaf.double() if is_float else leaf
 
-    return pytree.tree_map(convert, value)
+    return tree_map(convert, value)
 
 
 class Float64Mode(TorchFunctionMode):
@@ -305,7 +305,7 @@ class Recorder(Callback):
             or batch_info.step + 1 != watch.forward_step
         ):
             return
-        for leaf in pytree.tree_leaves(output):
+        for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.is_floating_point():
                 self._calls += 1
                 value = gather_full(leaf.detach())

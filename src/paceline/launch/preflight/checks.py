@@ -738,7 +738,7 @@ def _check_imports(results: PreflightResults, name: str) -> Iterable[Check]:
                 where=results.name(node),
                 status="fail",
                 found=imported["error"],
-                advice="Install it on this node: pip install 'torch==2.13.*'"
+                advice="Install it on this node: pip install 'torch>=2.11'"
                 if name == "torch"
                 else "Make the task's file and its imports available on this node: install or share them",
             )

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from paceline.core.errors import TaskError
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.world import World
+from paceline.torch_internals import is_non_overlapping_and_dense_or_false
 
 # --- Serialization of a model's result: its tensors, and a description of the rest
 

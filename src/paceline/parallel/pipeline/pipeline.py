@@ -13,12 +13,6 @@ import psutil
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    stage_backward_input,
-    stage_backward_weight,
-)
 from torch.optim import Optimizer
 
 from paceline.core.errors import ConfigError, TaskError
@@ -55,6 +49,15 @@ from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import explain_dtensor_mixing, local_shard
 from paceline.parallel.strategy import ExampleBatchProvider, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
+from paceline.torch_internals import (
+    buffer_table,
+    construct_reverse_graph,
+    grad_fn_of,
+    map_tensors,
+    parameter_table,
+    stage_backward_input,
+    stage_backward_weight,
+)
 
 # --- A split backward: first the gradients of a stage's input, later those of its weights ---
 
@@ -102,7 +105,7 @@ def backward_of_weights(weights: Sequence[nn.Parameter], groups: Groups) -> None
 
 
 def _node(tensor: torch.Tensor) -> Any:
-    return _get_grad_fn_or_grad_acc(tensor)
+    return grad_fn_of(tensor)
 
 
 # --- Full states from several stages' ranks ---
@@ -273,7 +276,7 @@ class PipelineLayout:
         if self._part.rank == 0:  # and tensors that no block uses
             held |= _names(module) - {name for stage in stages for name in stage.holds}
         _drop_unused(module, held)
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+        map_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         if self._splitting is not None:
             self._splitting.split(module)
         object.__setattr__(module, "forward", forward)
@@ -346,7 +349,7 @@ def _drop_unused(module: nn.Module, held: set[str]) -> None:
     own = {id(tensor) for name, tensor in tensors.items() if name in held}
     dropped: dict[int, torch.Tensor] = {}
     for owner in module.modules():
-        for table in (owner._parameters, owner._buffers):
+        for table in (parameter_table(owner), buffer_table(owner)):
             for name, tensor in table.items():
                 if tensor is not None and id(tensor) not in own:
                     if id(tensor) not in dropped:

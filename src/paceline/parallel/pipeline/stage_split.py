@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.core.errors import ConfigError
 from paceline.core.task import Loss
 from paceline.parallel.pipeline.stages import Blocks, Values, replace_forward
+from paceline.torch_internals import tree_leaves, tree_map_only
 
 Trial = Callable[[nn.Module], Loss]
 """The task's loss on a micro-batch of the training data; it calls the model once."""

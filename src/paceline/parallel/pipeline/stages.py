@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.core.errors import TaskError
 from paceline.parallel.pipeline.channel import EVALUATION, MessageAddress, StageChannel, pack, unpack
+from paceline.torch_internals import ASSERT_IS_NONE, tree_map_only
 
 # --- A model as a sequence of blocks ---
 
@@ -218,7 +218,7 @@ def _trace_blocks(module: nn.Module, absent: frozenset[str]) -> Blocks:
             module.train(mode)
             graph = _Tracer().trace(module, concrete_args=dict.fromkeys(absent) or None)
             for node in reversed(graph.nodes):
-                if getattr(node.target, "__name__", "") == "_assert_is_none" or (
+                if getattr(node.target, "__name__", "") == ASSERT_IS_NONE or (
                     node.op == "placeholder" and not node.users
                 ):
                     graph.erase_node(node)

@@ -12,11 +12,9 @@ from typing import Any, Literal
 import psutil
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.core.errors import ConfigError, DataError, TaskError, UserError
 from paceline.core.task import Loss, Task
@@ -36,6 +34,7 @@ from paceline.parallel.planning.model_partition import (
 )
 from paceline.parallel.tp_autoplan import infer_tp_plan
 from paceline.parallel.wrap_units import exclude_tied, wrap_units
+from paceline.torch_internals import FakeTensorMode, tree_leaves, tree_map_only
 
 # --- One rank's part of a tensor-parallel model: layers cut in two, as a plan of torch's styles says ---
 

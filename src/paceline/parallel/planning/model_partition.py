@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from paceline.torch_internals import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, TorchDispatchMode, tree_leaves
 
 # --- The bytes of live tensors, of fake tensors as of real ones, by owner ---
 
@@ -51,7 +51,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        counted = _FLOPS.get(func._overloadpacket)
+        counted = _FLOPS.get(func.overloadpacket)
         if counted is not None:
             flops = int(counted(*args, **kwargs, out_val=result))
             self.flops[self.owner] = self.flops.get(self.owner, 0) + flops
@@ -93,8 +93,8 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
 # The attention operators of the CPU; torch counts only those of a GPU.
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    CPU_ATTENTION: _attention,
+    CPU_ATTENTION_BACKWARD: _attention_backward,
 }
 
 

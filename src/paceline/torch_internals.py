@@ -1,0 +1,292 @@
+"""Every name of torch that Paceline uses and torch does not promise to keep.
+
+A new release of torch is supported once each of these exists and means the same; no other file names one. The names in
+``_ON_USE`` are imported on use, because their modules cost a process half a second.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore as HashStore  # these five torch.distributed has too, but not for mypy
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch._C._distributed_c10d import set_debug_level_from_env as set_debug_level_from_env
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_non_overlapping_and_dense_or_false
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.pipelining._backward import construct_reverse_graph as construct_reverse_graph
+    from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
+    from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
+    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+
+OLDEST, NEWEST_TESTED = (2, 11), (2, 14)
+"""The releases of torch that the tests have passed with: from the oldest that Paceline takes, to the newest."""
+
+_ON_USE = {
+    # fsdp: the class of a reduce-scatter that replaces torch's.
+    "ReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api", "ReduceScatter"),
+    # zero-bubble pipelines: the two halves of a backward, and the graph that tells whether they make the whole.
+    "grad_fn_of": ("torch.distributed.pipelining._backward", "_get_grad_fn_or_grad_acc"),
+    "construct_reverse_graph": ("torch.distributed.pipelining._backward", "construct_reverse_graph"),
+    "stage_backward_input": ("torch.distributed.pipelining._backward", "stage_backward_input"),
+    "stage_backward_weight": ("torch.distributed.pipelining._backward", "stage_backward_weight"),
+    # the linter: one of two ranks, without the other.
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, there = _ON_USE[name]
+    return getattr(import_module(module), there)
+
+
+def describe_untested(version: str) -> str | None:
+    """Return a line about a release of torch that is newer than those tested; None for ``"2.13.0+cu130"``, say."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) <= NEWEST_TESTED:
+        return None
+    oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST, NEWEST_TESTED))
+    return f"torch {version} is newer than those that Paceline is tested with ({oldest} to {newest})"
+
+
+# --- Tensors ---
+
+# One call for a list of tensors, as torch's own optimizers make it: twice as fast as a loop, with its bits.
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub = torch._foreach_sub
+
+# Activation checkpointing keeps their results, which cost the most.
+ATTENTION_FORWARDS = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+)
+# torch counts the floating-point operations of a GPU's attention only; planning counts those of the CPU's.
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def count_writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place: a second use of a parameter shows in its gradient's count."""
+    return tensor._version
+
+
+class PartsGradScaler(torch.amp.GradScaler, ABC):
+    """A gradient scaler that takes not the gradients of an optimizer's parameters, but parts of them."""
+
+    @abstractmethod
+    def parts(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Return tensors with the parts as their ``grad``."""
+
+    def found_infs(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Return, for each device, 1.0 if a gradient that was unscaled there is not finite; a change decides a step."""
+        return list(self._found_inf_per_device(optimizer).values())
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        held = SimpleNamespace(param_groups=[{"params": self.parts(optimizer)}])
+        unscaled: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
+            cast(Optimizer, held), inv_scale, found_inf, allow_fp16
+        )
+        # torch's does not step an optimizer whose gradients it has not inspected.
+        return unscaled or {found_inf.device: found_inf}
+
+
+# --- Modules ---
+
+# The base classes of layers with running statistics, and of convolutions; torch has no public ones.
+BatchNorm = _BatchNorm
+NormBase = _NormBase
+ConvNd = _ConvNd
+
+
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters; a change of the table changes the module, also with a tensor of another class.
+
+    A replica of ``torch.nn.parallel.replicate`` has its parameters elsewhere: see :func:`replica_parameters`.
+    """
+    return module._parameters
+
+
+def replica_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the own parameters of a module that ``replicate`` may have copied, which leaves them as plain tensors."""
+    return {**module._parameters, **getattr(module, "_former_parameters", {})}
+
+
+def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return a module's own buffers; a change of the table changes the module."""
+    return module._buffers
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the own buffers that a ``state_dict`` leaves out."""
+    return module._non_persistent_buffers_set
+
+
+def map_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every parameter and buffer, as ``Module.to`` does, which cannot leave some of them where they are."""
+    module._apply(change)  # type: ignore[no-untyped-call]
+
+
+# torch.fx writes a call to a function of this name for an argument that is traced as None.
+ASSERT_IS_NONE = "_assert_is_none"
+
+# Loggers whose messages do not concern users.
+PYTREE_LOGGER = "torch.utils._pytree"
+REDISTRIBUTE_LOGGER = "torch.distributed.tensor._redistribute"
+
+
+def preload_deterministic_algorithms() -> None:
+    """Import what ``torch.use_deterministic_algorithms`` imports, which takes more than a second."""
+    import torch._inductor.config  # noqa: F401
+
+
+# --- Process groups ---
+
+
+def restart_group_names() -> None:
+    """Let the next process group have the first name again.
+
+    The keys contain the group's name, a counter that rises on failures too, so members that failed at different points
+    would never meet again.
+    """
+    distributed_c10d._world.group_count = 0
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Set the time limit of a group's later collectives; ``init_process_group``'s also limits how long it waits."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def abort_groups() -> None:
+    """Abort all groups, together; to destroy one of NCCL would first wait for what is pending."""
+    distributed_c10d._abort_process_group()
+
+
+def broadcast_coalesced(
+    group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], bucket_bytes: int, source: int
+) -> None:
+    """Broadcast tensors from rank ``source``, many in a message."""
+    _broadcast_coalesced(group, list(tensors), bucket_bytes, source)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the mesh with all its axes as one; a collective."""
+    return mesh._flatten(name)
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Let a mesh forget its groups: DTensor's caches keep every mesh for ever, and the groups would never end."""
+    mesh._pg_registry.clear()
+
+
+def gloo_group(
+    store: Store, rank: int, ranks: int, timeout: timedelta, *, hostname: str | None, interface: str | None
+) -> Any:
+    """Return a gloo group that is not the process's: one of a thread, say. The backend listens at one of the two."""
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    if hostname is not None:
+        options._devices = [ProcessGroupGloo.create_device(hostname=hostname)]
+    elif interface is not None:
+        options._devices = [ProcessGroupGloo.create_device(interface=interface)]
+    else:
+        options._devices = [ProcessGroupGloo.create_default_device()]
+    return ProcessGroupGloo(store, rank, ranks, options)
+
+
+def nccl_group(store: Store, rank: int, ranks: int, timeout: timedelta) -> Any:
+    """Return an NCCL group that is not the process's, on the current device."""
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupNCCL(store, rank, ranks, options)
+
+
+def all_gather_into(group: Any, target: torch.Tensor, source: torch.Tensor) -> dist.Work:
+    """Gather ``source`` of all ranks of a group that was made above."""
+    return group._allgather_base(target, source)  # type: ignore[no-any-return]
+
+
+def reduce_scatter_into(group: Any, target: torch.Tensor, source: torch.Tensor) -> dist.Work:
+    """Sum the ranks' parts for each rank, in a group that was made above."""
+    return group._reduce_scatter_base(target, source)  # type: ignore[no-any-return]
+
+
+def start_coalescing(group: Any, device: torch.device) -> None:
+    """Let NCCL begin the following sends and receives together; one by one, each would wait for its peer's."""
+    group._start_coalescing(device)
+
+
+def end_coalescing(group: Any, device: torch.device) -> dist.Work:
+    """Begin what was called since :func:`start_coalescing`."""
+    return group._end_coalescing(device)  # type: ignore[no-any-return]
+
+
+# --- FSDP ---
+
+
+def reduce_unused_parameters(unit: FSDPModule) -> None:
+    """Let an FSDP unit reduce zeros for a parameter without a gradient, so that all ranks reduce the same.
+
+    torch 2.12 has a method for it. 2.11 leaves such parameters out, unless they have a gradient when the unit's
+    backward has ended.
+    """
+    if hasattr(unit, "set_reduce_scatter_unused_params"):
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group.post_backward = _with_zero_gradients(group, group.post_backward)  # type: ignore[method-assign]
+
+
+def _with_zero_gradients(group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
+    @wraps(post_backward)
+    def put_zeros_and_reduce(*arguments: Any) -> None:
+        if group.reduce_grads:
+            for parameter in group.fsdp_params:
+                # Freed parameters have had no forward since the last reduction.
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
+                if unsharded is not None and unsharded.requires_grad and unsharded.grad is None and accumulated is None:
+                    unsharded.grad = torch.zeros_like(unsharded)
+        post_backward(*arguments)
+
+    return put_zeros_and_reduce
