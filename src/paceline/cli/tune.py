@@ -92,7 +92,7 @@ def tune(
     cpus_per_trial
         CPUs of each trial. Default: --nproc times --threads.
     gpus_per_trial
-        GPUs of each trial. Default: none.
+        GPUs of each trial; 0: it trains on CPUs. Default: --nproc, if this node has GPUs or --device cuda is given.
     ray_address
         HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine.
     run_dir
@@ -119,7 +119,6 @@ def tune(
         "grace_period": grace_period,
         "reduction_factor": reduction_factor,
         "perturbation_interval": perturbation_interval,
-        "gpus": gpus_per_trial,
     }
     settings: dict[str, Any] = {name: value for name, value in ranking.items() if value is not None}
     address = plan_search.find_cluster(ray_address)
@@ -135,9 +134,15 @@ def tune(
     request = None
     if task or not resume:
         trials = trials or (_MEMBERS if scheduler == "pbt" else _TRIALS)
-        request = _make_search(task, explicit_options(options), cpus_per_trial, trials, stop)
+        request = _make_search(
+            task, explicit_options(options), cpus_per_trial, gpus_per_trial, trials, stop, here=address is None
+        )
         request = dataclasses.replace(request, space=search, constraints=constraint, **settings, **changes)
-    elif search or constraint or stop or cpus_per_trial is not None or settings or explicit_options(options):
+    elif (
+        any((search, constraint, stop, settings, explicit_options(options)))
+        or cpus_per_trial is not None
+        or gpus_per_trial is not None
+    ):
         raise ConfigError(
             "--resume continues the search with its recorded options. Only --trials, --budget and "
             "--price-per-hour can be changed."
@@ -187,10 +192,14 @@ def _make_search(
     task: str,
     options: Mapping[str, Any],
     cpus_per_trial: float | None,
+    gpus_per_trial: float | None,
     trials: int,
     stop: tuple[str, ...],
+    *,
+    here: bool,
 ) -> Search:
     from paceline.core.config import config_from_mapping
+    from paceline.core.gpus import preferred_device
     from paceline.core.options import parse_nproc
     from paceline.core.task_loading import check_spec
     from paceline.tune.search import Search
@@ -200,15 +209,23 @@ def _make_search(
     counts = parse_nproc(config.nproc)
     if counts is None or len(counts) > 1:
         raise ConfigError(f"--nproc {config.nproc}: give one number, the processes of each trial.")
+    if gpus_per_trial is None:
+        wants_gpus = config.device == "cuda" or (config.device == "auto" and here and preferred_device() == "cuda")
+        gpus_per_trial = float(counts[0]) if wants_gpus else 0.0
+    elif config.device == "cuda" and not gpus_per_trial:
+        raise ConfigError("--device cuda: a trial has no GPU. Leave --gpus-per-trial 0 out, or use --device cpu.")
+    # Ray may leave all GPUs visible to a trial that has reserved none.
+    device = {} if gpus_per_trial else {"device": "cpu"}
     threads = config.threads or max(1, int((cpus_per_trial or 0) // counts[0]))
     return Search(
         # The number of threads decides bits, so it must not depend on the machine that runs a trial.
-        options={**options, "task": task, "threads": threads},
+        options={**options, **device, "task": task, "threads": threads},
         space=(),
         trials=trials,
         metric="loss:min",
         stop=dict(map(_goal, stop)),
         cpus=cpus_per_trial or counts[0] * threads,
+        gpus=gpus_per_trial,
         workdir=str(Path.cwd()),
     )
 

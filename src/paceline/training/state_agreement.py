@@ -75,7 +75,8 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
 
 
 def _first_line(run: RunContext, world: World) -> str:
-    idle = why_idle(run.device, run.processes)
+    # Threads of dp use the other GPUs.
+    idle = None if "dp" in run.config.strategies else why_idle(run.device, run.processes)
     return (
         f"training on {world.description}, strategy {strategy_name(run.config, world.world_size)}: "
         f"{run.global_batch_size} samples a step, in {run.num_microbatches} micro-batches{f'. {idle}' if idle else ''}"

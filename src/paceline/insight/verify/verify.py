@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError, UserError
+from paceline.core.gpus import visible_gpus
 from paceline.core.owned_names import own_prefix
 from paceline.insight.verify.cases import (
     FIXED,
@@ -284,6 +285,8 @@ class _Verification:
     def __init__(self, request: VerificationRequest, root: Path, tell: Tell) -> None:
         self._request, self._root = request, root
         self._base = {"device": "cpu", "threads": 1, **request.options, **FIXED, "max_steps": request.steps}
+        if "device" not in request.options and visible_gpus():
+            tell("compares on the CPU; --device cuda compares on GPUs")
         self._rows: dict[tuple[int, str], CaseResult] = {}
         self._groups = WorkerGroups(request, root, tell)
 

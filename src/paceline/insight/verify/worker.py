@@ -45,6 +45,7 @@ from paceline.insight.verify.cases import (
     trace_path,
 )
 from paceline.insight.verify.lint import lint
+from paceline.parallel.device import choose_device
 from paceline.parallel.planning.auto_strategy import memory_per_process
 from paceline.parallel.sharded_state import gather_full
 from paceline.runs.checkpoint_state import bytes_of, model_sha256
@@ -458,7 +459,7 @@ def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
         task=task,
         default_threads=1,
     )
-    device = torch.device(config.device if config.device != "auto" else "cpu")
+    device = choose_device(config.device, config.backend).device
     with preserve_numerics():
         run_of_ranks, _ = setup_run(
             request,
