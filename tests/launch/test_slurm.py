@@ -505,3 +505,9 @@ def test_in_an_allocation_the_job_is_a_step(jobs: Jobs) -> None:
     done = jobs.cluster.run(*salloc, *train, "--on", "slurm", *two[:4], env=env)
     assert done.returncode == 0, done.stderr
     assert (jobs.path / "run" / "result.json").exists()
+    train = (*train[:-1], "on-gpus", "--device", "cuda")
+    for starter in (("--on", "slurm", "--nproc", "2", "--nodes", "2"), ("--on", "spawn")):
+        done = jobs.cluster.run(*salloc, *train, *starter, env={**env, "CUDA_VISIBLE_DEVICES": "0,1"})
+        assert done.returncode != 0
+        assert "--device cuda: torch" in done.stderr
+        assert not (jobs.path / "on-gpus" / "result.json").exists()

@@ -114,14 +114,3 @@ def test_commands_of_one_second_take_directories_of_their_own(run_processes: Any
         done = run_processes.finish(process)
         assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "runs").glob("*/result.json"))) == 4
-
-
-def test_a_gpu_that_is_not_there_is_refused_by_several_processes_too(run_processes: Any, tmp_path: Path) -> None:
-    (tmp_path / "small.py").write_text(TASK)
-    for nproc in ("1", "2"):
-        done = run_processes.paceline(
-            "train", "small.py:Small", "--nproc", nproc, "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""}
-        )
-        assert done.returncode == 2
-        assert "--device cuda" in done.stderr
-        assert "no GPU on this node" in done.stderr

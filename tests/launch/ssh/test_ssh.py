@@ -205,6 +205,10 @@ def test_what_a_machine_lacks_is_said(lab: SshLab) -> None:
     assert launcher.wait() == 1
     assert "node1: there is no directory /dev/shm/run/job. The machines of a job must share" in launcher.text
     assert lab.nodes[0].start(["test", "!", "-e", "/dev/shm/run"]).wait() == 0
+    launcher = lab.paceline(lab.nodes[0], *train, "--device", "cuda", "--run-dir", str(lab.path / "run"))
+    assert launcher.wait() != 0
+    assert "--device cuda: torch" in launcher.text
+    assert "sees no GPU on this node" in launcher.text
     assert not left(lab)
 
 
