@@ -16,51 +16,51 @@ from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.transports import Bucket, GradBuffer, Transport
 from paceline.parallel.world import World
 
-# --- Tensor bundles: one flat CPU tensor for each dtype ---
+# --- Tensor bundles: one flat tensor for each dtype ---
 
 
 class TensorBundle:
     """A buffer for copies of some tensors, sent and received as a whole.
-
-    It lies on the CPU and goes through gloo on every device, because peers may send in any order, which NCCL does not
-    support.
 
     Attributes:
         views: the copies, one per tensor, with its shape.
 
     Args:
         like: tensors of these shapes and dtypes.
+        device: of the bundle. On the CPU it goes through gloo, also between GPUs; choose that where peers send in any
+            order, which NCCL does not support.
 
     Raises:
         PeerLostError: (from the methods that send and receive) the peer is gone.
     """
 
-    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+    def __init__(self, like: Sequence[torch.Tensor], device: torch.device) -> None:
         sizes: dict[torch.dtype, int] = {}
         places = []
         for tensor in like:
             start = sizes.get(tensor.dtype, 0)
             sizes[tensor.dtype] = start + tensor.numel()
             places.append((tensor.dtype, start, tensor.shape))
-        self._flats = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in sizes.items() if size}
+        self._crosses = device.type == "cpu" and any(tensor.is_cuda for tensor in like)
+        self._flats = {
+            dtype: torch.zeros(size, dtype=dtype, device=device, pin_memory=self._crosses)
+            for dtype, size in sizes.items()
+            if size
+        }
         self.views = [
             self._flats[dtype][start : start + shape.numel()].view(shape)
             if shape.numel()
-            else torch.empty(shape, dtype=dtype)
+            else torch.empty(shape, dtype=dtype, device=device)
             for dtype, start, shape in places
         ]
 
-    @torch.no_grad()
     def pack(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the tensors into the bundle."""
-        for view, tensor in zip(self.views, tensors, strict=True):
-            view.copy_(tensor)
+        self._copy(self.views, tensors)
 
-    @torch.no_grad()
     def unpack(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the bundle into the tensors."""
-        for view, tensor in zip(self.views, tensors, strict=True):
-            tensor.copy_(view)
+        self._copy(tensors, self.views)
 
     def send(self, world: World, peer: int, tag: int) -> None:
         """Send the bundle; return once it may be changed."""
@@ -79,6 +79,14 @@ class TensorBundle:
         with translate_peer_errors():
             for flat in self._flats.values():
                 dist.broadcast(flat, group=world.group, group_src=source)
+
+    @torch.no_grad()
+    def _copy(self, into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        for tensor, value in zip(into, values, strict=True):
+            tensor.copy_(value, non_blocking=True)
+        if self._crosses:
+            # Gloo reads the bundle next, or overwrites it.
+            torch.cuda.current_stream().synchronize()
 
 
 # --- Messages of several peers, in the order of their arrival ---

@@ -16,6 +16,7 @@ from paceline.parallel.grad_buffers import FlatLayout
 from paceline.parallel.messages import TensorBundle
 from paceline.parallel.microbatches import MicrobatchStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
+from paceline.parallel.point_to_point import Message, start_messages
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import Combine, ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
@@ -112,30 +113,26 @@ class ServerTransport:
         self.grad_buffers.clear()
 
     def _push(self) -> None:
-        works = []
-        with translate_peer_errors():
-            for number, (holder, index) in enumerate(self._nodes):
-                if holder != self._world.rank:
-                    continue
-                for server in range(len(self._parts)):
-                    for dtype, part_slice in self._slices_for(server):
-                        part = self.grad_buffers[index][dtype][part_slice]
-                        works.append(dist.isend(part, group=self._world.group, tag=number, group_dst=server))
-            for work in works:
-                assert work is not None
-                work.wait()
+        pushes = [
+            Message(self.grad_buffers[index][dtype][part_slice], server, number)
+            for number, (holder, index) in enumerate(self._nodes)
+            if holder == self._world.rank
+            for server in range(len(self._parts))
+            for dtype, part_slice in self._slices_for(server)
+        ]
+        start_messages(self._world, sends=pushes).wait()
 
     def _add_up(self, combine: Combine) -> None:
         mine = self._slices_for(self._world.rank)
-        works, received = [], []
-        with translate_peer_errors():
-            for number, (holder, _) in enumerate(self._nodes):
-                received.append([torch.empty_like(self.grad_buffers[0][dtype][s]) for dtype, s in mine])
-                for part in received[-1]:
-                    works.append(dist.irecv(part, group=self._world.group, tag=number, group_src=holder))
-            for work in works:
-                assert work is not None
-                work.wait()
+        received = [[torch.empty_like(self.grad_buffers[0][dtype][s]) for dtype, s in mine] for _ in self._nodes]
+        start_messages(
+            self._world,
+            receives=[
+                Message(part, holder, number)
+                for number, ((holder, _), parts) in enumerate(zip(self._nodes, received, strict=True))
+                for part in parts
+            ],
+        ).wait()
         for into, other in combine.additions:
             for total, part in zip(received[into], received[other], strict=True):
                 total.add_(part)
@@ -159,24 +156,24 @@ class ServerParameters:
     """The trainable parameters, partitioned over the servers, which are the first ranks.
 
     Attributes:
-        servers: number of servers.
+        ranges: each server's, as numbers of the trainable parameters.
         parameters: each server's.
         parcels: a send buffer for each server's parameters or their gradients.
 
     Args:
         module: the model.
         servers: number of servers.
+        device: of the parcels.
 
     Raises:
         ConfigError: there are fewer parameters than servers.
     """
 
-    def __init__(self, module: nn.Module, servers: int) -> None:
+    def __init__(self, module: nn.Module, servers: int, device: torch.device) -> None:
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.servers = servers
         self.ranges = partition_parameters([parameter.numel() for parameter in trainable], servers)
         self.parameters = [[trainable[number] for number in numbers] for numbers in self.ranges]
-        self.parcels = [TensorBundle(held) for held in self.parameters]
+        self.parcels = [TensorBundle(held, device) for held in self.parameters]
 
     def keep_gradients_of(self, rank: int) -> None:
         """Free the gradients that other servers apply."""
@@ -209,7 +206,8 @@ class ParameterServer(MicrobatchStrategy):
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         plan = ReductionPlan(sum(options.work_split), mesh.world.world_size, "exact", options.work_split)
-        self._ranges = ServerParameters(module, options.config.num_servers(mesh.world.world_size)).ranges
+        sizes = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
+        self._ranges = partition_parameters(sizes, options.config.num_servers(mesh.world.world_size))
         super().__init__(
             module,
             mesh,

@@ -139,6 +139,7 @@ class GradientReducer:
         self._writes = 0  # to the gradients, before the current micro-batch
         self._accumulated: set[int] | None = None  # parameters with a gradient of the current micro-batch
         self._remaining: deque[tuple[int, Accumulate]] = deque()  # micro-batches of this step, the next one first
+        self._absent: list[int] = []  # nodes of this rank without a micro-batch in this step
         self._sums: list[MicrobatchSums] = []
         self._grad_buffer = -1  # the buffer to which the gradients point
         self._missing: list[int] = []  # missing gradients of each bucket; empty before the last micro-batch
@@ -147,6 +148,10 @@ class GradientReducer:
     def begin(self, present: Sequence[int]) -> None:
         """Begin a step in which this rank computes the micro-batches ``present``, in that order."""
         self._remaining = deque(zip(present, self.plan.accumulation(self._rank, present), strict=True))
+        self._absent = []
+        if len(present) < self.plan.work_split[self._rank]:
+            nodes = self.plan.subtrees[self._rank]
+            self._absent = [i for i, node in enumerate(nodes) if not any(node.start <= k < node.stop for k in present)]
         self._sums = []
         self._grad_buffer = -1  # user code may have set gradients to None
         self._missing = []
@@ -409,9 +414,11 @@ class GradientReducer:
     def _send_next_bucket(self) -> None:
         bucket = self._buckets[self._next_bucket]
         part = slice(bucket.start, bucket.stop)
+        buffers = self._transport.grad_buffers
         for into, other in self._remaining[0][1].merges:
-            buffers = self._transport.grad_buffers
             buffers[into][bucket.dtype][part].add_(buffers[other][bucket.dtype][part])
+        for index in self._absent:
+            buffers[index][bucket.dtype][part].zero_()
         self._transport.launch(self._next_bucket)
         self._next_bucket += 1
 

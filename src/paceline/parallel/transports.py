@@ -8,7 +8,7 @@ import platform
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import PeerLostError
 from paceline.parallel.peer_errors import translate_peer_errors
+from paceline.parallel.point_to_point import Message, PendingMessages, start_messages
 from paceline.parallel.reduction_tree import Combine, ReductionPlan
 from paceline.parallel.world import World
 
@@ -46,7 +47,7 @@ class Transport(Protocol):
     """Whether :meth:`launch` may send while backward runs."""
 
     def launch(self, bucket: int) -> None:
-        """Send one bucket; called in the same order on every rank, at most once per step."""
+        """Send one bucket, with zeros for a node without micro-batches; called once a step, in the buckets' order."""
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
         """Return every rank's header (float64); called when the gradient buffers are complete."""
@@ -101,14 +102,11 @@ def add_grad_buffer(into: GradBuffer, other: GradBuffer) -> None:
 # slow processor need not have a slow network. While backward runs, the other ranks send their nodes' parts of the chunk
 # to its owner, which adds them in the order of the tree and sends the total to all ranks. If each rank's micro-batches
 # are one node, the volume is that of a ring all-reduce. A spare only receives.
-
-
-@dataclass
-class _Sending:
-    """One bucket in flight: the requests, and all nodes' parts of this rank's chunk, by node number."""
-
-    works: list[dist.Work]
-    parts: dict[int, torch.Tensor] = field(default_factory=dict)
+#
+# All nodes are added, whichever have micro-batches in this step: a sum that began with +0 keeps its bits if zeros are
+# added to it. So messages and additions depend on the plan alone, and on a GPU each bucket is added and gathered during
+# backward, on a stream of its own. NCCL executes the messages of a rank one call after the other; all ranks make the
+# calls in the order of the buckets: scatter 0, gather 0, scatter 1, gather 1.
 
 
 class GroupTransport:
@@ -133,39 +131,60 @@ class GroupTransport:
         self._plan = plan
         self._buckets = buckets
         self._nodes = [(rank, index) for rank, nodes in enumerate(plan.subtrees) for index in range(len(nodes))]
+        self._combine = plan.combination((True,) * len(self._nodes))
         self.grad_buffers = zero_grad_buffers(plan.num_grad_buffers[world.rank], lanes, world.device)
-        self._sent: dict[int, _Sending] = {}
+        self._all_reduces: list[dist.Work] = []
+        self._scattered: list[tuple[int, PendingMessages, dict[int, torch.Tensor]]] = []
+        self._stream: torch.cuda.Stream | None = None
+        if world.backend == "nccl":
+            # Of high priority, because the other ranks wait for its short kernels, and only this one for backward's.
+            self._stream = torch.cuda.Stream(world.device, priority=-1)  # type: ignore[no-untyped-call]
+            for grad_buffer in self.grad_buffers:
+                for flat_buffer in grad_buffer.values():
+                    flat_buffer.record_stream(self._stream)
 
     def launch(self, bucket: int) -> None:
-        self._sent[bucket] = self._all_reduce(bucket) if self._plan.kind == "allreduce" else self._scatter(bucket)
+        if self._plan.kind == "allreduce":
+            self._all_reduces.append(self._all_reduce(bucket))
+        elif self._stream is None:
+            self._scattered.append((bucket, *self._scatter(bucket)))
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
+            with torch.cuda.stream(self._stream):
+                self._add_and_gather(bucket, *self._scatter(bucket)).wait()
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
         return gather_headers(self._world, header)
 
     def reduce(self, combine: Combine) -> None:
-        gathering: list[dist.Work] = []
+        gathering = [self._add_and_gather(*scattered) for scattered in self._scattered]
+        self._scattered.clear()
+        for messages in gathering:
+            messages.wait()
         with translate_peer_errors():
-            for bucket, sending in sorted(self._sent.items()):
-                _wait(sending.works)
-                if self._plan.kind == "exact":
-                    for into, other in combine.additions:
-                        sending.parts[into].add_(sending.parts[other])
-                    gathering += self._gather(bucket, sending.parts[combine.root])
-            _wait(gathering)
-        self._sent.clear()
+            for work in self._all_reduces:
+                work.wait()
+        self._all_reduces.clear()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._world.device).wait_stream(self._stream)
 
     def close(self) -> None:
-        self._sent.clear()
+        self._scattered.clear()
+        self._all_reduces.clear()
         self.grad_buffers.clear()
 
-    def _all_reduce(self, bucket: int) -> _Sending:
+    def _all_reduce(self, bucket: int) -> dist.Work:
         with translate_peer_errors():
-            work = dist.all_reduce(self._part(0, bucket), group=self._world.group, async_op=True)
+            work: dist.Work | None = dist.all_reduce(self._part(0, bucket), group=self._world.group, async_op=True)
         assert work is not None
-        return _Sending([work])
+        return work
 
-    def _scatter(self, bucket: int) -> _Sending:
-        """Send each owner this rank's parts of its chunk, and receive the other ranks' parts of this rank's."""
+    def _scatter(self, bucket: int) -> tuple[PendingMessages, dict[int, torch.Tensor]]:
+        """Send each owner this rank's parts of its chunk, and receive the other ranks' parts of this rank's.
+
+        Returns:
+            The messages, and all nodes' parts of this rank's chunk, by node number.
+        """
         rank = self._world.rank
         own = self._chunk(bucket, rank)
         sends, receives, parts = [], [], {}
@@ -174,41 +193,34 @@ class GroupTransport:
                 part = self._part(index, bucket)
                 parts[number] = part[own]
                 sends += [
-                    (part[self._chunk(bucket, owner)], owner, number) for owner in self._plan.active if owner != rank
+                    Message(part[self._chunk(bucket, owner)], owner, number)
+                    for owner in self._plan.active
+                    if owner != rank
                 ]
             else:
                 parts[number] = torch.empty_like(self._part(0, bucket)[own])
-                receives.append((parts[number], holder, number))
-        return _Sending(self._send_and_receive(sends, receives), parts)
+                receives.append(Message(parts[number], holder, number))
+        return start_messages(self._world, sends, receives), parts
 
-    def _gather(self, bucket: int, total: torch.Tensor) -> list[dist.Work]:
-        """Send this rank's finished chunk to all ranks, and receive theirs into buffer 0."""
-        rank, number = self._world.rank, len(self._nodes)
+    def _add_and_gather(
+        self, bucket: int, scattering: PendingMessages, parts: Mapping[int, torch.Tensor]
+    ) -> PendingMessages:
+        """Finish this rank's chunk and send it to all ranks, and receive theirs into buffer 0."""
+        scattering.wait()
+        for into, other in self._combine.additions:
+            parts[into].add_(parts[other])
+        total = parts[self._combine.root]
+        rank, tag = self._world.rank, len(self._nodes)
         result = self._part(0, bucket)
         own = result[self._chunk(bucket, rank)]
         if own.data_ptr() != total.data_ptr():
             own.copy_(total)
         all_ranks, owners = range(self._world.world_size), self._plan.active
-        return self._send_and_receive(
-            [(own, peer, number) for peer in all_ranks if peer != rank],
-            [(result[self._chunk(bucket, peer)], peer, number) for peer in owners if peer != rank],
+        return start_messages(
+            self._world,
+            [Message(own, peer, tag) for peer in all_ranks if peer != rank],
+            [Message(result[self._chunk(bucket, peer)], peer, tag) for peer in owners if peer != rank],
         )
-
-    def _send_and_receive(
-        self,
-        sends: Sequence[tuple[torch.Tensor, int, int]],
-        receives: Sequence[tuple[torch.Tensor, int, int]],
-    ) -> list[dist.Work]:
-        group = self._world.group
-        # Both ends skip empty chunks alike. The tag (a node's number) identifies a peer's messages.
-        operations = [
-            dist.P2POp(operation, tensor, group=group, tag=tag, group_peer=peer)
-            for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
-            for tensor, peer, tag in messages
-            if tensor.numel()
-        ]
-        with translate_peer_errors():
-            return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def _part(self, index: int, bucket: int) -> torch.Tensor:
         place = self._buckets[bucket]
@@ -234,11 +246,6 @@ def gather_headers(world: World, header: Sequence[float]) -> list[Sequence[float
     with translate_peer_errors():
         dist.all_gather(rows, mine, group=world.group)
     return [row.tolist() for row in rows]
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 # --- The transport between CPU ranks of one host: all gradient buffers are in one shared mapping ---

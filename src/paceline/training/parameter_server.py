@@ -54,6 +54,7 @@ class OptimizerServers:
         run: the run.
         states: this rank's copy of the state; the optimizer state of other ranks' parameters is freed.
         world: the ranks.
+        device: of the buffers in which parameters and gradients are sent.
 
     Attributes:
         number: of servers.
@@ -63,10 +64,10 @@ class OptimizerServers:
         ConfigError: there are fewer parameters than servers.
     """
 
-    def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
+    def __init__(self, run: RunContext, states: StateManager, world: World, device: torch.device) -> None:
         self._states, self._world = states, world
         self.number = run.config.num_servers(world.world_size)
-        self.parameters = ServerParameters(states.state.module, self.number)
+        self.parameters = ServerParameters(states.state.module, self.number, device)
         mine = {id(parameter) for parameter in self.parameters.parameters[world.rank]} if self.is_server else set()
         for optimizer in states.state.optimizers.values():
             for parameter in [p for p in optimizer.state if id(p) not in mine]:
@@ -112,7 +113,7 @@ class SyncServerEngine(Engine):
 
     def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
         super().__init__(run, states, world)
-        self._servers = OptimizerServers(run, states, world)
+        self._servers = OptimizerServers(run, states, world, world.device)
         self._steps = SyncEngine(run, states, world, self._servers.update)
 
     def run_interval(self, group: GroupContext) -> ControlFlags:
@@ -207,12 +208,14 @@ class AsyncServerEngine(Engine):
         self._staleness = Staleness()
         self._worker_steps: list[int] = []
         self._applied: dict[int, StepSums] = {}  # steps that wait for earlier ones, by number in the epoch
-        self._servers = OptimizerServers(run, states, world)
+        # Messages go to whichever worker is ready, in an order that NCCL cannot follow.
+        cpu = torch.device("cpu")
+        self._servers = OptimizerServers(run, states, world, cpu)
         self._parameters = self._servers.parameters
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._buffers = list(module.buffers())
-        self._buffer_bundle = TensorBundle(self._buffers)
-        self._changed_buffers = TensorBundle([*self._buffers, *self._buffers])  # after the step, and before
+        self._buffer_bundle = TensorBundle(self._buffers, cpu)
+        self._changed_buffers = TensorBundle([*self._buffers, *self._buffers], cpu)  # after the step, and before
         self._workers = range(self._servers.number, world.world_size)
         self._inbox: AnySourceReceiver | None = None
         if world.rank == 0:
@@ -361,8 +364,9 @@ class AsyncServerEngine(Engine):
     def _receive_gradients(self, worker: int) -> None:
         parcel, held = self._parameters.parcels[self._world.rank], self._parameters.parameters[self._world.rank]
         parcel.receive(self._world, worker, _Tag.GRADIENTS)
-        for parameter, gradient in zip(held, parcel.views, strict=True):
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        for parameter in held:
+            parameter.grad = torch.empty_like(parameter)
+        parcel.unpack([_gradient(parameter) for parameter in held])
 
     def _apply(self) -> None:
         self._states.update()
