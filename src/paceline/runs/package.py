@@ -16,6 +16,7 @@ from paceline.core.errors import PackageError, UntrustedError
 from paceline.core.files import open_regular
 from paceline.core.printable import escape_controls
 from paceline.runs.checkpoint_manifest import open_listed, open_untrusted, require_equal
+from paceline.runs.onnx_files import external_files
 from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
 from paceline.runs.package_registry import Registry
 
@@ -150,11 +151,12 @@ class Package:
     def read_program(self, program: str) -> bytes:
         """Return a program in a format, "pt2" or "onnx".
 
-        Loading a pt2 may run code, so this user must trust the package.
+        Loading a pt2 may run code, so this user must trust the package. An ONNX program may take weights from other
+        files, which must be the package's own.
 
         Raises:
             UntrustedError: the user has not trusted this package's pt2.
-            PackageError: it has no such program; lists its programs.
+            PackageError: it has no such program, lists its programs; or an ONNX program names other files.
         """
         if program not in self.manifest.programs:
             programs = ", ".join(self.manifest.programs) or "none"
@@ -164,7 +166,13 @@ class Package:
             )
         if program == "pt2":
             require_trusted(self.digest, self.manifest, self.path)
-        return self.read(self.manifest.programs[program])
+        content = self.read(self.manifest.programs[program])
+        if program == "onnx" and (others := external_files(content) - self.manifest.files.keys()):
+            raise PackageError(
+                f"package {self.path} cannot be used: its ONNX program takes weights from {min(others)!r:.80}, a file "
+                "which is not in the package. Use another program, or the weights with --task."
+            )
+        return content
 
 
 def open_package(

@@ -436,8 +436,9 @@ def _write_programs(
             computes[kind] = load_pt2(path.read_bytes())
         else:
             save_onnx(program, list(reloaded.inputs), list(reloaded.outputs), path)
-            external_weights = {p.name: p.read_bytes() for p in draft.glob(f"{path.name}.*")}
-            computes[kind] = load_onnx(path.read_bytes(), list(reloaded.outputs), external_weights)
+            computes[kind] = load_onnx(
+                path.read_bytes(), list(reloaded.outputs), lambda name: (draft / name).read_bytes()
+            )
     return computes
 
 

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
 import safetensors.torch
@@ -28,7 +27,7 @@ from paceline.core.task_loading import BUILT_IN_TASKS, TaskReference, load_task_
 from paceline.runs.package import Package, read_trusted
 from paceline.runs.rank_log import silence_loggers_and_warnings
 from paceline.serving.inferred_signature import restore_signature
-from paceline.serving.replica import open_onnx
+from paceline.serving.onnx_program import OnnxProgram
 from paceline.serving.trained_source import inference_of
 
 # --- Quantized weights: int8 or bfloat16 in the file, float32 where they are used ---
@@ -223,32 +222,23 @@ def save_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence
         ) from error
 
 
-def load_onnx(
-    content: bytes, outputs: Sequence[str], external_weights: Mapping[str, bytes] = MappingProxyType({})
-) -> Compute:
+def load_onnx(content: bytes, outputs: Sequence[str], read: Callable[[str], bytes]) -> Compute:
     """Load the function of an ONNX model, run by onnxruntime on the CPU.
 
     Args:
         content: the model.
         outputs: their names, in order.
-        external_weights: file name -> content of the weights that are not in the model.
+        read: returns the file of this name, which holds weights of the model.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    if external_weights:
-        contents = list(external_weights.values())
-        options.add_external_initializers_from_files_in_memory(
-            list(external_weights), contents, [len(content_of_file) for content_of_file in contents]
-        )
-    session = open_onnx(content, options, ["CPUExecutionProvider"])
-    names = [model_input.name for model_input in session.get_inputs()]
-    references = (session, external_weights)  # keep alive what the session uses
+    program = OnnxProgram(content, read, options, ["CPUExecutionProvider"])
 
     def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
-        arrays = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
-        return dict(zip(outputs, map(torch.from_numpy, references[0].run(None, arrays)), strict=True))
+        arrays = {name: tensor.numpy() for name, tensor in zip(program.inputs, inputs, strict=True)}
+        return dict(zip(outputs, map(torch.from_numpy, program.run(program.outputs, arrays)), strict=True))
 
     return compute
 
@@ -269,7 +259,9 @@ def run_layer(layer: nn.Module, kind: str, arguments: tuple[Any, ...]) -> Tensor
             save_pt2(program, path)
             return load_pt2(path.read_bytes())(arguments)["output"]
         save_onnx(program, [f"input_{number}" for number in range(len(arguments))], ["output"], path)
-        return load_onnx(path.read_bytes(), ["output"])(arguments)["output"]
+        return load_onnx(path.read_bytes(), ["output"], lambda name: (path.parent / name).read_bytes())(arguments)[
+            "output"
+        ]
 
 
 class _NamedLayer(nn.Module):
@@ -397,10 +389,7 @@ def load_program(package: Package, program: str) -> Compute:
     if program == "pt2":
         return load_pt2(content)
     require_onnx()
-    # Weights of more than 2 GB are in separate files, which the model names.
-    name = package.manifest.programs[program]
-    external_weights = {file: package.read(file) for file in package.manifest.files if file.startswith(f"{name}.")}
-    return load_onnx(content, list(package.manifest.outputs), external_weights)
+    return load_onnx(content, list(package.manifest.outputs), package.read)
 
 
 def _tied_tensors(content: bytes) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from paceline.runs.package import Package, read_manifest
 from paceline.serving import frames
 from paceline.serving.exact import ExactServable
 from paceline.serving.model import Array, Arrays, ModelLocation, ModelSpec, Servable, example
+from paceline.serving.onnx_program import OnnxProgram, require_onnxruntime
 
 # --- Loading of models. Torch and onnxruntime are imported only when a model needs them ---
 
@@ -34,7 +35,7 @@ def load(source: ModelLocation, spec: ModelSpec, device: str) -> Servable:
     """
     package = _package(source)
     if source.kind == "onnx":
-        return OnnxServable(package.read_program("onnx"), spec, device)
+        return OnnxServable(package.read_program("onnx"), package.read, spec, device)
     return TorchServable(_module(package, source, device), spec, device)
 
 
@@ -83,10 +84,10 @@ class TorchServable:
 
 
 class OnnxServable:
-    """A model under onnxruntime, without torch."""
+    """A model under onnxruntime, without torch; ``read`` returns a file of its package."""
 
-    def __init__(self, model: bytes, spec: ModelSpec, device: str) -> None:
-        onnxruntime = _require_onnxruntime()
+    def __init__(self, model: bytes, read: Callable[[str], bytes], spec: ModelSpec, device: str) -> None:
+        onnxruntime = require_onnxruntime()
         providers = ["CPUExecutionProvider"]
         if device.startswith("cuda"):
             available = onnxruntime.get_available_providers()
@@ -97,13 +98,12 @@ class OnnxServable:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.inter_op_num_threads = 1
-        self._session = open_onnx(model, options, providers)
+        self._program = OnnxProgram(model, read, options, providers)
         self._outputs = tuple(spec.outputs)
-        for side, expected, nodes in (
-            ("inputs", spec.inputs, self._session.get_inputs()),
-            ("outputs", spec.outputs, self._session.get_outputs()),
+        for side, expected, names in (
+            ("inputs", spec.inputs, self._program.inputs),
+            ("outputs", spec.outputs, self._program.outputs),
         ):
-            names = [node.name for node in nodes]
             if set(expected) - set(names) or (side == "inputs" and set(names) - set(expected)):
                 raise PackageError(
                     f"the ONNX program has the {side} {', '.join(names)}, but the package says {', '.join(expected)}. "
@@ -111,8 +111,7 @@ class OnnxServable:
                 )
 
     def predict(self, inputs: Arrays) -> dict[str, Array]:
-        answers = self._session.run(list(self._outputs), dict(inputs))
-        return dict(zip(self._outputs, answers, strict=True))
+        return dict(zip(self._outputs, self._program.run(self._outputs, inputs), strict=True))
 
 
 _WRONG_INDEX = re.compile(
@@ -121,31 +120,6 @@ _WRONG_INDEX = re.compile(
     r"|Class values must be (smaller than num_classes|non-negative)"  # its one_hot
     r"|out of data bounds"  # onnxruntime's Gather
 )
-
-
-def _require_onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise ConfigError(f"serving ONNX needs onnxruntime: pip install 'paceline[onnx]' ({error})") from error
-    return onnxruntime
-
-
-def open_onnx(model: bytes, options: Any, providers: Any) -> Any:
-    """Return onnxruntime's session of a model.
-
-    Raises:
-        PackageError: onnxruntime cannot read it.
-    """
-    try:
-        return _require_onnxruntime().InferenceSession(model, options, providers=providers)
-    except ConfigError:
-        raise
-    except Exception as error:  # onnxruntime's exceptions have no common class
-        reason = " ".join(str(error).split())
-        raise PackageError(
-            f"onnxruntime cannot load the ONNX program: {reason:.300}. Export the run again, or use another program."
-        ) from error
 
 
 # --- The program: ``python -m paceline.serving.replica FD`` ---

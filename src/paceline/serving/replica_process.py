@@ -74,6 +74,9 @@ class _Forked:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
+_PYTHON = (sys.executable, "-P", "-m")  # -P: no library comes from the current directory
+
+
 class ReplicaStarter:
     """Starts the replicas' processes of one server.
 
@@ -98,7 +101,7 @@ class ReplicaStarter:
         if source.kind == "onnx" or device != "cpu" or not hasattr(os, "pidfd_open"):
             return _Fresh(
                 await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "paceline.serving.replica", str(channel.fileno())),
+                    *(*_PYTHON, "paceline.serving.replica", str(channel.fileno())),
                     pass_fds=(channel.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     env=self._env(),
@@ -129,7 +132,7 @@ class ReplicaStarter:
 
     async def _fork(self, kind: str, channel: socket.socket) -> Process:
         if self._fork_server is None:
-            command = (sys.executable, "-m", "paceline.serving.fork_server", kind)
+            command = (*_PYTHON, "paceline.serving.fork_server", kind)
             self._fork_server = ForkServer(command, self._env())
             asyncio.get_running_loop().add_reader(self._fork_server, self._on_report, self._fork_server)
         number = next(self._numbers)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
+from safetensors.torch import save
+from tests.serving.packages import put_files
 from torch import nn
 
 from paceline.core.errors import ExportError, PackageError
 from paceline.core.inference import InferenceSignature, TensorSpec
+from paceline.runs.package import verify_package
 from paceline.serving.formats import (
     capture,
     load_onnx,
@@ -42,15 +48,15 @@ def test_a_transformer_takes_texts_of_any_length(tmp_path: Path) -> None:
     save_onnx(program, list(inference.inputs), list(inference.outputs), tmp_path / "model.onnx")
     computes = {
         "pt2": load_pt2((tmp_path / "program.pt2").read_bytes()),
-        "onnx": load_onnx((tmp_path / "model.onnx").read_bytes(), list(inference.outputs)),
+        "onnx": load_onnx((tmp_path / "model.onnx").read_bytes(), list(inference.outputs), {}.__getitem__),
     }
-    # As it is written where there are more than 2 GB of weights; its directory is not looked at.
+    # As it is written where there are more than 2 GB of weights; no directory is looked at.
     apart, beside = tmp_path / "apart.onnx", tmp_path / "apart.onnx.data"
     whole = onnx.load(tmp_path / "model.onnx")
     onnx.save_model(whole, apart, save_as_external_data=True, location=beside.name, size_threshold=1024)
     content, weights = apart.read_bytes(), beside.read_bytes()
     beside.unlink()
-    computes["onnx, weights apart"] = load_onnx(content, list(inference.outputs), {beside.name: weights})
+    computes["onnx, weights apart"] = load_onnx(content, list(inference.outputs), {beside.name: weights}.__getitem__)
     for samples, length in ((1, 1), (1, 12), (3, 5), (7, 2)):
         expected = inference.module(tokens(samples, length))["probabilities"]
         for compute in computes.values():
@@ -166,13 +172,115 @@ def test_a_channel_of_zeros_stays_zero() -> None:
     assert bool(layer.weight.isfinite().all())
 
 
-@pytest.mark.parametrize("content", [b"", b"no model", b"\x08\x07\x12\x04"])
+@pytest.mark.parametrize("content", [b"", b"no model", b"\x08\x07\x12\x04", b"\x08\x07\x12\x00"])
 def test_a_malformed_onnx_program_gets_one_line(content: bytes) -> None:
     spec = ModelSpec(name="m", version="1", inputs={"x": TensorSpec(dtype="float32")}, outputs={})
-    for load in (lambda: load_onnx(content, ["y"]), lambda: OnnxServable(content, spec, "cpu")):
-        with pytest.raises(PackageError, match="onnxruntime cannot load the ONNX program") as caught:
+    read = {}.__getitem__
+    for load in (lambda: load_onnx(content, ["y"], read), lambda: OnnxServable(content, read, spec, "cpu")):
+        with pytest.raises(
+            PackageError, match=r"onnxruntime cannot load the ONNX program|program is damaged"
+        ) as caught:
             load()
         assert len(str(caught.value).splitlines()) == 1
+
+
+# --- An ONNX program needs no trust, so it may read nothing but the files of its package ---
+
+
+OWN, SECRET = 7.0, 99.0
+TENSOR = TensorSpec(dtype="float32", shape=(4,))
+SPEC = ModelSpec(name="m", version="1", inputs={"x": TENSOR}, outputs={"y": TENSOR})
+
+
+def external(name: str, file: str, **entries: int) -> onnx.TensorProto:
+    """A tensor whose values are in a file."""
+    tensor = onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=[4], data_location=1)
+    for key, value in {"location": file, **entries}.items():
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor
+
+
+def weight(file: str, **entries: int) -> onnx.GraphProto:
+    return onnx.helper.make_graph(
+        [onnx.helper.make_node("Add", ["x", "w"], ["y"])], "g", [], [], initializer=[external("w", file, **entries)]
+    )
+
+
+def constant(file: str) -> onnx.GraphProto:
+    node = onnx.helper.make_node("Constant", [], ["w"], value=external("w", file))
+    return onnx.helper.make_graph([node, onnx.helper.make_node("Add", ["x", "w"], ["y"])], "g", [], [])
+
+
+def branch(file: str) -> onnx.GraphProto:
+    inner = [
+        onnx.helper.make_graph(
+            [onnx.helper.make_node("Identity", [f"w{side}"], [f"o{side}"])],
+            side,
+            [],
+            [onnx.helper.make_tensor_value_info(f"o{side}", onnx.TensorProto.FLOAT, [4])],
+            initializer=[external(f"w{side}", file)],
+        )
+        for side in ("then", "else")
+    ]
+    nodes = [
+        onnx.helper.make_node("If", ["c"], ["w"], then_branch=inner[0], else_branch=inner[1]),
+        onnx.helper.make_node("Add", ["x", "w"], ["y"]),
+    ]
+    condition = onnx.helper.make_tensor("c", onnx.TensorProto.BOOL, [], [True])
+    return onnx.helper.make_graph(nodes, "g", [], [], initializer=[condition])
+
+
+def program_of(graph: onnx.GraphProto) -> bytes:
+    for name, values in (("x", graph.input), ("y", graph.output)):
+        values.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 4]))
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    return bytes(model.SerializeToString())
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory with files of the names that the programs here name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("w.data", "secret"):
+        (tmp_path / name).write_bytes(np.full(4, SECRET, np.float32).tobytes())
+    return tmp_path
+
+
+def test_weights_in_another_file_of_the_package_are_its_own(elsewhere: Path) -> None:
+    own = {"w.data": np.full(5, OWN, np.float32).tobytes()}
+    program = program_of(weight("w.data", offset=4, length=16))
+    given = OnnxServable(program, own.__getitem__, SPEC, "cpu").predict({"x": np.zeros((2, 4), np.float32)})
+    np.testing.assert_array_equal(given["y"], np.full((2, 4), OWN))
+
+
+@pytest.mark.parametrize("graph", [constant, branch])
+def test_only_weights_may_be_in_another_file(elsewhere: Path, graph: Callable[[str], onnx.GraphProto]) -> None:
+    """onnxruntime would read these from the current directory, also if the package has a file of that name."""
+    own = {"w.data": np.full(4, OWN, np.float32).tobytes()}
+    with pytest.raises(PackageError, match=r"takes a constant from the file 'w\.data'"):
+        OnnxServable(program_of(graph("w.data")), own.__getitem__, SPEC, "cpu")
+
+
+@pytest.mark.parametrize("file", ["secret", "./w.data", "../secret", "/etc/hostname", "*/_ORT_MEM_ADDR_/*", ""])
+def test_a_package_whose_program_names_other_files_is_refused(elsewhere: Path, file: str) -> None:
+    inference = InferenceSignature(module=nn.Identity(), inputs={"x": TENSOR}, outputs={"y": TENSOR})
+    programs = {"model.onnx": program_of(weight(file))}
+    package = verify_package(put_files(elsewhere / "registry", inference, save({}), programs, name="spy"))
+    with pytest.raises(PackageError, match="which is not in the package"):
+        package.read_program("onnx")
+
+
+def test_a_program_in_the_format_of_onnxruntime_is_refused(elsewhere: Path) -> None:
+    """Its files are not the ones that were checked."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = "m.ort"
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    own = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "g", [], [])
+    onnxruntime.InferenceSession(program_of(own), options, providers=["CPUExecutionProvider"])
+    content = Path("m.ort").read_bytes()
+    assert onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"]).get_outputs()[0].name == "y"
+    with pytest.raises(PackageError):
+        OnnxServable(content, {}.__getitem__, SPEC, "cpu")
 
 
 def test_an_onnx_program_of_other_inputs_is_refused() -> None:
@@ -183,5 +291,5 @@ def test_an_onnx_program_of_other_inputs_is_refused() -> None:
     tensor = TensorSpec(dtype="float32")
     spec = ModelSpec(name="m", version="1", inputs={"x": tensor}, outputs={"y": tensor})
     with pytest.raises(PackageError, match="has the inputs a, but the package says x"):
-        OnnxServable(model.SerializeToString(), spec, "cpu")
-    OnnxServable(model.SerializeToString(), replace(spec, inputs={"a": tensor}), "cpu")
+        OnnxServable(model.SerializeToString(), {}.__getitem__, spec, "cpu")
+    OnnxServable(model.SerializeToString(), {}.__getitem__, replace(spec, inputs={"a": tensor}), "cpu")
