@@ -138,12 +138,11 @@ def test_an_origin_that_is_none(origin: str) -> None:
 def test_a_page_that_may_use_the_models_may_not_exchange_them() -> None:
     origin = b"https://app.example"
     policy = AccessPolicy(None, (origin.decode(),))
-    scope = {"client": ("127.0.0.1", 1)}
     headers = {b"host": b"localhost:8000", b"content-type": b"application/json"}
-    policy.check_admin(scope, headers)
+    policy.check_admin("127.0.0.1", headers)
     policy.check_origin({**headers, b"origin": origin})
     with pytest.raises(RequestFailure, match="only programs of this machine"):
-        policy.check_admin(scope, {**headers, b"origin": origin})
+        policy.check_admin("127.0.0.1", {**headers, b"origin": origin})
 
 
 def test_a_port_in_use() -> None:

@@ -214,6 +214,7 @@ def test_a_head_without_an_end_is_not_read(server: Server, begin: bytes, answere
         pytest.param(head() + BODY + b"nonsense", [200, 400], id="nonsense while the first is computed"),
         pytest.param(CHUNKED + b"nonsense", [400], id="no chunk"),
         pytest.param(b"CONNECT example.org:443 HTTP/1.1\r\n\r\n", [400], id="CONNECT"),
+        pytest.param(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", [400], id="HTTP/2"),
     ],
 )
 def test_what_a_head_may_hold(server: Server, sent: bytes, statuses: list[int]) -> None:
@@ -224,6 +225,55 @@ def test_what_a_head_may_hold(server: Server, sent: bytes, statuses: list[int]) 
             assert status == 200 or "error" in json.loads(said[2])
         if statuses[-1] != 200:
             assert stream.read(1) == b""
+
+
+SMUGGLED = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA")
+WEBSOCKET = ("Connection: upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAA")
+
+
+@pytest.mark.parametrize("offer", [H2C, WEBSOCKET], ids=["h2c", "websocket"])
+@pytest.mark.parametrize("split", [None, 1, -1, 5], ids=["whole", "bytes", "head", "pieces"])
+@pytest.mark.parametrize("framing", ["length", "chunked", "continue"])
+def test_a_body_is_read_by_its_length_whatever_protocol_a_client_offers(
+    server: Server, offer: tuple[str, ...], split: int | None, framing: str
+) -> None:
+    """A proxy that passes the offer on would otherwise take the second answer for another client's."""
+    request = head(*offer, *(["Expect: 100-continue"] if framing == "continue" else []))
+    body = BODY
+    if framing == "chunked":
+        request = request.replace(f"Content-Length: {len(BODY)}".encode(), b"Transfer-Encoding: chunked")
+        body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+    sent = request + body + HEALTH + b"\r\n"
+    sizes = {None: len(sent), 1: 1, -1: len(request), 5: 997}
+    with connected(server) as connection, connection.makefile("rb") as stream:
+        if framing == "continue":
+            connection.sendall(request)
+            assert stream.readline() == b"HTTP/1.1 100 Continue\r\n"
+            stream.readline()
+            sent = sent[len(request) :]
+        for start in range(0, len(sent), sizes[split]):
+            connection.sendall(sent[start : start + sizes[split]])
+        status, _, answered = read_answer(stream)
+        assert status == 200, answered
+        assert json.loads(answered)["outputs"]
+        status, _, answered = read_answer(stream)
+        assert json.loads(answered) == {"live": True}
+
+
+def test_a_body_is_never_taken_for_a_request(server: Server) -> None:
+    with connected(server) as connection, connection.makefile("rb") as stream:
+        for offer in ((), H2C, WEBSOCKET):
+            connection.sendall(head(*offer, length=len(SMUGGLED)) + SMUGGLED)
+            assert read_answer(stream)[0] == 400
+        # A tunnel has no length, so nothing after it may be parsed.
+        connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n" + SMUGGLED)
+        assert read_answer(stream)[0] == 400
+        assert stream.read() == b""
+    with connected(server) as connection, connection.makefile("rb") as stream:
+        connection.sendall(HEALTH + b"Connection: close\r\n\r\n" + SMUGGLED)
+        assert read_answer(stream)[0] == 200
+        assert stream.read() == b"", "the client has said that there is no second request"
 
 
 def test_a_trailer_is_no_header(server: Server) -> None:

@@ -187,7 +187,6 @@ def serve(
     handler.setFormatter(_LogFormatter("%(asctime)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("paceline.serving.access").setLevel(logging.INFO if access_log else logging.WARNING)
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     names = [model.spec.name for model in models]
 
     def on_ready(url: str, grpc: str | None) -> None:
@@ -238,9 +237,9 @@ class _LogFormatter(logging.Formatter):
 
 def _require_libraries() -> None:
     try:
+        import httptools  # noqa: F401
         import orjson  # noqa: F401
         import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"paceline serve: {error}. Install it: pip install 'paceline[serve]'") from error
 

@@ -49,7 +49,12 @@ def is_cross_site(host: str, origin: str | None, fetch_site: str | None) -> bool
     """
     if fetch_site is not None:
         return fetch_site not in ("same-origin", "none")
-    return origin is not None and urlsplit(origin).netloc.lower() != host.lower()
+    if origin is None:
+        return False
+    try:
+        return urlsplit(origin).netloc.lower() != host.lower()
+    except ValueError:  # no browser sends this
+        return True
 
 
 def is_same_token(given: str | bytes, expected: str | bytes) -> bool:

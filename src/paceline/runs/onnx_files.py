@@ -1,6 +1,6 @@
 """The files that an ONNX model names.
 
-onnxruntime looks for them in the current directory when it is given a model's bytes, so a model that nobody trusts
+onnxruntime looks for them in the current directory when it is given a model's bytes, so an untrusted model
 could return any file there as its weights. The format: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto. The
 onnx package, which also parses it, is not needed to serve a model.
 """

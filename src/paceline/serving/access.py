@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from paceline.core.access import BearerTokens, is_cross_site, is_loopback
 from paceline.core.errors import ConfigError
@@ -104,14 +103,13 @@ class AccessPolicy:
             (b"access-control-max-age", _PREFLIGHT_S),
         ]
 
-    def check_admin(self, scope: MutableMapping[str, Any], headers: Mapping[bytes, bytes]) -> None:
-        """Refuse a request that may not change the served models, after its token has been checked."""
+    def check_admin(self, client: str, headers: Mapping[bytes, bytes]) -> None:
+        """Refuse a client's request that may not change the served models, after its token has been checked."""
         # A page of another site cannot send this content type without permission, nor use our host name.
         if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
             raise RequestFailure(415, "the Content-Type must be application/json.")
         if self._tokens is not None:
             return
-        client = (scope.get("client") or ("",))[0]
         # A page that may use the models may not exchange them.
         if not is_loopback(client) or not _is_local_name(headers.get(b"host", b"")) or _is_cross_site(headers):
             raise RequestFailure(403, "without a token, only programs of this machine may change the served models.")

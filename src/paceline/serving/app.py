@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -25,12 +25,11 @@ from paceline.runs.package import open_package, require_trusted
 from paceline.runs.package_inputs import INPUTS, read_inputs
 from paceline.serving.access import AccessPolicy
 from paceline.serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
+from paceline.serving.connection import JSON_TYPE, Answer, ClientGone, Request, error_answer
 from paceline.serving.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions, make_spec
 from paceline.serving.openapi import describe
 from paceline.serving.protocol import (
-    JSON_TYPE,
     SERVER_NAME,
-    Headers,
     build_response,
     exact_headers,
     example_request,
@@ -42,7 +41,7 @@ from paceline.serving.protocol import (
 )
 from paceline.serving.replica_process import ReplicaStarter
 from paceline.serving.replicas import Deployment, DeploymentEvents, LocalDeployment
-from paceline.serving.request_bodies import LARGE_BYTES, ClientGone, Receive, RequestBodies, read_body
+from paceline.serving.request_bodies import LARGE_BYTES, RequestBodies, read_body
 from paceline.serving.static_assets import HEADERS, Assets
 from paceline.serving.tables import CellError, columns_of, table_records, to_inputs, to_record
 
@@ -304,18 +303,11 @@ def _describe_tensor(spec: TensorSpec | None) -> str:
     return f"{DATATYPES[spec.dtype]} [{shape}]{columns}"
 
 
-# --- The HTTP side: an ASGI application for the Open Inference Protocol v2 ---
+# --- The HTTP side: the addresses of the Open Inference Protocol v2 ---
 #
 # https://github.com/kserve/open-inference-protocol, with the binary tensor extension and, to replace a package,
 # ``POST /v2/repository/models/NAME/load`` as in Triton's model repository extension. ``/`` is a page for people.
 
-
-Scope = MutableMapping[str, Any]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Answer = tuple[int, Headers, bytes]
-
-ON_DISCONNECT = "paceline.disconnect"
-"""In a scope's ``extensions``: a set of futures to cancel when the client disconnects."""
 
 access_log = logging.getLogger("paceline.serving.access")
 
@@ -341,68 +333,66 @@ class App:
         self._documents: dict[str, tuple[Any, bytes]] = {}
         self._logs_access = access_log.isEnabledFor(logging.INFO)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
+    async def __call__(self, request: Request) -> Answer | None:
+        """Answer a request; None if its client has gone."""
         start = time.perf_counter()
-        request_headers = dict(scope["headers"])
         try:
-            status, headers, body = await self._answer(scope, receive, request_headers)
+            status, headers, body = await self._answer(request)
         except ClientGone:
-            return
+            return None
         except RequestFailure as failure:
             status, headers, body = error_answer(failure.status, str(failure), failure.headers)
         except asyncio.CancelledError:
             raise
         except Exception:
-            log.exception("%s %s", scope["method"], scope["path"])
+            log.exception("%s %s", request.method, request.path)
             status, headers, body = error_answer(500, "internal server error; see the server's log.")
-        headers += self._access.cors_headers(request_headers)
+        headers += self._access.cors_headers(request.headers)
         if status not in (204, 304):  # the Content-Length of 304 would be that of the omitted body
             headers.append((b"content-length", str(len(body)).encode()))
         if self.draining:
             headers.append((b"connection", b"close"))
         if self._logs_access:
-            client = f"{(scope.get('client') or ('-',))[0]} {scope.get('paceline.client', '')}".strip()
+            client = f"{request.client or '-'} {request.user}".strip()
             seconds = time.perf_counter() - start
             # A path with line breaks must not start a new line of the log.
-            access_log.info("%s %s %.200r %d %.1f ms", client, scope["method"], scope["path"], status, 1000 * seconds)
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+            access_log.info("%s %s %.200r %d %.1f ms", client, request.method, request.path, status, 1000 * seconds)
+        return status, headers, b"" if request.method == "HEAD" else body
 
-    async def _answer(self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes]) -> Answer:
-        if scope["method"] == "OPTIONS" and (allowed := self._access.preflight(headers)) is not None:
+    async def _answer(self, request: Request) -> Answer:
+        headers = request.headers
+        if request.method == "OPTIONS" and (allowed := self._access.preflight(headers)) is not None:
             return 204, allowed, b""  # browsers send no token with this question
-        parts = scope["path"].strip("/").split("/")
+        parts = request.path.strip("/").split("/")
         if parts[:2] == ["v2", "health"] and len(parts) == 3:
-            return self._health(scope, parts[2])
+            return self._health(request, parts[2])
         if parts == [""] or (parts[0] == "page" and len(parts) == 2):
             # Open without the token, since this page asks for it.
-            return _read(scope, lambda: self._page(parts[-1] or "index.html", headers))
-        scope["paceline.client"] = self._access.check_token(headers)
-        if scope["method"] not in _READ:
+            return _read(request, lambda: self._page(parts[-1] or "index.html", headers))
+        request.user = self._access.check_token(headers)
+        if request.method not in _READ:
             self._access.check_origin(headers)
         match parts:
             case ["v2", "models", name, *rest]:
-                return await self._model(scope, receive, headers, name, rest)
+                return await self._model(request, name, rest)
             case ["predict", *rest] if len(rest) <= 1:
-                _only(scope, "POST")
+                _only(request, "POST")
                 name = self._named(rest)
-                return await self._count(name, self._predict_rows(scope, receive, headers, name))
+                return await self._count(name, self._predict_rows(request, name))
             case ["v2"]:
-                return _read(scope, self._server_metadata)
+                return _read(request, self._server_metadata)
             case ["v2", "models"]:
-                return _read(scope, lambda: _json({"models": list(self._models.deployments)}))
+                return _read(request, lambda: _json({"models": list(self._models.deployments)}))
             case ["metrics"]:
-                return _read(scope, self._metrics)
+                return _read(request, self._metrics)
             case ["openapi.json"]:
                 deployments = list(self._models.deployments.values())
                 return _read(
-                    scope, lambda: self._describe("", deployments, lambda: describe(d.spec for d in deployments))
+                    request, lambda: self._describe("", deployments, lambda: describe(d.spec for d in deployments))
                 )
             case ["v2", "repository", "models", name, "load"]:
-                _only(scope, "POST")
-                return await self._load(scope, receive, headers, name)
+                _only(request, "POST")
+                return await self._load(request, name)
         raise RequestFailure(404, "this address does not exist. /openapi.json lists all addresses.")
 
     def refuse(self, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> RequestFailure | None:
@@ -426,12 +416,12 @@ class App:
         self._models.metrics.request(name, refusal.status, 0)
         return refusal
 
-    def _health(self, scope: Scope, what: str) -> Answer:
+    def _health(self, request: Request, what: str) -> Answer:
         if what == "live":
-            return _read(scope, lambda: _json({"live": True}))
+            return _read(request, lambda: _json({"live": True}))
         if what == "ready":
             ready = self._models.ready and not self.draining
-            return _read(scope, lambda: _json({"ready": ready}, 200 if ready else 503))
+            return _read(request, lambda: _json({"ready": ready}, 200 if ready else 503))
         raise RequestFailure(404, "the health addresses are /v2/health/live and /v2/health/ready.")
 
     def _page(self, name: str, headers: Mapping[bytes, bytes]) -> Answer:
@@ -458,9 +448,7 @@ class App:
         extensions = ["binary_tensor_data", "model_repository(load)"]
         return _json({"name": SERVER_NAME, "version": __version__, "extensions": extensions})
 
-    async def _model(
-        self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str, rest: list[str]
-    ) -> Answer:
+    async def _model(self, request: Request, name: str, rest: list[str]) -> Answer:
         version = None
         if rest[:1] == ["versions"]:
             version = rest[1] if len(rest) > 1 else ""
@@ -468,16 +456,16 @@ class App:
         deployment = self._deployment(name, version)
         match rest:
             case ["infer"]:
-                _only(scope, "POST")
-                return await self._count(name, self._infer(scope, receive, headers, name, version))
+                _only(request, "POST")
+                return await self._count(name, self._infer(request, name, version))
             case []:
-                return _read(scope, lambda: self._describe(name, [deployment], lambda: model_metadata(deployment)))
+                return _read(request, lambda: self._describe(name, [deployment], lambda: model_metadata(deployment)))
             case ["example"]:
-                request = partial(example_request, deployment.spec)
-                return _read(scope, lambda: self._describe(f"{name} example", [deployment], request))
+                example = partial(example_request, deployment.spec)
+                return _read(request, lambda: self._describe(f"{name} example", [deployment], example))
             case ["ready"]:
                 ready = bool(deployment.ready_replicas) and not self.draining
-                return _read(scope, lambda: _json({"name": name, "ready": ready}, 200 if ready else 503))
+                return _read(request, lambda: _json({"name": name, "ready": ready}, 200 if ready else 503))
         raise RequestFailure(404, "a model has the addresses /ready, /example and /infer only.")
 
     def _deployment(self, name: str, version: str | None) -> Deployment:
@@ -499,36 +487,31 @@ class App:
         finally:
             self._models.metrics.request(name, status, time.perf_counter() - start)
 
-    async def _infer(
-        self,
-        scope: Scope,
-        receive: Receive,
-        headers: Mapping[bytes, bytes],
-        name: str,
-        version: str | None,
-    ) -> Answer:
+    async def _infer(self, request: Request, name: str, version: str | None) -> Answer:
+        headers = request.headers
         self._check_head(headers, self._deployment(name, version))
         timeout_s = _timeout_of(headers)
         length = headers.get(b"inference-header-content-length")
         json_length = None if length is None else length.decode("latin-1")
         bodies = self._models.bodies
         with bodies.hold() as held:
-            body = await read_body(receive, headers, self._options.max_body_bytes, held)
+            body = await read_body(request, self._options.max_body_bytes, held)
             # Look it up again: the package may have been replaced while the client sent the body.
             deployment = self._deployment(name, version)
             is_large = takes_long(deployment.spec, len(body))
             if is_large:
                 parsing = bodies.run(parse_request, deployment.spec, body, json_length)
-                request = await _await_result(min(self._options.timeout_s, timeout_s or math.inf), parsing, scope)
+                time_left_s = min(self._options.timeout_s, timeout_s or math.inf)
+                inference = await _await_result(time_left_s, parsing, request)
             else:
-                request = parse_request(deployment.spec, body, json_length)
+                inference = parse_request(deployment.spec, body, json_length)
             del body  # JSON is needed no more
-            times = [t for t in (timeout_s, request.timeout_s, self._options.timeout_s) if t is not None]
-            future = deployment.submit(request.inputs)
-            outputs = await _await_result(min(times), future, scope)
+            times = [t for t in (timeout_s, inference.timeout_s, self._options.timeout_s) if t is not None]
+            future = deployment.submit(inference.inputs)
+            outputs = await _await_result(min(times), future, request)
             if is_large or sum(array.nbytes for array in outputs.values()) > LARGE_BYTES:
-                return 200, *await bodies.run(build_response, deployment, request, outputs)
-            return 200, *build_response(deployment, request, outputs)
+                return 200, *await bodies.run(build_response, deployment, inference, outputs)
+            return 200, *build_response(deployment, inference, outputs)
 
     def _check_head(self, headers: Mapping[bytes, bytes], deployment: Deployment) -> None:
         """Refuse a request before its body is read, since an overloaded server has little time."""
@@ -543,19 +526,20 @@ class App:
             return self._deployment(rest[0] if rest else names[0], None).spec.name
         raise RequestFailure(404, f"this server has several models. Send it to /predict/NAME: {', '.join(names)}.")
 
-    async def _predict_rows(self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str) -> Answer:
+    async def _predict_rows(self, request: Request, name: str) -> Answer:
         """Answer the plain form of a request, which people write by hand."""
+        headers = request.headers
         self._check_head(headers, self._deployment(name, None))
         timeout_s = min(self._options.timeout_s, _timeout_of(headers) or math.inf)
         with self._models.bodies.hold() as held:
-            body = await read_body(receive, headers, min(LARGE_BYTES, self._options.max_body_bytes), held)
+            body = await read_body(request, min(LARGE_BYTES, self._options.max_body_bytes), held)
             deployment = self._deployment(name, None)
             if takes_long(deployment.spec, len(body)):
                 parsing = self._models.bodies.run(parse_rows, deployment.spec, body)
-                inputs, other_columns = await _await_result(timeout_s, parsing, scope)
+                inputs, other_columns = await _await_result(timeout_s, parsing, request)
             else:
                 inputs, other_columns = parse_rows(deployment.spec, body)
-            outputs = await _await_result(timeout_s, deployment.submit(inputs), scope)
+            outputs = await _await_result(timeout_s, deployment.submit(inputs), request)
         spec = deployment.spec
         # orjson writes the elements of arrays itself, a float32 in its shortest digits, but no texts.
         values = {name: a.tolist() if a.dtype == object else np.ascontiguousarray(a) for name, a in outputs.items()}
@@ -564,12 +548,12 @@ class App:
         body = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
         return 200, [JSON_TYPE, *exact_headers(deployment)], body
 
-    async def _load(self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str) -> Answer:
-        self._access.check_admin(scope, headers)
+    async def _load(self, request: Request, name: str) -> Answer:
+        self._access.check_admin(request.client, request.headers)
         if name not in self._models.deployments:
             raise RequestFailure(404, f"unknown model {name!r:.80}.")
         with self._models.bodies.hold() as held:
-            body = await read_body(receive, headers, _MAX_ADMIN_BYTES, held)
+            body = await read_body(request, _MAX_ADMIN_BYTES, held)
         try:
             document = orjson.loads(body)
             place = document["parameters"]["package"]
@@ -588,7 +572,7 @@ class App:
         return _json({"name": spec.name, "version": spec.version})
 
 
-async def _await_result(timeout_s: float, future: asyncio.Future[Any], scope: Scope) -> Any:
+async def _await_result(timeout_s: float, future: asyncio.Future[Any], request: Request) -> Any:
     """Return the future's result; cancel it when time is up or the client disconnects first."""
     timed_out = False
 
@@ -598,8 +582,7 @@ async def _await_result(timeout_s: float, future: asyncio.Future[Any], scope: Sc
         future.cancel()
 
     timer = asyncio.get_running_loop().call_later(timeout_s, expire)
-    waiting: set[asyncio.Future[Any]] = scope.get("extensions", {}).get(ON_DISCONNECT, set())
-    waiting.add(future)
+    request.waiting.add(future)
     try:
         return await future
     except asyncio.CancelledError:
@@ -610,7 +593,7 @@ async def _await_result(timeout_s: float, future: asyncio.Future[Any], scope: Sc
             raise ClientGone from None
         raise
     finally:
-        waiting.discard(future)
+        request.waiting.discard(future)
         timer.cancel()
 
 
@@ -623,23 +606,16 @@ def _timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
     return int(text) / 1000
 
 
-def _only(scope: Scope, *methods: str) -> None:
-    if scope["method"] not in methods:
+def _only(request: Request, *methods: str) -> None:
+    if request.method not in methods:
         allowed = ", ".join(methods)
         raise RequestFailure(405, f"only {allowed} is allowed here.", [(b"allow", allowed.encode())])
 
 
-def _read(scope: Scope, answer: Callable[[], Answer]) -> Answer:
-    _only(scope, *_READ)
+def _read(request: Request, answer: Callable[[], Answer]) -> Answer:
+    _only(request, *_READ)
     return answer()
 
 
 def _json(document: Any, status: int = 200) -> Answer:
     return status, [JSON_TYPE], orjson.dumps(document)
-
-
-def error_answer(status: int, message: str, headers: Any = ()) -> Answer:
-    """Return the HTTP answer for a failure."""
-    # A client's text may contain invalid Unicode, and orjson accepts no lone surrogates.
-    text = message.encode("utf-8", "replace").decode()
-    return status, [JSON_TYPE, *headers], orjson.dumps({"error": text})

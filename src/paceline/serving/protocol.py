@@ -14,6 +14,7 @@ import orjson
 
 from paceline.core.inference import TensorSpec
 from paceline.serving.batching import InvalidRequest, RequestFailure
+from paceline.serving.connection import JSON_TYPE, Headers
 from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec
 from paceline.serving.replicas import Deployment
 from paceline.serving.request_bodies import LARGE_BYTES
@@ -559,9 +560,6 @@ def _outputs(spec: ModelSpec, entries: Any, binary_by_default: bool) -> dict[str
 
 _PIECE_ELEMENTS = 32 * 1024
 
-Headers = list[tuple[bytes, bytes]]
-
-JSON_TYPE = (b"content-type", b"application/json")
 EXACT = "exact_batch_sizes"
 """The parameter of a model's metadata, and of a gRPC response, if bits do not depend on the other requests."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from paceline.serving.batching import RequestFailure
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+from paceline.serving.connection import Request
 
 LARGE_BYTES = 256 * 1024
 """What is at most as large is parsed in the event loop, where it takes a few milliseconds."""
@@ -19,10 +18,6 @@ _T = TypeVar("_T")
 _BODIES = 4  # of the largest size, at the same time
 _UNCOUNTED_BYTES = 64 * 1024  # of each body; a connection holds as much anyway
 _RETRY_AFTER_S = 1
-
-
-class ClientGone(Exception):
-    """The client has disconnected."""
 
 
 class RequestBodies:
@@ -92,41 +87,33 @@ class BodySize:
         self.counted_bytes = counted
 
 
-async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int, held: BodySize) -> bytes | bytearray:
+async def read_body(request: Request, limit: int, held: BodySize) -> bytes | bytearray:
     """Read a request's body.
 
     Raises:
         RequestFailure: it has more than ``limit`` bytes, or the server holds too many.
         ClientGone: the client has disconnected.
     """
-    declared = headers.get(b"content-length", b"0")
-    if int(declared) > limit:
-        raise RequestFailure(413, f"the body has {int(declared):,} bytes; at most {limit:,} are allowed.")
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientGone
-    first: bytes = message.get("body", b"")
+    # Its parser takes up to 20 digits after any number of zeros.
+    declared = int(request.headers.get(b"content-length", b"").lstrip(b"0") or b"0")
+    if declared > limit:
+        raise RequestFailure(413, f"the body has {declared:,} bytes; at most {limit:,} are allowed.")
+    first = await request.read()
     held.add(len(first))
-    if not message.get("more_body", False):
+    if not request.has_more:
         return first
     body = bytearray(first)
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        piece = message.get("body", b"")
+    while piece := await request.read():
         if len(body) + len(piece) > limit:
-            await _discard(receive, message, limit)
+            await _discard(request, limit)
             raise RequestFailure(413, f"the body has more than {limit:,} bytes.", [(b"connection", b"close")])
         held.add(len(piece))
         body += piece
-        if not message.get("more_body", False):
-            return body
+    return body
 
 
-async def _discard(receive: Receive, message: Mapping[str, Any], limit: int) -> None:
+async def _discard(request: Request, limit: int) -> None:
     """Read on for a while: a client that is still sending when the connection closes does not see the answer."""
     discarded = 0
-    while message.get("more_body", False) and discarded < limit:
-        message = await receive()
-        discarded += len(message.get("body", b""))
+    while discarded < limit and (piece := await request.read()):
+        discarded += len(piece)
