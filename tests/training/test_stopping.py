@@ -207,7 +207,7 @@ def test_what_training_sets_for_the_whole_process_is_put_back() -> None:
 
     before = settings()
     with preserve_numerics():
-        configure_numerics(RunConfig(), before[0] + 1)
+        configure_numerics(RunConfig(), before[0] + 1, torch.device("cpu"))
         assert settings() == (before[0] + 1, True, True, False, False)
     assert settings() == before
 

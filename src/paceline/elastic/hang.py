@@ -22,7 +22,7 @@ from paceline.core.files import write_atomically
 from paceline.core.stack_dump import describe_unresponsive, install_dump_handler, stacks_of
 from paceline.elastic.coordinator import WorkerGroup
 from paceline.elastic.worker_channel import StallSnapshot, take_stall_snapshot
-from paceline.parallel.progress import ProgressTracker
+from paceline.parallel.progress import ProgressTracker, name_stage
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import exit_code_of, record_failure
 
@@ -192,11 +192,7 @@ def _exchange(snapshot: StallSnapshot) -> str:
 
 
 def _stage(snapshot: StallSnapshot) -> str:
-    if snapshot.stage in ("step", "first step"):
-        return f"step {snapshot.step + 1}"
-    if snapshot.stage in ("evaluation", "checkpoint"):
-        return f"the {snapshot.stage} after step {snapshot.step}"
-    return snapshot.stage
+    return name_stage(snapshot.stage, snapshot.step)
 
 
 def _wait(ranks: Sequence[int]) -> str:

@@ -11,9 +11,12 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import Literal
+
+from paceline.core.errors import PacelineError, PeerLostError
 
 Stage = Literal["waiting", "joining", "first step", "step", "evaluation", "checkpoint"]
 
@@ -119,3 +122,31 @@ class ProgressTracker:
     def overdue(self) -> bool:
         """Whether the stage exceeds its time limit."""
         return monotonic() - self.since > self.limit_s
+
+    @property
+    def position(self) -> str:
+        """Where this rank is, for an error message: ``in step 3 during backward``."""
+        if self.stage == "joining":
+            return "while model and state were set up"
+        during = f" during {self.phase}" if self.phase != self.stage else ""
+        return f"in {name_stage(self.stage, self.step)}{during}"
+
+
+def name_stage(stage: str, step: int) -> str:
+    """Return the name of a stage of the run, with ``step`` steps done."""
+    if stage in ("step", "first step"):
+        return f"step {step + 1}"
+    if stage in ("evaluation", "checkpoint"):
+        return f"the {stage} after step {step}"
+    return stage
+
+
+@contextmanager
+def note_progress(tracker: ProgressTracker) -> Iterator[None]:
+    """Add a rank's position to an error; Paceline's own errors name it where it matters."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PeerLostError) or not isinstance(error, PacelineError):
+            error.add_note(tracker.position)
+        raise

@@ -431,16 +431,16 @@ def remove(path: Path) -> None:
 
 
 def differences(recorded: Mapping[str, NumericsValue], current: Mapping[str, NumericsValue]) -> list[str]:
-    """Return one line per different value of the numerics: ``threads: 1 in the checkpoint, 2 now``."""
-    missing = object()
-    lines = []
-    for name in sorted(recorded.keys() | current.keys()):
-        before, now = recorded.get(name, missing), current.get(name, missing)
+    """Return one line per different value of the numerics: ``threads: 1 in the checkpoint, 2 now``.
+
+    A field that one of them lacks is not compared: another version, or another kind of device, has other fields.
+    """
+    return [
+        f"{name}: {recorded[name]} in the checkpoint, {current[name]} now"
+        for name in sorted(recorded.keys() & current.keys())
         # 1, 1.0 and True are equal in Python, but not the same setting.
-        if before is missing or now is missing or json.dumps(before) != json.dumps(now):
-            was = "not recorded" if before is missing else f"{before}"
-            lines.append(f"{name}: {was} in the checkpoint, {'not set' if now is missing else now} now")
-    return lines
+        if json.dumps(recorded[name]) != json.dumps(current[name])
+    ]
 
 
 def require_same_run(path: Path, recorded: CheckpointInfo, current: CheckpointInfo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import sysconfig
@@ -80,6 +81,14 @@ _LIBRARIES = (
     f'"{sysconfig.get_path("stdlib")}/',
     f'"{Path(paceline.__file__).parent}/',
     '"<frozen',
+)
+
+
+# Of torch's allocator, of the CUDA runtime, and of its libraries.
+_GPU_OUT_OF_MEMORY = re.compile(r"CUDA (error: )?out of memory|\w+_STATUS_ALLOC_FAILED|NCCL ran out of GPU memory")
+_LESS_MEMORY = (
+    "To need less memory on the GPU: more --microbatches (each is smaller), --checkpoint-activations block, or on "
+    "several GPUs --strategy zero1 or fsdp."
 )
 
 
@@ -217,6 +226,8 @@ def describe(failure: FailureRecord, directory: RunDirectory | None) -> str:
         # The user's own code, not a library that it called.
         user_locations = [line for line in locations if not any(path in line for path in _LIBRARIES)]
         lines += [f"  {(user_locations or locations)[-1]}"] if locations else []
+        if _GPU_OUT_OF_MEMORY.search(failure.message):
+            lines.append(f"  {_LESS_MEMORY}")
     if directory is not None and failure.rank >= 0:
         lines.append(f"  log: {directory.log_of(failure.rank)}")
     return "\n".join(lines)

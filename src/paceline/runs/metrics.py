@@ -234,7 +234,7 @@ class RankStatus(NamedTuple):
         busy_fraction: the part of ``step_s`` not spent waiting for the reduction, 0 to 1.
         memory_bytes: resident memory; on a GPU the peak of torch's allocator.
         utilisation: CPU seconds per second of this process (1.0 is one core); on a GPU the fraction of busy time, NaN
-            if the driver's library is not installed.
+            without the package nvidia-ml-py, and where the driver does not tell, as for a part of a GPU (MIG).
     """
 
     step_s: float
@@ -258,6 +258,7 @@ class Telemetry:
 
     def __init__(self, device: object, timer: PhaseTimer, first_step: int = 0) -> None:
         self._cuda_device = str(device) if str(device).startswith("cuda") else None
+        self._tells_utilisation = True
         self._timer = timer
         self._process = psutil.Process()
         self._step = first_step
@@ -293,11 +294,13 @@ class Telemetry:
             return cpu_s / wall_s if wall_s > 0 else math.nan
         import torch
 
-        try:
-            return torch.cuda.utilization(torch.device(self._cuda_device)) / 100
-        except (ImportError, RuntimeError):
-            # It needs nvidia-ml-py and a driver that allows the query; training continues without the number.
-            return math.nan
+        if self._tells_utilisation:
+            try:
+                return torch.cuda.utilization(torch.device(self._cuda_device)) / 100
+            except Exception as error:  # pynvml's errors have no base but this one
+                self._tells_utilisation = False
+                _log.info("the GPU's utilisation is not recorded: %s: %s", type(error).__name__, error)
+        return math.nan
 
 
 class Imbalance(NamedTuple):

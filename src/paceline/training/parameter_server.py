@@ -38,6 +38,7 @@ from paceline.training.asynchronous import (
 )
 from paceline.training.control import ControlFlags, StopCause
 from paceline.training.group_context import Engine, GroupContext
+from paceline.training.reproducibility import deterministic_kernels
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
@@ -391,7 +392,8 @@ class AsyncServerEngine(Engine):
             self._buffer_bundle.unpack(self._buffers)
             mark("other")
             world.progress_tracker.begin("step")
-            sums = compute_step(group, self._states, step, step_in_epoch)
+            with deterministic_kernels(self._run.config, self._run.device):
+                sums = compute_step(group, self._states, step, step_in_epoch)
             group.count_samples(sums)
             self._push(sums, step, step_in_epoch, version, stop=group.stop_reason())
             world.progress_tracker.end()

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import platform
 import random
+import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed as dist
 
 from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError, TaskError
 from paceline.core.option_sets import select
 from paceline.core.task import Task
 from paceline.data.order import derive_key
+from paceline.parallel.world import World
 
-# --- What the bits of a run depend on besides task, configuration and seed ---
+# --- Settings of the process ---
 
 
+_log = logging.getLogger(__name__)
 _PINNED = select(lambda its: its.fingerprint)
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -45,20 +52,93 @@ def preserve_numerics() -> Iterator[None]:
             os.environ.pop(_WORKSPACE, None)
 
 
-def configure_numerics(config: RunConfig, threads: int) -> None:
-    """Set what makes equal inputs give equal bits, for the whole process; see :func:`preserve_numerics`."""
+def fix_cublas_workspace() -> None:
+    """Choose a workspace with which cuBLAS repeats its sums, unless the user has chosen one.
+
+    Call it before a task is imported: torch and cuBLAS read the choice when they first multiply on a GPU.
+    """
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
+
+
+def configure_numerics(config: RunConfig, threads: int, device: torch.device) -> None:
+    """Set what makes equal inputs give equal bits, for the whole process; see :func:`preserve_numerics`.
+
+    Raises:
+        ConfigError: this process has multiplied on a GPU before, with a workspace with which cuBLAS repeats nothing.
+    """
     torch.set_num_threads(threads)
     exact = config.reducer == "exact"
     torch.backends.cudnn.benchmark = not exact
     if exact:
-        # Read by cuBLAS when its first handle is made.
-        os.environ.setdefault(_WORKSPACE, ":4096:8")
+        fix_cublas_workspace()
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Filling every torch.empty() would cost more than it could ever find.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            _require_cublas_workspace(device)
 
 
-def numerics_fingerprint(config: RunConfig, device: torch.device) -> dict[str, str | int | bool]:
+def _require_cublas_workspace(device: torch.device) -> None:
+    """Let torch multiply on the GPU: it refuses if the workspace was unsuitable at its first multiplication."""
+    ones = torch.ones(2, 2, device=device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.mm(ones, ones)
+    except RuntimeError as error:
+        if _WORKSPACE not in str(error):
+            raise
+        raise ConfigError(
+            f"--reduction exact: this process multiplied matrices on a GPU while {_WORKSPACE} was neither :4096:8 nor "
+            f":16:8 (it is {os.environ[_WORKSPACE]!r} now), so cuBLAS may give other bits each time. Give the command "
+            f"with {_WORKSPACE}=:4096:8, multiply only after training has started, or use --reduction allreduce."
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+_NO_DETERMINISTIC_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
+_NO_ATTENTION_KERNEL = "No available kernel. Aborting execution."
+
+
+@contextmanager
+def deterministic_kernels(config: RunConfig, device: torch.device) -> Iterator[None]:
+    """Compute with kernels that repeat their bits, on a GPU under ``--reduction exact``; anywhere else change nothing.
+
+    :func:`configure_numerics` lets torch warn, under which the backward of attention keeps its atomic additions; in
+    this context torch reports an error instead, flash and memory-efficient attention add in one order, and cuDNN's
+    attention is not chosen. The setting holds for all threads of the process, and so for autograd's.
+
+    Raises:
+        TaskError: an operation has no deterministic kernel.
+    """
+    if device.type != "cuda" or config.reducer != "exact":
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if named := _NO_DETERMINISTIC_KERNEL.search(str(error)):
+            what, instead = f"the operation {named[1]}", "another operation"
+        elif _NO_ATTENTION_KERNEL in str(error):
+            what, instead = "the attention that sdpa_kernel() selects", "FLASH_ATTENTION, EFFICIENT_ATTENTION or MATH"
+        else:
+            raise
+        raise TaskError(
+            f"{what} has no deterministic kernel for these inputs on a GPU, so --reduction exact cannot give the same "
+            f"bits twice. Use {instead}, or --reduction allreduce, which gives equality within rounding."
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+# --- The numerics fingerprint ---
+
+
+NumericsFingerprint = dict[str, str | int | bool]
+
+
+def numerics_fingerprint(config: RunConfig, device: torch.device) -> NumericsFingerprint:
     """Return the numerics fingerprint of this process; equal fingerprints promise equal bits."""
     options = {name: getattr(config, name) for name in _PINNED}
     options |= {"threads": torch.get_num_threads(), "reduction": config.reducer}
@@ -67,8 +147,111 @@ def numerics_fingerprint(config: RunConfig, device: torch.device) -> dict[str, s
         "device": _device_model(device),
         **{name: 0 if value is None else value for name, value in options.items()},
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        **(_gpu_numerics(device) if device.type == "cuda" else {"tf32": _cpu_rounds_float32()}),
     }
+
+
+def compare_numerics(world: World, config: RunConfig, device: torch.device) -> None:
+    """Compare the fingerprints of all ranks, if ``--reduction exact`` promises equal bits; a collective.
+
+    CPUs of several models may train together: rank 0 warns that the run depends on which rank computes what.
+
+    Raises:
+        ConfigError: on GPUs: names the fields that differ, their values and the ranks.
+        PeerLostError: a rank is gone.
+    """
+    if config.reducer != "exact":
+        return
+    told = world.all_gather_object([device.type, numerics_fingerprint(config, device)])
+    differing = describe_differing_ranks([fingerprint for _, fingerprint in told])
+    if not differing:
+        return
+    if any(kind == "cuda" for kind, _ in told):
+        raise ConfigError(
+            f"the ranks compute differently: {'; '.join(differing)}. --reduction exact needs equal GPUs, software and "
+            "settings on all ranks: give all nodes the same, or use --reduction allreduce (equal within rounding)."
+        )
+    if world.rank == 0:
+        _log.warning(
+            "the ranks compute differently, so other numbers of processes give a model that is equal within rounding, "
+            "not bit for bit: %s",
+            "; ".join(differing),
+        )
+
+
+def describe_differing_ranks(fingerprints: Sequence[NumericsFingerprint]) -> list[str]:
+    """Return a line for each field that differs between the ranks: ``driver: 580 on rank 0, 570 on rank 1``."""
+    lines = []
+    for field in dict.fromkeys(name for fingerprint in fingerprints for name in fingerprint):
+        ranks: dict[str, list[str]] = {}
+        for rank, fingerprint in enumerate(fingerprints):
+            ranks.setdefault(str(fingerprint.get(field, "not set")), []).append(str(rank))
+        if len(ranks) > 1:
+            groups = (f"{value} on rank{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in ranks.items())
+            lines.append(f"{field}: {', '.join(groups)}")
+    return lines
+
+
+def _cpu_rounds_float32() -> bool:
+    """Return whether oneDNN may compute in fewer bits than float32 has."""
+    # Not `allow_tf32`, which raises once the user's code has set `fp32_precision`.
+    onednn: Any = torch.backends.mkldnn  # not typed, nor is anything there
+    return any(_float32_precision(operation) != "ieee" for operation in (onednn.matmul, onednn.conv, onednn.rnn))
+
+
+def _float32_precision(operation: Any) -> str:
+    precision = str(operation.fp32_precision)
+    return "ieee" if precision == "none" else precision
+
+
+def _gpu_numerics(device: torch.device) -> NumericsFingerprint:
+    """Return the settings and libraries that select a GPU's kernels; without those that this build of torch lacks."""
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    nccl: Any = torch.cuda.nccl
+    attention = {
+        "flash": cuda.flash_sdp_enabled(),
+        "mem_efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+    }
+    fields = {
+        "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count,
+        "fp32_matmul": _float32_precision(cuda.matmul),
+        "fp32_conv": _float32_precision(cudnn.conv),
+        "fp32_rnn": _float32_precision(cudnn.rnn),
+        "fp16_reduced_sums": cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "bf16_reduced_sums": cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "fp16_accumulation": cuda.matmul.allow_fp16_accumulation,
+        "attention": ", ".join(name for name, enabled in attention.items() if enabled),
+        "attention_reduced_sums": cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        "blas": str(cuda.preferred_blas_library()).rpartition(".")[2],
+        "cublas_workspace": os.environ.get(_WORKSPACE),
+        "cuda": torch.version.cuda,
+        "cublas": _cublas_version(),
+        "cudnn": cudnn.version() if cudnn.enabled else "disabled",
+        "nccl": ".".join(map(str, nccl.version())) if dist.is_nccl_available() else None,
+        "driver": _driver_version(),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _cublas_version() -> str | None:
+    """Return the version of the cuBLAS library that this process has loaded."""
+    with suppress(OSError, AttributeError, StopIteration):
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+        library = ctypes.CDLL(next(line.split()[-1] for line in mapped if "/libcublas.so" in line))
+        numbers = [ctypes.c_int() for _ in ("major", "minor", "patch")]
+        for which, number in enumerate(numbers):
+            library.cublasGetProperty(which, ctypes.byref(number))
+        return ".".join(str(number.value) for number in numbers)
+    return None
+
+
+def _driver_version() -> str | None:
+    with suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    return None
 
 
 def _device_model(device: torch.device) -> str:

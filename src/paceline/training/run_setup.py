@@ -35,7 +35,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.trackers import require
 from paceline.torch_internals import describe_untested
 from paceline.training.fine_tuning import PretrainedWeights, save_pretrained_copy
-from paceline.training.reproducibility import configure_numerics, numerics_fingerprint
+from paceline.training.reproducibility import configure_numerics, fix_cublas_workspace, numerics_fingerprint
 from paceline.training.resolve import (
     DataSetup,
     check_world,
@@ -89,6 +89,7 @@ def setup_run(
         UserError: options, task or data cannot work, or are not those of the run in the directory.
     """
     job = request.job
+    fix_cublas_workspace()
     task, spec, config, notes = validate(request, manifest, world_size)
     if memory is not None:
         config, note = choose_strategy(config, task, world_size=world_size, memory=memory, device=device.type)
@@ -104,7 +105,7 @@ def setup_run(
         # Recorded, and so the same if the run continues from another directory.
         config = dataclasses.replace(config, backup_to=str(Path(config.backup_to).absolute()))
     require(config.log_to)
-    configure_numerics(config, threads)
+    configure_numerics(config, threads, device)
     walltime_s = None if config.walltime is None else parse_walltime_s(config.walltime)
     run = RunContext(
         task=task,

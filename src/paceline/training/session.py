@@ -9,11 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import PacelineError, PeerLostError, StopRequested
+from paceline.core.errors import PeerLostError, StopRequested
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.elastic.worker_group import open_process_group
 from paceline.parallel.device import LocalDevice
 from paceline.parallel.planning.auto_strategy import memory_per_process, require_replaceable
+from paceline.parallel.progress import note_progress
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
 from paceline.training import run_setup
@@ -104,19 +105,20 @@ def train_in_group(
         PacelineError: as :func:`train` says.
     """
     run = trainer.run
-    mesh = run.build_mesh(world)
-    agree_on_state(trainer, mesh, notes)
-    group = trainer.join_group(mesh)
-    joined()
-    if not trainer.fit(group):
-        return None
-    result = conclude(trainer, group, started)
-    if world.rank == 0:
-        retry(partial(run.directory.write_result, result))
-        run.directory.append_event("finished")
-    group.monitor.finish(result)
-    trainer.leave_group()
-    world.barrier()
+    with note_progress(world.progress_tracker):
+        mesh = run.build_mesh(world)
+        agree_on_state(trainer, mesh, notes)
+        group = trainer.join_group(mesh)
+        joined()
+        if not trainer.fit(group):
+            return None
+        result = conclude(trainer, group, started)
+        if world.rank == 0:
+            retry(partial(run.directory.write_result, result))
+            run.directory.append_event("finished")
+        group.monitor.finish(result)
+        trainer.leave_group()
+        world.barrier()
     return result
 
 
@@ -153,13 +155,7 @@ class FixedGroup:
 
     def train(self, trainer: Trainer, train_in_group: TrainInGroup) -> dict[str, Any]:
         """Train to the run's result."""
-        try:
-            result = train_in_group(self._world)
-        except Exception as error:
-            # Paceline's own errors say it where it matters.
-            if trainer.states.valid and (isinstance(error, PeerLostError) or not isinstance(error, PacelineError)):
-                error.add_note(f"in step {trainer.state.progress.step + 1}")
-            raise
+        result = train_in_group(self._world)
         assert result is not None, "the ranks of a fixed group do not leave it before the end"
         self._world.barrier()
         return result

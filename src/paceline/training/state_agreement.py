@@ -22,7 +22,7 @@ from paceline.runs.checkpoint_store import holds_version, newest_verified
 from paceline.runs.checkpointer import Checkpoint, Checkpointer, load
 from paceline.training import run_setup
 from paceline.training.fine_tuning import read_pretrained
-from paceline.training.reproducibility import numerics_fingerprint
+from paceline.training.reproducibility import compare_numerics, numerics_fingerprint
 from paceline.training.run_context import RunContext
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> None:
     """Give every rank the state of the most advanced one, or else the newest saved one."""
     run, directory, world = trainer.run, trainer.run.directory, mesh.world
+    compare_numerics(world, run.config, run.device)
     agreement = elect_source(world, valid=trainer.states.valid, version=trainer.states.version)
     if agreement.source is not None:
         state = trainer.states.export_state() if world.rank == agreement.source else None

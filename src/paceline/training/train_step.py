@@ -18,7 +18,12 @@ from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
 from paceline.training.group_context import GroupContext
-from paceline.training.reproducibility import seed_between_passes, seed_microbatch, seed_update
+from paceline.training.reproducibility import (
+    deterministic_kernels,
+    seed_between_passes,
+    seed_microbatch,
+    seed_update,
+)
 from paceline.training.run_context import RunContext
 from paceline.training.state_manager import StateManager
 from paceline.training.step import Pass, announce_microbatch
@@ -126,9 +131,10 @@ class ComposedStep(TrainStep):
                 f"--strategy {', '.join(self._run.config.strategies)} shards the model, so all ranks must call it "
                 "together, and step.backward_over_batch does not. Use --strategy ddp or zero1."
             )
-        embedded = self._embed(strategy, embed)
-        indices, sizes, rows = _gather_rows(self._group.world, embedded)
-        value, gradient = self._loss_over_batch(rows, loss)
+        with deterministic_kernels(self._run.config, self._run.device):
+            embedded = self._embed(strategy, embed)
+            indices, sizes, rows = _gather_rows(self._group.world, embedded)
+            value, gradient = self._loss_over_batch(rows, loss)
         parts = dict(zip(indices, torch.split(gradient, sizes), strict=True))
 
         def loss_by_chain_rule(model: nn.Module, microbatch: MicroBatch) -> Loss:
@@ -151,7 +157,8 @@ class ComposedStep(TrainStep):
         seed_update(self._run.config.seed, self.step, self._updates)
         self._updates += 1
         self.logged |= state.callback.on_gradients_reduced(due=monitor.is_due(self.step + 1))
-        self._states.apply_gradients(names or tuple(self.optimizers), closure)
+        with deterministic_kernels(self._run.config, self._run.device):
+            self._states.apply_gradients(names or tuple(self.optimizers), closure)
         monitor.timer.mark("optimizer")
 
     def log(self, **values: float) -> None:

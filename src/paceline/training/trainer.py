@@ -24,7 +24,7 @@ from paceline.training.evaluation import EvaluationStopped, Validation
 from paceline.training.group_context import Carryover, Engine, GroupContext
 from paceline.training.local_sgd import require_order
 from paceline.training.purity import bits_by_name, check_buffers
-from paceline.training.reproducibility import seed_step, seed_transition, seed_update
+from paceline.training.reproducibility import deterministic_kernels, seed_step, seed_transition, seed_update
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import require_verifiable
 from paceline.training.state import TrainingState
@@ -104,7 +104,8 @@ class SyncEngine(Engine):
         seed_update(self._run.config.seed, progress.step)  # an optimizer or callback may add noise
         logged = callback.on_gradients_reduced(due=group.monitor.is_due(progress.step + 1))
         with self._states.mutating():
-            self._update(sums.finite)
+            with deterministic_kernels(self._run.config, self._run.device):
+                self._update(sums.finite)
             mark("optimizer")
             return group.commit(sums, row, logged)
 
@@ -117,11 +118,12 @@ class SyncEngine(Engine):
         """
         state, strategy = self._states.state, group.strategy
         strategy.begin_step([microbatch.index for microbatch in microbatches])
-        for hook in group.hooks:
-            hook.before_microbatches(strategy, microbatches)
-        strategy.run_microbatches(microbatches, group.runner)
-        for hook in group.hooks:
-            hook.after_microbatches(strategy, microbatches)
+        with deterministic_kernels(self._run.config, self._run.device):
+            for hook in group.hooks:
+                hook.before_microbatches(strategy, microbatches)
+            strategy.run_microbatches(microbatches, group.runner)
+            for hook in group.hooks:
+                hook.after_microbatches(strategy, microbatches)
 
         group.world.progress_tracker.move("reduction")
         row = self._row(group) if is_first else ControlFlags().row()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import logging
 import math
 import os
 
 import pytest
+import torch
 
 from paceline.runs.metrics import STATUS_WIDTH, RankStatus, Telemetry, imbalance
 from paceline.runs.phases import PhaseTimer
@@ -44,6 +46,29 @@ def test_a_row_is_flat_floats() -> None:
     status = Telemetry("cpu", PhaseTimer()).sample(1)
     assert len(status) == STATUS_WIDTH
     assert all(isinstance(value, float) for value in status)
+
+
+def test_a_gpu_that_tells_no_utilisation_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a part of a GPU (MIG): pynvml's error has no base that torch or this project knows."""
+    asked = []
+
+    class NVMLError_NotSupported(Exception):
+        pass
+
+    def utilization(device: torch.device) -> int:
+        asked.append(device)
+        raise NVMLError_NotSupported("Not Supported")
+
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1024)
+    telemetry = Telemetry("cuda:1", PhaseTimer())
+    with caplog.at_level(logging.INFO):
+        statuses = [telemetry.sample(step) for step in (1, 2, 3)]
+    assert all(math.isnan(status.utilisation) and status.memory_bytes == 1024 for status in statuses)
+    assert asked == [torch.device("cuda:1")]
+    assert caplog.messages == ["the GPU's utilisation is not recorded: NVMLError_NotSupported: Not Supported"]
 
 
 def test_without_phases_there_is_no_busy_fraction() -> None:

@@ -491,7 +491,7 @@ def _config(plan: GroupPlan, training: Training, task: Task) -> RunConfig:
 def _lint(plan: GroupPlan, task: Task) -> None:
     config = _config(plan, plan.trainings[0], task)
     with preserve_numerics():
-        configure_numerics(config, config.threads or 1)
+        configure_numerics(config, config.threads or 1, torch.device("cpu"))
         findings = lint(task, config)
     _write(lints_path(Path(plan.root)), [asdict(finding) for finding in findings])
 
