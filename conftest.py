@@ -1,3 +1,3 @@
 """The plugins that every run of the tests uses."""
 
-pytest_plugins = ["tests.plugins.ci_skips", "tests.plugins.gpu", "tests.plugins.layers"]
+pytest_plugins = ["tests.plugins.ci_skips", "tests.plugins.gpu", "tests.plugins.layers", "tests.gpu_stand_in.fixture"]

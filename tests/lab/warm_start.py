@@ -618,6 +618,10 @@ def _run(program: Program) -> None:
     first = {"module": os.getcwd(), "code": "", "script": os.path.dirname(os.path.realpath(program.name))}
     python_path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [first[program.kind], *python_path, *(entry for entry in _PATH if entry not in python_path)]
+    for entry in python_path:  # what the interpreter imports as it starts
+        if (site := Path(entry) / "sitecustomize.py").exists():
+            runpy.run_path(str(site))
+            break
     sys.argv[:] = [{"module": "-m", "code": "-c", "script": program.name}[program.kind], *program.arguments]
     if program.kind == "module":
         sys.modules.pop(program.name, None)

@@ -29,7 +29,14 @@ class Runner(Protocol):
 class Trainings:
     """A set of ranks that trains a list of jobs, started at once and waited for when asked."""
 
-    def __init__(self, processes: Runner, directory: Path, jobs: Mapping[str, Mapping[str, Any]], ranks: int) -> None:
+    def __init__(
+        self,
+        processes: Runner,
+        directory: Path,
+        jobs: Mapping[str, Mapping[str, Any]],
+        ranks: int,
+        env: Mapping[str, str],
+    ) -> None:
         directory.mkdir()
         self.directory = directory
         self._names = list(jobs)
@@ -43,8 +50,8 @@ class Trainings:
         command = [sys.executable, HERE / "driver.py", directory / "jobs.json"]
         # Several are started at once, and a test may wait for one of them alone.
         self._started = [
-            processes.start([*command], env=env, cwd=directory, shared=True)
-            for env in ([{}] if ranks == 1 else _environments(ranks, processes.free_port()))
+            processes.start([*command], env={**of_rank, **env}, cwd=directory, shared=True)
+            for of_rank in ([{}] if ranks == 1 else _environments(ranks, processes.free_port()))
         ]
 
     def results(self) -> dict[str, dict[str, Any]]:
@@ -81,16 +88,20 @@ def _environments(ranks: int, port: int) -> list[dict[str, str]]:
 
 
 class StartTrainings(Protocol):
-    def __call__(self, jobs: Mapping[str, Mapping[str, Any]], *, ranks: int = 1) -> Trainings: ...
+    def __call__(
+        self, jobs: Mapping[str, Mapping[str, Any]], *, ranks: int = 1, env: Mapping[str, str] | None = None
+    ) -> Trainings: ...
 
 
 @pytest.fixture(scope="module")
 def start_trainings(module_processes: Runner, tmp_path_factory: pytest.TempPathFactory) -> StartTrainings:
     """Start ``{name: {"task", "fields", "options", "stop_at"}}``; a job's run is called as it is."""
 
-    def start(jobs: Mapping[str, Mapping[str, Any]], *, ranks: int = 1) -> Trainings:
+    def start(
+        jobs: Mapping[str, Mapping[str, Any]], *, ranks: int = 1, env: Mapping[str, str] | None = None
+    ) -> Trainings:
         directory = tmp_path_factory.mktemp("trainings") / f"on-{ranks}"
-        return Trainings(module_processes, directory, jobs, ranks)
+        return Trainings(module_processes, directory, jobs, ranks, env or {})
 
     return start
 

@@ -143,6 +143,7 @@ class GradientReducer:
         self._sums: list[MicrobatchSums] = []
         self._grad_buffer = -1  # the buffer to which the gradients point
         self._missing: list[int] = []  # missing gradients of each bucket; empty before the last micro-batch
+        self._merges: Sequence[tuple[int, int]] = ()  # after the last micro-batch, bucket by bucket
         self._next_bucket = 0
 
     def begin(self, present: Sequence[int]) -> None:
@@ -154,7 +155,7 @@ class GradientReducer:
             self._absent = [i for i, node in enumerate(nodes) if not any(node.start <= k < node.stop for k in present)]
         self._sums = []
         self._grad_buffer = -1  # user code may have set gradients to None
-        self._missing = []
+        self._missing, self._merges = [], ()
         self._next_bucket = 0
         self._watch, self._check, self.watched = None, None, 0
         for name, parameter in self._frozen:
@@ -167,10 +168,6 @@ class GradientReducer:
         if not present:
             for grad_buffer in self._transport.grad_buffers:
                 _zero(grad_buffer)
-            if self._transport.overlaps:
-                # Before the exchange, in the same order of collectives as on ranks with micro-batches.
-                for bucket in range(len(self._buckets)):
-                    self._transport.launch(bucket)
 
     def watch(self, microbatch: int, check: Callable[[list[Sequence[float]]], None]) -> None:
         """Take the fingerprint of one micro-batch within the current step, on the rank that computes it.
@@ -231,6 +228,7 @@ class GradientReducer:
                 self._point_gradients_at(step.slot)
             if len(self._remaining) == 1 and self._transport.overlaps:
                 self._missing = self._bucket_sizes.copy()
+        self._merges = step.merges if len(self._remaining) == 1 else ()
         self._accumulated = set()
         self._writes = self._count_writes()
 
@@ -270,13 +268,10 @@ class GradientReducer:
             samples,
             reset=len(self._remaining) > 1,
         )
-        if self._missing:
-            while self._next_bucket < len(self._buckets):
-                self._send_next_bucket()
-            self._missing = []
-        else:
+        if not self._missing:
             for into, other in step.merges:
                 add_grad_buffer(self._transport.grad_buffers[into], self._transport.grad_buffers[other])
+        self._missing = []
         self._remaining.popleft()
 
     def finish(self, row: Sequence[float]) -> StepSums:
@@ -286,6 +281,9 @@ class GradientReducer:
             PeerLostError: a rank is gone; gradients and buffers are undefined.
         """
         assert not self._remaining, "a micro-batch has not been ended"
+        # Not before: another library may run collectives until here, of which each rank must see the same order.
+        while self._transport.overlaps and self._next_bucket < len(self._buckets):
+            self._send_next_bucket()
         header = self._header.pack(row, self._sums)
         self._activity.begin_collective("all-reduce")
         headers = self._transport.exchange(header)
@@ -415,7 +413,7 @@ class GradientReducer:
         bucket = self._buckets[self._next_bucket]
         part = slice(bucket.start, bucket.stop)
         buffers = self._transport.grad_buffers
-        for into, other in self._remaining[0][1].merges:
+        for into, other in self._merges:
             buffers[into][bucket.dtype][part].add_(buffers[other][bucket.dtype][part])
         for index in self._absent:
             buffers[index][bucket.dtype][part].zero_()
