@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -42,25 +41,27 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
 
 
 @torch.no_grad()
-def norms_of_parts(gradients: Sequence[torch.Tensor]) -> list[float]:
-    """Return the 2-norm of each full gradient; a collective of these ranks.
+def norms_of_parts(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the 2-norm of each full gradient, float32 scalars on its device; a collective of these ranks.
 
     Raises:
         PeerLostError: a rank is gone.
     """
-    norms = [norm.item() for norm in foreach_norm([local_shard(gradient) for gradient in gradients])]
+    if not gradients:
+        return []
+    norms = [norm.float() for norm in foreach_norm([local_shard(gradient) for gradient in gradients])]
     spread: dict[Any, list[int]] = {}
     for number, gradient in enumerate(gradients):
         dimensions = _dimensions(gradient)
         if dimensions[1]:
             spread.setdefault(dimensions, []).append(number)
     for (mesh, along), numbers in spread.items():
-        squares = torch.tensor([norms[number] ** 2 for number in numbers], dtype=torch.float64)
+        squares = torch.stack([norms[number] for number in numbers]).double().square()
         for dim in along:
             with translate_peer_errors():
                 dist.all_reduce(squares, group=mesh.get_group(dim))
-        for number, square in zip(numbers, squares.tolist(), strict=True):
-            norms[number] = math.sqrt(square)
+        for number, norm in zip(numbers, squares.sqrt().float(), strict=True):
+            norms[number] = norm
     return norms
 
 

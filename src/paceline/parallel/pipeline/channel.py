@@ -130,9 +130,12 @@ def _unsupported(value: Any) -> TaskError:
 
 
 _HEADER = 256  # int64 numbers at the front of every message, enough for some twenty tensors
+_MAX_DESCRIPTION = _HEADER - 8  # the rest is the channel's
 _HEADER_BYTES = 8 * _HEADER
 _ALIGNMENT = 64  # bytes, as in a separate tensor, because a kernel's choice and its bits may depend on it
-_NONE, _TENSOR, _BOOL, _INT, _FLOAT, _TUPLE = range(6)
+_GPU_ALIGNMENT = 512
+_HOST = torch.device("cpu")
+_NONE, _TENSOR, _BOOL, _INT, _FLOAT, _TUPLE, _HOST_TENSOR = range(7)
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
@@ -163,9 +166,10 @@ _Route = tuple[int, int, int]  # the other rank, the stage and the kind
 
 
 class StageChannel:
-    """Messages between the ranks of a model replica, each by its stage's place in it.
+    """Messages between the ranks of a model replica, each by its stage's place in it, over gloo.
 
-    Sending does not wait. On a GPU, tensors go through host memory.
+    Sending does not wait for the receiver. Tensors on a GPU go through page-locked memory of the CPU, and the sender
+    waits until they are there.
 
     Args:
         world: those ranks, in the order of their stages.
@@ -173,7 +177,10 @@ class StageChannel:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._in_flight: list[tuple[dist.Work, torch.Tensor]] = []
+        self._on_gpu = world.device.type == "cuda"
+        self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        # Gloo does not say whether a message has arrived without waiting for it. No schedule has so many on the way.
+        self._max_in_flight = 32 + 8 * world.world_size
         self._empty: dict[int, list[torch.Tensor]] = {}  # reusable frames, by their bytes
         self._sent: dict[_Route, int] = {}  # the longest message's bytes
         self._received: dict[_Route, int] = {}
@@ -181,43 +188,23 @@ class StageChannel:
         self._posted: dict[tuple[int, MessageAddress], tuple[dist.Work, torch.Tensor]] = {}
 
     def send(self, values: Sequence[Any], to: int, address: MessageAddress) -> None:
-        """Send tensors, numbers, None, or tuples of these.
+        """Send copies of tensors, numbers, None, or tuples of these.
 
         Raises:
             TaskError: a value is something else.
             PeerLostError: the other rank is gone.
         """
-        numbers: list[int] = []
-        tensors: list[torch.Tensor] = []
-        for value in values:
-            _encode(value, numbers, tensors)
-        if len(numbers) + 2 > _HEADER:
-            raise TaskError(
-                f"a stage sends {len(values)} values to the next, more than a message can describe. Split the "
-                "model where fewer are needed: with pipeline_blocks in the task, or --pp-split with numbers."
-            )
-        places, length = _layout(tensors)
-        route = (to, address.stage, address.kind)
-        room = self._sent.get(route, 0)
-        self._sent[route] = max(room, length)
-        with translate_peer_errors():
-            self._recycle_frames()
-        frames = [self._frame(_HEADER_BYTES + room)]
-        # Not torch.tensor, which reads each of the numbers several times.
-        description = torch.frombuffer(array("q", [length, len(values), *numbers]), dtype=torch.int64)
-        _view(frames[0], torch.int64, 0, description.shape, (1,)).copy_(description)
-        first = _HEADER_BYTES
-        if length > room:
-            frames.append(self._frame(length))
-            self._empty.clear()  # later frames are longer
-            first = 0
-        for place, tensor in zip(places, tensors, strict=True):
-            _view(frames[-1], tensor.dtype, first + place, tensor.shape, tensor.stride()).copy_(tensor)
-        with translate_peer_errors():
-            for frame in frames:
-                work = dist.isend(frame, group=self.world.group, group_dst=to, tag=address.tag)
-                assert work is not None
-                self._in_flight.append((work, frame))
+        description, tensors = encode(values, self.world.device)
+        self._send_frames(description, tensors, to, address)
+
+    def broadcast(self, values: Sequence[Any], address: MessageAddress) -> None:
+        """Send values to all other ranks, which call :meth:`receive`.
+
+        Raises: as :meth:`send`.
+        """
+        for other in range(self.world.world_size):
+            if other != self.world.rank:
+                self.send(values, other, address)
 
     def post_recv(self, messages: Sequence[tuple[int, MessageAddress]]) -> None:
         """Post receive buffers for messages before they are sent, one per route at a time.
@@ -238,22 +225,11 @@ class StageChannel:
         """
         activity = self.world.progress_tracker
         activity.begin_collective("pipeline")
-        route = (source, address.stage, address.kind)
         with translate_peer_errors():
-            if (source, address) not in self._posted:
-                self._posted[source, address] = self._post(source, address)
-            work, frame = self._posted.pop((source, address))
-            work.wait()
-            numbers = iter(_view(frame, torch.int64, 0, (_HEADER,), (1,)).tolist())
-            length, first = next(numbers), _HEADER_BYTES
-            if length > self._received.get(route, 0):
-                self._received[route] = length
-                frame, first = torch.empty(length, dtype=torch.uint8), 0
-                dist.recv(frame, group=self.world.group, group_src=source, tag=address.tag)
-            self._post_next(route)
+            values = self._receive(source, address)
         # The ranks of a pipeline share one exchange, which they enter and leave repeatedly.
         activity.suspend_collective()
-        return list(self._decode(numbers, next(numbers), _FrameReader(frame, first)))
+        return values
 
     def wait(self) -> None:
         """Wait until all sent messages have arrived.
@@ -264,24 +240,74 @@ class StageChannel:
         activity = self.world.progress_tracker
         activity.begin_collective("pipeline")
         with translate_peer_errors():
-            for work, _ in self._in_flight:
-                work.wait()
-            self._recycle_frames()
+            self._wait_for_sends()
         activity.end_collective()
+
+    def _receive(self, source: int, address: MessageAddress) -> list[Any]:
+        numbers, frame = self._receive_frames(source, address)
+        return decode(numbers, frame, frame, self.world.device)
+
+    def _wait_for_sends(self) -> None:
+        self._recycle_frames(0)
+
+    def _send_frames(
+        self, description: Sequence[int], tensors: Sequence[torch.Tensor], to: int, address: MessageAddress
+    ) -> None:
+        """Send numbers and tensors through the memory of the CPU."""
+        places, length = layout(tensors, _HOST)
+        route = (to, address.stage, address.kind)
+        room = self._sent.get(route, 0)
+        self._sent[route] = max(room, length)
+        with translate_peer_errors():
+            self._recycle_frames(self._max_in_flight)
+        frames = [self._frame(_HEADER_BYTES + room)]
+        # Not torch.tensor, which reads each of the numbers several times.
+        header = torch.frombuffer(array("q", [length, *description]), dtype=torch.int64)
+        _view(frames[0], torch.int64, 0, header.shape, (1,)).copy_(header)
+        first = _HEADER_BYTES
+        if length > room:
+            frames.append(self._frame(length))
+            self._empty.clear()  # later frames are longer
+            first = 0
+        fill(frames[-1], first, places, tensors)
+        if self._on_gpu and any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.current_stream(self.world.device).synchronize()
+        with translate_peer_errors():
+            for frame in frames:
+                work = dist.isend(frame, group=self.world.group, group_dst=to, tag=address.tag)
+                assert work is not None
+                self._in_flight.append((work, frame))
+
+    def _receive_frames(self, source: int, address: MessageAddress) -> tuple[list[int], FrameReader]:
+        """Return the numbers and the tensors' frame."""
+        route = (source, address.stage, address.kind)
+        if (source, address) not in self._posted:
+            self._posted[source, address] = self._post(source, address)
+        work, frame = self._posted.pop((source, address))
+        work.wait()
+        length, *numbers = _view(frame, torch.int64, 0, (_HEADER,), (1,)).tolist()
+        first = _HEADER_BYTES
+        if length > self._received.get(route, 0):
+            self._received[route] = length
+            frame, first = self._new_frame(length), 0
+            dist.recv(frame, group=self.world.group, group_src=source, tag=address.tag)
+        self._post_next(route)
+        return numbers, FrameReader(frame, first)
+
+    def _new_frame(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._on_gpu)
 
     def _frame(self, nbytes: int) -> torch.Tensor:
         """Return a send buffer, reused if possible."""
         arrived = self._empty.get(nbytes)
-        return arrived.pop() if arrived else torch.empty(nbytes, dtype=torch.uint8)
+        return arrived.pop() if arrived else self._new_frame(nbytes)
 
-    def _recycle_frames(self) -> None:
-        waiting = []
-        for work, frame in self._in_flight:
-            if work.is_completed():
-                self._empty.setdefault(frame.numel(), []).append(frame)
-            else:
-                waiting.append((work, frame))
-        self._in_flight = waiting
+    def _recycle_frames(self, keep: int) -> None:
+        """Wait for the oldest messages until no more than ``keep`` may be on their way."""
+        while len(self._in_flight) > keep:
+            work, frame = self._in_flight.popleft()
+            work.wait()
+            self._empty.setdefault(frame.numel(), []).append(frame)
 
     def _post_next(self, route: _Route) -> None:
         expected = self._expected.get(route)
@@ -291,63 +317,57 @@ class StageChannel:
 
     def _post(self, source: int, address: MessageAddress) -> tuple[dist.Work, torch.Tensor]:
         room = self._received.get((source, address.stage, address.kind), 0)
-        frame = torch.empty(_HEADER_BYTES + room, dtype=torch.uint8)
+        frame = self._new_frame(_HEADER_BYTES + room)
         work = dist.irecv(frame, group=self.world.group, group_src=source, tag=address.tag)
         assert work is not None
         return work, frame
 
-    def _decode(self, numbers: Iterator[int], count: int, reader: _FrameReader) -> Iterator[Any]:
-        for _ in range(count):
-            kind = next(numbers)
-            if kind == _NONE:
-                yield None
-            elif kind == _BOOL:
-                yield bool(next(numbers))
-            elif kind == _INT:
-                yield next(numbers)
-            elif kind == _FLOAT:
-                yield struct.unpack("<d", struct.pack("<q", next(numbers)))[0]
-            elif kind == _TUPLE:
-                yield tuple(self._decode(numbers, next(numbers), reader))
-            else:
-                dtype, requires_grad, dimensions = _DTYPES[next(numbers)], bool(next(numbers)), next(numbers)
-                shape = [next(numbers) for _ in range(dimensions)]
-                stride = [next(numbers) for _ in range(dimensions)]
-                tensor = reader.next(dtype, shape, stride).to(self.world.device)
-                yield tensor.requires_grad_(requires_grad)
 
+class FrameReader:
+    """Reads the tensors of a frame in order.
 
-class _FrameReader:
-    """Reads the tensors of a frame in order."""
+    Args:
+        frame: bytes.
+        first: the place of the first tensor.
+    """
 
-    def __init__(self, frame: torch.Tensor, first: int) -> None:
+    def __init__(self, frame: torch.Tensor, first: int = 0) -> None:
         self._frame, self._first = frame, first
         self._place = 0
 
     def next(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        """Return the next tensor, in the frame's memory."""
         tensor = _view(self._frame, dtype, self._first + self._place, shape, stride)
-        self._place += _padded(tensor.numel() * tensor.element_size())
+        self._place += _padded(tensor.numel() * tensor.element_size(), self._frame.device)
         return tensor
 
 
-def _layout(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Return the first byte of each tensor, and the end of the last one."""
+def layout(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[int], int]:
+    """Return the first byte of each tensor in a frame on ``device``, and the end of the last one."""
     places, length = [], 0
     for tensor in tensors:
         places.append(length)
-        length += _padded(tensor.numel() * tensor.element_size())
+        length += _padded(tensor.numel() * tensor.element_size(), device)
     return places, length
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def fill(frame: torch.Tensor, first: int, places: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors to their places in a frame; a copy from a GPU is not finished on return."""
+    for place, tensor in zip(places, tensors, strict=True):
+        view = _view(frame, tensor.dtype, first + place, tensor.shape, tensor.stride())
+        view.copy_(tensor, non_blocking=tensor.is_cuda)
+
+
+def _padded(nbytes: int, device: torch.device) -> int:
+    alignment = _GPU_ALIGNMENT if device.type == "cuda" else _ALIGNMENT
+    return -(-nbytes // alignment) * alignment
 
 
 def _view(
     frame: torch.Tensor, dtype: torch.dtype, at: int, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
     """Return a tensor in the frame's memory, not a torch view, so that in-place changes are independent."""
-    return torch.empty(0, dtype=dtype).set_(
+    return torch.empty(0, dtype=dtype, device=frame.device).set_(
         frame.untyped_storage(), at // dtype.itemsize, torch.Size(shape), tuple(stride)
     )
 
@@ -362,14 +382,37 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or is_non_overlapping_and_dense_or_false(tensor)  # the latter takes 0.1 ms
 
 
-def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> None:
+def encode(values: Sequence[Any], device: torch.device) -> tuple[list[int], list[torch.Tensor]]:
+    """Describe values by numbers, and return the dense tensors in them besides.
+
+    Args:
+        values: tensors, numbers, None, or tuples of these.
+        device: on which the receiver expects tensors whose description does not say that they are on the CPU.
+
+    Raises:
+        TaskError: a value is something else, or there are too many.
+    """
+    numbers = [len(values)]
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        _encode(value, device, numbers, tensors)
+    if len(numbers) > _MAX_DESCRIPTION:
+        raise TaskError(
+            f"a stage sends {len(values)} values to the next, more than a message can describe. Split the "
+            "model where fewer are needed: with pipeline_blocks in the task, or --pp-split with numbers."
+        )
+    return numbers, tensors
+
+
+def _encode(value: Any, device: torch.device, numbers: list[int], tensors: list[torch.Tensor]) -> None:
     if value is None:
         numbers.append(_NONE)
     elif isinstance(value, torch.Tensor):
         plain = _wait_for_value(value).detach()
         # In its own memory order, on which a kernel's choice and its bits may depend.
         dense = plain if _is_dense(plain) else plain.contiguous()
-        numbers += [_TENSOR, _DTYPES.index(value.dtype), int(value.requires_grad), value.dim()]
+        numbers.append(_TENSOR if value.device.type == device.type else _HOST_TENSOR)
+        numbers += [_DTYPES.index(value.dtype), int(value.requires_grad), value.dim()]
         numbers += [*value.shape, *dense.stride()]
         tensors.append(dense)
     elif isinstance(value, bool):
@@ -381,9 +424,48 @@ def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> None
     elif isinstance(value, tuple):
         numbers += [_TUPLE, len(value)]
         for part in value:
-            _encode(part, numbers, tensors)
+            _encode(part, device, numbers, tensors)
     else:
         raise TaskError(
             f"a stage cannot send a {type(value).__name__} to the next: only tensors, numbers, None and "
             "tuples of them. Name the parts of the model in the task: def pipeline_blocks(self, model)."
         )
+
+
+def decode(description: Sequence[int], on_device: FrameReader, on_host: FrameReader, device: torch.device) -> list[Any]:
+    """Return the values of a description; tensors that required a gradient become leaves that do.
+
+    Args:
+        description: the result of :func:`encode`; later numbers are ignored.
+        on_device: the frame of the tensors on the device.
+        on_host: the frame of the tensors on the CPU; the same one if all tensors are in one.
+        device: of the tensors that were on the sender's.
+    """
+    numbers = iter(description)
+    return list(_decode(numbers, next(numbers), on_device, on_host, device))
+
+
+def _decode(
+    numbers: Iterator[int], count: int, on_device: FrameReader, on_host: FrameReader, device: torch.device
+) -> Iterator[Any]:
+    for _ in range(count):
+        kind = next(numbers)
+        if kind == _NONE:
+            yield None
+        elif kind == _BOOL:
+            yield bool(next(numbers))
+        elif kind == _INT:
+            yield next(numbers)
+        elif kind == _FLOAT:
+            yield struct.unpack("<d", struct.pack("<q", next(numbers)))[0]
+        elif kind == _TUPLE:
+            yield tuple(_decode(numbers, next(numbers), on_device, on_host, device))
+        else:
+            dtype, requires_grad, dimensions = _DTYPES[next(numbers)], bool(next(numbers)), next(numbers)
+            shape = [next(numbers) for _ in range(dimensions)]
+            stride = [next(numbers) for _ in range(dimensions)]
+            if kind == _TENSOR:
+                tensor = on_device.next(dtype, shape, stride).to(device, non_blocking=True)
+            else:
+                tensor = on_host.next(dtype, shape, stride)
+            yield tensor.requires_grad_(requires_grad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.pipeline.pipeline import Pipeline
-from paceline.parallel.pipeline.schedules import ScheduleAction, TimedAction
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims
@@ -236,10 +234,8 @@ class PipeDream(Pipeline):
             self._staleness.count(present, begins(ahead, self._begun))
         own = self._ahead[self._stage.number]
         old: Version = {}
-        self.timed = []
         for action in step_actions(own, present, begins(own, self._begun), following):
             kind, position = action.kind, action.position
-            self._began = time.time()
             if kind == "B":
                 self._backward_microbatch(work)
             elif position < present:
@@ -249,7 +245,6 @@ class PipeDream(Pipeline):
                 old = old or stash_weights(self.module, self._stage.holds)
                 microbatch = upcoming[position - present]
                 self._forward_microbatch(microbatch, old, _NextStep(work, self.module, old))
-            self.timed.append(TimedAction(ScheduleAction(kind, self._stage.number, position), self._began, time.time()))
         self._begun = following
         if self._following is None:
             self._link.wait()

@@ -22,7 +22,8 @@ from paceline.parallel.gradient_norm import norms_of_parts
 from paceline.parallel.microbatches import require_agreement
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.pipeline import schedules, stage_split
-from paceline.parallel.pipeline.channel import BACKWARD, FORWARD, MessageAddress, StageChannel
+from paceline.parallel.pipeline.channel import BACKWARD, FORWARD, MessageAddress
+from paceline.parallel.pipeline.nccl_channel import open_channel
 from paceline.parallel.pipeline.schedules import (
     CHUNKS,
     Name,
@@ -52,6 +53,7 @@ from paceline.parallel.world import ParallelDims, World
 from paceline.torch_internals import (
     buffer_table,
     construct_reverse_graph,
+    foreach_mul_,
     grad_fn_of,
     map_tensors,
     parameter_table,
@@ -271,7 +273,7 @@ class PipelineLayout:
         stage_split.require_blocks(blocks, count)
         sizes = self._sizes(blocks, module, device, count)
         stages = cut(blocks, sizes)
-        forward = StageExecutor(blocks, stages, StageChannel(self._part))
+        forward = StageExecutor(blocks, stages, open_channel(self._mesh.world, self._part, count))
         held = {name for stage in forward.own for name in stage.holds}
         if self._part.rank == 0:  # and tensors that no block uses
             held |= _names(module) - {name for stage in stages for name in stage.holds}
@@ -295,20 +297,26 @@ class PipelineLayout:
             state = self._splitting.full(state, keep=keep or first)
         return gather_to_first(state, self._part) if first else state
 
+    @torch.no_grad()
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         """Clip as one process would: by the norm of all gradients' norms, in the order of the parameters."""
         parameters = [p for p in module.parameters() if p.requires_grad]
-        own = [(n, p.grad) for n, p in enumerate(parameters) if p.grad is not None]
-        norms = [0.0] * len(parameters)
-        for (number, _), norm in zip(own, norms_of_parts([g for _, g in own]), strict=True):
-            norms[number] = norm
+        own = {number: p.grad for number, p in enumerate(parameters) if p.grad is not None}
+        of_number = dict(zip(own, norms_of_parts(list(own.values())), strict=True))
+        zero = torch.zeros((), device=self._part.device)
+        norms = torch.stack([of_number.get(number, zero) for number in range(len(parameters))])
         # Each norm is on one rank and zero on the others, so the sum is exact.
-        rows = self._part.all_gather_object(norms)
-        total = torch.linalg.vector_norm(torch.tensor(rows, dtype=torch.float32).sum(dim=0))
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for _, gradient in own:
-            part = local_shard(gradient)
-            part.mul_(factor.to(part.device))
+        activity = self._part.progress_tracker
+        activity.begin_collective("all-reduce")
+        with translate_peer_errors():
+            dist.all_reduce(norms, group=self._part.group)
+        activity.end_collective()
+        factor = torch.clamp(max_norm / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
+        of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for gradient in own.values():
+            of_dtype.setdefault(gradient.dtype, []).append(local_shard(gradient))
+        for parts in of_dtype.values():
+            foreach_mul_(parts, factor)
 
     def _sizes(self, blocks: Blocks, module: nn.Module, device: torch.device, count: int) -> tuple[int, ...]:
         if self._how != "balanced":
@@ -323,7 +331,7 @@ class PipelineLayout:
                     costs,
                     count,
                     in_flight=[kept[stage] for stage in range(count)],
-                    limit_bytes=degree * _limit_bytes(device, world.local_world_size),
+                    limit_bytes=degree * _limit_bytes(world),
                 )
             except ConfigError as error:
                 problem = str(error)
@@ -333,10 +341,14 @@ class PipelineLayout:
         return tuple(sizes)
 
 
-def _limit_bytes(device: torch.device, processes: int) -> float:
-    if device.type == "cuda":
-        return _USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
-    return _USABLE_MEMORY * psutil.virtual_memory().total / max(1, processes)
+def _limit_bytes(world: World) -> float:
+    processes = max(1, world.local_world_size)
+    if world.device.type != "cuda":
+        return _USABLE_MEMORY * psutil.virtual_memory().total / processes
+    torch.cuda.empty_cache()  # of the measurement
+    free, _ = torch.cuda.mem_get_info(world.device)
+    processes_per_gpu = 1 if world.backend == "nccl" else -(-processes // torch.cuda.device_count())
+    return _USABLE_MEMORY * (free + torch.cuda.memory_allocated(world.device)) / processes_per_gpu
 
 
 def _names(module: nn.Module) -> set[str]:
@@ -372,6 +384,54 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 _log = logging.getLogger(__name__)
 
 
+class ActionClock:
+    """The times of a step's actions: on a GPU those at which it computes, not those at which the CPU enqueues it.
+
+    Args:
+        device: of the computation.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._is_running = False
+        self._begin: Any = None
+        self._actions: list[tuple[ScheduleAction, Any, Any]] = []
+
+    def begin_step(self, *, recorded: bool) -> None:
+        """Forget the last step; times are only taken in a step that is recorded."""
+        self._is_running, self._actions = recorded, []
+
+    def begin(self) -> None:
+        """Begin an action; called again once its input has arrived, to exclude the waiting."""
+        self._begin = self._now()
+
+    def end(self, action: ScheduleAction) -> None:
+        """End the action."""
+        if self._is_running:
+            self._actions.append((action, self._begin, self._now()))
+
+    def timed(self) -> list[TimedAction]:
+        """Return the actions of the recorded step, by ``time.time()``; waits for the GPU."""
+        if not self._on_gpu:
+            return [TimedAction(action, begin, end) for action, begin, end in self._actions]
+        last = self._now()
+        last.synchronize()
+        now = time.time()
+        return [
+            TimedAction(action, *(now - moment.elapsed_time(last) / 1e3 for moment in (begin, end)))
+            for action, begin, end in self._actions
+        ]
+
+    def _now(self) -> Any:
+        if not self._is_running:
+            return None
+        if not self._on_gpu:
+            return time.time()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
 @dataclass
 class _InFlightMicrobatch:
     """A stage's state of a micro-batch between its forward and the end of its backward.
@@ -388,8 +448,8 @@ class _InFlightMicrobatch:
     turn: StageCall
     loss: Loss | None
     buffers: list[torch.Tensor]
-    weight: float = 0.0
-    loss_sum: float = 0.0
+    weight: torch.Tensor | float = 0.0
+    loss_sum: torch.Tensor | None = None
     roots: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
     groups: Groups | None = None
@@ -402,7 +462,6 @@ class Pipeline:
         module, model: the model, split into stages.
         plan: the assignment of micro-batches.
         microbatches: of this rank's model replica.
-        timed: this rank's actions in its last step, by ``time.time()``.
 
     Args:
         module: placed by :class:`PipelineLayout`.
@@ -419,7 +478,6 @@ class Pipeline:
         )
         self.module = self.model = module
         self.microbatches = self.plan.microbatches_of(mesh.data.rank)
-        self.timed: list[TimedAction] = []
         self._mesh = mesh
         schedule = options.config.pp_schedule
         # PipeDream's steps that nothing overlaps with.
@@ -447,7 +505,7 @@ class Pipeline:
                 if isinstance(tensor := tensors[name], nn.Parameter) and tensor.requires_grad
             ]
         self._flights: dict[tuple[int, int], _InFlightMicrobatch] = {}
-        self._began = 0.0
+        self._clock = ActionClock(mesh.world.device)
         self._steps = 0
         self._trace = options.directory / schedules.FILE
 
@@ -471,16 +529,16 @@ class Pipeline:
             "I": self._run_input_backward,
             "W": self._run_weight_backward,
         }
-        self.timed = []
+        self._clock.begin_step(recorded=self._is_recorded(self._steps + 1))
         order = build_schedules(self._schedule, world.world_size, len(microbatches))[world.rank]
         # A stage with split layers also waits for the ranks of the other parts.
         with translate_peer_errors(), explain_dtensor_mixing():
             self._link.post_recv([message for action in order for message in self._input_messages(action)])
             for action in order:
                 kind, number, k = action
-                self._began = time.time()
+                self._clock.begin()
                 actions[kind](self._forward.stages[number], k, microbatches[k], work)
-                self.timed.append(TimedAction(action, self._began, time.time()))
+                self._clock.end(action)
         self._link.wait()
 
     def run_dummy(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
@@ -493,12 +551,15 @@ class Pipeline:
         finite = all([sums.finite, *(reducer.finish(()).finite for reducer in rest)])
         return require_agreement(replace(sums, finite=finite), row, self._mesh)
 
+    def _is_recorded(self, step: int) -> bool:
+        return step > 1 and not step & (step - 1)
+
     def _record(self) -> None:
         """Save the trace of the 2nd, 4th, 8th, ... step for ``paceline runs pipeline``."""
         self._steps += 1
-        if self._steps == 1 or self._steps & (self._steps - 1):
+        if not self._is_recorded(self._steps):
             return
-        rows = [[*t.action, t.begin, t.end] for t in self.timed]
+        rows = [[*t.action, t.begin, t.end] for t in self._clock.timed()]
         ranks = self._link.world.all_gather_object(rows)
         if self._mesh.world.rank == 0:
             try:
@@ -577,7 +638,9 @@ class Pipeline:
         """Determine the loss, and the roots and gradients of the backward."""
         if flight.loss is not None:
             root = work.scale_loss(flight.loss.sum)
-            flight.weight, flight.loss_sum = float(flight.loss.weight), flight.loss.sum.item()
+            weight = flight.loss.weight
+            flight.weight = weight.detach() if isinstance(weight, torch.Tensor) else float(weight)
+            flight.loss_sum = flight.loss.sum.detach()  # not a number, which a GPU would have to be waited for
             flight.roots, flight.gradients = [root], [torch.ones_like(root)]
             flight.loss = None
             return
@@ -600,8 +663,8 @@ class Pipeline:
     ) -> None:
         reducer = self._reducers[stage.number]
         reducer.buffers.restore(flight.buffers)
-        loss_sum = torch.tensor(flight.loss_sum, dtype=torch.float64)
-        reducer.end_microbatch(microbatch.num_samples, flight.weight, loss_sum, microbatch.checksum)
+        assert flight.loss_sum is not None
+        reducer.end_microbatch(microbatch.num_samples, flight.weight, flight.loss_sum, microbatch.checksum)
         del self._flights[stage.number, k]
         work.backward_done()
 
@@ -610,7 +673,7 @@ class Pipeline:
 
     def _receive(self, stage: int, address: MessageAddress) -> list[Any]:
         received = self._link.receive(self._forward.rank_of(stage), address)
-        self._began = time.time()  # exclude the waiting
+        self._clock.begin()  # exclude the waiting
         return received
 
 

@@ -565,7 +565,7 @@ class StageExecutor:
 
     def _all_stages(self, args: Any, kwargs: Any) -> Any:
         """Return the whole model's result, without gradients, on every rank."""
-        rank, ranks = self.link.world.rank, self.link.world.world_size
+        rank = self.link.world.rank
         last = len(self.stages) - 1
         with torch.no_grad():
             for stage in self.own:
@@ -579,10 +579,8 @@ class StageExecutor:
             address = MessageAddress(last + 1, EVALUATION)
             if rank == self.rank_of(last):
                 values = pack(result)
-                for other in range(ranks):
-                    if other != rank:
-                        for first in range(0, len(values), _AT_ONCE):
-                            self.link.send(values[first : first + _AT_ONCE], other, address)
+                for first in range(0, len(values), _AT_ONCE):
+                    self.link.broadcast(values[first : first + _AT_ONCE], address)
             else:
                 messages = (self.link.receive(self.rank_of(last), address) for _ in itertools.count())
                 result = unpack(itertools.chain.from_iterable(messages))
@@ -606,6 +604,7 @@ def _set_random(state: tuple[torch.Tensor, ...] | None, device: torch.device) ->
     if state is None:
         return
     # A copy, because torch reads a state from the start of its storage, and this one is a part of a message.
-    torch.default_generator.set_state(state[0].cpu().clone())
-    if len(state) > 1:
-        torch.cuda.set_rng_state(state[1].cpu().clone(), device)
+    host, *of_device = (part.clone() for part in state)
+    torch.default_generator.set_state(host)
+    for part in of_device:
+        torch.cuda.set_rng_state(part, device)
