@@ -8,16 +8,17 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import SGD, Optimizer, SparseAdam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline.core.errors import ConfigError
 from paceline.core.fine_tuning_config import parse_lr_scale
-from paceline.parallel.sharded_state import ShardedOptimizer, local_shard
+from paceline.parallel.sharded_state import ShardedOptimizer, is_distributed, local_shard
 from paceline.torch_internals import PartsGradScaler, foreach_copy_
 
 # --- Patterns that name layers or parameters, with ``*`` for any: ``--lr-scale``, ``--freeze`` ---
@@ -69,6 +70,10 @@ def join_names(found: Iterable[str], most: int = _MOST_NAMES) -> str:
 class EMA(AveragedModel):
     """torch's exponential moving average, of parameters that may be distributed: each rank averages its part.
 
+    Floating-point buffers are averaged too (batch norm's statistics). What has no mean is copied: integers (position
+    ids, counters) and masks with infinities. What a parametrization keeps of its weight (spectral norm's singular
+    vectors) it derives from the averaged one.
+
     Args:
         module: a second model, laid out as the first and equal to it, that becomes the average.
         decay: of the average.
@@ -78,23 +83,49 @@ class EMA(AveragedModel):
         # AveragedModel would copy the model, which a sharded one does not allow.
         super().__init__(nn.Module(), multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)  # type: ignore[no-untyped-call]
         self.module = module
+        self._parametrizations = [
+            child
+            for child in module.modules()
+            if isinstance(child, ParametrizationList) and any(True for _ in child.buffers())
+        ]
+        derived = {id(buffer) for child in self._parametrizations for buffer in child.buffers()}
+        self._updates: list[Literal["average", "copy", "derive"]] = ["average" for _ in module.parameters()]
+        for buffer in module.buffers():
+            has_mean = buffer.is_floating_point() or buffer.is_complex()
+            has_mean = has_mean and bool(local_shard(buffer).isfinite().all())
+            self._updates.append("derive" if id(buffer) in derived else "average" if has_mean else "copy")
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards the model."""
-        pairs = zip(_state_parts(self.module), _state_parts(model), strict=True)
-        groups: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]]
+        pairs = zip(_state_parts(self.module), _state_parts(model), self._updates, strict=True)
+        groups: dict[tuple[torch.dtype, torch.device, str], list[tuple[torch.Tensor, torch.Tensor]]]
         groups = defaultdict(list)
-        for average, value in pairs:
-            groups[average.dtype, average.device].append((average, value))
-        for group in groups.values():
+        for average, value, update in pairs:
+            groups[average.dtype, average.device, "copy" if self.n_averaged == 0 else update].append((average, value))
+        for (_, _, update), group in groups.items():
             averages, values = ([pair[side] for pair in group] for side in (0, 1))
-            if self.n_averaged == 0:
+            if update == "copy":
                 foreach_copy_(averages, values)
-            else:
+            elif update == "average":
                 assert self.multi_avg_fn is not None
                 self.multi_avg_fn(averages, values, self.n_averaged)
+        self._derive_buffers()
         self.n_averaged += 1
+
+    def _derive_buffers(self) -> None:
+        """Have parametrizations renew their buffers from the averaged weights."""
+        for parametrizations in self._parametrizations:
+            originals = (
+                [parametrizations.original]
+                if hasattr(parametrizations, "original")
+                else [getattr(parametrizations, f"original{index}") for index in range(parametrizations.ntensors)]
+            )
+            value = [each.full_tensor() if is_distributed(each) else each for each in originals]
+            for parametrization in parametrizations:
+                is_training = parametrization.training
+                value = [parametrization.train()(*value)]
+                parametrization.train(is_training)
 
 
 def _state_parts(module: nn.Module) -> list[torch.Tensor]:

@@ -119,6 +119,18 @@ def _digest(buffer: torch.Tensor) -> bytes | None:
     return None if buffer.is_meta else hashlib.sha256(bytes_of(buffer)).digest()
 
 
+def _copy(module: nn.Module) -> nn.Module:
+    try:
+        return deepcopy(module)
+    except RuntimeError as error:
+        if "deepcopy protocol" not in str(error):
+            raise
+        raise TaskError(
+            "--ema needs a copy of the model, which cannot be copied: a module keeps a tensor that it computes from "
+            "its weights, as torch.nn.utils.weight_norm does. Use torch.nn.utils.parametrizations.weight_norm instead."
+        ) from error
+
+
 class TrainingState:
     """The model and all that changes while it is trained.
 
@@ -170,7 +182,7 @@ class TrainingState:
             self.scaler.scale(torch.zeros((), device=device))
         self.ema: EMA | None = None
         if config.ema is not None:
-            self.ema = EMA(deepcopy(module) if ema_model is None else ema_model, config.ema)
+            self.ema = EMA(_copy(module) if ema_model is None else ema_model, config.ema)
             self.changed_buffers["ema_buffers"] = ChangedBuffers(self.ema.module)
         self.outer: OuterOptimizer | None = None
         if config.outer_optimizer == "nesterov":
