@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError, LaunchError, StopRequested, TaskEr
 from paceline.core.job import WorkerConfig
 from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.task import Task
-from paceline.core.task_loading import BUILT_IN_TASKS, check_spec, task_assignments, task_fields
+from paceline.core.task_loading import BUILT_IN_TASKS, build_task, check_spec, task_assignments, task_fields
 from paceline.launch.launcher import JobHandle, JobStatus, get_launcher
 from paceline.launch.local_run import launch, require_recovery
 from paceline.launch.registry import make_options, option_names
@@ -141,7 +141,7 @@ def require_rebuildable(kind: type[Task], fields: Mapping[str, Any]) -> None:
     Raises:
         TaskError: one of its fields then has another value.
     """
-    again = task_fields(kind(**fields))
+    again = task_fields(build_task(kind, fields))
     changed = [name for name, value in fields.items() if again[name] != value]
     if changed:
         raise TaskError(

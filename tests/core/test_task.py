@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import datetime
+import enum
+import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -8,8 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import tomli_w
 
 from paceline.core.errors import TaskError
+from paceline.core.field_values import is_same
+from paceline.core.files import parse_toml
 from paceline.core.task import Task
 from paceline.core.task_loading import (
     BUILT_IN_TASKS,
@@ -194,6 +201,76 @@ def test_a_tasks_fields_as_assignments_build_it_again() -> None:
 def test_a_text_that_would_be_read_as_another_value_is_refused(name: str, value: str) -> None:
     with pytest.raises(TaskError, match=rf"Kinds\.{name} is {re.escape(repr(value))}, which --set would"):
         task_assignments(Kinds(**{name: value}))
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = "none"
+
+
+@dataclass
+class Schedule:
+    warmup: int | str = 3
+    until: datetime.date | None = None
+
+
+@dataclass
+class Typed(Task):
+    """A field of each kind that a run can record."""
+
+    text: str | None = None
+    number: float = 0.0
+    either: int | float | str = 0
+    by_layer: dict[int, float] = field(default_factory=dict)
+    nested: Schedule = field(default_factory=Schedule)
+    colours: tuple[Colour, ...] = ()
+    folder: Path | str = ""
+    at: datetime.datetime | None = None
+    names: set[str] = field(default_factory=set)
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"text": "none"}, {"text": "None"}, {"text": None}, {"text": "5"}, {"text": " a "}, {"text": ""},
+        {"number": math.nan}, {"number": math.inf}, {"number": -0.0}, {"number": 1}, {"number": 1e-320},
+        {"either": 1}, {"either": 1.0}, {"either": "1"}, {"either": "1.0"}, {"either": "nan"}, {"either": math.nan},
+        {"by_layer": {1: 0.5, 12: math.inf}}, {"by_layer": {}},
+        {"nested": Schedule("4", datetime.date(2026, 2, 3))}, {"nested": Schedule(4)},
+        {"colours": (Colour.RED, Colour.BLUE)}, {"folder": Path("a/b")}, {"folder": "a/b"},
+        {"at": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.UTC)},
+        {"names": {"b", "a", "none"}},
+        {"anything": "3"}, {"anything": "none"}, {"anything": (1, [None, {2: "x"}])}, {"anything": [True, 1, 1.0]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_run_records_is_what_was_given(values: dict[str, Any]) -> None:
+    task = Typed(**values)
+    recorded = parse_toml(tomli_w.dumps({"fields": task_fields(task)}).encode())["fields"]
+    sent = json.loads(json.dumps(task_fields(task), allow_nan=False))
+    for again in (build_task(Typed, recorded), build_task(Typed, sent)):
+        for name in values:
+            assert is_same(getattr(task, name), getattr(again, name)), (recorded, getattr(again, name))
+        assert task_fields(again) == task_fields(task)
+
+
+def test_a_value_that_people_can_type_is_recorded_so() -> None:
+    task = Typed(number=0.5, by_layer={1: 0.5}, colours=(Colour.RED,), folder="a", nested=Schedule(4))
+    assert task_fields(task) == {
+        "text": "none",
+        "number": 0.5,
+        "either": 0,
+        "by_layer": {"1": 0.5},
+        "colours": ["RED"],
+        "at": "none",
+        "names": [],
+        "anything": "none",
+        "nested": {"warmup": 4, "until": "none"},
+        "folder": {"$type": "str", "value": "a"},
+    }
+    typed = build_task(Typed, {"nested": "{'warmup': 'long'}", "colours": "['BLUE']"})
+    assert typed == Typed(nested=Schedule("long"), colours=(Colour.BLUE,))
 
 
 def test_fields_must_be_recordable() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import importlib.util
-import json
 import sys
 import types
 import typing
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import TaskError
+from paceline.core.field_values import convert, encode, is_same
 from paceline.core.plugins import BUILT_IN, Plugin, all_names, find_plugin, load
 from paceline.core.task import Task
 
@@ -29,7 +28,7 @@ class TaskReference:
 
     Attributes:
         spec: ``file.py:Name``, ``package.module:Name`` or a built-in task's name.
-        fields: field name -> value (JSON types).
+        fields: field name -> value, as :func:`task_fields` returns it, or as text.
     """
 
     spec: str
@@ -232,32 +231,17 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, str]:
 
 
 def task_fields(task: Task) -> dict[str, Any]:
-    """Return the values of a task's fields, as JSON types.
+    """Return the values of a task's fields, as a run records them: :func:`build_task` builds an equal task from them.
 
     Raises:
-        TaskError: a value has no JSON form, so the run could not record it.
+        TaskError: a value cannot be recorded.
     """
-    values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.init}
-    for name, value in values.items():
-        try:
-            json.dumps(value)
-        except TypeError:
-            raise TaskError(
-                f"{type(task).__name__}.{name} is a {type(value).__name__}; fields must be numbers, strings, "
-                "booleans, None, or lists of them, so that the run can record them."
-            ) from None
-    return values
-
-
-def recorded_fields(task: Task) -> dict[str, Any]:
-    """Return the values of a task's fields as ``run.toml`` holds them.
-
-    TOML has no null; the word "none" is turned back where the field may be None.
-
-    Raises:
-        TaskError: a value has no JSON form.
-    """
-    return {name: "none" if value is None else value for name, value in task_fields(task).items()}
+    hints = typing.get_type_hints(type(task))
+    return {
+        f.name: encode(getattr(task, f.name), hints[f.name], f"{type(task).__name__}.{f.name}")
+        for f in dataclasses.fields(task)
+        if f.init
+    }
 
 
 def task_assignments(task: Task) -> tuple[str, ...]:
@@ -268,81 +252,18 @@ def task_assignments(task: Task) -> tuple[str, ...]:
     """
     hints = typing.get_type_hints(type(task))
     defaults = {f.name: f.default for f in dataclasses.fields(task)}
-    changed = {name: value for name, value in task_fields(task).items() if value != defaults[name]}
-    for name, text in parse_assignments(f"{name}={value}" for name, value in changed.items()).items():
+    assignments = []
+    for name, value in task_fields(task).items():
+        given = getattr(task, name)
+        if is_same(given, defaults[name]):
+            continue
         where = f"{type(task).__name__}.{name}"
+        text = parse_assignments([f"{name}={value}"])[name]
         read = convert(text, hints[name], where)
-        if isinstance(changed[name], str) and read != changed[name]:
+        if not is_same(read, given):
             raise TaskError(
-                f"{where} is {changed[name]!r}, which --set would read as {read!r}. "
+                f"{where} is {given!r}, which --set would read as {read!r}. "
                 "Choose text that is not a number, true, false or none, and has no leading or trailing blanks."
             )
-    return tuple(f"{name}={value}" for name, value in changed.items())
-
-
-def convert(value: Any, hint: Any, where: str) -> Any:
-    """Convert a string from the command line, or a TOML value, to the annotated type.
-
-    Args:
-        value: the value.
-        hint: the type.
-        where: the name of the field or option, for the error.
-
-    Raises:
-        TaskError: it is not such a value.
-    """
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    is_none = value is None or (isinstance(value, str) and value.lower() == "none")
-    if is_none and (type(None) in options or hint is Any):
-        return None
-    for option in options:
-        try:
-            return _convert_to(value, option)
-        except (ValueError, SyntaxError):
-            continue
-    wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options)
-    raise TaskError(f"{where} must be {wanted}, but {value!r} was given.")
-
-
-def _convert_to(value: Any, kind: Any) -> Any:
-    origin = typing.get_origin(kind) or kind
-    if origin is typing.Literal:
-        for choice in typing.get_args(kind):
-            if value == choice or value == str(choice):
-                return choice
-        raise ValueError
-    if origin is bool:
-        if isinstance(value, bool):
-            return value
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if str(value).lower() in words:
-            return words[str(value).lower()]
-        raise ValueError
-    if origin is int:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-            raise ValueError
-        return int(value)
-    if origin is float:
-        if isinstance(value, bool):
-            raise ValueError
-        return float(value)
-    if origin is str:
-        return str(value)
-    if origin in (list, tuple):
-        items = ast.literal_eval(value) if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ValueError
-        arguments = [a for a in typing.get_args(kind) if a is not Ellipsis]
-        kinds = arguments if len(arguments) == len(items) else arguments[:1] * len(items)
-        return origin(_convert_to(i, k) for i, k in zip(items, kinds, strict=True)) if kinds else origin(items)
-    if origin is dict:
-        entries = ast.literal_eval(value) if isinstance(value, str) else value
-        if not isinstance(entries, Mapping):
-            raise ValueError
-        if not typing.get_args(kind):
-            return dict(entries)
-        key, item = typing.get_args(kind)
-        return {_convert_to(k, key): _convert_to(v, item) for k, v in entries.items()}
-    if kind is Any:
-        return ast.literal_eval(value) if isinstance(value, str) else value
-    raise ValueError
+        assignments.append(f"{name}={value}")
+    return tuple(assignments)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.core.errors import CheckpointError, ConfigError, RunDirectoryError
-from paceline.core.task_loading import TaskReference, recorded_fields, recorded_spec
+from paceline.core.task_loading import TaskReference, recorded_spec, task_fields
 from paceline.data.ledger import copy_until
 from paceline.runs.checkpoint_manifest import CheckpointInfo, verify
 from paceline.runs.checkpoint_store import copy, find_version, newest_verified, parse_name, scan
@@ -81,8 +81,8 @@ def fork_run(source: RunDirectory, target: RunDirectory, fields: Mapping[str, An
     manifest = source.read_complete_manifest()
     recorded = manifest["task"]["fields"]
     spec = recorded_spec(manifest["task"])
-    before = recorded_fields(TaskReference(spec, recorded).load())
-    after = recorded_fields(TaskReference(spec, {**recorded, **fields}).load())
+    before = task_fields(TaskReference(spec, recorded).load())
+    after = task_fields(TaskReference(spec, {**recorded, **fields}).load())
     checkpoint, info = _find_checkpoint(source, step)
     total = manifest.get("data", {}).get("total_steps")
     if isinstance(total, int) and info.step >= total:

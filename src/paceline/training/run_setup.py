@@ -25,7 +25,6 @@ from paceline.core.task_loading import (
     load_task_class,
     parse_assignments,
     record_spec,
-    recorded_fields,
     recorded_spec,
     task_fields,
 )
@@ -200,7 +199,7 @@ def _manifest(config: RunConfig, task: Task, data: DataSetup, device: torch.devi
     order = data.order
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "task": {**record_spec(config.task), "name": type(task).__qualname__, "fields": recorded_fields(task)},
+        "task": {**record_spec(config.task), "name": type(task).__qualname__, "fields": task_fields(task)},
         "config": {name: value for name, value in vars(config).items() if CLASSIFICATIONS[name].scope != "task"},
         "data": {
             "train_samples": None if order is None else order.num_samples,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, LaunchError, PacelineError, TaskError
+from paceline.core.field_values import convert
 from paceline.core.files import read_json_lines
 from paceline.core.job import default_run_path
 from paceline.core.option_sets import CLASSIFICATIONS, select
@@ -27,7 +28,7 @@ from paceline.core.options import Interval, check_bounds, flag, parse_best, pars
 from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.task import Task
-from paceline.core.task_loading import build_task, convert, load_task_class, parse_assignments, split_spec
+from paceline.core.task_loading import build_task, load_task_class, parse_assignments, split_spec
 from paceline.launch.launcher import Command, LaunchSpec
 from paceline.launch.ray_cluster import import_ray, require_answer
 from paceline.launch.ray_node import cluster_command
