@@ -45,6 +45,40 @@ def script(tmp_path: Path, tasks_file: Path) -> Path:
     return path
 
 
+SEARCH = """
+import random
+
+import numpy
+import torch
+
+import paceline
+from tasks import TwoOptimizers
+
+
+def drawn():
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+
+if __name__ == "__main__":
+    options = dict(max_steps=1, threads=1, quiet=True, microbatches=1)
+    seen = []
+    for trains in (False, True):
+        random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+        for trial in range(2):
+            seen += drawn()
+            if trains:
+                result = paceline.fit(TwoOptimizers(), run_dir=f"run-{trial}", **options)
+    assert seen[:6] == seen[6:], seen
+"""
+
+
+def test_a_script_s_own_random_numbers_continue_as_without_training(script: Path, run_processes: Any) -> None:
+    search = script.with_name("search.py")
+    search.write_text(SEARCH)
+    done = run_processes.run([sys.executable, search])
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_script_gives_the_same_model_however_it_is_started(script: Path, run_processes: Any) -> None:
     options = {"epochs": 1, "threads": 1, "seed": 2}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -35,14 +35,18 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def preserve_numerics() -> Iterator[None]:
-    """Restore at exit the settings of :func:`configure_numerics`: a script may continue after its training."""
+    """Restore at exit the settings of :func:`configure_numerics` and the random generators.
+
+    A script may continue after its training, and its random numbers must not be the same after each.
+    """
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     workspace = os.environ.get(_WORKSPACE)
     try:
-        yield
+        with _preserve_generators():
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
@@ -50,6 +54,24 @@ def preserve_numerics() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
+
+
+@contextmanager
+def _preserve_generators() -> Iterator[None]:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    seed = torch.initial_seed()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        if gpus is not None:
+            torch.cuda.set_rng_state_all(gpus)
+        elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # The first use of CUDA would have seeded it so.
+            torch.cuda.manual_seed_all(seed)
 
 
 def fix_cublas_workspace() -> None:
