@@ -53,8 +53,8 @@ def encode(value: Any, hint: Any, where: str) -> Any:
     Raises:
         TaskError: a run cannot record it.
     """
-    for write in (lambda: _write(value, where), lambda: _write_named(value, where)):
-        written = write()
+    for write in (_write, _write_named):
+        written = write(value, where)
         try:
             read = convert(written, hint, where)
         except (TaskError, TypeError):

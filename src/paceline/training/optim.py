@@ -70,9 +70,9 @@ def join_names(found: Iterable[str], most: int = _MOST_NAMES) -> str:
 class EMA(AveragedModel):
     """torch's exponential moving average, of parameters that may be distributed: each rank averages its part.
 
-    Floating-point buffers are averaged too (batch norm's statistics). What has no mean is copied: integers (position
-    ids, counters) and masks with infinities. What a parametrization keeps of its weight (spectral norm's singular
-    vectors) it derives from the averaged one.
+    Floating-point buffers are averaged too (batch norm's statistics). Buffers without a mean are copied: integers
+    (position ids, counters) and masks with infinities. A parametrization derives its own buffers (spectral norm's
+    singular vectors) from the averaged weight.
 
     Args:
         module: a second model, laid out as the first and equal to it, that becomes the average.
@@ -89,11 +89,15 @@ class EMA(AveragedModel):
             if isinstance(child, ParametrizationList) and any(True for _ in child.buffers())
         ]
         derived = {id(buffer) for child in self._parametrizations for buffer in child.buffers()}
-        self._updates: list[Literal["average", "copy", "derive"]] = ["average" for _ in module.parameters()]
+        self._updates: list[Literal["average", "copy", "derive"]] = []
+        self._updates += ["average"] * sum(1 for _ in module.parameters())
         for buffer in module.buffers():
             has_mean = buffer.is_floating_point() or buffer.is_complex()
             has_mean = has_mean and bool(local_shard(buffer).isfinite().all())
-            self._updates.append("derive" if id(buffer) in derived else "average" if has_mean else "copy")
+            if id(buffer) in derived:
+                self._updates.append("derive")
+            else:
+                self._updates.append("average" if has_mean else "copy")
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -103,11 +107,11 @@ class EMA(AveragedModel):
         groups = defaultdict(list)
         for average, value, update in pairs:
             groups[average.dtype, average.device, "copy" if self.n_averaged == 0 else update].append((average, value))
-        for (_, _, update), group in groups.items():
+        for (_, _, kind), group in groups.items():
             averages, values = ([pair[side] for pair in group] for side in (0, 1))
-            if update == "copy":
+            if kind == "copy":
                 foreach_copy_(averages, values)
-            elif update == "average":
+            elif kind == "average":
                 assert self.multi_avg_fn is not None
                 self.multi_avg_fn(averages, values, self.n_averaged)
         self._derive_buffers()
@@ -121,11 +125,16 @@ class EMA(AveragedModel):
                 if hasattr(parametrizations, "original")
                 else [getattr(parametrizations, f"original{index}") for index in range(parametrizations.ntensors)]
             )
-            value = [each.full_tensor() if is_distributed(each) else each for each in originals]
+            value = [_full(original) for original in originals]
             for parametrization in parametrizations:
                 is_training = parametrization.training
                 value = [parametrization.train()(*value)]
                 parametrization.train(is_training)
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
+    return whole
 
 
 def _state_parts(module: nn.Module) -> list[torch.Tensor]:
