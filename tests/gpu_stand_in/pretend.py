@@ -335,6 +335,22 @@ c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
 c10d._NCCL_AVAILABLE = True
 
 
+def _forgetting(leave):
+    """Also drop what the communicators hold, as their works keep gloo's threads alive."""
+
+    @functools.wraps(leave)
+    def left(group=None):
+        leave(group)
+        if group is None:
+            _communicators.clear()
+
+    return left
+
+
+dist.destroy_process_group = c10d.destroy_process_group = _forgetting(dist.destroy_process_group)
+c10d._abort_process_group = _forgetting(c10d._abort_process_group)
+
+
 class _Work(dist.Work):
     """An operation of a device, whose end the host awaits only as ``finish`` says."""
 
