@@ -57,6 +57,18 @@ bench: install-dev ## Measure Paceline beside a hand-written DDP loop, Accelerat
 	@scripts/apt-install dataset-fashion-mnist
 	@$(BIN)/python -m benchmarks train $(ARGS)
 
+# On a GPU, by the Python that has its torch: PYTHON, else that of .venv, else python3. Nothing is installed: what this
+# Python lacks comes from SITE, a folder of wheels or packages. STAND_IN=1 lets the CPU pretend to be a GPU.
+GPU = $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu $(@:-gpu=) $(if $(SITE),--site "$(SITE)") \
+	$(if $(OUT),--out "$(OUT)") $(if $(STAND_IN),--stand-in) $(ARGS)
+
+.PHONY: test-gpu bench-gpu
+test-gpu: ## Prove on a GPU that training is exact there, in five minutes (SITE=wheels OUT=folder)
+	@$(GPU)
+
+bench-gpu: ## Measure on a GPU Paceline beside a loop by hand, in four minutes (SITE=wheels OUT=folder)
+	@$(GPU)
+
 .PHONY: chaos
 chaos: install ## Train Fashion-MNIST under 50 faults, and prove that nothing is lost
 	@scripts/apt-install dataset-fashion-mnist

@@ -1,4 +1,7 @@
-"""A pytest plugin: tests marked ``gpu`` are deselected where there is no CUDA GPU."""
+"""A pytest plugin: tests marked ``gpu(gpus=1, real=False)`` are deselected where there are not as many CUDA GPUs.
+
+``real``: a GPU that the CPU pretends to be is not enough.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,17 @@ import pytest
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what cannot run here; deselected tests are counted, but are no skips."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
+    marked = {item: [mark.kwargs for mark in item.iter_markers("gpu")] for item in items}
+    if not any(marked.values()):
         return
     import torch
 
-    if not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=marked)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    gpus, real = torch.cuda.device_count(), torch.version.cuda is not None or torch.version.hip is not None
+    deselected = {
+        item
+        for item, needs in marked.items()
+        if any(need.get("gpus", 1) > gpus or (need.get("real", False) and not real) for need in needs)
+    }
+    if deselected:
+        config.hook.pytest_deselected(items=list(deselected))
+        items[:] = [item for item in items if item not in deselected]
