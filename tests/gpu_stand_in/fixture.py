@@ -39,6 +39,19 @@ class StepWaits:
     before: dict[str, int]
 
 
+def stand_in_variables(folder: Path, gpus: int) -> dict[str, str]:
+    """Return the variables that give a process, and all that it starts, GPUs with their reports in a folder."""
+    library = folder / "device.so"
+    if not library.exists():
+        library.symlink_to(_built())
+    return {
+        "GPU_STAND_IN": str(folder),
+        "GPU_STAND_IN_COUNT": str(gpus),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+
+
 class GpuStandIn:
     """The variables that give a process GPUs, and what these have counted.
 
@@ -51,13 +64,7 @@ class GpuStandIn:
 
     def env(self, gpus: int = 2, **variables: str) -> dict[str, str]:
         """Return the variables of a process on a machine with so many GPUs, and all that it starts."""
-        return {
-            "GPU_STAND_IN": str(self._folder),
-            "GPU_STAND_IN_COUNT": str(gpus),
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
-            "PYTHONPATH": os.pathsep.join([str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            **variables,
-        }
+        return {**stand_in_variables(self._folder, gpus), **variables}
 
     def waits(self, run: Path) -> list[StepWaits]:
         """Return the waits of a run's steps, of all of its ranks."""
@@ -83,9 +90,7 @@ def total_waits(steps: list[StepWaits]) -> Counter[str]:
 @pytest.fixture(scope="session")
 def gpu_stand_in(tmp_path_factory: pytest.TempPathFactory) -> GpuStandIn:
     """GPUs for the processes that are started with ``gpu_stand_in.env()``."""
-    folder = tmp_path_factory.mktemp("gpu-stand-in")
-    (folder / "device.so").symlink_to(_built())
-    return GpuStandIn(folder)
+    return GpuStandIn(tmp_path_factory.mktemp("gpu-stand-in"))
 
 
 class Runner(Protocol):
