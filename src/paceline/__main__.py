@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 
+from paceline.core.standard_streams import open_closed_streams
+
 _TRAIN = ("train", "resume", "join", "tune", "verify", "chaos")
 """The commands that train, in this process or in those that it starts."""
 
 
 def main() -> int:
     """Run the command line; return the exit code."""
+    open_closed_streams()
     try:
         if sys.argv[1:2] and sys.argv[1] in _TRAIN:
             from paceline.core.hash_seed import restart_with_hash_seed

@@ -16,10 +16,18 @@ from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import ConfigError, LaunchError, StopRequested, TaskError
 from paceline.core.job import WorkerConfig
 from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
+from paceline.core.standard_streams import open_closed_streams
 from paceline.core.task import Task
-from paceline.core.task_loading import BUILT_IN_TASKS, build_task, check_spec, task_assignments, task_fields
+from paceline.core.task_loading import (
+    BUILT_IN_TASKS,
+    build_task,
+    check_spec,
+    refuse_call_at_import,
+    task_assignments,
+    task_fields,
+)
 from paceline.launch.launcher import JobHandle, JobStatus, get_launcher
-from paceline.launch.local_run import launch, require_recovery
+from paceline.launch.local_run import launch, own_environment, require_recovery
 from paceline.launch.registry import make_options, option_names
 from paceline.launch.submit import JobRecord, finish, task_job
 from paceline.launch.submit import submit as submit_job
@@ -110,11 +118,14 @@ def fit(
     """
     if "set" in options:
         raise ConfigError("fit(): set is for the command line. Give hyperparameters to the task: Task(lr=0.1).")
+    refuse_call_at_import("fit()")
+    open_closed_streams()
     config = config_from_mapping({**options, "task": task_spec(task)}, "fit()")
     job = WorkerConfig(config=config, explicit_options=frozenset(options), quiet=quiet)
     environment = detect_environment(
         rank=rank, world_size=world_size, init_url=init_url, rdzv_endpoint=config.rdzv_endpoint
     )
+    environment = own_environment(config, options, environment)
     if is_rank(environment):
         require_recovery(config, environment)
     if is_rank(environment) or (
@@ -177,6 +188,10 @@ def task_spec(task: Task) -> str:
         if file is None:
             # A notebook or `python -c`: only this process can import it.
             return f"__main__:{kind.__name__}"
+        started_as = getattr(module, "__spec__", None)
+        if started_as is not None and started_as.parent and kind.__module__ == "__main__":
+            # `python -m package.module`: its relative imports work by that name only.
+            return f"{started_as.name}:{kind.__name__}"
         return f"{_shown(Path(inspect.getfile(kind)))}:{kind.__name__}"
     return here
 

@@ -167,7 +167,7 @@ def test_what_cannot_begin_creates_no_run(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there(paceline: Paceline) -> None:
-    assert_refused(train(paceline, "--device", "cuda"), "torch sees no GPU on this node. Use --device cpu or auto.")
+    assert_refused(train(paceline, "--device", "cuda"), "sees no GPU on this node", "or use --device cpu.")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ TASK = """
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ import paceline
 @dataclass
 class Small(paceline.Task):
     failing_rank: int = -1
+    exits_in_step: bool = False
     defaults = paceline.Defaults(global_batch_size=24, microbatches=4)
 
     def build_model(self):
@@ -46,6 +48,8 @@ class Small(paceline.Task):
         rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
         if rank == str(self.failing_rank):
             raise ValueError("boom")
+        if self.exits_in_step:
+            sys.exit(0)
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -181,6 +185,27 @@ def test_the_rank_that_failed_is_named_once(
     assert "log: run/logs/rank-1.log" in done.stderr
     assert done.stderr.count("boom") == 1
     assert "Traceback" in (tmp_path / "run/logs/rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_task_that_exits_has_not_trained(
+    start: Callable[..., Any], run_processes: Any, tmp_path: Path, nproc: str
+) -> None:
+    words = (*PYTHON, *TRAIN, "--run-dir", "run", "--nproc", nproc, "--set", "exits_in_step=true")
+    done = run_processes.finish(start(*words))
+    assert done.returncode == 2
+    assert done.stderr.count("ended this process before the run's end, by sys.exit(0) in ") == 1
+    assert not (tmp_path / "run/result.json").exists()
+
+
+def test_nproc_counts_in_a_world_of_one(run_processes: Any, tmp_path: Path, sha256: str) -> None:
+    (tmp_path / "small.py").write_text(TASK)
+    words = (*PYTHON, *TRAIN, "--run-dir", "run", "--nproc", "2", "--json")
+    done = run_processes.run(words, env={"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "job-0", "MASTER_PORT": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "a launcher that sets RANK has started one process alone, so --nproc 2 counts" in done.stderr
+    result = json.loads(done.stdout)
+    assert (result["model_sha256"], result["world_size"]) == (sha256, 2)
 
 
 def test_more_processes_than_microbatches(start: Callable[..., Any], run_processes: Any, tmp_path: Path) -> None:

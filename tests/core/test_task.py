@@ -112,6 +112,13 @@ def test_a_wrong_name_is_refused_with_what_there_is(task_file: Path, spec: str, 
     ("text", "words"),
     [
         ("import torch\nclass A(:\n", ["syntax error in", "mine.py, line 2", "class A(:"]),
+        ("import sys\nsys.exit(0)\n", ["ends the program when it is imported (line 2)", "if __name__ == '__main__':"]),
+        (
+            "import argparse\nargparse.ArgumentParser().parse_args(['--lr=1'])\n",
+            ["ends the program when it is imported (line 2)", "argparse does"],
+        ),
+        ("from .model import Net\n", ["mine.py has an import relative to its package", "python -m"]),
+        ("import paceline\npaceline.fit(None)\n", ["the file calls fit() when it is imported", "__main__"]),
         ("import no_such_library\n", ["mine.py imports 'no_such_library', which is not installed"]),
         ("x = 1\n", ["has no 'Small'", "defines no task"]),
     ],

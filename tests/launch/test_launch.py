@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -66,7 +67,10 @@ def test_spawn_starts_any_script(run_processes: Any) -> None:
     ],
 )
 def test_modules_and_programs(run_processes: Any, launcher: str, command: tuple[str, ...]) -> None:
-    done = run_processes.paceline("launch", "--on", launcher, "--nproc", "2", "--", *command)
+    # A machine may have a python3 only; an activated environment has this name.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    words = ("launch", "--on", launcher, "--nproc", "2", "--", *command)
+    done = run_processes.paceline(*words, env={"PATH": path})
     assert done.returncode == 0, done.stderr
     assert sorted(line.split()[:2] for line in done.stdout.splitlines()) == [["0", "2"], ["1", "2"]]
 

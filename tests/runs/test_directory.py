@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import RunDirectoryError
+from paceline.core.errors import RunDirectoryError, RunInUseError
 from paceline.core.files import read_json_lines, write_atomically
 from paceline.runs.directory import RunDirectory, RunLock
 
@@ -124,3 +126,41 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: 
     assert path.read_bytes() == b"old"
     write_atomically(path, json.dumps({"new": 1}).encode())
     assert json.loads(path.read_bytes()) == {"new": 1}
+
+
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from paceline.runs.directory import RunDirectory, RunLock
+lock = RunLock(RunDirectory(Path(sys.argv[1])))
+lock.take()
+os.set_inheritable(lock.fileno(), True)
+if os.fork() == 0:  # as a worker does, until it has noticed
+    sys.stdout.close()
+    time.sleep(float(sys.argv[2]))
+    os._exit(0)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def hold(run: RunDirectory, seconds: float) -> subprocess.Popen[str]:
+    """Start a process that holds a run's lock, with a child that outlives it."""
+    command = [sys.executable, "-c", HOLDS, str(run.path), str(seconds)]
+    popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert popen.stdout is not None
+    assert popen.stdout.readline() == "held\n"
+    return popen
+
+
+@pytest.mark.integration
+@pytest.mark.cold
+def test_the_lock_of_a_killed_process_is_waited_for(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with hold(run, 4.0) as holder:
+        with pytest.raises(RunInUseError), closing(RunLock(run)) as lock:
+            lock.take()
+        assert capsys.readouterr().err == "", "it is refused at once"
+        holder.kill()
+        run.require_unused()
+    assert "waiting for the processes that used" in capsys.readouterr().err
+    assert not run.is_running()

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from paceline.core.environment import detect_environment
+from paceline.core.environment import detect_environment, without_rank_variables
 from paceline.core.errors import ConfigError
 from paceline.insight.bench.collectives import (
     COLLECTIVES,
@@ -91,8 +91,9 @@ def comm(
     )
     place = detect_environment()
     link = find_link(link_gbps, one_machine=place.nodes == 1, interface=interface)
-    if place.source == "single" and mode == "process-per-device" and nproc > 1:
-        return _start_ranks(plan, sys.argv[1:])
+    if place.world_size == 1 and mode == "process-per-device" and nproc > 1:
+        with without_rank_variables():
+            return _start_ranks(plan, sys.argv[1:])
 
     from paceline.insight.bench.run_collectives import run_plan
 

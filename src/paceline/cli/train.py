@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -83,7 +83,7 @@ def train(
             values.pop(replaced, None)
     values |= overrides
     own = explicit_options(launcher_options)
-    return _start(values, frozenset(values), job, own, dry_run=dry_run, json=json, quiet=quiet)
+    return _start(values, frozenset(values), overrides, job, own, dry_run=dry_run, json=json, quiet=quiet)
 
 
 def resume(
@@ -116,12 +116,13 @@ def resume(
     overrides = {**explicit_options(options), "run_dir": run, "resume": "must"}
     values = vars(resume_config(overrides, overrides, recorded))
     own = explicit_options(launcher_options)
-    return _start(values, frozenset(overrides), job, own, dry_run=dry_run, json=json, quiet=quiet)
+    return _start(values, frozenset(overrides), overrides, job, own, dry_run=dry_run, json=json, quiet=quiet)
 
 
 def _start(
     values: Mapping[str, Any],
     explicit: frozenset[str],
+    typed: Collection[str],
     job_options: JobOptions | None,
     own: Mapping[str, Any],
     *,
@@ -129,10 +130,21 @@ def _start(
     json: bool,
     quiet: bool,
 ) -> int:
-    """Start or continue a run; ``explicit`` are the names of the values that the user gave."""
+    """Start or continue a run.
+
+    Args:
+        values: of the options.
+        explicit: the names of those that the user gave, here or in a file.
+        typed: the names of those on the command line.
+        job_options: for launchers that submit a job.
+        own: the launcher's own options.
+        dry_run: print what would start.
+        json: print the result as JSON.
+        quiet: show no progress.
+    """
     from paceline.core.environment import detect_environment
     from paceline.core.job import WorkerConfig
-    from paceline.launch.local_run import prepare_local_run, require_recovery
+    from paceline.launch.local_run import own_environment, prepare_local_run, require_recovery
 
     config = config_from_mapping(values, "the command line")
     if config.on not in _LOCAL_LAUNCHERS:
@@ -142,6 +154,7 @@ def _start(
         refuse_job_options(config.on, job_options, own)
     job = WorkerConfig(config=config, explicit_options=explicit, quiet=quiet)
     environment = detect_environment(rdzv_endpoint=config.rdzv_endpoint)
+    environment = own_environment(config, typed, environment)
     if preflight and environment.source != "single":
         raise ConfigError("--preflight runs once per node: give it to the command that starts the ranks.")
     if environment.source != "single" and not dry_run:

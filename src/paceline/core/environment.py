@@ -326,7 +326,9 @@ _DETECTORS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (
 
 
 _RANK_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", LISTEN_FD),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
     *("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID"),
 )
 
@@ -339,6 +341,19 @@ def has_local_rank(environ: Mapping[str, str] = os.environ) -> bool:
 def variables_of_another_job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables without this process's rank and address, for a job started within this one."""
     return {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
+
+
+@contextmanager
+def without_rank_variables() -> Iterator[None]:
+    """Remove the variables of a launcher that has made this process a rank: its children are not that rank."""
+    if detect_environment().source == "single":
+        yield
+        return
+    removed = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(removed)
 
 
 def default_threads(

@@ -68,16 +68,23 @@ def forwarded_signal(number: int) -> signal.Signals:
 def handle_signals(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], None] | signal.Handlers
 ) -> Iterator[None]:
-    """Handle these signals within the block; do nothing outside the main thread, where Python cannot."""
+    """Handle these signals within the block; do nothing outside the main thread, where Python cannot.
+
+    A SIGHUP that is ignored stays ignored: the user has started the command with ``nohup``.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous_handlers = {number: signal.signal(number, handler) for number in numbers}
+    previous_handlers = {number: signal.signal(number, handler) for number in numbers if not _by_nohup(number)}
     try:
         yield
     finally:
         for number, previous in previous_handlers.items():
             signal.signal(number, previous)
+
+
+def _by_nohup(number: int) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 @contextmanager

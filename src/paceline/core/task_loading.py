@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -140,6 +141,8 @@ def _import_module(name: str, spec: str) -> types.ModuleType:
         sys.path.insert(0, "")
     try:
         return importlib.import_module(name)
+    except SystemExit as error:
+        raise TaskError(_exit_message(spec, error)) from error
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise TaskError(
@@ -169,16 +172,55 @@ def _import_file(path: Path, spec: str) -> types.ModuleType:
     sys.modules[module_name] = module
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
+    _importing.append(spec)
     try:
         module_spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[module_name]
         if isinstance(error, SyntaxError):
             raise TaskError(_syntax_message(spec, error)) from error
+        if isinstance(error, SystemExit):
+            raise TaskError(_exit_message(spec, error)) from error
         if isinstance(error, ModuleNotFoundError):
             raise TaskError(f"task {spec!r}: {path.name} imports {error.name!r}, which is not installed.") from error
+        if isinstance(error, ImportError) and "relative import" in str(error):
+            raise TaskError(
+                f"task {spec!r}: {path.name} has an import relative to its package, but a file that is given by its "
+                f"path is in none. Name the module, such as {path.parent.name}.{path.stem}:{spec.rpartition(':')[2]} "
+                "from the directory above, and start a script with python -m, or import by the absolute name."
+            ) from error
         raise
+    finally:
+        _importing.pop()
     return module
+
+
+_importing: list[str] = []
+
+
+def refuse_call_at_import(call: str) -> None:
+    """Refuse a call by which a task's file would train while a process of a run imports it.
+
+    Raises:
+        TaskError: a task is being imported.
+    """
+    if _importing:
+        raise TaskError(
+            f"task {_importing[-1]!r}: the file calls {call} when it is imported, as each process of a run does. "
+            "Keep the call under if __name__ == '__main__':."
+        )
+
+
+def _exit_message(spec: str, error: SystemExit) -> str:
+    """Describe a file that ends the program that imports it, with the line that does."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = Path(spec.rpartition(":")[0]).name
+    own = [frame for frame in frames if Path(frame.filename).name == file]
+    where = f" (line {own[-1].lineno})" if own else ""
+    return (
+        f"task {spec!r}: the file ends the program when it is imported{where}, as sys.exit({error.code!r}) or argparse "
+        "does. Each process of a run imports it: keep what only a script does under if __name__ == '__main__':."
+    )
 
 
 def _syntax_message(spec: str, error: SyntaxError) -> str:

@@ -7,12 +7,13 @@ import hashlib
 import os
 import socket
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from paceline.core.config import RunConfig, config_from_mapping
-from paceline.core.environment import Environment
+from paceline.core.environment import Environment, without_rank_variables
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.gpus import preferred_device, visible_gpus
@@ -20,6 +21,7 @@ from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.launch_spec import Recovery
 from paceline.core.option_sets import merge_resumed_config
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.standard_streams import lasting_streams
 from paceline.core.task_loading import check_spec
 from paceline.launch.launcher import Launcher, LaunchSpec, RenderedJob, get_launcher
 from paceline.runs.directory import RunDirectory
@@ -71,7 +73,8 @@ class LocalRun:
         run = self
         while True:
             try:
-                return run._launch_once()
+                with without_rank_variables(), lasting_streams():
+                    return run._launch_once()
             except NodeRemovedError as removed:
                 print(f"paceline: {removed} It joins again once it reaches them.", file=sys.stderr, flush=True)
             # This time it discovers the others through the run directory.
@@ -84,8 +87,7 @@ class LocalRun:
         # has no number: torchrun starts no rank before it has all nodes.
         may_be_later = spec.recover != "none" and _lacks_node_rank(spec.node_rank, spec.nodes)
         if not (spec.node_rank or spec.joins or may_be_later):
-            if directory.is_running():
-                raise directory.in_use()
+            directory.require_unused()
             directory.check_resume(job.config.resume)
         directory.create()
         assert spec.job_file is not None
@@ -201,6 +203,47 @@ def check_task(config: RunConfig) -> None:
     """
     if config.task or config.run_dir is None or not RunDirectory(Path(config.run_dir)).exists():
         check_spec(config.task)
+
+
+def own_environment(config: RunConfig, explicit_options: Collection[str], environment: Environment) -> Environment:
+    """Return the environment of a command of training, whose own options may ask for other processes.
+
+    A world of one does not count where the command asks for more: hosted notebooks and jobs of one replica set RANK and
+    WORLD_SIZE too.
+
+    Args:
+        config: the options.
+        explicit_options: the names of those that the user gave; a resumed run keeps others.
+        environment: as the variables of launchers have it.
+
+    Raises:
+        ConfigError: a launcher has started several ranks, and ``--nproc`` is another number.
+    """
+    if environment.source == "single":
+        return environment
+    counts, (least, most) = parse_nproc(config.nproc), parse_nodes(config.nodes)
+    given = {"nproc", "nodes"} & set(explicit_options)
+    if environment.world_size == 1:
+        asks_for_more = most > 1 or counts != (1,)
+        if not asks_for_more or not (given or environment.source == "variables"):
+            return environment
+        wanted = f"--nodes {config.nodes} --nproc {config.nproc}" if most > 1 else f"--nproc {config.nproc}"
+        print(
+            f"paceline: {_STARTED_BY[environment.source]} one process alone, so {wanted} counts, and this command "
+            "starts its own processes.",
+            file=sys.stderr,
+        )
+        return Environment()
+    if "nproc" not in given or counts is None:
+        return environment
+    total = sum(counts) if len(counts) > 1 else counts[0] * least
+    if total != environment.world_size and counts != (environment.local_world_size,):
+        raise ConfigError(
+            f"--nproc {config.nproc} does not fit: {_STARTED_BY[environment.source]} {environment.world_size} "
+            f"processes (WORLD_SIZE), {environment.local_world_size} of them on this node, and this one is rank "
+            f"{environment.rank}. Leave out --nproc, or start the command once, without that launcher."
+        )
+    return environment
 
 
 def require_recovery(config: RunConfig, environment: Environment) -> None:

@@ -7,6 +7,7 @@ import getpass
 import glob
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -392,8 +393,8 @@ class Slurm(Launcher):
         return (len(tasks), len(tasks)), tasks if len(set(tasks)) > 1 else tasks[:1]
 
     def _allocated_gpus(self) -> tuple[int, ...] | None:
-        """Return the allocation's GPUs on each node; None without GPUs on every node."""
-        if self.allocated is None:
+        """Return the allocation's GPUs on each node; None without GPUs on every node, or without Slurm's commands."""
+        if self.allocated is None or shutil.which("scontrol") is None:
             return None
         shown = run_slurm("scontrol", "--details", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]).stdout
         counts: dict[str, int] = {}

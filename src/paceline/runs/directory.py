@@ -20,7 +20,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import secrets
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -294,6 +297,16 @@ class RunDirectory:
         """Return whether a process on this node holds the run's lock."""
         return is_locked(self.lock)
 
+    def require_unused(self) -> None:
+        """Wait for the lock of a process that is ending.
+
+        Raises:
+            RunInUseError: another process holds it.
+        """
+        if self.is_running():
+            with closing(RunLock(self)) as lock:
+                lock.take()
+
     def in_use(self) -> RunInUseError:
         """Return the error for a directory that another process is using."""
         return RunInUseError(
@@ -346,18 +359,22 @@ class RunLock:
         return self._file.fileno()
 
     def take(self) -> None:
-        """Take the lock.
+        """Take the lock; wait for it while its holder is ending, as after ``kill -9`` on a busy machine.
 
         Raises:
             RunInUseError: another process holds it.
         """
-        for attempts_left in (4, 3, 2, 1, 0):
-            if self.try_to_take():
-                return
-            if attempts_left:
-                # is_running() in another process holds it briefly.
-                time.sleep(0.02)
-        raise self._directory.in_use()
+        began, has_told = time.monotonic(), False
+        while not self.try_to_take():
+            waited_s = time.monotonic() - began
+            # is_running() in another process holds it briefly.
+            if waited_s > _ENDING_S or (waited_s > 0.1 and not _is_holder_ending(self._file.fileno())):
+                raise self._directory.in_use()
+            if waited_s > 1 and not has_told:
+                has_told = True
+                path = self._directory.path
+                print(f"paceline: waiting for the processes that used {path} to end.", file=sys.stderr, flush=True)
+            time.sleep(0.02)
 
     def try_to_take(self) -> bool:
         """Take the lock unless another process holds it; return whether it is held now."""
@@ -369,6 +386,49 @@ class RunLock:
     def close(self) -> None:
         """Release this process's hold of the lock."""
         self._file.close()
+
+
+_ENDING_S = 20.0  # a killed process frees its memory first, and then its files
+_PF_EXITING = 0x4  # Linux, include/linux/sched.h
+
+
+def _is_holder_ending(descriptor: int) -> bool:
+    """Return whether a lock belongs to a process of this machine that has ended, or has been killed.
+
+    Processes that inherited the lock, such as its workers, hold it until they have noticed.
+    """
+    inode = os.fstat(descriptor).st_ino
+    with suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            # "12: FLOCK  ADVISORY  WRITE 29770 fe:00:3023868 0 EOF"; a waiting one has an arrow after its number.
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode):
+                return _is_ending(int(words[4]))
+    # In a container the kernel does not list the lock of a process that has ended, nor that of one elsewhere.
+    return any(_has_open(process, descriptor) for process in Path("/proc").glob("[0-9]*"))
+
+
+def _is_ending(pid: int) -> bool:
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except OSError:
+        return True
+    pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+    return state in "ZX" or bool(int(numbers[5]) & _PF_EXITING) or bool(pending >> (signal.SIGKILL - 1) & 1)
+
+
+def _has_open(process: Path, descriptor: int) -> bool:
+    """Return whether another process has the file of a descriptor open."""
+    if process.name == str(os.getpid()):
+        return False
+    file = os.fstat(descriptor)
+    with suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):
+                if os.path.samestat(link.stat(), file):
+                    return True
+    return False
 
 
 def backup_path(backup_to: str | None, run_id: str) -> Path | None:

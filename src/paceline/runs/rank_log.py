@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from paceline.core.errors import DataError, PacelineError
-from paceline.core.files import DISK_ERRORS, ResilientLog
+from paceline.core.files import ResilientLog
+from paceline.core.standard_streams import lasting, lasting_streams
 from paceline.runs.directory import RunDirectory
 
 # --- Other libraries' internal messages ---
@@ -90,6 +91,7 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
     """
     path = directory.log_of(rank)
     with ExitStack() as stack:
+        stack.enter_context(lasting_streams())
         log = cast(TextIO, stack.enter_context(ResilientLog(path)))
         if not _is_same_file(2, path):
             if rank == 0:
@@ -120,7 +122,7 @@ def show_on(terminal: tuple[int, int], stack: ExitStack) -> None:
         stack: undoes it.
     """
     out, err = (
-        Tee(stack.enter_context(open(descriptor, "w", buffering=1, closefd=False)), stream)  # noqa: SIM115
+        Tee(lasting(stack.enter_context(open(descriptor, "w", buffering=1, closefd=False))), stream)  # noqa: SIM115
         for descriptor, stream in zip(terminal, (sys.stdout, sys.stderr), strict=True)
     )
     for tee in (out, err):
@@ -135,7 +137,7 @@ class Tee(io.TextIOBase):
     The log gets no control codes, and only the last state of a line that was redrawn with carriage returns.
 
     Attributes:
-        terminal: the stream of the terminal; an active progress bar replaces it.
+        terminal: the stream of the terminal, which drops what cannot be written; an active progress bar replaces it.
         log: the log file.
     """
 
@@ -147,11 +149,7 @@ class Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Show the text, and log the lines that it completes."""
-        try:
-            self.terminal.write(text)
-        except OSError as error:  # stdout may be a file on a full disk
-            if error.errno not in DISK_ERRORS:
-                raise
+        self.terminal.write(text)
         with self._lock:
             complete, newline, self._line = (self._line + text).rpartition("\n")
             if newline:
@@ -160,8 +158,7 @@ class Tee(io.TextIOBase):
 
     def flush(self) -> None:
         """Flush the terminal; the log is line buffered."""
-        with suppress(OSError):
-            self.terminal.flush()
+        self.terminal.flush()
 
     def isatty(self) -> bool:
         return self.terminal.isatty()
@@ -219,6 +216,6 @@ def _redirect_descriptors(stack: ExitStack, log: TextIO) -> None:
         stack.callback(stream.flush)
         with suppress(OSError):  # the disk is full, and the log could not be opened
             os.dup2(log.fileno(), descriptor)
-        if isinstance(stream, io.TextIOWrapper):
+        if hasattr(stream, "reconfigure"):
             stack.callback(stream.reconfigure, line_buffering=stream.line_buffering)
             stream.reconfigure(line_buffering=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import PeerLostError, StopRequested
+from paceline.core.errors import PeerLostError, StopRequested, TaskError
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.elastic.worker_group import open_process_group
 from paceline.parallel.device import LocalDevice
@@ -53,6 +53,21 @@ def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals:
         StopRequested: a signal asked for a stop; the state is saved.
         PacelineError: the training failed; the last checkpoint is good.
     """
+    try:
+        return _train(request, groups, directory, signals)
+    except SystemExit as error:
+        raise TaskError(
+            f"the task's own code ended this process before the run's end, by sys.exit({error.code!r})"
+            f"{_last_call(error)}. Raise an exception to fail, or set --max-steps or --epochs to train for less."
+        ) from error
+
+
+def _last_call(error: SystemExit) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f" in {frame.filename}, line {frame.lineno}"
+
+
+def _train(request: RunRequest, groups: Groups, directory: RunDirectory, signals: StopSignals) -> dict[str, Any]:
     started = time.perf_counter()
     found = groups.load_manifest(directory)
     if found["result"] is not None:

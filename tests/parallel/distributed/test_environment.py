@@ -8,14 +8,17 @@ import sys
 
 import pytest
 
+from paceline.core.config import RunConfig
 from paceline.core.environment import (
     Environment,
     default_threads,
     detect_environment,
     first_host,
     parse_endpoint,
+    without_rank_variables,
 )
 from paceline.core.errors import ConfigError
+from paceline.launch.local_run import own_environment
 
 ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 TORCHRUN = {
@@ -261,3 +264,60 @@ def test_no_torch_is_imported() -> None:
     code = "import sys, paceline.core.environment; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "False"
+
+
+WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "source"),
+    [
+        (WORLD_OF_ONE, {}, "variables"),
+        (WORLD_OF_ONE, {"nproc": 1}, "variables"),
+        (WORLD_OF_ONE, {"nproc": 2}, "single"),
+        ({**WORLD_OF_ONE, **ADDRESS, "LOCAL_RANK": "0"}, {"nproc": "auto"}, "single"),
+        ({**WORLD_OF_ONE, "MASTER_ADDR": "job-0"}, {"nodes": 2}, "single"),
+        ({**WORLD_OF_ONE, "TORCHELASTIC_RUN_ID": "a"}, {"nproc": 2}, "single"),
+        ({}, {"nproc": 2}, "single"),
+        (TORCHRUN, {}, "torchrun"),
+        (TORCHRUN, {"nproc": 2}, "torchrun"),  # on each node
+        (TORCHRUN, {"nproc": 4}, "torchrun"),  # in all
+        (TORCHRUN, {"nproc": 2, "nodes": 2}, "torchrun"),
+        (TORCHRUN, {"nproc": "2,2", "nodes": 2}, "torchrun"),
+        (TORCHRUN, {"nproc": "auto"}, "torchrun"),
+    ],
+)
+def test_a_world_of_one_is_no_launcher(
+    variables: dict[str, str], options: dict[str, object], source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = detect_environment(variables)
+    environment = own_environment(RunConfig(**options), options, found)  # type: ignore[arg-type]
+    assert environment.source == source
+    ignored = found.source != source
+    assert capsys.readouterr().err.count("\n") == int(ignored)
+    assert ignored or environment == found
+
+
+def test_a_recorded_number_of_processes_yields_to_a_launcher() -> None:
+    torchrun = detect_environment({**WORLD_OF_ONE, "TORCHELASTIC_RUN_ID": "a"})
+    assert own_environment(RunConfig(nproc=2), (), torchrun) == torchrun
+    assert own_environment(RunConfig(nproc=3), (), detect_environment(TORCHRUN)).world_size == 4
+    assert own_environment(RunConfig(nproc=2), (), detect_environment(WORLD_OF_ONE)).source == "single"
+
+
+@pytest.mark.parametrize("nproc", [1, 3, "1,2"])
+def test_a_launcher_of_several_ranks_and_another_nproc(nproc: int | str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"--nproc {nproc} does not fit: torchrun has started 4 processes .WORLD_SIZE"
+    ):
+        own_environment(RunConfig(nproc=nproc), {"nproc"}, detect_environment(TORCHRUN))
+
+
+def test_processes_of_its_own_are_not_the_rank_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with without_rank_variables():
+        assert detect_environment() == Environment()
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    assert dict(os.environ) == before
