@@ -261,6 +261,66 @@ def test_a_body_is_read_by_its_length_whatever_protocol_a_client_offers(
         assert json.loads(answered) == {"live": True}
 
 
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"1" + b"]" * depth
+
+
+def rows(**values: bytes) -> bytes:
+    picture = json.dumps([[[0] * 28] * 28]).encode()
+    cells = b", ".join(b'"%s": %s' % (name.encode(), value) for name, value in {"image": picture, **values}.items())
+    return b'{"rows": [{%s}]}' % cells
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "body", "status"),
+    [
+        pytest.param(PATH, {"Content-Length": "0" * 5000 + str(len(BODY))}, BODY, 200, id="length with zeros"),
+        pytest.param(PATH, {"Content-Length": "1" + "0" * 40}, b"", 400, id="length of 41 digits"),
+        pytest.param(PATH, {"Origin": "http://[::1"}, BODY, 403, id="origin"),
+        pytest.param(PATH, {"Origin": "http://[::1]]:8/[x"}, BODY, 403, id="another origin"),
+        *(
+            pytest.param("/predict", {}, rows(id=nested(depth)), status, id=f"other value, {depth} deep")
+            for depth, status in (
+                (100, 200),
+                *((d, 200 if d < 251 else 400) for d in range(247, 257)),
+                (1000, 400),
+            )
+        ),
+        *(
+            pytest.param("/predict", {}, rows(image=nested(depth)), 400, id=f"value, {depth} deep")
+            for depth in (100, 250, 1000)
+        ),
+        *(
+            pytest.param(PATH, {}, b'{"inputs": [{"name": "image", "datatype": %s}]}' % nested(d), 400, id=f"type {d}")
+            for d in (250, 1000)
+        ),
+        pytest.param(PATH, {}, b'{"inputs": [], "parameters": %s}' % nested(1000), 400, id="parameters"),
+        pytest.param(PATH, {}, b'{"id": %s}' % nested(1000), 400, id="id"),
+        *(
+            pytest.param(
+                "/v2/repository/models/fashion-mnist/load",
+                {"Content-Type": "application/json"},
+                json.dumps({"parameters": {"package": place}}).encode(),
+                409,
+                id=f"package {place[:5]}",
+            )
+            for place in ("x" * 300, "/tmp/" + "x" * 300, "x/" * 4000, "é" * 200)
+        ),
+        pytest.param("/v2/models/" + "x" * 300 + "/infer", {}, BODY, 404, id="model"),
+        pytest.param("/%00%ff/" + "%2e%2e/" * 20, {}, BODY, 404, id="path"),
+    ],
+)
+def test_no_request_is_an_error_of_the_server(
+    server: Server, path: str, fields: dict[str, str], body: bytes, status: int
+) -> None:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost"]
+    lines += [f"{name}: {value}" for name, value in {"Content-Length": str(len(body)), **fields}.items()]
+    with connected(server) as connection, connection.makefile("rb") as stream:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        given, _, answered = read_answer(stream)
+        assert (given, status == 200 or "error" in json.loads(answered)) == (status, True), answered[:300]
+
+
 def test_a_body_is_never_taken_for_a_request(server: Server) -> None:
     with connected(server) as connection, connection.makefile("rb") as stream:
         for offer in ((), H2C, WEBSOCKET):

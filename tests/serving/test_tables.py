@@ -6,7 +6,9 @@ import csv
 import gzip
 import io
 import json
+import math
 import sys
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,7 @@ from paceline.core.inference import TensorSpec
 from paceline.serving.batch_predict import read_rows
 from paceline.serving.model import ModelSpec
 from paceline.serving.protocol import example_rows, parse_rows
-from paceline.serving.tables import Rows, plain_lists, table_records, write
+from paceline.serving.tables import Rows, check_columns, plain_lists, table_records, write
 
 INPUTS = {
     "age": TensorSpec(dtype="int64", minimum=0, maximum=120),
@@ -135,7 +137,7 @@ def test_an_output_is_not_lost_under_the_name_of_the_label_or_its_probability() 
         (
             "t.csv",
             CSV.replace("-2", "1e400"),
-            "line 4, column income: must be a number, but is '1e400' \\(beyond the range",
+            "line 4, column income: must be a number, but is '1e400' \\(1e400 is beyond the range",
         ),
         ("t.csv", CSV.replace("true", "2"), "column member: must be true or false, but is '2'."),
         ("t.csv", CSV.replace("income", "salary"), "column income: is missing; the columns are id, salary, age"),
@@ -166,6 +168,141 @@ def test_an_error_names_file_line_and_column(tmp_path: Path, name: str, content:
     with pytest.raises(DataError, match=said) as caught:
         read_rows([tmp_path / name], SPEC)
     assert len(str(caught.value).splitlines()) == 1
+
+
+ONE = ModelSpec(name="m", version="1", inputs={"x": TensorSpec(dtype="float32")}, outputs={})
+MAY_MISS = replace(ONE, inputs={"x": TensorSpec(dtype="float32", allow_missing=True)})
+OUTPUT = replace(ONE, outputs={"y": TensorSpec(dtype="float32")})
+WHOLE = replace(ONE, inputs={"x": TensorSpec(dtype="int64")})
+
+
+def write_cells(path: Path, suffix: str, cells: list[Any]) -> Path:
+    """Write a column ``x``; texts are the cells of a CSV, with or without a heading, or elements of JSON."""
+    path = path.with_suffix(".csv" if suffix == "nameless" else suffix)
+    if suffix in (".csv", "nameless"):
+        path.write_text("\n".join([*(["x"] if suffix == ".csv" else []), *map(str, cells)]) + "\n", newline="")
+    elif suffix == ".jsonl":
+        path.write_text("".join(f'{{"x": {cell}}}\n' for cell in cells))
+    elif suffix == ".json":
+        path.write_text(f'{{"x": [{", ".join(map(str, cells))}]}}')
+    elif suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"x": [float(cell) for cell in cells]}), path)
+    elif suffix == ".npy":
+        np.save(path, np.array([float(cell) for cell in cells]))
+    else:
+        np.savez(path, x=np.array([float(cell) for cell in cells]))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", "nameless", ".jsonl", ".json", ".parquet", ".npy", ".npz"])
+def test_a_nan_is_a_missing_value_in_every_format(tmp_path: Path, suffix: str) -> None:
+    path = write_cells(tmp_path / "t", suffix, [1.5, "NaN", 2])
+    np.testing.assert_equal(read_rows([path], MAY_MISS).arrays["x"], np.float32([1.5, np.nan, 2]))
+    with pytest.raises(
+        DataError, match=r"(row 2|line [23])\b.*must be a number, since this model takes no missing"
+    ) as e:
+        read_rows([path], ONE)
+    assert ("line 3" if suffix == ".csv" else "2") in str(e.value)
+
+
+def is_like_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("spec", [ONE, MAY_MISS, WHOLE], ids=["number", "may be missing", "whole"])
+@pytest.mark.parametrize("suffix", [".csv", "nameless", ".jsonl", ".json"])
+@pytest.mark.parametrize("cell", ["1_5", "１５", "١٥", "0x1F", "1e5_0", "1 5", "1,5", "+-1", "½", "²", "1e400"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_number_is_written_in_ascii_digits_alone(
+    tmp_path: Path, spec: ModelSpec, suffix: str, cell: str, place: int
+) -> None:
+    """Python's own ``int`` and ``float`` take more. In a first line without a heading, such a cell is no heading."""
+    cells = ["1", "2"]
+    cells.insert(place, cell if "csv" not in suffix else f'"{cell}"')
+    path = write_cells(tmp_path / "t", suffix, cells)
+    if suffix == ".json" and cell == "1,5":
+        return  # two numbers
+    if suffix == "nameless" and place == 0 and not is_like_number(cell):
+        return  # a heading
+    with pytest.raises(DataError):
+        read_rows([path], spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("15", 15), (" 1.5 ", 1.5), ("-.5", -0.5), ("5.", 5), ("+1E2", 100), ("inf", math.inf)]
+)
+def test_the_forms_of_a_number(tmp_path: Path, text: str, number: float) -> None:
+    path = write_cells(tmp_path / "t", ".csv", [text])
+    assert read_rows([path], ONE).arrays["x"].tolist() == [number]
+    if number % 1 == 0:
+        assert read_rows([path], WHOLE).arrays["x"].tolist() == [number]
+
+
+@pytest.mark.parametrize("suffix", [".csv", "nameless", ".jsonl", ".json"])
+def test_a_whole_number_is_the_one_that_was_written(tmp_path: Path, suffix: str) -> None:
+    path = write_cells(tmp_path / "t", suffix, [2**53 + 1, 7])
+    assert read_rows([path], WHOLE).arrays["x"].tolist() == [2**53 + 1, 7]
+    path = write_cells(tmp_path / "t", suffix, ["9007199254740993.0"])
+    with pytest.raises(DataError, match=r"with all its digits|other whole numbers"):
+        read_rows([path], WHOLE)
+
+
+@pytest.mark.parametrize("suffix", [".csv", "nameless"])
+def test_an_empty_line_of_one_column_is_a_row(tmp_path: Path, suffix: str) -> None:
+    path = write_cells(tmp_path / "t", suffix, ["1", "", "3", "", ""])
+    with pytest.raises(DataError, match=r"line (2|3)\b"):
+        read_rows([path], ONE)
+    rows = read_rows([path], MAY_MISS)
+    np.testing.assert_equal(rows.arrays["x"], np.float32([1, np.nan, 3]))
+    if suffix == ".csv":
+        assert rows.names == ["line 2", "line 3", "line 4"]
+        path.write_text("x,y\n1,a\n\n3,b\n")
+        assert read_rows([path], ONE).names == ["line 2", "line 4"], "no row has one cell here"
+
+
+def test_a_row_before_which_a_byte_order_mark_stands_is_no_heading(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("\ufeff1\n2\n")
+    assert read_rows([tmp_path / "t.csv"], ONE).arrays["x"].tolist() == [1, 2]
+    (tmp_path / "t.csv").write_text("value\n1\n2\n")
+    assert read_rows([tmp_path / "t.csv"], ONE).arrays["x"].tolist() == [1, 2]
+
+
+def test_an_accented_name_is_one_name_in_both_of_its_spellings(tmp_path: Path) -> None:
+    composed, decomposed = "Größe", unicodedata.normalize("NFD", "Größe")
+    spec = replace(ONE, inputs={composed: TensorSpec(dtype="float32")})
+    (tmp_path / "t.csv").write_text(f"id,{decomposed}\na,1\n")
+    rows = read_rows([tmp_path / "t.csv"], spec)
+    assert (rows.arrays[composed].tolist(), rows.other_columns) == ([1], {"id": ("a",)})
+    (tmp_path / "t.csv").write_text(f"{composed},{decomposed}\n1,2\n")
+    rows = read_rows([tmp_path / "t.csv"], spec)
+    assert (rows.arrays[composed].tolist(), rows.other_columns) == ([1], {decomposed: ("2",)})
+
+
+def test_what_parquet_cannot_hold_is_known_before_the_first_row(tmp_path: Path) -> None:
+    table = tmp_path / "t.jsonl"
+    for cells, said in (
+        (["a", 1], "the column id"),
+        (["\ud800"], "the column id"),
+        ([2**70], "the column id"),
+        ([[1], "a"], "the column id"),
+        (["a", None], ""),
+        ([1, 1.5], ""),
+    ):
+        table.write_text("".join(json.dumps({"x": 1, "id": cell}) + "\n" for cell in cells))
+        rows = read_rows([table], ONE)
+        for suffix in (".jsonl", ".csv"):
+            check_columns(rows, "o", suffix)
+            write(io.BytesIO(), suffix, iter([{"y": np.zeros(len(cells))}]), OUTPUT, rows)
+        if said:
+            with pytest.raises(DataError, match=f"Parquet cannot hold {said}: .* or write a .jsonl"):
+                check_columns(rows, "o", ".parquet")
+        else:
+            check_columns(rows, "o", ".parquet")
+            write(io.BytesIO(), ".parquet", iter([{"y": np.zeros(len(cells))}]), OUTPUT, rows)
 
 
 @pytest.mark.parametrize(

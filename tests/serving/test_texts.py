@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
@@ -94,6 +95,24 @@ def test_categories_of_a_column() -> None:
         many.encode(["y"])
     with pytest.raises(ConfigError, match="codes from 0"):
         Categories({"a": -1})
+
+
+def test_both_spellings_of_an_accented_letter_are_one_text() -> None:
+    """macOS writes file names with the letter and its accent apart."""
+    composed, apart = (unicodedata.normalize(form, "Zürich") for form in ("NFC", "NFD"))
+    assert composed != apart
+    for given in ([composed], [apart], [composed, apart]):
+        seen = Categories.observe([*given, "Bern"])
+        assert seen.codes == {"Bern": 0, composed: 1}
+        assert seen.encode([composed, apart]).tolist() == [1, 1]
+        words = Vocabulary.observe(given, max_length=2)
+        assert words.encode([composed, apart]).tolist() == [[2, 0]] * 2
+    # Those of earlier packages, and of tasks that give their codes, keep them.
+    earlier = Categories({apart: 3, "Bern": 0}, unknown=7)
+    assert earlier.encode([composed, apart, "Genf"]).tolist() == [3, 3, 7]
+    both = Categories({apart: 3, composed: 4})
+    assert both.encode([composed, apart]).tolist() == [4, 3]
+    assert Vocabulary(ids={"u": 2}, max_length=9).encode([apart])[0].tolist().count(1) > 1, "as it was split before"
 
 
 def test_dates_as_numbers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,6 +117,35 @@ def test_asha_goes_on_as_if_nothing_had_happened(cut: int, monkeypatch: pytest.M
     before = run(make_scheduler(SEARCH, []), order[:cut], "b", ended)
     after = run(make_scheduler(SEARCH, before), order[cut:], "c", ended)
     assert before + after == undisturbed
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_asha_takes_nan_for_the_worst_value(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a rung had two of them, no number was below its quantile: each later trial was trained to its end."""
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")
+    from paceline.tune.ray_adapter import make_scheduler
+
+    search = replace(SEARCH, metric=f"accuracy:{mode}")
+    sign = 1 if mode == "max" else -1
+    said: dict[int, list[str]] = {}
+    restored = []
+    for values in ([math.nan] * 3, [math.nan, 0.5, 0.9, 0.1, math.nan, 0.8]):
+        scheduler = make_scheduler(search, [])
+        said.clear()
+        for number, value in enumerate(values):
+            trial = Named(str(number), {"number": number})
+            scheduler.on_trial_add(None, trial)
+            given = {
+                "iteration": search.grace_period,
+                "objective": sign * value if value == value else -sign * math.inf,
+            }
+            said.setdefault(number, []).append(scheduler.on_trial_result(None, trial, given))
+            restored.append(result(number, search.grace_period, sign * value, "running"))
+        assert all(said[n] == ["STOP"] for n, value in enumerate(values) if value != value), (values, said)
+    assert said[2] == said[1] == ["CONTINUE"]
+    assert said[3] == ["STOP"], "the numbers are compared with each other, as if the others were very bad"
+    assert make_scheduler(search, restored[3:]).debug_string() == scheduler.debug_string()
 
 
 def test_the_status_shows_states_parameters_and_the_best() -> None:

@@ -136,6 +136,9 @@ def _run(arguments: list[str]) -> int:
                 _discard_output()
                 print(f"paceline: {error.strerror}. Free some space, and repeat the command.", file=sys.stderr)
                 return PacelineError.exit_code
+            if error.errno == errno.ENAMETOOLONG:
+                longest = max(str(error.filename or "").split(os.sep), key=len)
+                return _report(ConfigError(f"a file's name has at most 255 bytes; shorten {longest!r:.80}."))
             if not interrupts.seen:
                 raise
         except Exception:

@@ -89,7 +89,7 @@ def predict(
     from paceline.serving.batch_predict import read_rows, replicas, server
     from paceline.serving.client import Client
     from paceline.serving.model import UNBOUNDED, ServingOptions
-    from paceline.serving.tables import write
+    from paceline.serving.tables import check_columns, write
 
     if model.startswith(("http://", "https://")):
         with Client(model, token_file=token_file) as client:
@@ -108,6 +108,8 @@ def predict(
         engine = replicas(opened, options)
         job = {"digest": opened.source.digest, "kind": opened.source.kind, "task": task}
     rows = read_rows(inputs, spec)
+    if output is not None:
+        check_columns(rows, str(output), rows.suffix if is_piped else output.suffix)
     with _progress(len(rows.names), quiet=json) as on_rows:
         if output is not None and not is_piped:
             _write_output(output, rows, spec, engine, job, chunk, 2 * nproc, on_rows)

@@ -7,10 +7,11 @@ data: so a server encodes as the training did, without the task's code.
 from __future__ import annotations
 
 import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +95,8 @@ class Encoding(ABC):
 class Categories(Encoding):
     """The codes of a column's values: a whole number for each.
 
+    Spellings of one text that Unicode calls equal are one value (NFC): an accented letter may be one character or two.
+
     Attributes:
         codes: by value.
         unknown: the code of a value that is not in ``codes``; None: it is an error.
@@ -118,7 +121,7 @@ class Categories(Encoding):
             unknown: add a code for any other value.
             missing: add a code for missing values.
         """
-        texts = sorted({text for value in values if (text := _text_of(value))})
+        texts = sorted({compose(text) for value in values if (text := _text_of(value))})
         codes = {text: code for code, text in enumerate(texts)}
         code_of_missing = len(codes) + unknown if missing else None
         return cls(codes, len(codes) if unknown else None, code_of_missing)
@@ -139,13 +142,19 @@ class Categories(Encoding):
     def _values(self) -> Mapping[int, str]:
         return {code: value for value, code in self.codes.items()}
 
+    @cached_property
+    def _composed_codes(self) -> Mapping[str, int]:
+        return {compose(value): code for value, code in self.codes.items()}
+
     def encode(self, values: Sequence[Any]) -> NDArray[np.int64]:
         import numpy as np
 
         numbers = np.empty(len(values), np.int64)
         for index, value in enumerate(values):
             text = _text_of(value)
-            code = self.codes.get(text, self.unknown if text else self.missing)
+            code = self.codes.get(text)
+            if code is None:
+                code = self._composed_codes.get(compose(text), self.unknown if text else self.missing)
             if code is None:
                 option = "unknown" if text else "missing"
                 raise EncodingError(index, self._describe(text), f"Categories with a code {option}= take it.")
@@ -282,6 +291,7 @@ class Vocabulary(Encoding):
         padding: the id after the last token.
         split: what a token is: a word (a run of letters, digits and ``_``) or a punctuation mark; or a character.
         lowercase: whether texts are converted to lower case.
+        composed: whether texts are first brought into Unicode's form NFC.
     """
 
     ids: Mapping[str, int]
@@ -290,6 +300,7 @@ class Vocabulary(Encoding):
     padding: int = 0
     split: Literal["words", "characters"] = "words"
     lowercase: bool = False
+    composed: bool = False
 
     def __post_init__(self) -> None:
         _check_length(self.max_length)
@@ -318,11 +329,11 @@ class Vocabulary(Encoding):
         Raises:
             EncodingError: a value is not a text, such as a missing one; says which.
         """
-        empty = cls(ids={}, max_length=max_length, split=split, lowercase=lowercase)
+        empty = cls(ids={}, max_length=max_length, split=split, lowercase=lowercase, composed=True)
         counts = Counter(token for text in _texts_of(list(texts)) for token in empty._tokens(text))
         frequent = sorted(counts, key=lambda token: (-counts[token], token))[: max_size - 2]
         ids = {token: number for number, token in enumerate(frequent, 2)}
-        return cls(ids=ids, max_length=max_length, split=split, lowercase=lowercase)
+        return replace(empty, ids=ids)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -333,6 +344,7 @@ class Vocabulary(Encoding):
         return 1 + max([*self.ids.values(), self.unknown, self.padding])
 
     def _tokens(self, text: str) -> Sequence[str]:
+        text = compose(text) if self.composed else text
         text = text.lower() if self.lowercase else text
         return text if self.split == "characters" else _WORD.findall(text)
 
@@ -418,6 +430,11 @@ class Tokenizer(Encoding):
     def decode(self, numbers: Any) -> str:
         kept = [int(number) for number in numbers if int(number) != self.padding]
         return str(self._tokenizer.decode(kept))
+
+
+def compose(text: str) -> str:
+    """Return a text in Unicode's form NFC, by which equal texts have the same characters."""
+    return unicodedata.normalize("NFC", text)
 
 
 def show_category(value: str) -> str:

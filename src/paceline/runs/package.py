@@ -200,14 +200,14 @@ def open_package(
                 "Export it again, or pull it from an intact registry."
             )
         return package
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         raise PackageError(f"there is no package {path}: no such directory.")
     return verify_package(path, on_read)
 
 
 def is_path(place: str | Path) -> bool:
     """Return whether a package is named by its directory rather than by a reference."""
-    return isinstance(place, Path) or os.sep in place or (Path(place) / MANIFEST).is_file()
+    return isinstance(place, Path) or os.sep in place or os.path.isfile(Path(place) / MANIFEST)
 
 
 def verify_package(path: Path, on_read: Callable[[int], None] = lambda size: None) -> Package:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import json
 import logging
 import math
 import os
+import posixpath
 import queue
 import re
 import tempfile
@@ -150,7 +152,7 @@ class MlflowTracker:
         for name, text in tags.items():
             self._client.set_tag(self._run, name, text)
         for name, value in values.items():
-            self._client.log_metric(self._run, name, value)
+            self._client.log_metric(self._run, mlflow_name(name), value)
         self._finished = True
 
     def close(self) -> None:
@@ -284,7 +286,7 @@ def log_mlflow_params(client: Any, run_id: str, options: Mapping[str, Any]) -> N
     """Log options as parameters."""
     from mlflow.entities import Param
 
-    params = (Param(name, str(value)[:_LONGEST]) for name, value in options.items())
+    params = (Param(mlflow_name(name), str(value)[:_LONGEST]) for name, value in options.items())
     while some := list(itertools.islice(params, _MOST_AT_ONCE)):
         client.log_batch(run_id, params=some)
 
@@ -293,7 +295,24 @@ def mlflow_metrics(step: int, at: float, values: Mapping[str, float]) -> list[An
     """Return the values of a step as MLflow's metrics; ``at`` is Unix time."""
     from mlflow.entities import Metric
 
-    return [Metric(name, value, int(at * 1000), step) for name, value in values.items()]
+    return [Metric(mlflow_name(name), value, int(at * 1000), step) for name, value in values.items()]
+
+
+_MLFLOW_MEANS = {"@": "_at_", "%": "_percent"}
+_LONGEST_NAME = 250
+
+
+def mlflow_name(name: str) -> str:
+    """Return a name that MLflow takes, which refuses a whole record for one other: ``acc@5`` becomes ``acc_at_5``.
+
+    Names that differ stay different: where a letter cannot be kept, digits that follow from the name are appended.
+    """
+    taken = "".join(_MLFLOW_MEANS.get(letter, letter) for letter in name)
+    path = posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", taken))
+    if path != taken or path.startswith((".", "/")) or len(path) > _LONGEST_NAME:
+        digits = hashlib.sha256(name.encode()).hexdigest()[:6]
+        path = f"{path.lstrip('./')[: _LONGEST_NAME - len(digits) - 1]}_{digits}"
+    return path
 
 
 def make_database(uri: str) -> None:
@@ -401,7 +420,7 @@ def _mode() -> Any:
 #
 # A run is deterministic, so steps repeated after a fault give the values already sent, and are not sent twice.
 # ``trackers/NAME.json`` records the progress and the tracker's id of the run. A tracker that fails is disabled after
-# one warning, and gets the missing records when the run resumes; training never waits for it.
+# one warning, and gets the missing records if the run continues later; training never waits for it.
 
 
 _log = logging.getLogger(__name__)
@@ -492,7 +511,7 @@ class TrackerWriter:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._abandoned = True
-            self._warn(f"did not take all records within {timeout_s:.0f} s; resuming the run sends the rest")
+            self._warn(f"did not take all records within {timeout_s:.0f} s")
             self._thread.join(_LAST_S)
         elif self._lost:
             self._warn(f"was too slow for {self._lost} records")
@@ -551,10 +570,9 @@ class TrackerWriter:
 
     def _warn(self, what: str) -> None:
         self._has_warned = True
-        _log.warning(
-            "--log-to %s %s. Training continues; metrics.jsonl and TensorBoard have all records.",
-            *(self._name, _CREDENTIALS.sub("//", what)),
-        )
+        rest = "" if self._result is not None else " Training continues; a later resume of the run sends the rest."
+        what = _CREDENTIALS.sub("//", what)
+        _log.warning("--log-to %s %s. metrics.jsonl and TensorBoard have all records.%s", self._name, what, rest)
 
 
 def finite_scalars(record: Mapping[str, Any]) -> dict[str, float]:

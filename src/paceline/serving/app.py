@@ -344,6 +344,8 @@ class App:
             status, headers, body = error_answer(failure.status, str(failure), failure.headers)
         except asyncio.CancelledError:
             raise
+        except RecursionError:  # nothing else here nests
+            status, headers, body = error_answer(400, "the request has values that are nested too deeply.")
         except Exception:
             log.exception("%s %s", request.method, request.path)
             status, headers, body = error_answer(500, "internal server error; see the server's log.")

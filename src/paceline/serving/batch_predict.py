@@ -15,6 +15,7 @@ import sys
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,21 @@ from paceline.serving.model import Array, Arrays, ModelSpec, ServedModel, Servin
 from paceline.serving.replica_process import ReplicaStarter
 from paceline.serving.replicas import LocalDeployment
 from paceline.serving.tables import (
+    EXACT_FLOATS,
     FORMATS,
+    MISSING,
     SUFFIXES,
     CellError,
     Rows,
     Table,
     columns_of,
+    convert_cells,
+    csv_rows,
     describe_not_utf8,
     encode_texts,
     is_table_of,
     kind_of,
+    load_json,
     read_heading,
     read_table,
     records_of,
@@ -140,8 +146,7 @@ def _is_nameless(heading: Sequence[str], spec: ModelSpec) -> bool:
         return False
     [tensor] = spec.inputs.values()
     # Columns that are named otherwise may be other columns.
-    is_heading = bool(heading) and not _is_number(heading[0])
-    return tensor.dtype != "str" and not (tensor.columns and is_heading)
+    return tensor.dtype != "str" and not (tensor.columns and _is_heading(heading))
 
 
 def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
@@ -155,7 +160,8 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
             with np.load(path, allow_pickle=False) as archive:
                 raw = {name: archive[name] for name in archive.files}
         elif kind == ".csv":
-            raw = {_only_input(spec, path): _csv(path)}
+            name = _only_input(spec, path)
+            raw = {name: _csv(path, spec.inputs[name])}
         elif kind == ".json":
             document = _read_json(path)
             raw = document if isinstance(document, dict) else {_only_input(spec, path): document}
@@ -178,7 +184,7 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes(), parse_float=_number)
+        return load_json(path.read_bytes())
     except UnicodeDecodeError as error:
         raise DataError(describe_not_utf8(str(path), error)) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -219,29 +225,37 @@ def _picture(path: Path, spec: ModelSpec) -> Array:
     return np.ascontiguousarray(pixels[..., 0] if len(shape) == 2 else pixels)[np.newaxis]
 
 
-def _csv(path: Path) -> Array:
-    with path.open(newline="", encoding="utf-8") as file:
-        lines = [line for line in csv.reader(file) if line]
-    if lines and not _is_number(lines[0][0]):  # a header line
-        del lines[0]
-    values = np.asarray([[_number(cell) for cell in line] for line in lines])
-    return values
+def _csv(path: Path, tensor: TensorSpec) -> Array:
+    """Read a CSV without the input's name: a column for each element of the tensor."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file)
+        first = next(reader, [])
+        rows = [] if _is_heading(first) else [(reader.line_num, first)]
+        rows += csv_rows(reader, len(first))
+    for line, row in rows:
+        if len(row) != len(first):
+            raise ValueError(f"line {line} has {len(row)} cells, but the first one has {len(first)}.")
+    element = replace(tensor, shape=(), columns={})
+    columns = []
+    for number in range(len(first)):
+        try:
+            columns.append(convert_cells(f"column {number + 1}", [row[number] for _, row in rows], element, True))
+        except CellError as error:
+            raise ValueError(f"line {rows[error.row or 0][0]}, {error}.") from None
+    return np.stack(columns, axis=1) if columns else np.empty((0, 0), tensor.dtype)
 
 
-def _number(text: str) -> float:
-    """Parse a number; one beyond the range of a float, such as 1e400, is not an infinity."""
-    value = float(text)
-    if math.isinf(value) and "inf" not in text.lower():
-        raise ValueError(f"{text:.40} is beyond the range of a float")
-    return value
+def _is_heading(row: Sequence[str]) -> bool:
+    """Return whether a CSV's first row holds names: no cell is empty, or like a number in whatever digits."""
 
+    def is_like_number(cell: str) -> bool:
+        try:
+            float(cell)
+        except ValueError:
+            return not cell.strip()
+        return True
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return bool(row) and not any(map(is_like_number, row))
 
 
 def _conform(path: Path, raw: Mapping[str, Any], spec: ModelSpec) -> dict[str, Array]:
@@ -280,9 +294,14 @@ def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
         with np.errstate(invalid="ignore", over="ignore"):
             converted = array.astype(tensor.dtype)
         is_exact = np.dtype(tensor.dtype).kind in "biu"
+        if is_exact and array.dtype.kind == "f" and (np.abs(array) >= EXACT_FLOATS).any():
+            raise DataError(f"{path}: {name} contains floats of 2**53 and more, which may be other whole numbers.")
         if not (converted == array if is_exact else np.isfinite(converted) | ~np.isfinite(array)).all():
             raise DataError(f"{path}: {name} contains numbers that {tensor.dtype} cannot represent.")
         array = converted
+    if array.dtype.kind == "f" and not tensor.allow_missing and (missing := np.isnan(array)).any():
+        row = int(np.argmax(missing.reshape(len(array), -1).any(axis=1)))
+        raise DataError(f"{path}, row {row + 1}: {name} {MISSING}, but has a NaN.")
     if tensor.minimum is not None and (array < tensor.minimum).any():
         raise DataError(f"{path}: {name} contains numbers below {tensor.minimum}, the model's smallest.")
     if tensor.maximum is not None and (array > tensor.maximum).any():

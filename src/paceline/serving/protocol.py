@@ -18,7 +18,16 @@ from paceline.serving.connection import JSON_TYPE, Headers
 from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec
 from paceline.serving.replicas import Deployment
 from paceline.serving.request_bodies import LARGE_BYTES
-from paceline.serving.tables import CellError, check_length, columns_of, encode_texts, text_array, to_inputs, to_record
+from paceline.serving.tables import (
+    MISSING,
+    CellError,
+    check_length,
+    columns_of,
+    encode_texts,
+    text_array,
+    to_inputs,
+    to_record,
+)
 
 # --- Inference requests: JSON, and the extension for binary tensors ---
 #
@@ -124,7 +133,12 @@ def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Arra
     except CellError as error:
         place = "rows" if error.row is None else f"rows[{error.row}]"
         raise InvalidRequest(f"{place}: {error.column} {error.problem}.") from None
-    return inputs, {name: cells for name, cells in columns.items() if name not in used}
+    others = {name: cells for name, cells in columns.items() if name not in used}
+    try:
+        orjson.dumps([[others]])  # the answer repeats them as deep as this; orjson reads more levels than it writes
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(f"rows: other values cannot be repeated in the answer: {error}.") from None
+    return inputs, others
 
 
 def _load(text: bytes | bytearray | memoryview) -> Any:
@@ -274,7 +288,7 @@ def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Arra
         if size is None:
             arrays[name] = _from_json(name, tensor_spec, shape, entry)
         else:
-            arrays[name], offset = _from_binary(name, tensor_spec.dtype, shape, entry, size, binary, offset)
+            arrays[name], offset = _from_binary(name, tensor_spec, shape, entry, size, binary, offset)
         _check_range(name, tensor_spec, arrays[name])
     if offset != len(binary):
         raise InvalidRequest(f"{len(binary) - offset} bytes after the JSON do not belong to any input.")
@@ -328,7 +342,7 @@ def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, 
 
 def _from_binary(
     name: str,
-    dtype: str,
+    spec: TensorSpec,
     shape: tuple[int, ...],
     entry: Mapping[str, Any],
     size: Any,
@@ -338,6 +352,7 @@ def _from_binary(
     """Read a tensor from the bytes after the JSON; return it and the next tensor's offset."""
     if "data" in entry:
         raise InvalidRequest(f"input {name} has both data and binary_data_size; remove one of them.")
+    dtype = spec.dtype
     if dtype == "str":
         if type(size) is not int or not 0 < size <= len(binary) - offset:
             raise InvalidRequest(f"input {name} has {size!r:.40} bytes, but {len(binary) - offset} follow the JSON.")
@@ -351,8 +366,10 @@ def _from_binary(
     piece = binary[offset : offset + needed]
     if dtype == "bool" and np.frombuffer(piece, np.uint8).max() > 1:
         raise InvalidRequest(f"input {name}: each BOOL must be a byte of value 0 or 1.")
-    little_endian = np.dtype(dtype).newbyteorder("<")
-    return np.frombuffer(piece, little_endian).astype(dtype, copy=False).reshape(shape), offset + needed
+    array = np.frombuffer(piece, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False).reshape(shape)
+    if array.dtype.kind == "f" and not spec.allow_missing and np.isnan(array.min()):  # min() of a NaN is NaN
+        raise InvalidRequest(f"input {name}: data {MISSING}, but has a NaN.")
+    return array, offset + needed
 
 
 def _texts_from_binary(name: str, shape: tuple[int, ...], content: memoryview) -> Array:

@@ -7,14 +7,14 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import IO, Any
 
 import numpy as np
 
-from paceline.core.encodings import MAX_TEXT_LENGTH, EncodingError
+from paceline.core.encodings import MAX_TEXT_LENGTH, EncodingError, compose
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.inference import TensorSpec
 from paceline.serving.model import Array, Arrays, ModelSpec, rows_of
@@ -40,7 +40,16 @@ class CellError(Exception):
 
 def is_table_of(columns: Sequence[str], spec: ModelSpec) -> bool:
     """Return whether these columns hold all inputs of a model."""
-    return all(_columns_of(name, tensor, columns) for name, tensor in spec.inputs.items())
+    spelled = list(_spelled(columns, spec))
+    return all(_columns_of(name, tensor, spelled) for name, tensor in spec.inputs.items())
+
+
+def _spelled(columns: Iterable[str], spec: ModelSpec) -> dict[str, str]:
+    """Return each column's name by the model's spelling of it, if Unicode calls the two equal, or else by itself."""
+    given = list(columns)
+    names = {compose(each): each for name, tensor in spec.inputs.items() for each in tensor.columns or [name]}
+    spelled = {names.get(compose(name), name): name for name in given}
+    return {**spelled, **{name: name for name in given if name in spelled}}
 
 
 def to_inputs(
@@ -65,6 +74,8 @@ def to_inputs(
     """
     arrays: dict[str, Array] = {}
     used: list[str] = []
+    spelled = _spelled(columns, spec)
+    columns = {name: columns[given] for name, given in spelled.items()}
     for name, tensor in spec.inputs.items():
         found = _columns_of(name, tensor, list(columns))
         if not found:
@@ -74,8 +85,8 @@ def to_inputs(
             arrays[name] = _convert_column(name, columns[name], tensor, is_text)
         else:
             element = replace(tensor, shape=(), columns={})
-            arrays[name] = np.stack([_convert_cells(one, columns[one], element, is_text) for one in found], axis=1)
-        used += found
+            arrays[name] = np.stack([convert_cells(one, columns[one], element, is_text) for one in found], axis=1)
+        used += [spelled[one] for one in found]
     return encode_texts(arrays, spec), used
 
 
@@ -121,7 +132,7 @@ def _columns_of(name: str, tensor: TensorSpec, columns: Sequence[str]) -> list[s
 
 def _convert_column(column: str, cells: Sequence[Any], tensor: TensorSpec, is_text: bool) -> Array:
     if not tensor.shape:
-        return _convert_cells(column, cells, tensor, is_text)
+        return convert_cells(column, cells, tensor, is_text)
     rows = [_convert_list(row, column, cell, tensor, is_text) for row, cell in enumerate(cells)]
     for number, row in enumerate(rows):
         if row.shape != rows[0].shape:
@@ -133,7 +144,7 @@ def _convert_column(column: str, cells: Sequence[Any], tensor: TensorSpec, is_te
 def _convert_list(row: int, column: str, cell: Any, tensor: TensorSpec, is_text: bool) -> Array:
     expected = "[" + ", ".join("any" if size is None else str(size) for size in tensor.shape) + "]"
     try:
-        values = np.asarray(json.loads(cell) if is_text else cell, dtype=object)
+        values = np.asarray(load_json(cell) if is_text else cell, dtype=object)
     except (ValueError, RecursionError):
         raise CellError(row, column, f"must be a list of the shape {expected}, but is {_show(cell, is_text)}") from None
     fits = len(values.shape) == len(tensor.shape) and all(
@@ -144,12 +155,12 @@ def _convert_list(row: int, column: str, cell: Any, tensor: TensorSpec, is_text:
     if tensor.max_size is not None and max(values.shape) > tensor.max_size:
         raise CellError(row, column, f"has more than {tensor.max_size} elements, the model's most")
     try:
-        return _convert_cells(column, values.ravel().tolist(), tensor, False).reshape(values.shape)
+        return convert_cells(column, values.ravel().tolist(), tensor, False).reshape(values.shape)
     except CellError as error:
         raise CellError(row, column, error.problem) from None
 
 
-def _convert_cells(column: str, cells: Sequence[Any], tensor: TensorSpec, is_text: bool) -> Array:
+def convert_cells(column: str, cells: Sequence[Any], tensor: TensorSpec, is_text: bool) -> Array:
     """Convert cells to numbers of the input's dtype and range, or to texts."""
     if tensor.dtype == "str":
         return text_array([_parse_text(row, column, cell, tensor) for row, cell in enumerate(cells)], (len(cells),))
@@ -168,7 +179,7 @@ def _convert_cells(column: str, cells: Sequence[Any], tensor: TensorSpec, is_tex
         except (ValueError, TypeError, OverflowError) as error:
             kind = {"b": "true or false", "f": "a number"}.get(dtype.kind, "a whole number")
             what = "is empty" if cell in (None, "") else f"is {_show(cell, is_text)}"
-            reason = f" ({error})" if isinstance(error, OverflowError) else ""
+            reason = f" ({error})" if isinstance(error, OverflowError | _OutOfRange) else ""
             raise CellError(row, column, f"must be {kind}, but {what}{reason}") from None
     if dtype.kind == "b":
         return np.asarray(numbers, dtype)
@@ -179,7 +190,9 @@ def _convert_cells(column: str, cells: Sequence[Any], tensor: TensorSpec, is_tex
     most = min(highest, math.inf if tensor.maximum is None else tensor.maximum)
     is_open = dtype.kind == "f" and tensor.minimum is None and tensor.maximum is None
     for row, number in enumerate(numbers):
-        is_missing = tensor.allow_missing and math.isnan(number)
+        is_missing = math.isnan(number)
+        if is_missing and not tensor.allow_missing:
+            raise CellError(row, column, f"{MISSING}, but is {_show(cells[row], is_text)}")
         if not (least <= number <= most or is_missing or (is_open and not math.isfinite(number))):
             raise CellError(row, column, f"must be between {least:g} and {most:g}, but is {number!r:.80}")
     return np.asarray(numbers, dtype)
@@ -217,25 +230,56 @@ def text_array(texts: Sequence[str], shape: tuple[int, ...]) -> Array:
     return array.reshape(shape)
 
 
+EXACT_FLOATS = 2**53
+"""From here, a float may be another whole number than its digits."""
+
+MISSING = "must be a number, since this model takes no missing values"
+"""What is wrong with a NaN."""
+
+_NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf(?:inity)?|nan)", re.ASCII | re.IGNORECASE)
+
+
+class _OutOfRange(ValueError):
+    """A number that a float does not hold."""
+
+
+def parse_number(text: str) -> float:
+    """Return the number of a text in ASCII digits, with white space around it; Python's ``float`` takes more.
+
+    Raises:
+        ValueError: it is not a number, or beyond the range of a float, such as 1e400, which is not an infinity.
+    """
+    if not _NUMBER.fullmatch(text.strip()):
+        raise ValueError(f"{text!r:.40} is not a number")
+    number = float(text)
+    if math.isinf(number) and "inf" not in text.lower():
+        raise _OutOfRange(f"{text:.40} is beyond the range of a float")
+    return number
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a number, of any size."""
+    return _NUMBER.fullmatch(text.strip()) is not None
+
+
 def _parse_float(cell: Any) -> float:
     if isinstance(cell, bool):
         raise TypeError
-    number = float(cell)
-    if isinstance(cell, str) and math.isinf(number) and "inf" not in cell.lower():
-        raise OverflowError("beyond the range of a float")
-    return number
+    return parse_number(cell) if isinstance(cell, str) else float(cell)
 
 
 def _parse_int(cell: Any) -> int:
     if isinstance(cell, bool):
         raise TypeError
     if isinstance(cell, str):
-        try:
+        number = parse_number(cell)
+        if cell.strip().lstrip("+-").isdigit():
             return int(cell)
-        except ValueError:
-            cell = float(cell)
+        cell = number
     if int(cell) != cell:
         raise ValueError
+    if isinstance(cell, float) and abs(cell) >= EXACT_FLOATS:
+        raise _OutOfRange("write a whole number of this size with all its digits")
     return int(cell)
 
 
@@ -342,17 +386,39 @@ def _read_csv(source: str, text: io.TextIOWrapper) -> Table:
     if len(set(heading)) != len(heading):
         raise DataError(f"{source}, line 1: a column's name occurs twice. Give each column a name of its own.")
     lines, places = [], []
-    for line in reader:
-        if not line:
-            continue
+    for number, line in csv_rows(reader, len(heading)):
         if len(line) != len(heading):
-            raise DataError(
-                f"{source}, line {reader.line_num} has {len(line)} cells, but the heading has {len(heading)}."
-            )
+            raise DataError(f"{source}, line {number} has {len(line)} cells, but the heading has {len(heading)}.")
         lines.append(line)
-        places.append(reader.line_num)
+        places.append(number)
     cells: Sequence[Sequence[str]] = list(zip(*lines, strict=True)) or [()] * len(heading)
     return Table(dict(zip(heading, cells, strict=True)), places)
+
+
+def csv_rows(reader: Any, columns: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a ``csv.reader`` with their lines' numbers.
+
+    In a table of one column, an empty line before another row is a row with an empty cell. Other empty lines are skipped.
+    """
+    empty = []
+    for row in reader:
+        if not row:
+            empty.append(reader.line_num)
+            continue
+        if columns == 1:
+            yield from ((number, [""]) for number in empty)
+        empty.clear()
+        yield reader.line_num, row
+
+
+def load_json(text: str | bytes) -> Any:
+    """Parse JSON whose numbers are within the range of a float.
+
+    Raises:
+        ValueError: it is not such JSON.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, parse_float=parse_number)
 
 
 def _read_jsonl(source: str, text: io.TextIOWrapper) -> Table:
@@ -361,7 +427,7 @@ def _read_jsonl(source: str, text: io.TextIOWrapper) -> Table:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = load_json(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{source}, line {number} is not JSON: {_describe_json_error(error)}.") from None
         if not isinstance(record, dict):
@@ -374,7 +440,7 @@ def _read_jsonl(source: str, text: io.TextIOWrapper) -> Table:
 def _read_json(source: str, text: io.TextIOWrapper) -> Table:
     """Read a list of records, or the body of a request to ``POST /predict``."""
     try:
-        document = json.load(text)
+        document = load_json(text.read())
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:
@@ -405,7 +471,7 @@ def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _read_parquet(source: str, content: IO[bytes]) -> Table:
-    parquet = _require_parquet(source)
+    parquet = _import_parquet(source)
     try:
         # From memory, since standard input cannot be read from its end.
         table = parquet.read_table(io.BytesIO(content.read()))
@@ -414,7 +480,7 @@ def _read_parquet(source: str, content: IO[bytes]) -> Table:
     return Table({name: table[name].to_pylist() for name in table.column_names})
 
 
-def _require_parquet(source: str) -> Any:
+def _import_parquet(source: str) -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -500,6 +566,28 @@ def _label(outputs: Mapping[str, Sequence[Any] | Array], spec: ModelSpec, i: int
     return label
 
 
+def check_columns(rows: Rows, output: str, suffix: str) -> None:
+    """Check before hours of work that an output can hold the other columns of a table.
+
+    Raises:
+        DataError: a column of a Parquet file cannot hold these cells; names it.
+    """
+    if suffix != ".parquet":
+        return
+    _import_parquet("--output")
+    import pyarrow
+
+    for name, cells in ({"source": rows.names} if rows.other_columns is None else rows.other_columns).items():
+        try:
+            pyarrow.array(list(cells))
+        except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(
+                f"--output {output}: Parquet cannot hold the column {name}: {reason:.200}. Make its cells of one kind, "
+                "leave the column out, or write a .jsonl."
+            ) from None
+
+
 def write(file: IO[bytes], suffix: str, parts: Iterator[Arrays], spec: ModelSpec, rows: Rows) -> None:
     """Write the predictions of all rows, given in parts, as one of :data:`FORMATS`."""
     if suffix == ".npz":
@@ -508,12 +596,13 @@ def write(file: IO[bytes], suffix: str, parts: Iterator[Arrays], spec: ModelSpec
         np.savez(file, allow_pickle=False, **arrays)
         return
     if suffix == ".parquet":
-        parquet = _require_parquet("--output")
+        parquet = _import_parquet("--output")
         import pyarrow
 
         parquet.write_table(pyarrow.Table.from_pylist(list(_records(parts, spec, rows))), file)
         return
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    # Not every name of a file, nor every text of JSON, is Unicode.
+    text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
     if suffix == ".csv":
         writer = csv.writer(text)
         for number, record in enumerate(_records(parts, spec, rows)):
@@ -577,8 +666,4 @@ def _csv_cell(value: Any) -> Any:
     """
     if not isinstance(value, str) or not value.startswith(_FORMULA):
         return value
-    try:
-        float(value)
-    except ValueError:
-        return f"'{value}"
-    return value
+    return value if is_number(value) else f"'{value}"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 from ray.tune import Trainable
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
@@ -218,8 +217,11 @@ class _NamedTrial:
     trial_id: str
 
 
+_WORST = 1e300  # instead of infinity: numpy finds no quantile between two infinities, and so none would be below it
+
+
 class Asha(ASHAScheduler):  # type: ignore[misc]
-    """Tune's ASHA, which continues from earlier results."""
+    """Tune's ASHA, which continues from earlier results, and stops a trial whose metric is NaN where it compares it."""
 
     def __init__(self, search: Search) -> None:
         evaluations = search.evaluations or _MAX_EVALUATIONS
@@ -245,7 +247,7 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
             elif not result.metrics:
                 continue
             values = {TIME: result.iteration, OBJECTIVE: worst if value is None else value}
-            super().on_trial_result(None, name, values)
+            self._compare(None, name, values)
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         """Add a trial, unless it is already known."""
@@ -254,9 +256,19 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Compare a result; this may stop the trial."""
-        # The quantile between two infinite values is undefined, about which numpy would warn.
-        with numpy.errstate(invalid="ignore"):
-            return str(super().on_trial_result(tune_controller, _name(trial), result))
+        return self._compare(tune_controller, _name(trial), result)
+
+    def _compare(self, tune_controller: Any, name: _NamedTrial, result: Mapping[str, Any]) -> str:
+        value, before = result[OBJECTIVE], self._comparisons(name)
+        clipped = {**result, OBJECTIVE: min(max(value, -_WORST), _WORST)}
+        decision = str(super().on_trial_result(tune_controller, name, clipped))
+        if decision == TrialScheduler.CONTINUE and math.isinf(value) and self._comparisons(name) > before:
+            self._num_stopped += 1  # it is the worst also where it is the first
+            return str(TrialScheduler.STOP)
+        return decision
+
+    def _comparisons(self, name: _NamedTrial) -> int:
+        return sum(name.trial_id in recorded for _, recorded in self._brackets[0]._rungs)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Record the last result of a trial, unless it was interrupted."""
@@ -268,7 +280,11 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
         rungs = []
         for milestone, recorded in self._brackets[0]._rungs:
             cutoff = self._brackets[0].cutoff(recorded)
-            condition = "" if cutoff is None else f", {self._metric_op * cutoff:.6g} to pass"
+            condition = (
+                ""
+                if cutoff is None or abs(cutoff) > _WORST / len(recorded)
+                else f", {self._metric_op * cutoff:.6g} to pass"
+            )
             rungs.append(f"iteration {milestone:g}: {len(recorded)} trials{condition}")
         return f"ASHA: {self._num_stopped} stopped; rungs: {' | '.join(rungs)}"
 

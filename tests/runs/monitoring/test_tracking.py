@@ -17,7 +17,7 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.files import read_json_lines
 from paceline.runs.directory import RunDirectory
-from paceline.runs.trackers import RunInfo, TrackerWriter, require
+from paceline.runs.trackers import RunInfo, TrackerWriter, mlflow_metrics, require
 
 TASK = Path(__file__).parents[2] / "insight" / "dashboard" / "paced.py"
 
@@ -141,9 +141,48 @@ def test_a_tracker_that_fails_is_told_once_and_stops_nothing(
     assert [step for step, _ in recorder.rows] == [10]
     (told,) = (record.getMessage() for record in caplog.records)
     assert told == (
-        "--log-to mlflow failed: ConnectionError: https://tracker.example does not answer. Training continues; "
-        "metrics.jsonl and TensorBoard have all records."
+        "--log-to mlflow failed: ConnectionError: https://tracker.example does not answer. metrics.jsonl and "
+        "TensorBoard have all records. Training continues; a later resume of the run sends the rest."
     )
+
+
+def test_a_finished_run_promises_no_rest(tracked: RunInfo, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not resumed, so nothing would send it."""
+    caplog.set_level(logging.WARNING)
+    writer = TrackerWriter("mlflow", Recorder(fails_at=20), tracked)
+    writer.write(train(20))
+    writer.finish({"metrics": {}})
+    writer.close()
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.endswith("does not answer. metrics.jsonl and TensorBoard have all records.")
+
+
+@pytest.mark.integration
+def test_mlflow_takes_every_name_of_a_metric() -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    names = [
+        "train/acc@5",
+        "f1(macro)",
+        "f1[macro]",
+        "a//b",
+        "../x",
+        "/x",
+        ".",
+        "x" * 300,
+        "größe",
+        "50%",
+        "a\tb",
+        "Δ",
+        "",
+    ]
+    names += ["eval/val/loss", "a b", "a:b", "a.b-c_d"]
+    sent = [metric.key for metric in mlflow_metrics(1, 0, dict.fromkeys(names, 1.0))]
+    for name in sent:
+        _validate_metric_name(name)
+        assert len(name) <= 250
+    assert len(set(sent)) == len(names), "each has its own curve"
+    assert (sent[0], sent[-4:]) == ("train/acc_at_5", names[-4:])
 
 
 def test_a_tracker_that_is_not_there_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
