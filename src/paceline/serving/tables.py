@@ -398,7 +398,7 @@ def _read_csv(source: str, text: io.TextIOWrapper) -> Table:
 def csv_rows(reader: Any, columns: int) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a ``csv.reader`` with their lines' numbers.
 
-    In a table of one column, an empty line before another row is a row with an empty cell. Other empty lines are skipped.
+    In a table of one column, an empty line before another row is a row with an empty cell. Others are skipped.
     """
     empty = []
     for row in reader:
