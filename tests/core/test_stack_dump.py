@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import paceline
 from paceline.core.stack_dump import (
@@ -171,4 +173,51 @@ def test_own_threads() -> None:
         assert all_stacks(first=thread.ident).startswith("Thread waiting-for-the-test:\n")
     finally:
         go_on.set()
+        thread.join()
+
+
+class Nested(torch.autograd.Function):
+    """Its backward runs another backward, and so on; the engine continues a deep one in a thread of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int, hook: Callable[[], None]) -> torch.Tensor:
+        ctx.depth, ctx.hook = depth, hook
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.depth == 0:
+            ctx.hook()
+        else:
+            run_nested(ctx.depth - 1, ctx.hook)
+        return gradient, None, None
+
+
+def run_nested(depth: int, hook: Callable[[], None]) -> None:
+    with torch.enable_grad():
+        Nested.apply(torch.ones(1, requires_grad=True), depth, hook).sum().backward()
+
+
+def test_a_hook_in_a_thread_of_autograd_is_where_the_caller_of_backward_is() -> None:
+    """On a GPU each hook is called there; on a CPU, a backward within backwards within backwards is."""
+    entered, released = threading.Event(), threading.Event()
+
+    def wait_for_the_others() -> None:
+        entered.set()
+        released.wait()
+
+    thread = threading.Thread(target=run_nested, args=(100, wait_for_the_others))
+    thread.start()
+    try:
+        entered.wait()
+        assert thread.ident is not None
+        own = sys._current_frames()[thread.ident]
+        while own.f_code.co_name != "_engine_run_backward":  # it is on its way there
+            time.sleep(0.01)
+            own = sys._current_frames()[thread.ident]
+        place = locate_user_frame(frames_of(thread.ident))
+        assert "wait_for_the_others` (test_stack_dump.py:" in place.where
+        assert place.is_users
+    finally:
+        released.set()
         thread.join()

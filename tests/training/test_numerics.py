@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -246,6 +248,48 @@ def test_only_the_computation_of_a_step_is_checked(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "deterministic_kernels", note_checked)
     paceline.fit(Noting(num_val=8), run_dir=str(tmp_path / "run"), max_steps=2, device="cpu")
     assert Checked.seen == {"training": {True}, "update": {True}, "callback": {False}, "evaluation": {False}}
+
+
+PUTTING = '''
+from dataclasses import dataclass
+
+import torch
+from tests.training.tasks import Points
+
+
+@dataclass
+class Putting(Points):
+    """Writes in no order, into what nobody reads."""
+
+    where: str = "training"
+
+    def loss(self, model, batch):
+        if self.where == ("training" if model.training else "evaluation"):
+            place = torch.zeros(4, device=batch[0].device)
+            place.put_(torch.tensor([0, 1], device=batch[0].device), torch.ones(2, device=batch[0].device))
+        return super().loss(model, batch)
+'''
+
+
+@pytest.mark.integration
+def test_training_on_a_gpu_names_the_operation(
+    run_processes: Processes, gpu_stand_in: Any, tests_importable: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "putting.py").write_text(PUTTING)
+    env = gpu_stand_in.env(1)
+    env["PYTHONPATH"] += os.pathsep + tests_importable["PYTHONPATH"]
+
+    def train(where: str, reduction: str) -> subprocess.CompletedProcess[str]:
+        options = ("--set", f"where={where}", "--set", "num_val=8", "--reduction", reduction, "--device", "cuda")
+        run = tmp_path / f"{where}-{reduction}"
+        return run_processes.paceline("train", "putting.py:Putting", *options, "--run-dir", run, env=env)
+
+    refused = train("training", "exact")
+    assert refused.returncode == 2
+    assert "the operation put_ has no deterministic kernel" in refused.stderr
+    assert "--reduction allreduce" in refused.stderr
+    for done in (train("training", "allreduce"), train("evaluation", "exact")):
+        assert done.returncode == 0, done.stderr
 
 
 CUBLAS = (

@@ -35,6 +35,7 @@ _OURS = f"{Path(paceline.__file__).parent}/"
 _RECIPES = f"{_OURS}training/tasks/"  # tasks, as a user would write them
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _FUNCTIONAL = "/torch/distributed/_functional_collectives.py"  # what split layers wait in
+_ENGINE = ("/torch/autograd/graph.py", "_engine_run_backward")
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -96,8 +97,28 @@ def locate_user_frame(frames: Sequence[Frame]) -> UserFrame:
 
 
 def frames_of(thread: int) -> list[Frame]:
-    """Return the frames of a thread of this process, innermost first."""
-    frame: FrameType | None = sys._current_frames().get(thread)
+    """Return the frames of a thread of this process, innermost first.
+
+    A thread that runs a backward on a GPU waits for a thread of torch's autograd, which calls the hooks and the user's
+    functions: the frames of that one come first. If there are several, as for several GPUs, that of a collective does.
+    """
+    stacks = {ident: _unwind(frame) for ident, frame in sys._current_frames().items()}
+    frames = stacks.pop(thread, [])
+    if not frames or frames[0].name != _ENGINE[1] or not frames[0].file.endswith(_ENGINE[0]):
+        return frames
+    python_threads = {
+        thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)
+    }
+    hooks = [stack for ident, stack in stacks.items() if ident not in python_threads]
+    return max(hooks, key=_is_in_collective, default=[]) + frames
+
+
+def _is_in_collective(frames: Sequence[Frame]) -> bool:
+    return any(frame.file.endswith((_COLLECTIVES, _FUNCTIONAL)) for frame in frames)
+
+
+def _unwind(innermost: FrameType) -> list[Frame]:
+    frame: FrameType | None = innermost
     frames = []
     while frame is not None:
         code = frame.f_code

@@ -10,9 +10,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
+import torch
+from torch import distributed as dist
+
 from paceline.core.errors import PeerLostError
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.parallel.device import LocalDevice
+from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.process_group import form_group
 from paceline.parallel.world import World
 from paceline.torch_internals import PrefixStore, Store, TCPStore, restart_group_names
@@ -144,8 +148,11 @@ def open_process_group(
                         formed=connections.opened,
                     )
                 )
+            except (dist.DistBackendError, torch.OutOfMemoryError):
+                with translate_peer_errors():
+                    raise
             except RuntimeError as error:
-                # Any failure between processes that an agent has grouped means that one of them is gone.
+                # Any other failure between processes that an agent has grouped means that one of them is gone.
                 raise PeerLostError(f"the group could not be formed: {str(error).splitlines()[0]}") from error
             yield world
     finally:
