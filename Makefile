@@ -7,6 +7,10 @@ SHELL := /bin/sh
 
 PYTHON ?=
 ARGS ?=
+# The release of torch that is installed: `locked`, `existing` (PYTHON's own, which stays as it is) or a version; and the
+# package index that has the right wheel of it, where pip's own has another.
+TORCH ?= locked
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -38,6 +42,14 @@ test-systems: install-dev test-packages system-packages other-launchers ## Run t
 .PHONY: test-all
 test-all: install-dev test-packages system-packages other-launchers $(VENV)/.horovod-tensorflow ## Run all tests
 	@$(PYTEST) --cold --hypothesis-profile=long $(ARGS)
+
+# Left out are the tests of systems that know nothing of torch.
+.PHONY: test-torch
+test-torch: ## Run the tests of what uses torch with another release: VERSION=2.11.0 PYTHON=python3.12
+	@: $(or $(VERSION),$(error name the release of torch: make test-torch VERSION=2.11.0))
+	@$(MAKE) --no-print-directory VENV=.venv-torch-$(VERSION) TORCH=$(VERSION) install-dev test-packages
+	@$(subst $(VENV),.venv-torch-$(VERSION),$(PYTEST)) -m "(not system or matrix) and not slow" \
+		tests/data tests/parallel tests/training tests/elastic tests/serving $(ARGS)
 
 .PHONY: check
 check: install-dev ## Check style, formatting, prose, types and import rules
@@ -112,28 +124,48 @@ system-packages:
 # Other people's launchers: MPICH, beside the Open MPI that is in the environment, and Horovod, which is built.
 other-launchers: $(VENV)/.mpich $(VENV)/.horovod
 
-$(VENV)/.created:
+# An environment whose torch was chosen otherwise is made again; the last word of the stamp says how.
+CREATED := $(VENV)/.created$(if $(filter-out locked,$(TORCH)),-$(TORCH))
+ifeq ($(TORCH),existing)
+$(CREATED):
+	@export PYTHONPATH='$(PYTHONPATH)' && python=$$(scripts/find-python --with-torch $(PYTHON)) && \
+		echo "creating $(VENV) with $$python and its torch" && \
+		rm -rf $(VENV) && "$$python" -m venv $(VENV) && scripts/share-torch "$$python" $(VENV)
+	@touch $@
+else
+$(CREATED):
 	@python=$$(scripts/find-python $(PYTHON)) && echo "creating $(VENV) with $$python" && \
 		rm -rf $(VENV) && "$$python" -m venv $(VENV)
 	@touch $@
+endif
 
 # torch comes first and alone: the machine's package index decides which wheel of it is right.
-$(VENV)/.torch: requirements/torch.txt | $(VENV)/.created
-	@echo "installing $$(cat requirements/torch.txt)"
-	@$(PIP) install -r requirements/torch.txt
+TORCH_locked := -r requirements/torch.txt
+TORCH_existing := torch
+INSTALL_TORCH := $(PIP) install $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') $(or $(TORCH_$(TORCH)),torch==$(TORCH))
+
+# The lock is that of the locked torch: what another one requires itself, such as an older setuptools, wins. Whether all
+# packages of an existing Python fit together is not ours to check.
+CHECK_locked := $(BIN)/python -m pip --disable-pip-version-check check
+CHECK_existing := $(INSTALL_TORCH) && $(BIN)/python -c "import paceline.torch_internals"
+CHECK_INSTALLED := $(or $(CHECK_$(TORCH)),$(INSTALL_TORCH) && $(CHECK_locked))
+
+$(VENV)/.torch: requirements/torch.txt $(CREATED)
+	@echo "installing torch ($(TORCH))"
+	@$(INSTALL_TORCH)
 	@touch $@
 
 $(VENV)/.paceline: pyproject.toml requirements/run.lock $(VENV)/.torch
 	@echo "installing paceline"
 	@$(PIP) install --no-deps --require-hashes -r requirements/run.lock
 	@$(PIP) install --no-deps --no-build-isolation --editable .
-	@$(BIN)/python -m pip --disable-pip-version-check check
+	@$(CHECK_INSTALLED)
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.lock $(VENV)/.paceline
 	@echo "installing what the tests and checks need"
 	@$(PIP) install --no-deps --require-hashes -r requirements/dev.lock
-	@$(BIN)/python -m pip --disable-pip-version-check check
+	@$(CHECK_INSTALLED)
 	@touch $@
 
 $(VENV)/.mpich: requirements/mpich.lock $(VENV)/.dev

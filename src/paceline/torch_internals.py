@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -177,6 +178,10 @@ def preload_deterministic_algorithms() -> None:
 
 # --- Process groups ---
 
+# torch 2.14 calls them so, and warns of the other names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def restart_group_names() -> None:
     """Let the next process group have the first name again.
@@ -189,7 +194,10 @@ def restart_group_names() -> None:
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Set the time limit of a group's later collectives; ``init_process_group``'s also limits how long it waits."""
-    distributed_c10d._set_pg_timeout(timeout, group)
+    if hasattr(dist, "set_timeout"):  # from torch 2.14 on
+        dist.set_timeout(timeout, group)
+    else:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def abort_groups() -> None:
@@ -260,7 +268,17 @@ def end_coalescing(group: Any, device: torch.device) -> dist.Work:
     return group._end_coalescing(device)  # type: ignore[no-any-return]
 
 
-# --- FSDP ---
+# --- DDP and FSDP ---
+
+
+def leave_buffers(ddp: DistributedDataParallel) -> None:
+    """Let DDP not broadcast its buffers in each forward, only once in its constructor.
+
+    From torch 2.13 on its constructor has an option for that, and this attribute still decides it; the option of older
+    ones would leave out the first broadcast too.
+    """
+    assert hasattr(ddp, "broadcast_buffers")
+    ddp.broadcast_buffers = False
 
 
 def reduce_unused_parameters(unit: FSDPModule) -> None:

@@ -26,7 +26,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import read_json_lines, write_atomically
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.insight.comparison import ComparedRun, differing_settings, find_artifacts, read_search
-from paceline.runs.metrics import begin_session, end_session, final_scalars, plugin_value, set_hparam
+from paceline.runs.metrics import (
+    begin_session,
+    end_session,
+    final_scalars,
+    has_tensorboard,
+    plugin_value,
+    set_hparam,
+)
 from paceline.runs.trackers import (
     RunInfo,
     create_mlflow_search,
@@ -192,6 +199,10 @@ def require(tool: Tool) -> None:
     Raises:
         ConfigError: gives the command that installs it.
     """
+    if tool == "tensorboard" and not has_tensorboard():
+        raise ConfigError(
+            "--in tensorboard: TensorBoard is not installed. Install it: pip install 'paceline[tensorboard]'"
+        )
     if tool == "mlflow":
         try:
             importlib.metadata.version("mlflow")  # mlflow-skinny, which --log-to needs, has no pages

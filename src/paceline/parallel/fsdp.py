@@ -23,7 +23,15 @@ from paceline.parallel.sharded_state import gather_full
 from paceline.parallel.strategy import AMP_DTYPES, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import exclude_tied, wrap_units
-from paceline.torch_internals import ConvNd, ReduceScatter, parameter_table, reduce_unused_parameters, tree_leaves
+from paceline.torch_internals import (
+    ConvNd,
+    ReduceScatter,
+    all_gather_single,
+    parameter_table,
+    reduce_scatter_single,
+    reduce_unused_parameters,
+    tree_leaves,
+)
 
 # --- A reduce-scatter that sums along the tree of micro-batches, micro-step by micro-step ---
 
@@ -119,7 +127,7 @@ class TreeReduceScatter(_PlainMemoryReduceScatter):
             return total
         chunk = total.new_empty(self._copies.world_size * total.numel())
         with translate_peer_errors():
-            dist.all_gather_into_tensor(chunk, total, group=self._copies.group)
+            all_gather_single(chunk, total, group=self._copies.group)
         return chunk
 
     def _add(self, contribution: torch.Tensor) -> None:
@@ -162,7 +170,7 @@ class ReduceScatterOverReplicas(_PlainMemoryReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         with translate_peer_errors():
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+            reduce_scatter_single(output_tensor, input_tensor, group=group)
             dist.all_reduce(output_tensor, group=self._copies.group)
         return None
 

@@ -17,7 +17,7 @@ from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
 from paceline.parallel.world import ParallelDims, World
-from paceline.torch_internals import foreach_mul_
+from paceline.torch_internals import foreach_mul_, leave_buffers
 
 # --- Compressed gradients for ``DistributedDataParallel`` (``--comm-hook``), by torch's own hooks ---
 #
@@ -223,11 +223,11 @@ class TorchDDP(ExternalReduceStrategy):
         self._ddp = DistributedDataParallel(
             module,
             device_ids=[world.device] if world.device.type == "cuda" else None,
-            forward_sync_buffers=False,  # the reducer averages them
             gradient_as_bucket_view=True,
             # torch's static graph fails an assertion if a backward has no reduction.
             static_graph=options.static_graph and max(options.work_split) == 1,
         )
+        leave_buffers(self._ddp)  # the reducer averages them
         self._scale = 1.0
         self.powersgd: PowerSGD | None = None
         if hook != "none":

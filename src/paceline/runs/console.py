@@ -323,7 +323,9 @@ def _next_steps(directory: RunDirectory) -> Text:
             "report": f"paceline report {path}",
             "export": f"paceline export {path}",
             "audit": f"paceline audit {path}",
-            "curves": f"tensorboard --logdir {shlex.quote(str(directory.tensorboard))}",
+            "curves": f"tensorboard --logdir {shlex.quote(str(directory.tensorboard))}"
+            if directory.tensorboard.is_dir()
+            else None,
             "all runs": "paceline runs",
         }
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import logging
@@ -146,8 +147,15 @@ def plugin_value(kind: str, content: Any) -> Any:
     return Summary.Value(tag=f"_hparams_/{kind}", metadata=SummaryMetadata(plugin_data=plugin))
 
 
+def has_tensorboard() -> bool:
+    """Return whether TensorBoard, an extra, is installed; without it a run has no files for it."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
 def preload_tensorboard() -> None:
-    """Import the modules of :class:`TensorBoardWriter`; that takes a third of a second."""
+    """Import the modules of :class:`TensorBoardWriter`, if it can be used; that takes a third of a second."""
+    if not has_tensorboard():
+        return
     import tensorboard.compat.proto.event_pb2
     import tensorboard.compat.proto.summary_pb2
     import tensorboard.plugins.hparams.plugin_data_pb2

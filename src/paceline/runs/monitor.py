@@ -16,6 +16,7 @@ from paceline.runs.metrics import (
     Telemetry,
     TensorBoardWriter,
     Writer,
+    has_tensorboard,
     imbalance,
     keep_until,
 )
@@ -100,8 +101,10 @@ class Monitor:
         self._earlier_s = next((r["seconds"] for r in reversed(kept) if r.get("kind") == "train"), 0.0)
         self._writers.append(JsonlWriter(directory.metrics))
         hparams = configuration(directory.read_manifest()) if directory.exists() else {}
-        self._tensorboard = TensorBoardWriter(directory.tensorboard, first_step + 1, hparams)
-        self._writers.append(self._tensorboard)
+        self._tensorboard: TensorBoardWriter | None = None
+        if has_tensorboard():
+            self._tensorboard = TensorBoardWriter(directory.tensorboard, first_step + 1, hparams)
+            self._writers.append(self._tensorboard)
         self._trackers = tuple(trackers(kept))
         self._writers.extend(self._trackers)
         self._recorded_samples = 0
@@ -231,7 +234,8 @@ class Monitor:
         if self.rank == 0:
             from paceline.runs.console import summary
 
-            self._tensorboard.finish(result)
+            if self._tensorboard is not None:
+                self._tensorboard.finish(result)
             for tracker in self._trackers:
                 tracker.finish(result)
             self._terminal.close()

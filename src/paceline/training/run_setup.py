@@ -31,6 +31,7 @@ from paceline.core.task_loading import (
 from paceline.data.balanced_order import require_same_lengths, save_lengths
 from paceline.parallel.planning.auto_strategy import choose_strategy
 from paceline.runs.directory import RunDirectory
+from paceline.runs.metrics import has_tensorboard
 from paceline.runs.trackers import require
 from paceline.torch_internals import describe_untested
 from paceline.training.fine_tuning import PretrainedWeights, save_pretrained_copy
@@ -94,9 +95,10 @@ def setup_run(
         config, note = choose_strategy(config, task, world_size=world_size, memory=memory, device=device.type)
         if note is not None:
             notes.append(note)
-    note = describe_untested(torch.__version__)
-    if note is not None:
-        notes.append(note)
+    if (untested := describe_untested(torch.__version__)) is not None:
+        notes.append(untested)
+    if not has_tensorboard():
+        notes.append("without files for TensorBoard, which is not installed: pip install 'paceline[tensorboard]'")
     # Recorded, and so kept when the run is continued: another number of threads gives other bits.
     threads = config.threads or request.default_threads
     config = dataclasses.replace(config, task=spec, run_dir=str(directory.path), threads=threads)

@@ -25,7 +25,7 @@ from paceline.core.printable import escape_controls
 from paceline.core.rich_console import Console
 from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.launch.ray_cluster import connect, import_ray
-from paceline.runs.metrics import finite
+from paceline.runs.metrics import finite, has_tensorboard
 from paceline.runs.trackers import conclude_mlflow_search
 from paceline.tune.charts import draw
 from paceline.tune.history import (
@@ -420,7 +420,8 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
     done = all(trial.ended for trial in trials)
     try:
         result = write_result(search, directory, journal, done=done)
-        write_hparams(search, directory, journal)
+        if has_tensorboard():
+            write_hparams(search, directory, journal)
         draw(search, journal, directory.path)
     except OSError as error:
         raise RunDirectoryError(

@@ -221,6 +221,16 @@ def test_the_summary_has_what_a_user_looks_for(directory: RunDirectory, capsys: 
     assert f"tensorboard --logdir '{directory.tensorboard}'" in text
 
 
+def test_without_tensorboard_a_run_has_no_files_for_it(
+    directory: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    train(directory)
+    assert not directory.tensorboard.exists()
+    assert "curves" not in capsys.readouterr().err
+    assert directory.metrics.read_text().count("\n") > 2
+
+
 @pytest.mark.parametrize(
     ("value", "shown"), [(3, "3"), (12345, "12,345"), (0.123456, "0.1235"), (1e-7, "1e-07"), ("x", "x")]
 )

@@ -1,0 +1,104 @@
+"""How Paceline is installed beside an existing torch, and what a run says without TensorBoard."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+FIND_PYTHON, SHARE_TORCH = ROOT / "scripts" / "find-python", ROOT / "scripts" / "share-torch"
+TORCH = next(
+    requirement
+    for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    if (requirement := Requirement(text)).name == "torch"
+)
+
+WITHOUT_TENSORBOARD = """
+import sys
+sys.modules["tensorboard"] = None
+from paceline.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "version", ["2.11.0", "2.11.0a0+nv26.2", "2.12.1+cu130", "2.13.0+cpu", "2.14.1", "2.15.0", "3.0"]
+)
+def test_this_torch_stays_where_it_is_installed(version: str) -> None:
+    assert TORCH.specifier.contains(version, prereleases=True)
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.10.2+cu130"])
+def test_an_older_torch_is_replaced(version: str) -> None:
+    assert not TORCH.specifier.contains(version, prereleases=True)
+
+
+def environment_with_torch(path: Path, version: str) -> Path:
+    """Make an environment with what looks like a release of torch; return its Python."""
+    venv.create(path, with_pip=False, symlinks=True)
+    packages = path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    (packages / "torch").mkdir()
+    (packages / "torch" / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    information = packages / f"torch-{version}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    return path / "bin" / "python"
+
+
+def find(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([FIND_PYTHON, *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.integration
+def test_a_python_with_its_own_torch_is_found(tmp_path: Path) -> None:
+    python = environment_with_torch(tmp_path / "there", "2.12.0a0+nv26.2")
+    found = find("--with-torch", python)
+    assert (found.returncode, found.stdout.strip()) == (0, str(python))
+
+
+@pytest.mark.integration
+def test_a_torch_that_is_too_old_is_named(tmp_path: Path) -> None:
+    python = environment_with_torch(tmp_path / "there", "2.10.1")
+    found = find("--with-torch", python)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "no Python 3.11 or newer that has torch 2.11 or newer" in found.stderr
+    assert re.search(rf"{re.escape(str(python))} .*Python 3\.\d+\.\d+, torch 2\.10\.1\n", found.stderr)
+
+
+@pytest.mark.integration
+def test_a_python_without_torch_is_named(tmp_path: Path) -> None:
+    venv.create(tmp_path / "there", with_pip=False, symlinks=True)
+    found = find("--with-torch", tmp_path / "there" / "bin" / "python")
+    assert found.returncode == 1
+    assert "no torch\n" in found.stderr
+    assert find(tmp_path / "there" / "bin" / "python").returncode == 0
+
+
+@pytest.mark.integration
+def test_a_new_environment_has_the_torch_of_another(tmp_path: Path) -> None:
+    there = environment_with_torch(tmp_path / "there", "2.12.1")
+    venv.create(tmp_path / "new", with_pip=False, symlinks=True)
+    subprocess.run([SHARE_TORCH, there, tmp_path / "new"], check=True, timeout=60)
+    code = "import torch; from importlib.metadata import version; print(torch.__file__, version('torch'))"
+    shown = subprocess.run(
+        [tmp_path / "new" / "bin" / "python", "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    place, version = shown.stdout.split()
+    assert Path(place).is_relative_to(tmp_path / "there")
+    assert version == "2.12.1"
+
+
+def test_a_run_says_once_how_tensorboard_is_installed(run_processes: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TENSORBOARD, "train", "transformer", "--max-steps", "1"]
+    done = run_processes.run([*command, "--nproc", "1", "--threads", "1", "--run-dir", tmp_path / "run"])
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("pip install 'paceline[tensorboard]'") == 1
+    assert not (tmp_path / "run" / "tensorboard").exists()
