@@ -93,6 +93,7 @@ class GradientReducer:
         transport: Callable[[FlatLayout], Transport] | None = None,
     ) -> None:
         self.plan = plan
+        self._with_gradients = with_gradients
         self._rank = world.rank
         self._activity = world.progress_tracker
         present_parameters = [(n, p) for n, p in module.named_parameters() if holds(p)]
@@ -168,6 +169,10 @@ class GradientReducer:
         if not present:
             for grad_buffer in self._transport.grad_buffers:
                 _zero(grad_buffer)
+            # Not later: if a rank has several reducers, one for each stage of a pipeline, it sends the buckets of the
+            # next one only after these.
+            if self._with_gradients:
+                self._send_remaining_buckets()
 
     def watch(self, microbatch: int, check: Callable[[list[Sequence[float]]], None]) -> None:
         """Take the fingerprint of one micro-batch within the current step, on the rank that computes it.
@@ -271,6 +276,8 @@ class GradientReducer:
         if not self._missing:
             for into, other in step.merges:
                 add_grad_buffer(self._transport.grad_buffers[into], self._transport.grad_buffers[other])
+        elif self._with_gradients:
+            self._send_remaining_buckets()
         self._missing = []
         self._remaining.popleft()
 
@@ -281,9 +288,9 @@ class GradientReducer:
             PeerLostError: a rank is gone; gradients and buffers are undefined.
         """
         assert not self._remaining, "a micro-batch has not been ended"
-        # Not before: another library may run collectives until here, of which each rank must see the same order.
-        while self._transport.overlaps and self._next_bucket < len(self._buckets):
-            self._send_next_bucket()
+        # Those of the module buffers alone, where another library has run collectives until here: all ranks must make
+        # the calls of both in one order.
+        self._send_remaining_buckets()
         header = self._header.pack(row, self._sums)
         self._activity.begin_collective("all-reduce")
         headers = self._transport.exchange(header)
@@ -408,6 +415,10 @@ class GradientReducer:
         buffers = self._transport.grad_buffers
         current = buffers[self._grad_buffer] if self._grad_buffer < len(buffers) else self._scratch.flat_buffers
         return sum(count_writes(buffer) for buffer in current.values())
+
+    def _send_remaining_buckets(self) -> None:
+        while self._transport.overlaps and self._next_bucket < len(self._buckets):
+            self._send_next_bucket()
 
     def _send_next_bucket(self) -> None:
         bucket = self._buckets[self._next_bucket]

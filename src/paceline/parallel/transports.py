@@ -139,9 +139,6 @@ class GroupTransport:
         if world.backend == "nccl":
             # Of high priority, because the other ranks wait for its short kernels, and only this one for backward's.
             self._stream = torch.cuda.Stream(world.device, priority=-1)  # type: ignore[no-untyped-call]
-            for grad_buffer in self.grad_buffers:
-                for flat_buffer in grad_buffer.values():
-                    flat_buffer.record_stream(self._stream)
 
     def launch(self, bucket: int) -> None:
         if self._plan.kind == "allreduce":
@@ -165,13 +162,19 @@ class GroupTransport:
             for work in self._all_reduces:
                 work.wait()
         self._all_reduces.clear()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._world.device).wait_stream(self._stream)
+        self._join()
 
     def close(self) -> None:
         self._scattered.clear()
         self._all_reduces.clear()
+        # The messages of an unfinished step may still write into the buffers, whose memory the current stream reuses.
+        self._join()
         self.grad_buffers.clear()
+
+    def _join(self) -> None:
+        """Have the current stream wait for what :meth:`launch` has enqueued."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._world.device).wait_stream(self._stream)
 
     def _all_reduce(self, bucket: int) -> dist.Work:
         with translate_peer_errors():

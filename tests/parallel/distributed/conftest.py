@@ -19,7 +19,7 @@ Report = dict[str, Any]
 
 
 def start_ranks(
-    processes: Any, world_size: int, script: str, argument: Callable[[int], str | Path]
+    processes: Any, world_size: int, script: str, argument: Callable[[int], str | Path], **env: str
 ) -> list[subprocess.Popen[str]]:
     """Start a script of this directory once for each rank, with an argument that may depend on it."""
     port = processes.free_port()
@@ -32,6 +32,7 @@ def start_ranks(
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
+                **env,
             },
         )
         for rank in range(world_size)

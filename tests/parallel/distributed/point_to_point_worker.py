@@ -1,8 +1,12 @@
-"""One rank of the tests of messages: ``python point_to_point_worker.py REPORT``, with RANK and the like set."""
+"""One rank of the tests of messages: ``python point_to_point_worker.py REPORT``, with RANK and the like set.
+
+``DEVICE`` and ``BACKEND`` are those of its tensors.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,7 +76,9 @@ def whole_tensors(world: World) -> list[Any]:
 
 
 def main() -> None:
-    with open_world(detect_environment(), device="cpu") as world:
+    device: Any = os.environ["DEVICE"]
+    backend: Any = os.environ["BACKEND"]
+    with open_world(detect_environment(), device=device, backend=backend) as world:
         report = {"all_to_all": all_to_all(world), "wrong": whole_tensors(world)}
         world.barrier()
     Path(sys.argv[1]).write_text(json.dumps(report))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.parallel import parameter_server, transports
@@ -182,7 +182,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("during_backward", [False, True], ids=["gloo", "nccl"])
-@settings(max_examples=150, deadline=None)
 @given(case=cases())
 def test_every_rank_gets_the_bits_of_the_tree_without_tags(during_backward: bool, case: Case) -> None:
     network = Network(len(case.work_split))
@@ -204,7 +203,6 @@ def test_every_rank_gets_the_bits_of_the_tree_without_tags(during_backward: bool
             assert same_bits(flat_buffer, expected[dtype])
 
 
-@settings(max_examples=100, deadline=None)
 @given(case=cases(first_ranks_idle=2))
 def test_servers_get_the_bits_of_the_tree_without_tags(case: Case) -> None:
     network = Network(len(case.work_split))

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from tests.gpu_stand_in.fixture import GpuStandIn
 from tests.parallel.distributed.conftest import start_ranks
 
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor
@@ -14,9 +16,13 @@ from paceline.parallel.point_to_point import describe_tensor, empty_tensor
 RANKS = 4
 
 
-def test_messages_arrive_at_the_ranks_and_in_the_tensors_that_wait_for_them(run_processes: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl")])
+def test_messages_arrive_at_the_ranks_and_in_the_tensors_that_wait_for_them(
+    run_processes: Any, gpu_stand_in: GpuStandIn, tmp_path: Path, device: str, backend: str
+) -> None:
     paths = [tmp_path / f"{rank}.json" for rank in range(RANKS)]
-    ranks = start_ranks(run_processes, RANKS, "point_to_point_worker.py", paths.__getitem__)
+    env = gpu_stand_in.env(RANKS, DEVICE=device, BACKEND=backend)
+    ranks = start_ranks(run_processes, RANKS, "point_to_point_worker.py", paths.__getitem__, **env)
     finished = [run_processes.finish(rank, timeout_s=120) for rank in ranks]
     assert [f.returncode for f in finished] == [0] * RANKS, finished
     for rank, path in enumerate(paths):

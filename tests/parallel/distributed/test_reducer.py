@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from torch import nn
 
 from paceline.core.environment import Environment
-from paceline.core.errors import TaskError
+from paceline.core.errors import DataError, TaskError
+from paceline.parallel.grad_buffers import FlatLayout
 from paceline.parallel.reducer import GradientReducer, StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
+from paceline.parallel.transports import LocalTransport
 from paceline.parallel.world import open_world
 
 Reports = dict[int, list[dict[str, Any]]]
@@ -51,6 +55,55 @@ def take_step(reduction: GradientReducer, present: Sequence[int], losses: Losses
         loss.backward()
         reduction.end_microbatch(samples, weight, loss, 0)
     return reduction.finish([])
+
+
+class RecordingTransport(LocalTransport):
+    """Records which bucket is sent, and when."""
+
+    overlaps = True
+
+    def __init__(self, name: str, sent: list[str], layout: FlatLayout) -> None:
+        super().__init__(1, layout.flat_buffers, torch.device("cpu"))
+        self._name, self._sent = name, sent
+
+    def launch(self, bucket: int) -> None:
+        self._sent.append(f"{self._name}{bucket}")
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_ranks_with_and_without_micro_batches_send_in_one_order(one_thread: None, with_gradients: bool) -> None:
+    """Two reducers of a rank, as of two stages of a pipeline; the library that sums the gradients otherwise is last."""
+    orders = []
+    for present in ([0], []):
+        sent: list[str] = []
+        stages = {name: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for name in "ab"}
+        with open_world(Environment(), device="cpu") as world:
+            reducers = {
+                name: GradientReducer(
+                    stage,
+                    ReductionPlan(1, 1),
+                    world,
+                    row_length=0,
+                    with_gradients=with_gradients,
+                    transport=partial(RecordingTransport, name, sent),
+                )
+                for name, stage in stages.items()
+            }
+            for name in "ba":
+                reducers[name].begin(present)
+            for name in "ba" if present else "":
+                reducers[name].begin_microbatch()
+                loss = stages[name](torch.ones(2, 4))[0].sum()
+                loss.backward()
+                reducers[name].end_microbatch(2, 2.0, loss, 0)
+            sent.append("library")
+            for reducer in reducers.values():
+                with suppress(DataError):  # on no rank there is a sample
+                    reducer.finish([])
+                reducer.close()
+        orders.append(sent)
+    assert orders[0] == orders[1]
+    assert "".join(name[0] for name in orders[0]) == ("bbbaaal" if with_gradients else "laabb")
 
 
 def transports(reports: Reports) -> list[tuple[str, dict[str, Any]]]:
