@@ -382,6 +382,7 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _log = logging.getLogger(__name__)
+_NO_LOSS = torch.zeros((), dtype=torch.float64)
 
 
 class ActionClock:
@@ -449,7 +450,7 @@ class _InFlightMicrobatch:
     loss: Loss | None
     buffers: list[torch.Tensor]
     weight: torch.Tensor | float = 0.0
-    loss_sum: torch.Tensor | None = None
+    loss_sum: torch.Tensor = _NO_LOSS
     roots: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
     groups: Groups | None = None
@@ -504,6 +505,7 @@ class Pipeline:
                 for name in sorted(stage.holds)
                 if isinstance(tensor := tensors[name], nn.Parameter) and tensor.requires_grad
             ]
+        self._first_reducer = next(iter(self._reducers.values()))
         self._flights: dict[tuple[int, int], _InFlightMicrobatch] = {}
         self._clock = ActionClock(mesh.world.device)
         self._steps = 0
@@ -546,8 +548,8 @@ class Pipeline:
 
     def reduce(self, row: Sequence[float]) -> StepSums:
         self._record()
-        first, *rest = self._reducers.values()
-        sums = first.finish(row)
+        sums = self._first_reducer.finish(row)
+        rest = [reducer for reducer in self._reducers.values() if reducer is not self._first_reducer]
         finite = all([sums.finite, *(reducer.finish(()).finite for reducer in rest)])
         return require_agreement(replace(sums, finite=finite), row, self._mesh)
 
@@ -663,8 +665,9 @@ class Pipeline:
     ) -> None:
         reducer = self._reducers[stage.number]
         reducer.buffers.restore(flight.buffers)
-        assert flight.loss_sum is not None
-        reducer.end_microbatch(microbatch.num_samples, flight.weight, flight.loss_sum, microbatch.checksum)
+        # The losses are the same on all stages of this rank, and each reducer would wait for a GPU to read them.
+        loss_sum = flight.loss_sum if reducer is self._first_reducer else _NO_LOSS
+        reducer.end_microbatch(microbatch.num_samples, flight.weight, loss_sum, microbatch.checksum)
         del self._flights[stage.number, k]
         work.backward_done()
 
