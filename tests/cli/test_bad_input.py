@@ -37,6 +37,18 @@ def test_an_error_is_explained_by_its_own_command(run_processes: Any, words: tup
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
+        *(
+            ((*words, "s3://bucket/runs"), ("s3://bucket/runs: Paceline reads and writes files of this machine only",))
+            for words in (
+                ("train", "tasks.py:Good", "--run-dir"),
+                ("train", "tasks.py:Good", "--backup-to"),
+                ("train", "tasks.py:Good", "--init-from"),
+                ("tune", "tasks.py:Good", "--run-dir"),
+                *((command,) for command in ("resume", "audit", "export", "report", "gc", "logs", "dashboard")),
+                ("checkpoint", "ls"),
+                ("runs", "show"),
+            )
+        ),
         (("trian",), ('Unknown command "trian". Did you mean "train"?', "See: paceline --help")),
         (
             ("train", "tasks.py:Good", "--nprocs", "2"),

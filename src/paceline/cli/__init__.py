@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Self, TextIO, cast
 
@@ -18,19 +19,28 @@ from cyclopts import (
     CycloptsError,
     Group,
     MissingArgumentError,
+    Parameter,
     UnknownOptionError,
     UnusedCliTokensError,
 )
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.files import refuse_address
 from paceline.core.printable import PrintableStream, escape_controls
+
+
+def _refuse_addresses(kind: object, value: object) -> None:
+    if isinstance(value, Path):
+        refuse_address(value, "the path")
+
 
 app = App(
     name="paceline",
     help="Exact, reproducible distributed training on PyTorch.",
     version=__version__,
     result_action="return_value",
+    default_parameter=Parameter(validator=_refuse_addresses),
     help_format="plaintext",  # Markdown's renderer takes longer to import than all of ours
 )
 _START, _LOOK, _PROVE, _TUNE = "Start", "Look", "Prove", "Tune"

@@ -92,7 +92,7 @@ def tune(
     cpus_per_trial
         CPUs of each trial. Default: --nproc times --threads.
     gpus_per_trial
-        GPUs of each trial; 0: it trains on CPUs. Default: --nproc, if this node has GPUs or --device cuda is given.
+        GPUs of each trial. Default: --nproc, if there are GPUs.
     ray_address
         HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine.
     run_dir

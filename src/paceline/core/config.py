@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.errors import ConfigError
-from paceline.core.files import parse_toml
+from paceline.core.files import parse_toml, refuse_address
 from paceline.core.fine_tuning_config import FineTuningOptions
 from paceline.core.options import (
     Requirement,
@@ -158,6 +158,9 @@ class RunConfig(FineTuningOptions):
         for f in dataclasses.fields(self):
             check_type(f.name, getattr(self, f.name), _hints()[f.name])
             check_bounds(f.name, getattr(self, f.name), f.metadata["classification"])
+        for name in ("run_dir", "backup_to", "init_from"):
+            if (path := getattr(self, name)) is not None:
+                refuse_address(path, flag(name))
         self._check_replaced()
         super().__post_init__()
         self._check_requirements()

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import secrets
 import stat
 import tomllib
@@ -18,7 +19,29 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Literal
 
-from paceline.core.errors import RunDirectoryError
+from paceline.core.errors import ConfigError, RunDirectoryError
+
+# --- Paths ---
+
+
+def refuse_address(path: str | Path, name: str) -> None:
+    """Reject an address such as ``s3://bucket/runs``, which would become a local folder ``s3:``.
+
+    Args:
+        path: where files are to be read or written.
+        name: of the option, for the error.
+
+    Raises:
+        ConfigError: it is an address.
+    """
+    # Path has removed one of the slashes.
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        address = str(path).replace(":/", "://", 1) if isinstance(path, Path) else path
+        raise ConfigError(
+            f"{name} {address}: Paceline reads and writes files of this machine only. Give a path, or the folder where "
+            "the object store is mounted."
+        )
+
 
 # --- Atomic writes ---
 

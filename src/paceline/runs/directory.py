@@ -43,6 +43,7 @@ from paceline.core.files import (
     parse_toml,
     read_document,
     read_json_lines,
+    refuse_address,
     write_atomically,
 )
 
@@ -57,6 +58,9 @@ class RunDirectory:
     """The paths inside a run directory; constructing one touches nothing."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        refuse_address(self.path, "the run directory")
 
     @property
     def manifest(self) -> Path:
