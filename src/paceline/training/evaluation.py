@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.core.callback import BatchInfo
+from paceline.core.callback import BatchInfo, Callback
 from paceline.core.config import RunConfig
-from paceline.core.errors import TaskError
+from paceline.core.errors import DataError, TaskError
 from paceline.core.stats import Estimate, Floats, mean, ratio
 from paceline.core.task import Loss, Task
 from paceline.data.loader import EvalBatches
@@ -267,6 +267,7 @@ class Evaluator:
         *,
         is_collective: bool = False,
         observe: Observe | None = None,
+        most_batches: int | None = None,
     ) -> dict[str, float]:
         """Metrics by name, among them ``loss``. All ranks evaluate together.
 
@@ -277,6 +278,7 @@ class Evaluator:
             is_collective: whether all ranks must call the model together: a rank without a batch then repeats its last
                 one and discards the result.
             observe: receives each of this rank's batches, in the run's precision.
+            most_batches: of each rank; None: the whole split.
 
         Raises:
             EvaluationStopped: they stopped; the module is unchanged.
@@ -289,8 +291,8 @@ class Evaluator:
         self._whole.reset()
         num_blocks = self._batches.num_batches
         computing = data.num_active
-        mine = range(data.rank, num_blocks, computing) if data.rank < computing else range(0)
-        rounds = -(-num_blocks // computing)
+        mine = range(data.rank, num_blocks, computing)[:most_batches] if data.rank < computing else range(0)
+        rounds = -(-num_blocks // computing) if most_batches is None else min(most_batches, -(-num_blocks // computing))
         own = len(mine)
         blocks = self._batches.read([*mine, *[num_blocks - 1] * (rounds - own if is_collective else 0)])
         sums: dict[str, list[tuple[float, float]]] = {}
@@ -442,6 +444,33 @@ class Validation:
             return self._evaluator.run(mesh, state.evaluated_module, stop, is_collective=is_collective)
         finally:
             self._deadline.evaluation_took(time.monotonic() - began)
+
+    def rehearse(self, mesh: ParallelDims, state: TrainingState, *, is_collective: bool) -> None:
+        """Evaluate one batch of each rank, and look up the metrics that options name.
+
+        Args:
+            mesh: all its ranks evaluate together.
+            state: its model is evaluated.
+            is_collective: whether ranks must call the model together.
+
+        Raises:
+            DataError: the split is empty.
+            ConfigError: the task has no such metric.
+            TaskError: the task's metrics have a wrong type.
+        """
+        assert self._evaluator is not None
+        if not self._evaluator.num_samples:
+            raise DataError(
+                'build_dataset("val") returned a dataset without samples. Return None to train without evaluations.'
+            )
+        hooks = type(state.callback)
+        if hooks.on_eval_begin is not Callback.on_eval_begin:
+            return  # the metrics may need what it prepares
+        metrics = self._evaluator.run(
+            mesh, state.evaluated_module, lambda: StopCause.NONE, is_collective=is_collective, most_batches=1
+        )
+        if hooks.on_eval_end is Callback.on_eval_end:  # it may add metrics
+            self._selector.require(metrics)
 
     def apply(self, measured: Mapping[str, float], state: TrainingState, monitor: Monitor) -> bool:
         """Update plateau schedules, early stopping and the best model.

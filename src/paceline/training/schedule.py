@@ -137,6 +137,16 @@ class ModelSelector:
         """
         return _lookup(metrics, self._metric, "--best-metric")
 
+    def require(self, metrics: Mapping[str, float]) -> None:
+        """Check that the metrics are there which the options name.
+
+        Raises:
+            ConfigError: one does not exist.
+        """
+        self.value(metrics)
+        if self._early_metric is not None:
+            _lookup(metrics, self._early_metric, "--early-stop")
+
     def apply(self, metrics: Mapping[str, float], progress: TrainProgress) -> bool:
         """Note an evaluation in ``progress``; return whether it is the best so far.
 

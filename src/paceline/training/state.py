@@ -19,8 +19,8 @@ from paceline.core.callback import RunSchedule
 from paceline.core.config import RunConfig
 from paceline.core.errors import CheckpointError, TaskError
 from paceline.core.task import Task
-from paceline.parallel.sharded_state import explain_sharded_step, load_module, load_optimizer
-from paceline.runs.checkpoint_state import bytes_of, scheduler_state
+from paceline.parallel.sharded_state import explain_sharded_step, load_module, load_optimizer, local_shard
+from paceline.runs.checkpoint_state import bytes_of, flatten, scheduler_state
 from paceline.torch_internals import buffer_table, non_persistent_buffers
 from paceline.training.optim import (
     EMA,
@@ -303,6 +303,22 @@ class TrainingState:
         if self.outer is not None:
             state["outer"] = self.outer.state_dict()
         return state | {name: buffers.state_dict() for name, buffers in self.changed_buffers.items()}
+
+    def require_storable(self) -> None:
+        """Reject values of the task, its callback or its model that no checkpoint can hold.
+
+        Raises:
+            TaskError: names the place.
+        """
+        for part, value in self.state_dict().items():
+            if part in ("model", "ema"):
+                value = {name: local_shard(tensor) for name, tensor in value.items()}
+            elif part == "optimizers":
+                value = {name: {"param_groups": of_one["param_groups"]} for name, of_one in value.items()}
+            try:
+                flatten(value)
+            except CheckpointError as error:
+                raise TaskError(f"{part}: {error}") from error
 
     def load_state_dict(self, state: Mapping[str, Any], *, own_hyperparameters: bool = False) -> None:
         """Take over a state that :meth:`state_dict` gave.

@@ -10,11 +10,12 @@ from functools import cached_property
 from typing import Any, NoReturn, Self
 
 from paceline.core.callback import Callback
-from paceline.core.errors import ConfigError, PeerLostError, StopRequested
+from paceline.core.errors import CheckpointError, ConfigError, PeerLostError, StopRequested
 from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.reducer import StepSums
+from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.failures import describe_stop
 from paceline.training import control
@@ -234,6 +235,20 @@ class Trainer:
         evaluator = self.run.build_evaluator("val")
         return self._resources.enter_context(closing(Validation(evaluator, self.run.config, self.run.deadline)))
 
+    def rehearse(self, mesh: ParallelDims) -> None:
+        """Evaluate a batch, and try to describe a checkpoint, of a new run; all ranks call this together.
+
+        What fails here would fail after the first epoch, before anything is saved. Nothing changes.
+
+        Raises:
+            UserError: the split is empty, the task's metrics are wrong, an option names another metric, or the state
+                holds values that no checkpoint can hold.
+            PeerLostError: a rank is gone.
+        """
+        self.state.require_storable()
+        if self.validation.exists:
+            self.validation.rehearse(mesh, self.state, is_collective=self.states.is_collective)
+
     def join_group(self, mesh: ParallelDims) -> GroupContext:
         """Enter a group whose ranks all hold the state; all of them call this together.
 
@@ -336,6 +351,11 @@ class Trainer:
         except EvaluationStopped as stopped:
             # It changed nothing, and the resumed run repeats it.
             self._save_and_stop(group, stopped.cause)
+        except PeerLostError:
+            raise
+        except Exception:
+            self._save_alone(group)
+            raise
         if buffers:
             check_buffers(self.run, module, buffers)
         with self.states.mutating():
@@ -366,6 +386,15 @@ class Trainer:
         group.checkpoint_manager.save(state, self.state.progress, last=last)
         group.monitor.timer.mark("checkpoint")
         group.world.progress_tracker.end()
+
+    def _save_alone(self, group: GroupContext) -> None:
+        """Save the steps before an evaluation that failed on this rank, if it is rank 0 and holds the whole state."""
+        config, world = self.run.config, group.world
+        is_whole = strategy_name(config, world.world_size) in ("single", "ddp") and config.comm_hook == "none"
+        if world.rank or not is_whole or config.local_sgd_steps or isinstance(self.states.loader, StreamLoader):
+            return
+        with suppress(CheckpointError):
+            group.checkpoint_manager.save(self.state.state_dict(), self.state.progress, last=True)
 
     def _save_and_stop(self, group: GroupContext, cause: StopCause) -> NoReturn:
         # If a rank is lost now, those that continue without it still know that they must stop.
