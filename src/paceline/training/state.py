@@ -312,7 +312,8 @@ class TrainingState:
         """
         for part, value in self.state_dict().items():
             if part in ("model", "ema"):
-                value = {name: local_shard(tensor) for name, tensor in value.items()}
+                # A pipeline's rank holds the other stages without values.
+                value = {name: local_shard(tensor) for name, tensor in value.items() if not tensor.is_meta}
             elif part == "optimizers":
                 value = {name: {"param_groups": of_one["param_groups"]} for name, of_one in value.items()}
             try:

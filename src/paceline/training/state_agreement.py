@@ -56,7 +56,9 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     parent = read_pretrained(run, world) if saved is None else None
     if saved is None:
         trainer.states.begin(mesh, None if parent is None else parent.weights)
-        trainer.rehearse(mesh)
+        trainer.states.state.require_storable()
+        if not trainer.states.is_collective:
+            trainer.rehearse_evaluation(mesh)
     else:
         is_fork = run.begins_fork_at(saved["progress"]["version"])
         trainer.states.restore(mesh, saved, own_hyperparameters=is_fork)

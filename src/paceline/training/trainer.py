@@ -235,17 +235,15 @@ class Trainer:
         evaluator = self.run.build_evaluator("val")
         return self._resources.enter_context(closing(Validation(evaluator, self.run.config, self.run.deadline)))
 
-    def rehearse(self, mesh: ParallelDims) -> None:
-        """Evaluate a batch, and try to describe a checkpoint, of a new run; all ranks call this together.
+    def rehearse_evaluation(self, mesh: ParallelDims) -> None:
+        """Evaluate a batch of a new run; all ranks call this together.
 
-        What fails here would fail after the first epoch, before anything is saved. Nothing changes.
+        What fails here would fail after the first epoch. Nothing changes.
 
         Raises:
-            UserError: the split is empty, the task's metrics are wrong, an option names another metric, or the state
-                holds values that no checkpoint can hold.
+            UserError: the split is empty, the task's metrics are wrong, or an option names another metric.
             PeerLostError: a rank is gone.
         """
-        self.state.require_storable()
         if self.validation.exists:
             self.validation.rehearse(mesh, self.state, is_collective=self.states.is_collective)
 
@@ -290,6 +288,8 @@ class Trainer:
             CheckpointError: the last checkpoint could not be written.
             PeerLostError: a rank is gone; :meth:`leave_group` leaves the state of the last complete step.
         """
+        if self.states.is_collective and not self.state.progress.version:
+            self.rehearse_evaluation(group.mesh)  # before there is a group, its ranks could not evaluate
         # The actions that are due after the last step are due also if that step was in another group.
         if self._apply_due_transitions(group) or (
             self.state.progress.step and group.checkpoint_manager.is_due(self.state.progress)
