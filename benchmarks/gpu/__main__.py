@@ -97,7 +97,7 @@ def _pretend(work: Path, path: str) -> dict[str, str]:
     folder.mkdir()
     fixture = importlib.import_module("tests.gpu_stand_in.fixture")
     variables: dict[str, str] = fixture.stand_in_variables(folder, gpus=1)
-    return {**variables, "PYTHONPATH": os.pathsep.join([variables["PYTHONPATH"], path])}
+    return {**variables, "PYTHONPATH": os.pathsep.join([variables["PYTHONPATH"], path]), "OMP_NUM_THREADS": "1"}
 
 
 def _probe(variables: dict[str, str]) -> dict[str, Any]:

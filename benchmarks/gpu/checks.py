@@ -104,7 +104,14 @@ def rows() -> list[Row]:
             limit_s=120,
             real=True,
         ),
-        _row("other tests", "the tests marked gpu of the other files", *_other_tests(), limit_s=120, real=True),
+        _row(
+            "other tests",
+            "the tests marked gpu of the other files",
+            *_other_tests(),
+            limit_s=120,
+            real=True,
+            alone=True,  # some measure time
+        ),
         _row(
             "kill -9",
             "a worker is restarted with the same bits, and memory is freed",

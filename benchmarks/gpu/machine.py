@@ -11,6 +11,8 @@ import os
 import platform
 from typing import Any
 
+from benchmarks.gpu.rows import IS_REAL
+
 NEEDED = (
     *("cyclopts", "msgspec", "tomli_w", "numpy", "safetensors", "rich", "psutil", "yaml"),
     *("pytest", "pytest_timeout", "xdist", "hypothesis"),
@@ -35,15 +37,14 @@ def describe() -> dict[str, object]:
     cudnn: Any = torch.backends.cudnn
     nccl: Any = torch.cuda.nccl
     properties = torch.cuda.get_device_properties(0)
-    real = torch.version.cuda is not None or torch.version.hip is not None
     facts = {
         "GPU memory": f"{properties.total_memory / 2**30:.0f} GiB",
         "compute capability": f"{properties.major}.{properties.minor}",
         "driver": _driver(),
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda),
-        "cuDNN": str(cudnn.version()) if real else "none",
-        "NCCL": ".".join(map(str, nccl.version())) if real else "none",
+        "cuDNN": str(cudnn.version()) if IS_REAL else "none",
+        "NCCL": ".".join(map(str, nccl.version())) if IS_REAL else "none",
         "Python": platform.python_version(),
         "cores": str(len(os.sched_getaffinity(0))),
         "kernel": platform.release(),
@@ -51,7 +52,7 @@ def describe() -> dict[str, object]:
     return {
         "problem": None,
         "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
-        "real": real,
+        "real": IS_REAL,
         "facts": facts,
     }
 

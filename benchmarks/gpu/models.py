@@ -110,8 +110,8 @@ class ResNet50(InTurns):
         return TensorDataset(images, torch.randint(1000, (self.images,), generator=generator))
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """SGD with momentum."""
-        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+        """SGD with momentum, and a rate with which noise does not diverge."""
+        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=1e-4)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Mean cross-entropy."""
@@ -130,6 +130,7 @@ class GPT(InTurns, Transformer):
     context: int = 1024
     vocabulary: int = 50_304
     tied: bool = True
+    lr: float = 1e-4
 
     defaults: ClassVar[Defaults] = Defaults()
 

@@ -27,6 +27,9 @@ DIRECTORY = "PACELINE_GPU_ROW"
 LIMIT = "PACELINE_GPU_ROW_S"
 """The variable that tells them how many seconds they have."""
 
+IS_REAL = "GPU_STAND_IN" not in os.environ
+"""Whether this process's GPUs are real, and not the CPU that pretends to be one (``tests/gpu_stand_in``)."""
+
 _OUTCOME, _LOG = "outcome.json", "log.txt"
 _POLL_S = 0.05
 _GRACE_S = 3.0

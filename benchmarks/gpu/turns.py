@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks.gpu.rows import IS_REAL
+
 WARMUP, MEASURED, COUNTED = 3, 8, 4
 """Steps of a turn that are not measured, those that are, and those of the last turn, whose host waits are counted."""
 
@@ -106,8 +108,9 @@ class HostWaits:
         warnings.showwarning = self._on_warning
         for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream):
             self._count_calls(owner, "synchronize")
-        torch.cuda.set_sync_debug_mode("warn")
-        self._undo.callback(torch.cuda.set_sync_debug_mode, "default")
+        if IS_REAL:
+            torch.cuda.set_sync_debug_mode("warn")
+            self._undo.callback(torch.cuda.set_sync_debug_mode, "default")
 
     def stop(self) -> None:
         """Count no more."""
@@ -178,7 +181,8 @@ class Measured:
 
     def add(self, ranks: Sequence[dict[str, Any]], turn: int, rounds: int) -> None:
         """Add a turn: the measurements of each rank."""
-        self.peak_bytes = max(self.peak_bytes, *(rank["peak_bytes"] for rank in ranks))
+        if turn:  # in the first one libraries try kernels
+            self.peak_bytes = max(self.peak_bytes, *(rank["peak_bytes"] for rank in ranks))
         if turn == rounds + 1:
             self.waits = ranks[0]["waits"]
         elif turn:

@@ -38,7 +38,6 @@ def test_two_ranks_of_nccl_do_not_share_a_gpu(trainer: Trainer) -> None:
     report(next(line.strip() for line in said.splitlines() if "GPU" in line)[:200])
 
 
-@pytest.mark.gpu(real=True)
 def test_a_hidden_gpu_is_not_replaced_by_the_cpu(trainer: Trainer) -> None:
     training = trainer.start("run", *TWO_ON_ONE_GPU, env={"CUDA_VISIBLE_DEVICES": "-1"})
     ended = training.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from contextlib import closing
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset, default_collate
 
-from benchmarks.gpu.rows import report
+from benchmarks.gpu.rows import IS_REAL, report
 from paceline.data.loader import build_loader
 from paceline.data.order import DeterministicSampler
 from paceline.runs.checkpoint_state import Snapshot, read_tensors
@@ -20,10 +21,9 @@ from paceline.training.reproducibility import seed_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.integration]
 
-REAL = torch.version.cuda is not None
-
 
 def test_a_step_has_its_own_randomness_on_the_gpu() -> None:
+    torch.ones(1, device="cuda")  # only a GPU that is in use has a generator to seed
     drawn = []
     for step in (3, 4, 3):
         seed_step(0, step)
@@ -54,14 +54,14 @@ def digest(*tensors: torch.Tensor | None) -> str:
 BACKENDS = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
 
 
-@pytest.mark.parametrize("backend", BACKENDS if REAL else BACKENDS[:1])
+@pytest.mark.parametrize("backend", BACKENDS if IS_REAL else BACKENDS[:1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_backward_of_attention_has_one_result_or_is_refused(
     backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     generator = torch.Generator().manual_seed(0)
-    shape = (4, 8, 1024, 64) if REAL else (2, 2, 32, 16)
+    shape = (4, 8, 1024, 64) if IS_REAL else (2, 2, 32, 16)
     inputs = [torch.randn(shape, generator=generator).to("cuda", dtype).requires_grad_() for _ in range(3)]
     weights = torch.randn(shape, generator=generator).to("cuda", dtype)
     found: dict[str, str] = {}
@@ -75,11 +75,13 @@ def test_the_backward_of_attention_has_one_result_or_is_refused(
                     results.add(digest(*torch.autograd.grad((out * weights).sum(), inputs)))
             found[mode] = f"{len(results)} of 20"
         except RuntimeError as error:
-            found[mode] = "refused: " + str(error).splitlines()[0][:60]
+            if not re.search("No available kernel|deterministic", str(error)):
+                raise
+            found[mode] = "refused"
         finally:
             torch.use_deterministic_algorithms(False)
     report(f"{backend} {str(dtype).removeprefix('torch.')}: " + ", ".join(f"{m} {r}" for m, r in found.items()))
-    assert found["errors"] == "1 of 20" or found["errors"].startswith("refused")
+    assert found["errors"] == "1 of 20" or (backend != "MATH" and found["errors"] == "refused")
 
 
 class Numbers(Dataset[Any]):
@@ -98,7 +100,7 @@ def test_batches_arrive_whole_while_the_gpu_is_busy(workers: int) -> None:
     gpu = torch.device("cuda", 0)
     order = DeterministicSampler(240, 12, 3, seed=0)
     options: dict[str, Any] = {"seed": 5, "workers": workers, "collate": default_collate}
-    size = 4096 if REAL else 64
+    size = 4096 if IS_REAL else 64
     matrix = torch.randn(size, size, device=gpu)
     with (
         closing(build_loader(Numbers(), order, device=gpu, **options)) as loader,
