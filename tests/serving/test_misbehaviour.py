@@ -116,3 +116,31 @@ def test_control_c_while_replicas_are_started_says_nothing(
     done = run_processes.finish(popen, timeout_s=120)
     assert "Traceback" not in done.stderr
     assert "KeyboardInterrupt" not in done.stderr
+
+
+def test_a_second_control_c_waits_for_no_model(
+    run_processes: Processes, puppets: Server, serving_env: dict[str, str], wait_until: Callable[..., None]
+) -> None:
+    """The first one waits for what is computed, here for five minutes."""
+    words = ("--task", f"{puppet.__file__}:PuppetTask", "--hang-timeout", "10min", "--timeout", "10min")
+    server = start_server(run_processes, serving_env, "puppet@prod", *words, "--drain-delay", "1ms")
+    [replica] = server.replicas()
+
+    async def interrupt() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            asked = asyncio.create_task(client.post(PATH, json=row(300)))
+            while 'paceline_waiting_rows{model="puppet"} 0.0' not in (await client.get("/metrics")).text:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5)
+            server.popen.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.5)
+            assert server.popen.poll() is None
+            server.popen.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.RemoteProtocolError):
+                await asked
+
+    asyncio.run(interrupt())
+    ended = run_processes.finish(server.popen, timeout_s=60)
+    assert ended.returncode == 0
+    assert "Traceback" not in ended.stderr
+    wait_until(lambda: not replica.is_running(), "its replica to end")

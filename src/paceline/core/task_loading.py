@@ -115,6 +115,12 @@ def load_task_class(spec: str) -> type[Task]:
         else _import_module(file_or_module, spec)
     )
     loaded_class = getattr(loaded, name, None)
+    if loaded_class is None and file_or_module == "__main__":
+        file = f"{name.lower()}.py"
+        raise TaskError(
+            f"the task {name} was defined in a notebook's cell or an interactive session, which no other process can "
+            f"import. Write the class into a file, such as {file}, and name it: --task {file}:{name}."
+        )
     if loaded_class is None:
         tasks = [n for n, v in vars(loaded).items() if _is_task_class(v) and v.__module__ == loaded.__name__]
         hint = (

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -154,6 +154,20 @@ def read_tensors(content: bytes) -> dict[str, Tensor]:
         return safetensors.torch.load(content)
     except (SafetensorError, KeyError) as error:
         raise CheckpointError(f"not a safetensors file: {error}") from error
+
+
+_COMPILED = "_orig_mod."  # torch.compile's, before the names in a module that a task compiles
+
+
+def plain_name(name: str) -> str:
+    """Return an entry's name in the same model without ``torch.compile``."""
+    return name.replace(_COMPILED, "")
+
+
+def rename_entries(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return tensors under the names of a model of which other parts may be compiled."""
+    spelled = {plain_name(name): name for name in names}
+    return {spelled.get(plain_name(name), name): tensor for name, tensor in tensors.items()}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -260,6 +260,11 @@ class Models:
         task.add_done_callback(self._closing_tasks.discard)
         return model.spec
 
+    def abandon(self) -> None:
+        """Answer no more requests."""
+        for deployment in self._deployments.values():
+            deployment.abandon()
+
     async def close(self) -> None:
         """Answer all accepted requests, then end all replicas."""
         await asyncio.gather(*(d.close() for d in self._deployments.values()), *self._closing_tasks)

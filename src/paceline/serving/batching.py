@@ -210,6 +210,7 @@ class Batcher:
         self._queue: OrderedDict[asyncio.Future[dict[str, Array]], _PendingRequest] = OrderedDict()  # by their answer
         self._replicas: list[BatchExecutor] = []
         self._running: set[asyncio.Task[None]] = set()
+        self._is_abandoned = False
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._speed = _Speed()
@@ -409,9 +410,13 @@ class Batcher:
                 self._queue.move_to_end(item.answer, last=False)
                 self.waiting_rows += item.rows
 
+    def abandon(self) -> None:
+        """Answer no more requests."""
+        self._is_abandoned = True
+
     async def finish(self) -> None:
-        """Wait until all accepted requests are answered."""
-        while self.waiting_rows or self._running:
+        """Wait until all accepted requests are answered, or abandoned."""
+        while (self.waiting_rows or self._running) and not self._is_abandoned:
             if self._running:
                 await asyncio.wait(self._running, timeout=0.05)
             else:

@@ -24,6 +24,7 @@ from paceline.core.inference import InferenceSignature
 from paceline.core.owned_names import own_prefix
 from paceline.core.task import Task
 from paceline.core.task_loading import BUILT_IN_TASKS, TaskReference, load_task_class
+from paceline.runs.checkpoint_state import plain_name, rename_entries
 from paceline.runs.package import Package, read_trusted
 from paceline.runs.rank_log import silence_loggers_and_warnings
 from paceline.serving.inferred_signature import restore_signature
@@ -138,7 +139,16 @@ def capture(inference: InferenceSignature, inputs: Sequence[Tensor]) -> Exported
         # DYNAMIC without a name, since the lengths of tokens and of their mask may have to be equal.
         open_sizes = {d: Dim.DYNAMIC for d, size in enumerate(spec.shape, 1) if size is None}
         dynamic.append({0: batch, **open_sizes})
-    return trace(inference.module, tuple(example), _arrange_sizes(inference.module, dynamic))
+    module = without_compile(inference.module)
+    return trace(module, tuple(example), _arrange_sizes(module, dynamic))
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """Return a module, each of whose parts that ``torch.compile`` returned is replaced by the part itself."""
+    module = getattr(module, "_orig_mod", module)
+    for name, child in list(module.named_children()):
+        setattr(module, name, without_compile(child))
+    return module
 
 
 def _arrange_sizes(module: nn.Module, sizes: Sequence[Any]) -> tuple[Any, ...]:
@@ -301,6 +311,7 @@ def weights_bytes(model: nn.Module) -> bytes:
                 f"the model's state has {name!r}, a {type(value).__name__}; a package holds tensors only. Keep it in "
                 "a buffer, or build it from the task's fields."
             )
+        name = plain_name(name)
         storage = (value.data_ptr(), value.dtype, value.shape, value.stride())
         if value.numel() and storage in first:
             tied[name] = first[storage]
@@ -370,7 +381,7 @@ def load_weights(model: nn.Module, content: bytes, quantization: str | None) -> 
         tensors = safetensors.torch.load(content)
         for name, original in _tied_tensors(content).items():
             tensors[name] = tensors[original]
-        model.load_state_dict(tensors)
+        model.load_state_dict(rename_entries(tensors, model.state_dict()))
     except (SafetensorError, RuntimeError, KeyError, ValueError, AttributeError) as error:
         raise PackageError(
             f"the package's weights do not fit the task: {error}\nUse the code and the fields that it was trained with."

@@ -74,6 +74,6 @@ class GrpcServer:
     async def start(self) -> None:
         await self._server.start()
 
-    async def close(self) -> None:
-        """Refuse new requests; return when the accepted ones are answered."""
-        await self._server.stop(self._grace_s)
+    async def close(self, *, at_once: bool = False) -> None:
+        """Refuse new requests; return when the accepted ones are answered, or ``at_once``."""
+        await self._server.stop(0 if at_once else self._grace_s)

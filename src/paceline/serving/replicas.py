@@ -62,6 +62,10 @@ class Deployment(ABC):
     async def close(self) -> None:
         """Answer all accepted requests, then end the replicas."""
 
+    def abandon(self) -> None:
+        """Answer no more requests: :meth:`close` will not wait for them."""
+        self.batcher.abandon()
+
     @property
     def ready_replicas(self) -> int:
         """Return the number of ready replicas."""
@@ -101,6 +105,14 @@ class LocalDeployment(Deployment):
         for replica, device in zip(replicas, devices, strict=True):
             self.batcher.add(replica)
             self._keep_alive_tasks.append(asyncio.create_task(self._keep_alive(replica, device)))
+
+    def abandon(self) -> None:
+        super().abandon()
+        for task in self._keep_alive_tasks:
+            task.cancel()  # before it starts another replica
+        for replica in self.batcher.replicas:
+            if isinstance(replica, ReplicaProcess):
+                replica.kill()
 
     async def close(self) -> None:
         await self.batcher.finish()

@@ -147,8 +147,10 @@ async def serve(
                     await grpc.start()
                 grpc_address = None if grpc is None else grpc.address
                 await _serve(app, bound, options, stop, lambda url: on_ready(url, grpc_address))
+                if stop.force.is_set():
+                    models.abandon()
                 if grpc is not None:
-                    await grpc.close()
+                    await grpc.close(at_once=stop.force.is_set())
             finally:
                 await models.close()
 

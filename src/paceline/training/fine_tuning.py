@@ -25,7 +25,7 @@ from paceline.data.loader import EvalBatches
 from paceline.elastic.state_transfer import StateSource, transfer_state
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_admin import is_checkpoint, select_checkpoint
-from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors
+from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors, rename_entries
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
@@ -398,6 +398,7 @@ def _load(
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     for pattern in reset:
         require_match("--reset", pattern, module, others=weights)
+    weights = rename_entries(weights, state)
     unused = {name for name in weights for pattern in reset if matches(pattern, name)}
     wanted = [name for name in state if name not in anew]
     missing = [name for name in wanted if name not in weights]

@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from safetensors.torch import load as safetensors_load
 from safetensors.torch import save
 from tests.serving.packages import put_files
 from torch import nn
@@ -27,6 +28,7 @@ from paceline.serving.formats import (
     save_onnx,
     save_pt2,
     weights_bytes,
+    without_compile,
 )
 from paceline.serving.model import ModelSpec
 from paceline.serving.replica import OnnxServable
@@ -293,3 +295,44 @@ def test_an_onnx_program_of_other_inputs_is_refused() -> None:
     with pytest.raises(PackageError, match="has the inputs a, but the package says x"):
         OnnxServable(model.SerializeToString(), {}.__getitem__, spec, "cpu")
     OnnxServable(model.SerializeToString(), {}.__getitem__, replace(spec, inputs={"a": tensor}), "cpu")
+
+
+class Compiled(nn.Module):
+    """A model with a compiled part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.compile(nn.Linear(3, 3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": self.head(self.body(x))}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_a_compiled_part_leaves_no_trace_in_the_names() -> None:
+    model = Compiled().requires_grad_(False)
+    names = {"body.weight", "body.bias", "head.weight", "head.bias"}
+    content = weights_bytes(model)
+    assert set(safetensors_load(content)) == names
+    again, plain = Compiled().requires_grad_(False), without_compile(Compiled().requires_grad_(False))
+    for other in (again, plain):
+        load_weights(other, content, None)
+        assert torch.equal(other.head.weight, model.head.weight)
+        assert torch.equal(other.body.weight, model.body.weight)
+    # An earlier package has the names of the compiled model.
+    earlier = save({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    assert set(safetensors_load(earlier)) > names - {"body.weight", "body.bias"}
+    fresh = without_compile(Compiled().requires_grad_(False))
+    load_weights(fresh, earlier, None)
+    assert torch.equal(fresh.body.weight, model.body.weight)
+
+    spec = InferenceSignature(
+        module=torch.compile(model),
+        inputs={"x": TensorSpec(dtype="float32", shape=(3,))},
+        outputs={"y": TensorSpec(dtype="float32", shape=(2,))},
+    )
+    program = capture(spec, [torch.zeros(2, 3)])
+    assert set(program.state_dict) == names
+    x = torch.rand(5, 3)
+    torch.testing.assert_close(program.module()(x)["y"], model.head(model.body(x)))
