@@ -99,6 +99,7 @@ def test_recipes_and_modules_are_found() -> None:
         ("{file}:NoTask", ["NoTask is not a task; it must be a dataclass that extends paceline.Task"]),
         ("{file}x.py:Small", ["there is no file", "x.py"]),
         ("no_such_package.tasks:Small", ["there is no module 'no_such_package'"]),
+        ("__main__:Churn", ["defined in a notebook's cell", "--task churn.py:Churn"]),
     ],
 )
 def test_a_wrong_name_is_refused_with_what_there_is(task_file: Path, spec: str, words: list[str]) -> None:

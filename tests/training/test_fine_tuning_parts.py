@@ -160,6 +160,19 @@ def test_what_begins_anew_keeps_the_tasks_own_values(options: Any) -> None:
     assert torch.equal(child[3].weight, built[3].weight)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_the_weights_of_a_compiled_model_are_those_of_the_model() -> None:
+    parent, child = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(2))
+    parent[0] = torch.compile(parent[0])
+    assert "0._orig_mod.weight" in parent.state_dict()
+    initialise(child, RunConfig(init_from="parent"), parent.state_dict())
+    assert torch.equal(child[0].weight, parent[0].weight)
+    again = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    again[0] = torch.compile(again[0])
+    initialise(again, RunConfig(init_from="parent"), child.state_dict())
+    assert torch.equal(again[0].weight, parent[0].weight)
+
+
 def test_a_head_of_another_name_is_taken_for_the_old_one() -> None:
     weights = {name.replace("3.", "old_head."): value for name, value in _model().state_dict().items()}
     config = RunConfig(init_from="parent", reset=("3", "old_head"))
