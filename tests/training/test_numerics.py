@@ -189,6 +189,10 @@ def test_on_a_gpu_such_an_operation_is_an_error_of_the_task() -> None:
             raise RuntimeError("No available kernel. Aborting execution.")
     with pytest.raises(RuntimeError, match="another"), deterministic_kernels(EXACT, CUDA):
         raise RuntimeError("another")
+    with deterministic_kernels(EXACT, CUDA):
+        with deterministic_kernels(EXACT, CUDA):
+            pass
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 @pytest.mark.usefixtures("as_in_training")

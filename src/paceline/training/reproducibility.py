@@ -136,6 +136,8 @@ def deterministic_kernels(config: RunConfig, device: torch.device) -> Iterator[N
     if device.type != "cuda" or config.reducer != "exact":
         yield
         return
+    # The closure of an optimizer enters this context again.
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -151,7 +153,7 @@ def deterministic_kernels(config: RunConfig, device: torch.device) -> Iterator[N
             f"bits twice. Use {instead}, or --reduction allreduce, which gives equality within rounding."
         ) from error
     finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
 
 
 # --- The numerics fingerprint ---
@@ -191,12 +193,13 @@ def compare_numerics(world: World, config: RunConfig, device: torch.device) -> N
     if any(kind == "cuda" for kind, _ in told):
         raise ConfigError(
             f"the ranks compute differently: {'; '.join(differing)}. --reduction exact needs equal GPUs, software and "
-            "settings on all ranks: give all nodes the same, or use --reduction allreduce (equal within rounding)."
+            "settings on all ranks: give all nodes the same, with --threads N the threads too, or use --reduction "
+            "allreduce (equal within rounding)."
         )
     if world.rank == 0:
         _log.warning(
             "the ranks compute differently, so other numbers of processes give a model that is equal within rounding, "
-            "not bit for bit: %s",
+            "not bit for bit: %s. Nodes with equal CPUs and --threads N give equal bits.",
             "; ".join(differing),
         )
 
