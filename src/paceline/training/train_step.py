@@ -15,6 +15,7 @@ from paceline.core.task import Loss, Task
 from paceline.core.train_step import LossFunction, TrainStep
 from paceline.data.samples import MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
+from paceline.parallel.point_to_point import describe_tensor, empty_tensor
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
 from paceline.training.group_context import GroupContext
@@ -232,17 +233,17 @@ def _gather_rows(world: World, embedded: Mapping[int, torch.Tensor]) -> tuple[li
     Returns:
         The numbers of the micro-batches in their order, the number of rows of each, and all rows.
     """
-    described = world.all_gather_object(
-        [[index, list(rows.shape), str(rows.dtype).removeprefix("torch.")] for index, rows in embedded.items()]
-    )
-    entries = [entry for of_rank in described for entry in of_rank]
-    tail, dtype = entries[0][1][1:], getattr(torch, entries[0][2])
-    own = torch.cat(list(embedded.values())) if embedded else torch.empty(0, *tail, dtype=dtype, device=world.device)
-    parts: dict[int, torch.Tensor] = {}
-    sizes_of_ranks = [[shape[0] for _, shape, _ in of_rank] for of_rank in described]
+    described = world.all_gather_object([[index, describe_tensor(rows)] for index, rows in embedded.items()])
+    sizes_of_ranks = [[shape[0] for _, (_, shape, _) in of_rank] for of_rank in described]
+    if embedded:
+        own = torch.cat(list(embedded.values()))
+    else:
+        dtype, shape, on_gpu = next(description for of_rank in described for _, description in of_rank)
+        own = empty_tensor([dtype, [0, *shape[1:]], on_gpu], world.device)
     gathered = world.all_gather_rows(own, [sum(sizes) for sizes in sizes_of_ranks])
+    parts: dict[int, torch.Tensor] = {}
     for of_rank, sizes, rows in zip(described, sizes_of_ranks, gathered, strict=True):
         pieces = torch.split(rows, sizes) if sizes else ()
-        parts |= {index: piece for (index, _, _), piece in zip(of_rank, pieces, strict=True)}
+        parts |= {index: piece for (index, _), piece in zip(of_rank, pieces, strict=True)}
     indices = sorted(parts)
     return indices, [len(parts[index]) for index in indices], torch.cat([parts[index] for index in indices])
