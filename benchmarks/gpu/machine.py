@@ -15,7 +15,7 @@ from benchmarks.gpu.rows import IS_REAL
 
 NEEDED = (
     *("cyclopts", "msgspec", "tomli_w", "numpy", "safetensors", "rich", "psutil", "yaml"),
-    *("pytest", "pytest_timeout", "xdist", "hypothesis"),
+    *("pytest", "pytest_timeout", "hypothesis"),
 )
 
 

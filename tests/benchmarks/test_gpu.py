@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.conftest import Processes, runs
 
 from benchmarks.gpu import checks, machine, pages, speed
 from benchmarks.gpu.__main__ import unpack_site
 from benchmarks.gpu.rows import Machine, Outcome, Row, as_json, as_markdown, from_json, line_of, run_rows
-from benchmarks.gpu.turns import COUNTED, MEASURED, WARMUP, Contender, conduct
+from benchmarks.gpu.turns import COUNTED, MEASURED, WARMUP, Contender, HostWaits, conduct
 
 pytestmark = pytest.mark.integration
 
@@ -219,6 +222,34 @@ def test_contenders_take_turns_and_one_that_dies_drops_out(tmp_path: Path) -> No
     assert found["one"].seconds == found["two"].seconds == [1.5, 2.5]
     assert (found["one"].peak_bytes, found["one"].waits, found["one"].problem) == (103, {"a.py:1": 8}, None)
     assert (found["dies"].seconds, found["dies"].problem) == ([1.5], "RuntimeError: out of memory")
+
+
+def test_host_waits_are_counted_by_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr("benchmarks.gpu.turns.IS_REAL", False)
+    original, waits = torch.cuda.synchronize, HostWaits()
+    waits.start()
+    for _ in range(2):
+        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+    warnings.warn("of something else", UserWarning, stacklevel=1)
+    torch.cuda.synchronize()
+    waits.stop()
+    torch.cuda.synchronize()
+    assert torch.cuda.synchronize is original
+    by_hand = inspect.getsourcelines(test_host_waits_are_counted_by_their_lines)[1] + 6
+    assert waits.by_place() == {f"benchmarks/test_gpu.py:{by_hand}": 2, "torch.cuda.synchronize": 1}
+
+
+@pytest.mark.slow
+def test_both_commands_run_on_a_pretended_gpu(run_processes: Processes, tmp_path: Path) -> None:
+    for command, rows in (("test", ("agent", "NCCL, 1")), ("bench", ("snapshot", "ceilings"))):
+        argv = [sys.executable, "-m", "benchmarks.gpu", command, "--stand-in", "--out", str(tmp_path), "--only", *rows]
+        ended = run_processes.run(argv, cwd=ROOT, timeout_s=280)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "1 passed, 1 not run here" in ended.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{command}.{kind}" for command in ("bench", "test") for kind in ("json", "log", "md")
+    ]
 
 
 def test_the_figures_of_training_are_rates_and_ratios_of_rounds(

@@ -65,7 +65,7 @@ def test_a_model_exported_on_the_cpu_predicts_on_the_gpu(
 ) -> None:
     training = trainer.start("run")
     training.result()
-    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1", "PACELINE_REGISTRY": str(tmp_path / "registry")}
     exported = run_processes.paceline("export", training.directory, "--json", env=hidden)
     assert exported.returncode == 0, exported.stdout + exported.stderr
     package = json.loads(exported.stdout.splitlines()[-1])["package"]
