@@ -132,9 +132,8 @@ def _unsupported(value: Any) -> TaskError:
 _HEADER = 256  # int64 numbers at the front of every message, enough for some twenty tensors
 _MAX_DESCRIPTION = _HEADER - 8  # the rest is the channel's
 _HEADER_BYTES = 8 * _HEADER
-_ALIGNMENT = 64  # bytes, as in a separate tensor, because a kernel's choice and its bits may depend on it
-_GPU_ALIGNMENT = 512
-_HOST = torch.device("cpu")
+# Bytes, on a CPU and on a GPU, as of separate tensors: a kernel's choice and its bits may depend on it.
+_ALIGNMENT = (64, 512)
 _NONE, _TENSOR, _BOOL, _INT, _FLOAT, _TUPLE, _HOST_TENSOR = range(7)
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
@@ -194,7 +193,7 @@ class StageChannel:
             TaskError: a value is something else.
             PeerLostError: the other rank is gone.
         """
-        description, tensors = encode(values, self.world.device)
+        description, tensors = encode(values, on_gpu=self._on_gpu)
         self._send_frames(description, tensors, to, address)
 
     def broadcast(self, values: Sequence[Any], address: MessageAddress) -> None:
@@ -254,7 +253,7 @@ class StageChannel:
         self, description: Sequence[int], tensors: Sequence[torch.Tensor], to: int, address: MessageAddress
     ) -> None:
         """Send numbers and tensors through the memory of the CPU."""
-        places, length = layout(tensors, _HOST)
+        places, length = layout(tensors, on_gpu=False)
         route = (to, address.stage, address.kind)
         room = self._sent.get(route, 0)
         self._sent[route] = max(room, length)
@@ -278,15 +277,15 @@ class StageChannel:
                 assert work is not None
                 self._in_flight.append((work, frame))
 
-    def _receive_frames(self, source: int, address: MessageAddress) -> tuple[list[int], FrameReader]:
+    def _receive_frames(self, source: int, address: MessageAddress) -> tuple[Iterator[int], FrameReader]:
         """Return the numbers and the tensors' frame."""
         route = (source, address.stage, address.kind)
         if (source, address) not in self._posted:
             self._posted[source, address] = self._post(source, address)
         work, frame = self._posted.pop((source, address))
         work.wait()
-        length, *numbers = _view(frame, torch.int64, 0, (_HEADER,), (1,)).tolist()
-        first = _HEADER_BYTES
+        numbers = iter(_view(frame, torch.int64, 0, (_HEADER,), (1,)).tolist())
+        length, first = next(numbers), _HEADER_BYTES
         if length > self._received.get(route, 0):
             self._received[route] = length
             frame, first = self._new_frame(length), 0
@@ -295,7 +294,9 @@ class StageChannel:
         return numbers, FrameReader(frame, first)
 
     def _new_frame(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._on_gpu)
+        if self._on_gpu:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def _frame(self, nbytes: int) -> torch.Tensor:
         """Return a send buffer, reused if possible."""
@@ -332,22 +333,22 @@ class FrameReader:
     """
 
     def __init__(self, frame: torch.Tensor, first: int = 0) -> None:
-        self._frame, self._first = frame, first
-        self._place = 0
+        self._frame = frame
+        self._place, self._alignment = first, _ALIGNMENT[frame.is_cuda]
 
     def next(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """Return the next tensor, in the frame's memory."""
-        tensor = _view(self._frame, dtype, self._first + self._place, shape, stride)
-        self._place += _padded(tensor.numel() * tensor.element_size(), self._frame.device)
+        tensor = _view(self._frame, dtype, self._place, shape, stride)
+        self._place += _padded(tensor.numel() * tensor.element_size(), self._alignment)
         return tensor
 
 
-def layout(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[int], int]:
-    """Return the first byte of each tensor in a frame on ``device``, and the end of the last one."""
-    places, length = [], 0
+def layout(tensors: Sequence[torch.Tensor], *, on_gpu: bool) -> tuple[list[int], int]:
+    """Return the first byte of each tensor in a frame, and the end of the last one."""
+    places, length, alignment = [], 0, _ALIGNMENT[on_gpu]
     for tensor in tensors:
         places.append(length)
-        length += _padded(tensor.numel() * tensor.element_size(), device)
+        length += _padded(tensor.numel() * tensor.element_size(), alignment)
     return places, length
 
 
@@ -355,11 +356,13 @@ def fill(frame: torch.Tensor, first: int, places: Sequence[int], tensors: Sequen
     """Copy tensors to their places in a frame; a copy from a GPU is not finished on return."""
     for place, tensor in zip(places, tensors, strict=True):
         view = _view(frame, tensor.dtype, first + place, tensor.shape, tensor.stride())
-        view.copy_(tensor, non_blocking=tensor.is_cuda)
+        if tensor.is_cuda:
+            view.copy_(tensor, non_blocking=True)
+        else:
+            view.copy_(tensor)
 
 
-def _padded(nbytes: int, device: torch.device) -> int:
-    alignment = _GPU_ALIGNMENT if device.type == "cuda" else _ALIGNMENT
+def _padded(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
@@ -367,9 +370,8 @@ def _view(
     frame: torch.Tensor, dtype: torch.dtype, at: int, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
     """Return a tensor in the frame's memory, not a torch view, so that in-place changes are independent."""
-    return torch.empty(0, dtype=dtype, device=frame.device).set_(
-        frame.untyped_storage(), at // dtype.itemsize, torch.Size(shape), tuple(stride)
-    )
+    empty = torch.empty(0, dtype=dtype, device=frame.device) if frame.is_cuda else torch.empty(0, dtype=dtype)
+    return empty.set_(frame.untyped_storage(), at // dtype.itemsize, torch.Size(shape), tuple(stride))
 
 
 def _wait_for_value(tensor: torch.Tensor) -> torch.Tensor:
@@ -382,12 +384,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or is_non_overlapping_and_dense_or_false(tensor)  # the latter takes 0.1 ms
 
 
-def encode(values: Sequence[Any], device: torch.device) -> tuple[list[int], list[torch.Tensor]]:
+def encode(values: Sequence[Any], *, on_gpu: bool) -> tuple[list[int], list[torch.Tensor]]:
     """Describe values by numbers, and return the dense tensors in them besides.
 
     Args:
         values: tensors, numbers, None, or tuples of these.
-        device: on which the receiver expects tensors whose description does not say that they are on the CPU.
+        on_gpu: whether the receiver puts tensors on a GPU unless their description says that they were not on one.
 
     Raises:
         TaskError: a value is something else, or there are too many.
@@ -395,7 +397,7 @@ def encode(values: Sequence[Any], device: torch.device) -> tuple[list[int], list
     numbers = [len(values)]
     tensors: list[torch.Tensor] = []
     for value in values:
-        _encode(value, device, numbers, tensors)
+        _encode(value, on_gpu, numbers, tensors)
     if len(numbers) > _MAX_DESCRIPTION:
         raise TaskError(
             f"a stage sends {len(values)} values to the next, more than a message can describe. Split the "
@@ -404,14 +406,14 @@ def encode(values: Sequence[Any], device: torch.device) -> tuple[list[int], list
     return numbers, tensors
 
 
-def _encode(value: Any, device: torch.device, numbers: list[int], tensors: list[torch.Tensor]) -> None:
+def _encode(value: Any, on_gpu: bool, numbers: list[int], tensors: list[torch.Tensor]) -> None:
     if value is None:
         numbers.append(_NONE)
     elif isinstance(value, torch.Tensor):
         plain = _wait_for_value(value).detach()
         # In its own memory order, on which a kernel's choice and its bits may depend.
         dense = plain if _is_dense(plain) else plain.contiguous()
-        numbers.append(_TENSOR if value.device.type == device.type else _HOST_TENSOR)
+        numbers.append(_TENSOR if value.is_cuda == on_gpu else _HOST_TENSOR)
         numbers += [_DTYPES.index(value.dtype), int(value.requires_grad), value.dim()]
         numbers += [*value.shape, *dense.stride()]
         tensors.append(dense)
@@ -424,7 +426,7 @@ def _encode(value: Any, device: torch.device, numbers: list[int], tensors: list[
     elif isinstance(value, tuple):
         numbers += [_TUPLE, len(value)]
         for part in value:
-            _encode(part, device, numbers, tensors)
+            _encode(part, on_gpu, numbers, tensors)
     else:
         raise TaskError(
             f"a stage cannot send a {type(value).__name__} to the next: only tensors, numbers, None and "
@@ -432,16 +434,15 @@ def _encode(value: Any, device: torch.device, numbers: list[int], tensors: list[
         )
 
 
-def decode(description: Sequence[int], on_device: FrameReader, on_host: FrameReader, device: torch.device) -> list[Any]:
+def decode(numbers: Iterator[int], on_device: FrameReader, on_host: FrameReader, device: torch.device) -> list[Any]:
     """Return the values of a description; tensors that required a gradient become leaves that do.
 
     Args:
-        description: the result of :func:`encode`; later numbers are ignored.
+        numbers: the description, from :func:`encode`.
         on_device: the frame of the tensors on the device.
         on_host: the frame of the tensors on the CPU; the same one if all tensors are in one.
         device: of the tensors that were on the sender's.
     """
-    numbers = iter(description)
     return list(_decode(numbers, next(numbers), on_device, on_host, device))
 
 
@@ -464,8 +465,7 @@ def _decode(
             dtype, requires_grad, dimensions = _DTYPES[next(numbers)], bool(next(numbers)), next(numbers)
             shape = [next(numbers) for _ in range(dimensions)]
             stride = [next(numbers) for _ in range(dimensions)]
-            if kind == _TENSOR:
-                tensor = on_device.next(dtype, shape, stride).to(device, non_blocking=True)
-            else:
-                tensor = on_host.next(dtype, shape, stride)
+            tensor = (on_device if kind == _TENSOR else on_host).next(dtype, shape, stride)
+            if kind == _TENSOR and device.type == "cuda":
+                tensor = tensor.to(device, non_blocking=True)
             yield tensor.requires_grad_(requires_grad)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from paceline.parallel.world import World
 #
 # No CPU waits for a GPU: one that has the description enqueues the stage behind the receive.
 
-_PREFIX = len(MessageAddress._fields) + 2  # numbers before a description
+_PREFIX = 5  # numbers before a description: the address, the frame's bytes, and whether it is broadcast
 _IN_ORDER = MessageAddress(0, 0)  # of all descriptions: gloo matches equal tags in the order of posting
 
 
@@ -81,7 +82,7 @@ class _Arriving(NamedTuple):
 
     work: dist.Work | None
     on_device: FrameReader
-    description: list[int]
+    description: Iterator[int]
     on_host: FrameReader
 
 
@@ -137,10 +138,10 @@ class NcclStageChannel(StageChannel):
     def _send(
         self, values: Sequence[Any], receivers: list[int], address: MessageAddress, *, is_broadcast: bool
     ) -> None:
-        description, tensors = encode(values, self.world.device)
-        on_device = [tensor for tensor in tensors if tensor.device.type == self.world.device.type]
-        on_host = [tensor for tensor in tensors if tensor.device.type != self.world.device.type]
-        places, nbytes = layout(on_device, self.world.device)
+        description, tensors = encode(values, on_gpu=self._on_gpu)
+        on_device = [tensor for tensor in tensors if tensor.is_cuda == self._on_gpu]
+        on_host = [tensor for tensor in tensors if tensor.is_cuda != self._on_gpu]
+        places, nbytes = layout(on_device, on_gpu=self._on_gpu)
         if nbytes:
             # A copy: the stage may change its tensors before they are sent.
             frame = torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
@@ -172,16 +173,15 @@ class NcclStageChannel(StageChannel):
     def _take_next(self, source: int) -> None:
         """Wait for the next description from a rank, and post the receive of its frame."""
         numbers, on_host = self._receive_frames(source, _IN_ORDER)
-        address, description = MessageAddress(*numbers[: _PREFIX - 2]), numbers[_PREFIX:]
-        nbytes, is_broadcast = numbers[_PREFIX - 2 : _PREFIX]
+        stage, kind, number, nbytes, is_broadcast = itertools.islice(numbers, _PREFIX)
         frame = torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
         work: dist.Work | None = None
         if nbytes and is_broadcast:
             work = dist.broadcast(frame, group=self.world.group, group_src=source, async_op=True)
         elif nbytes:
             work = dist.irecv(frame, group=self._group(source, self.world.rank), group_src=source)
-        message = _Arriving(work, FrameReader(frame), description, on_host)
-        self._arriving.setdefault((source, address), deque()).append(message)
+        message = _Arriving(work, FrameReader(frame), numbers, on_host)
+        self._arriving.setdefault((source, MessageAddress(stage, kind, number)), deque()).append(message)
 
     def _wait_for_sends(self) -> None:
         super()._wait_for_sends()

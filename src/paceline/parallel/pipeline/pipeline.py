@@ -382,7 +382,6 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _log = logging.getLogger(__name__)
-_NO_LOSS = torch.zeros((), dtype=torch.float64)
 
 
 class ActionClock:
@@ -450,7 +449,7 @@ class _InFlightMicrobatch:
     loss: Loss | None
     buffers: list[torch.Tensor]
     weight: torch.Tensor | float = 0.0
-    loss_sum: torch.Tensor = _NO_LOSS
+    loss_sum: torch.Tensor | float = 0.0
     roots: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
     groups: Groups | None = None
@@ -642,7 +641,9 @@ class Pipeline:
             root = work.scale_loss(flight.loss.sum)
             weight = flight.loss.weight
             flight.weight = weight.detach() if isinstance(weight, torch.Tensor) else float(weight)
-            flight.loss_sum = flight.loss.sum.detach()  # not a number, which a GPU would have to be waited for
+            loss_sum = flight.loss.sum.detach()
+            # Not a number on a GPU, for which the CPU would have to wait.
+            flight.loss_sum = loss_sum if loss_sum.is_cuda else loss_sum.item()
             flight.roots, flight.gradients = [root], [torch.ones_like(root)]
             flight.loss = None
             return
@@ -666,7 +667,9 @@ class Pipeline:
         reducer = self._reducers[stage.number]
         reducer.buffers.restore(flight.buffers)
         # The losses are the same on all stages of this rank, and each reducer would wait for a GPU to read them.
-        loss_sum = flight.loss_sum if reducer is self._first_reducer else _NO_LOSS
+        loss_sum = flight.loss_sum if reducer is self._first_reducer else 0.0
+        if not isinstance(loss_sum, torch.Tensor):
+            loss_sum = torch.tensor(loss_sum, dtype=torch.float64)
         reducer.end_microbatch(microbatch.num_samples, flight.weight, loss_sum, microbatch.checksum)
         del self._flights[stage.number, k]
         work.backward_done()
