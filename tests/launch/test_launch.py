@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,40 @@ def test_spawn_starts_any_script(run_processes: Any) -> None:
         "0 2 0 2 127.0.0.1 red 1 --lr 0.1 127.0.0.1:0/1 0 0/2",
         "1 2 1 2 127.0.0.1 red 1 --lr 0.1 127.0.0.1:0/1 1 1/2",
     ]
+
+
+LINES = """
+import sys
+for number in range(100):
+    print("one line", "in several", "pieces", number)
+    print("an error", "in several", "pieces", number, file=sys.stderr)
+sys.stdout.write("unfinished")
+"""
+
+
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_the_lines_of_ranks_are_whole(run_processes: Any, tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "lines.py").write_text(LINES)
+    words = ("launch", "--on", launcher, "--nproc", "3", "--", "lines.py")
+    done = run_processes.paceline(*words, env={"PYTHONUNBUFFERED": "1"})
+    assert done.returncode == 0, done.stderr
+    assert Counter(done.stdout.splitlines()) == {
+        "unfinished": 3,
+        **{f"one line in several pieces {number}": 3 for number in range(100)},
+    }
+    errors = Counter(line for line in done.stderr.splitlines() if line.startswith("an error"))
+    assert errors == {f"an error in several pieces {number}": 3 for number in range(100)}
+
+
+def test_an_output_that_outlives_its_rank_ends_no_later(run_processes: Any, tmp_path: Path) -> None:
+    (tmp_path / "leaves.sh").write_text("setsid sleep 600 & echo rank $RANK\n")
+    try:
+        done = run_processes.paceline("launch", "--on", "spawn", "--nproc", "2", "--", "sh", "leaves.sh")
+        assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]
+    finally:
+        for process in psutil.process_iter(["cmdline"]):
+            if process.info["cmdline"] == ["sleep", "600"] and process.cwd() == str(tmp_path):
+                process.kill()
 
 
 @pytest.mark.parametrize(

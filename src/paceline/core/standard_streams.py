@@ -22,7 +22,7 @@ def open_closed_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            _discard(descriptor)
+            discard(descriptor)
     for name, descriptor in _STREAMS.items():
         if getattr(sys, name) is None:
             stream = open(descriptor, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -30,7 +30,8 @@ def open_closed_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
-def _discard(descriptor: int) -> None:
+def discard(descriptor: int) -> None:
+    """Have a descriptor lead to ``/dev/null``."""
     opened = os.open(os.devnull, os.O_RDWR)
     if opened == descriptor:
         os.set_inheritable(descriptor, True)
@@ -72,7 +73,7 @@ class LastingStream:
         if error.errno in _FULL_DISK:
             return  # the file takes more later
         try:
-            _discard(self._stream.fileno())
+            discard(self._stream.fileno())
             self._stream.flush()
         except (OSError, ValueError):
             pass

@@ -26,6 +26,7 @@ from paceline.elastic.rendezvous_store import STORE_HOST, RendezvousStores
 from paceline.elastic.worker_channel import (
     Assignment,
     ChannelError,
+    Ending,
     ExitRequest,
     Failed,
     GroupBroken,
@@ -117,6 +118,7 @@ class WorkerProcess:
         generation: of its last group, -1 for none.
         retired: whether the agent ordered it to end.
         failure: its error, if it could not be recorded in the run's directory.
+        announced_code: its exit code, as it announced it; that of SIGKILL before.
     """
 
     def __init__(self, number: int, local_index: int, log: Path | None) -> None:
@@ -131,6 +133,7 @@ class WorkerProcess:
         self.beats = True
         self.retired = False
         self.failure: FailureRecord | None = None
+        self.announced_code = -int(signal.SIGKILL)
         self._expected, self._limit_s, self._expected_by = "start", math.inf, math.inf
         self._leave_by = math.inf
         self.status: Status = "starting"
@@ -347,7 +350,7 @@ class NodeWorkers:
         """Kill overdue workers, and replace an overdue store host."""
         for worker in [w for w in self._workers.values() if w.deadline <= now]:
             if worker.ending:
-                self._ended(worker, -signal.SIGKILL)  # the fork server does not say how
+                self._ended(worker, worker.announced_code)  # the fork server does not say how
             else:
                 silent = not worker.killed and now - worker.heard_at >= self._heartbeat_s
                 why = describe_unresponsive(worker.pid) if silent else ""
@@ -433,7 +436,9 @@ class NodeWorkers:
             if worker.pid is None:
                 self._fork(worker)
             elif worker.ending:
-                self._ended(worker, -signal.SIGKILL)
+                if worker.beats:
+                    self._on_message(worker)  # what it has announced
+                self._ended(worker, worker.announced_code)
 
     # Workers: forked, heard, ended.
 
@@ -483,6 +488,9 @@ class NodeWorkers:
                     pass
                 case Failed(failure):
                     worker.failure = failure
+                    continue
+                case Ending(code):
+                    worker.announced_code = code
                     continue
                 case _:
                     self._kill(worker, f"sent a message that is the agent's: {message}")

@@ -111,6 +111,12 @@ class Failed(ChannelMessage, frozen=True, tag="failed"):
     failure: FailureRecord
 
 
+class Ending(ChannelMessage, frozen=True, tag="ending"):
+    """Worker to agent, last: its exit code, which the fork server reports too unless it was killed."""
+
+    code: int
+
+
 class Assignment(ChannelMessage, frozen=True, tag="view"):
     """Agent to worker: the group to form, and the worker's place in it.
 
@@ -160,6 +166,7 @@ Message = (
     | StallSnapshot
     | Joined
     | Failed
+    | Ending
     | Assignment
     | ReformRequest
     | GroupBroken
@@ -386,8 +393,9 @@ class AgentClient:
         """Report the error that ends this process."""
         self._channel.send(Failed(failure))
 
-    def leave(self) -> None:
-        """Announce the exit, because the interpreter's end may take seconds without heartbeats."""
+    def leave(self, code: int) -> None:
+        """Announce the exit with this code, because the interpreter's end may take seconds without heartbeats."""
+        self._channel.send(Ending(code))
         self._channel.finish()
 
     def joined(self, generation: int) -> None:

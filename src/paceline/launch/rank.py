@@ -30,6 +30,7 @@ from paceline.core.options import parse_nproc
 from paceline.core.parent_death import die_with_parent
 from paceline.core.process_config import EnvStyle
 from paceline.core.sockets import job_port
+from paceline.launch.rank_output import pass_own_lines_on
 from paceline.launch.stop_codes import STOP_CODES, run_rank
 
 # --- The variables that tell a process its place in a job, as each framework reads them ---
@@ -282,6 +283,8 @@ def main(argv: Sequence[str]) -> int:
     if options.env_style is not None:
         # Open MPI's ranks outlive a killed mpirun; no process may remain.
         die_with_parent()
+        if detect_environment(_given(os.environ)).source == "mpi":
+            pass_own_lines_on()  # mpirun passes on pieces of lines
         if STOP_CODES in os.environ:
             os.environ.update(variables)
             return run_rank(command)
@@ -292,8 +295,13 @@ def main(argv: Sequence[str]) -> int:
         return 127
 
 
+def _given(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those that no launcher of ranks sets."""
+    return {name: value for name, value in environ.items() if name not in _FROM_OUTSIDE}
+
+
 def _place(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    who = detect_environment({name: value for name, value in environ.items() if name not in _FROM_OUTSIDE})
+    who = detect_environment(_given(environ))
     if options.nproc:
         who = _on_machines(who, options.nproc)
     machine = detect_node(environ)

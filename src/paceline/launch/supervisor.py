@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,7 @@ from paceline.core.parent_death import set_child_subreaper
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
 from paceline.launch.job_logs import follow_files
 from paceline.launch.launcher import JobHandle, JobStatus, Launcher
+from paceline.launch.rank_output import RankOutputs, shared_outputs
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, ProcessExit, expand, report_job_failure
 
@@ -179,9 +180,12 @@ class SupervisedJob:
             for old in self._directory.logs.glob("rank-*.error.json"):
                 old.unlink(missing_ok=True)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        several_print_here = sum(command.log is None for command in commands) > 1
+        self._outputs = RankOutputs(shared_outputs() if several_print_here else ())
         try:
             for command in commands:
                 self._start(command, rank_0_fds if command.rank == 0 else ())
+            self._outputs.start()
         except OSError as error:
             self._kill_all()
             self._reap_all()
@@ -191,20 +195,23 @@ class SupervisedJob:
         death_signal = signal.SIGKILL if self._starter is None else self._starter.death_signal
         tethered = [sys.executable, "-I", "-S", _TETHER, str(int(death_signal)), str(os.getpid())]
         mark = {} if self._orphanage is None else self._orphanage.mark
-        output = open(command.log, "ab") if command.log is not None else None  # noqa: SIM115
-        try:
+        with ExitStack() as stack:
+            if command.log is not None:
+                log = stack.enter_context(open(command.log, "ab"))
+                outputs = dict.fromkeys((1, 2), log.fileno())
+            else:
+                outputs = self._outputs.open()
+                for end in outputs.values():
+                    stack.callback(os.close, end)
             popen = subprocess.Popen(
                 [*tethered, *command.argv],
                 env={**os.environ, **command.env, **mark},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=outputs.get(1),
+                stderr=outputs.get(2),
                 start_new_session=True,
                 pass_fds=fds,
             )
-        finally:
-            if output is not None:
-                output.close()
         self._running.append(_Running(command.rank, popen, os.pidfd_open(popen.pid), command.serves))
 
     @property
@@ -304,6 +311,7 @@ class SupervisedJob:
             self._reap(running)
         if self._orphanage is not None:
             self._orphanage.close()
+        self._outputs.close()
         remove_leftovers()
         if self._wake >= 0:
             os.close(self._wake)

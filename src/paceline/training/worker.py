@@ -71,18 +71,19 @@ def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[
     directory = RunDirectory(Path(job.config.run_dir))
     member = AgentClient(WorkerChannel.of(channel), job.config.heartbeat)
     member.progress_tracker.limit_steps_to(parse_hang_timeout(job.config.hang_timeout))
-    existed = directory.exists()
+    existed, code = directory.exists(), 1
     try:
         _run_member(job, member, directory, local_index, terminal)
+        code = 0
     except Retired:
-        return 0
+        code = 0
     except Exception as raised:
         error = explain_disk_error(raised, directory)
         member.beat()  # the agent judges by the step at which it happened
-        return record_worker_failure(directory, local_index, error, existed=existed, tell_agent=member.fail)
+        code = record_worker_failure(directory, local_index, error, existed=existed, tell_agent=member.fail)
     finally:
-        member.leave()
-    return 0
+        member.leave(code)
+    return code
 
 
 def _run_member(

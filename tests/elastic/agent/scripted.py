@@ -31,6 +31,14 @@ def on_signal(number: int, frame: object) -> None:
 
 
 def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, int]) -> int:
+    """Work, and announce the exit code, as a worker does."""
+    member = AgentClient(WorkerChannel.of(channel))
+    code = work(member, job_file, slot, terminal)
+    member.leave(code)
+    return code
+
+
+def work(member: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int]) -> int:
     """Do the script's steps, in step with the others only as far as the agent asks for it."""
     script = json.loads(job_file.read_text())
     place_of_work = job_file.parent
@@ -39,12 +47,11 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
         file.write(f"{os.getpid()}\n")
     nth = len(starts.read_text().splitlines())
     fault_step, kind = script["faults"].get(f"{slot}:{nth}", [-1, ""])
-    member = AgentClient(WorkerChannel.of(channel))
     left = -1
     print(f"slot {slot} of {os.getpid()}", flush=True)
     os.write(terminal[0], f"terminal of {slot}\n".encode())
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, on_signal)
         if kind == "early":
             end(kind)

@@ -351,6 +351,17 @@ def test_workers_outlive_one_fork_server_after_the_other(job: Job) -> None:
     assert len(job.pids(0)) == 1
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_the_exit_codes_of_workers_that_outlive_their_fork_server(job: Job, number: int, code: int) -> None:
+    popen = job.start(2, {}, steps=10**6)
+    job.wait_for_step(popen, 20)
+    (fork_server,) = children(popen.pid)
+    fork_server.kill()
+    job.wait_gone([fork_server.pid])
+    popen.send_signal(number)
+    assert job.finish(popen).returncode == code
+
+
 def test_the_fork_server_and_the_store_host_are_replaced_too(job: Job) -> None:
     popen = job.start(2, {}, steps=10**6)
     job.wait_for_step(popen, 20)
