@@ -164,3 +164,23 @@ def test_the_lock_of_a_killed_process_is_waited_for(run: RunDirectory, capsys: p
         run.require_unused()
     assert "waiting for the processes that used" in capsys.readouterr().err
     assert not run.is_running()
+
+
+@pytest.mark.usefixtures("plain_user")
+def test_a_file_of_another_user_is_refused_at_the_start() -> None:
+    directory = RunDirectory(Path("a"))
+    directory.create()
+    directory.metrics.write_text("")
+    directory.metrics.chmod(0o444)
+    with pytest.raises(RunDirectoryError, match=r"cannot write to the run directory .*Permission denied \(.*metrics"):
+        directory.create()
+
+
+def test_events_wait_for_the_disk(run: RunDirectory) -> None:
+    run.logs.rmdir()
+    run.path.rename(run.path.with_name("away"))
+    run.append_event("fault", step=3)
+    run.path.with_name("away").rename(run.path)
+    run.append_queued_events()
+    run.append_queued_events()
+    assert [(event["event"], event["step"]) for event in run.read_events()] == [("fault", 3)]

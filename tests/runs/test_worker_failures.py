@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
+from tests.small_disk import small_disk
 
 from paceline.core.errors import (
     CheckpointError,
@@ -16,7 +18,7 @@ from paceline.core.errors import (
     StopRequested,
 )
 from paceline.runs.directory import RunDirectory
-from paceline.runs.failures import FailureRecord, read_failure, record_worker_failure
+from paceline.runs.failures import FailureRecord, explain_disk_error, read_failure, record_worker_failure
 
 
 @pytest.fixture
@@ -67,3 +69,38 @@ def test_a_run_that_has_not_begun_gets_no_event(tmp_path: Path) -> None:
     record_worker_failure(directory, 0, ConfigError("an option is wrong"), existed=False)
     assert directory.read_events() == []
     assert read_failure(directory.error_of(0)) is not None
+
+
+def raised(error: OSError) -> OSError:
+    """Return the error with a traceback, as it is caught."""
+    try:
+        raise error
+    except OSError as caught:
+        return caught
+
+
+def test_the_disk_that_failed_is_named(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    full = explain_disk_error(OSError(errno.ENOSPC, "No space left on device", "/scratch/cache"), directory)
+    assert str(full).startswith(
+        "cannot write /scratch/cache: No space left on device. Everything that was saved before"
+    )
+    stale = explain_disk_error(OSError(errno.ESTALE, "Stale file handle", str(directory.metrics)), directory)
+    assert str(stale).startswith(f"cannot write {directory.metrics}: Stale file handle. ")
+    broken = explain_disk_error(raised(OSError(errno.EIO, "Input/output error")), directory)
+    assert f"cannot write a file (in {__file__}, line " in str(broken)
+    assert str(directory.path) not in str(broken)
+    # A file of the task's own is not the run's.
+    private = PermissionError(errno.EACCES, "Permission denied", "/data/private.csv")
+    assert explain_disk_error(private, directory) is private
+
+
+@pytest.mark.integration
+def test_shared_memory_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_memory = tmp_path / "shm"
+    monkeypatch.setattr("paceline.runs.failures.SHARED_MEMORY", shared_memory)
+    error = OSError(errno.ENOSPC, "No space left on device")  # as sem_open() has it, without a path
+    with small_disk(shared_memory, "64k"):
+        text = str(explain_disk_error(error, RunDirectory(tmp_path / "run")))
+    assert text.startswith(f"cannot write {shared_memory}: No space left on device. ")
+    assert "Give more shared memory (docker run --shm-size=8g" in text

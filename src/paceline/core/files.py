@@ -46,8 +46,15 @@ def refuse_address(path: str | Path, name: str) -> None:
 # --- Atomic writes ---
 
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-"""Errors of a full, read-only or broken disk, which may recover later."""
+DISK_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM),
+    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ENODEV, errno.ENXIO),
+)
+"""Errors of a full, read-only, broken or unreachable disk, which may recover later.
+
+At the start of a run, :meth:`paceline.runs.directory.RunDirectory.create` reports any error at once. After it, a run
+waits for its disk.
+"""
 
 
 def _append(path: Path, content: bytes) -> None:
@@ -194,7 +201,7 @@ class ResilientAppendFile:
             otherwise a partial write is truncated.
 
     Raises:
-        RunDirectoryError: the file cannot be opened, for a permanent reason.
+        RunDirectoryError: the file cannot be opened, for another reason than its disk.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], object], *, shared: bool = False) -> None:
@@ -205,6 +212,7 @@ class ResilientAppendFile:
         self._file: int | None = None
         self._size = 0  # of what got there whole
         self._is_failing = False
+        self._has_written = False
         self._dropped = 0
         self._lock = Lock()
         self._closed = False
@@ -251,7 +259,7 @@ class ResilientAppendFile:
             while content:
                 content = content[os.write(file, content) :]
         except OSError as error:
-            if error.errno not in DISK_ERRORS:
+            if error.errno not in DISK_ERRORS and not self._has_written:
                 self._waiting.clear()
                 raise RunDirectoryError(
                     f"cannot write {self._path}: {error.strerror}. Make it writable, then resume the run."
@@ -265,6 +273,7 @@ class ResilientAppendFile:
             first, self._is_failing = not self._is_failing, True
             return f"cannot write {self._path}: {error.strerror}. Training continues." if first else ""
         self._waiting.clear()
+        self._has_written = True
         self._size += written
         was_failing, self._is_failing = self._is_failing, False
         dropped, self._dropped = self._dropped, 0

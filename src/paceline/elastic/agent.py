@@ -176,6 +176,7 @@ class Agent:
         now = time.monotonic()
         node.expire(now)
         controller.expire(now)
+        self._directory.append_queued_events()
         self._take_leadership(controller, now)
 
     def _take_leadership(self, controller: Controller, now: float) -> None:

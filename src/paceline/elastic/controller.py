@@ -350,7 +350,7 @@ class JobController:
         """
         if self._knows_microbatches:
             return
-        with suppress(RunDirectoryError, KeyError, TypeError, ValueError):
+        with suppress(OSError, RunDirectoryError, KeyError, TypeError, ValueError):
             if self._directory.exists():
                 most = int(self._directory.read_manifest()["config"]["microbatches"])
                 self._knows_microbatches = True

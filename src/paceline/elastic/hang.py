@@ -447,8 +447,9 @@ class Watchdog:
     ) -> None:
         self._over.set()
         self._thread.join()
-        for path in (self._file(self._rank), self._request_file):
-            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            for path in (self._file(self._rank), self._request_file):
+                path.unlink(missing_ok=True)
 
     def _file(self, rank: int) -> Path:
         return self._directory.logs / f"rank-{rank}.standing.json"

@@ -290,7 +290,8 @@ class NodeWorkers:
     # Orders.
 
     def start(self, number: int, local_index: int) -> None:
-        self._directory.error_of(local_index).unlink(missing_ok=True)
+        with suppress(OSError):  # the disk may fail meanwhile
+            self._directory.error_of(local_index).unlink(missing_ok=True)
         log = self._directory.log_of(local_index) if local_index > 0 else None
         worker = self._workers[number] = WorkerProcess(number, local_index, log)
         self._watch(worker, partial(self._on_message, worker))

@@ -52,7 +52,7 @@ class _Lines:
 
 
 def _relay(lines: dict[int, _Lines], stop: int | None = None) -> None:
-    """Pass on what comes from these pipes until all of them, or only ``stop``, have closed; close them."""
+    """Pass on the lines from these pipes until all of them, or only ``stop``, have closed; close them."""
     with selectors.DefaultSelector() as selector:
         for pipe in lines:
             selector.register(pipe, selectors.EVENT_READ)
@@ -74,7 +74,7 @@ def _relay(lines: dict[int, _Lines], stop: int | None = None) -> None:
                     selector.unregister(pipe)
                     left.discard(pipe)
             if ready == [stop]:
-                break  # all ranks have ended; what they have left behind may hold their pipes for ever
+                break  # all ranks have ended; a process that they left behind may hold its pipe for ever
     for pipe, stream in lines.items():
         stream.finish()
         os.close(pipe)
@@ -99,7 +99,7 @@ class RankOutputs:
         self._thread: threading.Thread | None = None
 
     def open(self) -> dict[int, int]:
-        """Return the ends that a rank writes to, by the descriptor that they replace; close them once it has started."""
+        """Return the ends that a rank writes to, by the descriptor that they replace; close them when it runs."""
         ends = {}
         for output in self._outputs:
             read, ends[output] = os.pipe2(os.O_CLOEXEC)
@@ -114,7 +114,7 @@ class RankOutputs:
         self._thread.start()
 
     def close(self) -> None:
-        """Pass on what ranks that have ended had written; may be called twice."""
+        """Pass on the last lines of ranks that have ended; may be called twice."""
         if self._stopping < 0:
             return
         os.close(self._stopping)
@@ -139,6 +139,7 @@ def pass_own_lines_on() -> None:
     pipes = {output: _terminal() if os.isatty(output) else os.pipe() for output in outputs}
     child = os.fork()
     if child == 0:
+        os.setsid()  # signals are for the rank
         if os.fork() == 0:
             for _, write in pipes.values():
                 os.close(write)

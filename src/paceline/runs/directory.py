@@ -18,11 +18,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import secrets
 import signal
+import stat
 import sys
 import threading
 import time
@@ -36,7 +38,6 @@ import tomli_w
 
 from paceline.core.errors import RunDirectoryError, RunInUseError
 from paceline.core.files import (
-    DISK_ERRORS,
     _append,
     open_regular,
     parse_json,
@@ -140,8 +141,28 @@ class RunDirectory:
         return self.logs / f"rank-{rank}.error.json"
 
     def exists(self) -> bool:
-        """Return whether a run was created here."""
-        return self.manifest.is_file()
+        """Return whether a run was created here.
+
+        Raises:
+            OSError: the disk does not answer.
+        """
+        return _is_regular(self.manifest)
+
+    def has_result(self) -> bool:
+        """Return whether the run has finished, as far as the disk shows it."""
+        try:
+            return _is_regular(self.result)
+        except OSError:
+            return False
+
+    def wait_for_disk(self) -> None:
+        """Wait until the directory of a run that has begun can be read; return after ten minutes in any case."""
+        for _ in range(1200):
+            try:
+                self.exists()
+                return
+            except OSError:
+                time.sleep(0.5)
 
     def check_resume(self, resume: str) -> None:
         """Check ``--resume`` against the directory.
@@ -162,8 +183,8 @@ class RunDirectory:
         Raises:
             RunDirectoryError: it cannot be created or written.
         """
-        self._require_regular_files()
         try:
+            self._require_regular_files()
             self.logs.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{secrets.token_hex(4)}"
             probe.write_bytes(b"")
@@ -193,11 +214,13 @@ class RunDirectory:
         for path in (*names, self.sample_lengths, self.initial, *ledger):
             if path.exists() and not path.is_file():
                 raise RunDirectoryError(f"{path} is not a regular file. Remove it, or choose another --run-dir DIR.")
+            if path.exists() and not os.access(path, os.W_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     def unwritable(self, error: OSError) -> RunDirectoryError:
         """Return the error for a directory that cannot be written."""
         return RunDirectoryError(
-            f"cannot write to the run directory {self.path}: {error.strerror}. "
+            f"cannot write to the run directory {self.path}: {error.strerror}{_other_file(error, self.path)}. "
             "Make it writable and free space, or choose another with --run-dir DIR."
         )
 
@@ -271,12 +294,13 @@ class RunDirectory:
             waiting = _unwritten.setdefault(self.events.absolute(), [])
             waiting.append(line)
             del waiting[:-_MOST_EVENTS]
-            try:
+        self.append_queued_events()
+
+    def append_queued_events(self) -> None:
+        """Append the records that the disk has not taken yet, if it takes them now."""
+        with _appending, suppress(OSError):
+            if waiting := _unwritten.get(self.events.absolute()):
                 _append(self.events, "".join(waiting).encode())
-            except OSError as error:
-                if error.errno not in DISK_ERRORS:
-                    raise
-            else:
                 del _unwritten[self.events.absolute()]
 
     def read_events(self) -> list[dict[str, Any]]:
@@ -327,6 +351,20 @@ class RunDirectory:
         with closing(RunLock(self)) as lock:
             lock.take()
             yield
+
+
+def _is_regular(path: Path) -> bool:
+    # Path.is_file() calls a disk that does not answer an absent file, in some versions of Python.
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _other_file(error: OSError, directory: Path) -> str:
+    """Return the file of an error in parentheses, if it is not the directory."""
+    file = None if error.filename is None else os.fsdecode(error.filename)
+    return f" ({file})" if file is not None and Path(file) != directory else ""
 
 
 def is_locked(path: Path) -> bool:

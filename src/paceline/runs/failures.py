@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import signal
 import sys
 import sysconfig
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +36,7 @@ from paceline.core.errors import (
     UserError,
 )
 from paceline.core.files import DISK_ERRORS, open_regular, parse_json, read_document, write_atomically
+from paceline.core.owned_names import SHARED_MEMORY
 from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.runs.directory import RunDirectory
 
@@ -181,15 +185,43 @@ def _ends_run(error: Exception, *, existed: bool, recovers: bool) -> bool:
 
 
 def explain_disk_error(error: Exception, directory: RunDirectory | None) -> Exception:
-    """Return the same error, or one with a remedy for a full disk."""
+    """Return the same error, or one that names the disk that failed, and the remedy."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
+    is_of_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+    is_ours = path is not None and directory is not None and path.absolute().is_relative_to(directory.path.absolute())
+    if not is_of_disk and not is_ours:
+        return error  # such as a file of the task that another user may read
+    if path is None and error.errno == errno.ENOSPC:
+        path = _full_place(directory)
+    remedy = {errno.ENOSPC: "Make room", errno.EDQUOT: "Make room"}.get(error.errno or 0, "Make it writable")
+    if path is not None and path.is_relative_to(SHARED_MEMORY):
+        remedy = "Give more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory)"
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    where = path or (f"a file (in {place[0].filename}, line {place[0].lineno})" if place else "a file")
     explained = RunDirectoryError(
-        f"cannot write {error.filename or (directory.path if directory else 'the run directory')}: "
-        f"{error.strerror}. What was saved before is untouched. Make room, then give the same command again."
+        f"cannot write {where}: {error.strerror}. Everything that was saved before is untouched. {remedy}, then give "
+        "the same command again."
     )
     explained.__cause__ = error
     return explained
+
+
+_FULL_BYTES = 2**20
+
+
+def _full_place(directory: RunDirectory | None) -> Path | None:
+    """Return the place that is full, of those that every run writes to; an error of the kernel names no file."""
+    places = [SHARED_MEMORY, Path(tempfile.gettempdir())]
+    if directory is not None:
+        places.insert(0, directory.path)
+    for place in places:
+        with suppress(OSError):
+            disk = os.statvfs(place)
+            if disk.f_bavail * disk.f_frsize < _FULL_BYTES:
+                return place
+    return None
 
 
 def read_failure(path: Path) -> FailureRecord | None:

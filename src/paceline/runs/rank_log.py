@@ -58,7 +58,8 @@ def open_rank_log(directory: RunDirectory, rank: int, world_size: int, *, quiet:
     Raises:
         RunDirectoryError: the log cannot be written.
     """
-    directory.error_of(rank).unlink(missing_ok=True)
+    with suppress(OSError):
+        directory.error_of(rank).unlink(missing_ok=True)
     with capture_rank_output(directory, rank, world_size), _show_messages(quiet):
         yield
 

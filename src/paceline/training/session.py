@@ -6,10 +6,11 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import PeerLostError, StopRequested, TaskError
+from paceline.core.errors import PeerLostError, RunDirectoryError, StopRequested, TaskError
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.elastic.worker_group import open_process_group
 from paceline.parallel.device import LocalDevice
@@ -233,9 +234,13 @@ class ElasticGroups:
                 )
             if place.rank == 0:
                 self._on_rank_0()
+            self._member.progress_tracker.wait()
+            trainer.run.directory.wait_for_disk()
+            self._member.progress_tracker.join()
             result, why = self._train_once(trainer, train_in_group, place)
             # A process that loses the others only after the run's end has nothing left to do.
-            result = result or trainer.run.directory.read_result()
+            with suppress(RunDirectoryError):  # its disk may fail meanwhile
+                result = result or trainer.run.directory.read_result()
             if result is not None:
                 return result
             generation = place.generation

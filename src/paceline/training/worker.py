@@ -66,12 +66,14 @@ def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[
     from paceline.elastic.worker_channel import AgentClient, Retired, WorkerChannel
 
     dump_stacks_on_signal()
+    RunDirectory(job_file.parent).wait_for_disk()
     job = WorkerConfig.from_toml(job_file)
     assert job.config.run_dir is not None, "an agent names the run"
     directory = RunDirectory(Path(job.config.run_dir))
     member = AgentClient(WorkerChannel.of(channel), job.config.heartbeat)
     member.progress_tracker.limit_steps_to(parse_hang_timeout(job.config.hang_timeout))
-    existed, code = directory.exists(), 1
+    code = 1
+    existed = directory.exists()
     try:
         _run_member(job, member, directory, local_index, terminal)
         code = 0

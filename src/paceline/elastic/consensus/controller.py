@@ -223,7 +223,7 @@ class ConsensusDriver:
         if now < self._timeout_at:
             return
         self._timeout_at = math.inf
-        if self._membership.role == "paused" and self._directory.result.is_file():
+        if self._membership.role == "paused" and self._directory.has_result():
             self._leave("the other nodes have finished the run.", 0)
             return
         self._act(self._membership.on_timeout())
@@ -631,7 +631,7 @@ class AgentController:
         print_status(why)
         requeue, interrupted = STOPPED
         code = code or 0
-        if code == 0 and self._stop_signal is not None and not self._directory.result.is_file():
+        if code == 0 and self._stop_signal is not None and not self._directory.has_result():
             code = interrupted if self._stop_signal == signal.SIGINT else requeue
         self._code = code
 
@@ -647,7 +647,7 @@ class AgentController:
         """Run what is due."""
         reason = self._peers.expire(now)
         if reason:
-            self._leave(reason, 0 if self._spec.joins and self._directory.result.is_file() else 2)
+            self._leave(reason, 0 if self._spec.joins and self._directory.has_result() else 2)
             return
         if self.leader is not None:
             self.leader.expire(now)

@@ -310,7 +310,7 @@ class PeerDirectory:
             )
         if now >= self._look_at:
             self._look_at = now + _LOOK_AGAIN_S
-            if self._directory.result.is_file():
+            if self._directory.has_result():
                 return "the other nodes have finished the run."
             self._look_again()
         if now >= self._give_up_at:
