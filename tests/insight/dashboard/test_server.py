@@ -200,8 +200,15 @@ def test_the_token_lets_in_by_header_or_cookie(runs: Path, tmp_path: Path) -> No
         assert ask(server, "/api/runs", Authorization=f"Bearer {token.hex()}")[0] == 200
         assert ask(server, "/login", "POST", urlencode({"token": "0" * 64}))[0] == 401
         assert ask(server, "/login", "POST", "x" * 5000)[0] == 413
+        for length in ("0" * 5000, "\u00b2", "-1", "+1", "1_0", ""):
+            assert ask(server, "/login", "POST", "", Content_Length=length)[0] == 413
         right = urlencode({"token": token.hex()})
-        for foreign in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+        for foreign in (
+            {"Origin": "https://evil.example"},
+            {"Origin": "null"},
+            {"Origin": "http://[::1"},
+            {"Sec-Fetch-Site": "cross-site"},
+        ):
             status, headers, _ = ask(server, "/login", "POST", right, **foreign)
             assert (status, "Set-Cookie" in headers) == (403, False)
         own = {"Origin": f"http://127.0.0.1:{server.port}"}
