@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,9 @@ def test_one_process_has_the_same_bits_again(trainer: Trainer, precision: str) -
     models = {run.model() for run in runs}
     assert len(models) == 1
     report(f"{precision}: {models.pop()[:12]} twice")
+    if precision == PRECISIONS[0]:
+        pins = tomllib.loads((runs[0].directory / "run.toml").read_text())["pins"]
+        report("numerics fingerprint: " + ", ".join(f"{name} {value}" for name, value in pins.items()))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
