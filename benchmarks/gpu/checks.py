@@ -102,7 +102,6 @@ def rows() -> list[Row]:
             "made on the CPU, it predicts on the GPU",
             _GPU.format("choice", "a_model_exported_on_the_cpu_predicts_on_the_gpu"),
             limit_s=120,
-            real=True,
         ),
         _row(
             "other tests",

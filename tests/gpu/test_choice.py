@@ -59,7 +59,6 @@ def test_out_of_memory_says_so_and_what_to_do(trainer: Trainer, options: tuple[s
     assert "--microbatches" in said or "--global-batch-size" in said, said
 
 
-@pytest.mark.gpu(real=True)
 def test_a_model_exported_on_the_cpu_predicts_on_the_gpu(
     trainer: Trainer, run_processes: Processes, tmp_path: Path
 ) -> None:
