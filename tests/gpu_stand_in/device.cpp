@@ -196,7 +196,8 @@ void on_host(const OperatorHandle& op, Stack* stack) {
   const bool indexes = indexing.count(name) > 0;
   TORCH_CHECK(indexes || !operands.of_host || operands.both.empty(),
               "Expected all tensors to be on the same device, but found ", device, " and cpu in ", name, " (stand-in)");
-  if (waiting.count(name) || (indexes && (operands.masks || operands.of_host))) wait_for_device(name.c_str());
+  const bool sized = name == "aten::repeat_interleave" && !stack->back().isNone();
+  if ((waiting.count(name) && !sized) || (indexes && (operands.masks || operands.of_host))) wait_for_device(name.c_str());
   const bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
   Tensor hosts_state;
   auto hosts = at::detail::getDefaultCPUGenerator();

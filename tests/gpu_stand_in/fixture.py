@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,44 @@ def gpu_stand_in(tmp_path_factory: pytest.TempPathFactory) -> GpuStandIn:
 
 
 class Runner(Protocol):
+    def free_port(self) -> int: ...
+
+    def start(self, argv: list[str], *, env: dict[str, str]) -> subprocess.Popen[str]: ...
+
+    def finish(self, popen: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]: ...
+
     def paceline(self, *arguments: str | Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]: ...
+
+
+_BEGINNING = """
+import gpu_stand_in, os, torch
+
+def waits():
+    return sum(gpu_stand_in._take_counts()["device"].values())
+
+def refused(function):
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return "not refused"
+
+def check(value, what):
+    assert value, what
+"""
+
+
+def run_program(
+    processes: Runner, gpu_stand_in: GpuStandIn, program: str, ranks: int = 1, **env: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program in some ranks on a machine with two GPUs; it can call ``waits``, ``refused`` and ``check``."""
+    text = _BEGINNING + textwrap.dedent(program)
+    port = str(processes.free_port())
+    variables = gpu_stand_in.env(**env) | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        processes.start([sys.executable, "-c", text], env=variables | {"RANK": str(rank)}) for rank in range(ranks)
+    ]
+    return [processes.finish(popen) for popen in started]
 
 
 @dataclass(frozen=True)

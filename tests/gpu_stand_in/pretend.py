@@ -343,6 +343,7 @@ def _forgetting(leave):
         leave(group)
         if group is None:
             _communicators.clear()
+            _Work.alive.clear()
 
     return left
 

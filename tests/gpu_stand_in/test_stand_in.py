@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gpu_stand_in.fixture import GpuStandIn, TrainOnGpus
+from tests.gpu_stand_in.fixture import GpuStandIn, TrainOnGpus, run_program
 
 TASKS = Path(__file__).parents[1] / "training" / "tasks.py"
 
-ALONE = """
-    import gpu_stand_in, os, torch
-
-    def waits():
-        return sum(gpu_stand_in._take_counts()["device"].values())
-
-    def refused(function):
-        try:
-            function()
-        except RuntimeError as error:
-            return str(error)
-        return "not refused"
-
-    def check(value, what):
-        assert value, what
-"""
-
-
-def run(processes: Any, gpu_stand_in: GpuStandIn, program: str, ranks: int = 1, **env: str) -> list[Any]:
-    """Run a program in ranks, of which each has its own GPU."""
-    text = textwrap.dedent(ALONE) + textwrap.dedent(program)
-    port = str(processes.free_port())
-    variables = gpu_stand_in.env(**env) | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = [
-        processes.start([sys.executable, "-c", text], env=variables | {"RANK": str(rank)}) for rank in range(ranks)
-    ]
-    return [processes.finish(popen) for popen in started]
-
 
 def test_one_process(run_processes: Any, gpu_stand_in: GpuStandIn) -> None:
-    (done,) = run(
+    (done,) = run_program(
         run_processes,
         gpu_stand_in,
         """
@@ -123,7 +94,7 @@ GROUP = """
 def test_messages_of_devices_have_no_tags_and_meet_only_each_other(
     run_processes: Any, gpu_stand_in: GpuStandIn
 ) -> None:
-    finished = run(
+    finished = run_program(
         run_processes,
         gpu_stand_in,
         textwrap.dedent(GROUP)
@@ -186,7 +157,7 @@ def test_messages_of_devices_have_no_tags_and_meet_only_each_other(
 def test_two_sides_that_differ_are_refused(
     run_processes: Any, gpu_stand_in: GpuStandIn, sends: str, receives: str, said: str
 ) -> None:
-    finished = run(
+    finished = run_program(
         run_processes,
         gpu_stand_in,
         textwrap.dedent(GROUP)
@@ -207,7 +178,7 @@ def test_gloo_sends_no_message_of_a_device(run_processes: Any, gpu_stand_in: Gpu
         check("Bad address" in refused(lambda: dist.isend(total, 1 - rank)), "a device's address")
         """
     )
-    finished = run(run_processes, gpu_stand_in, program, ranks=2)
+    finished = run_program(run_processes, gpu_stand_in, program, ranks=2)
     assert [done.returncode for done in finished] == [0, 0], [done.stderr for done in finished]
 
 

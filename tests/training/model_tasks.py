@@ -97,6 +97,25 @@ class Spectrum(Points):
         return Spectral()
 
 
+class EmptyParameter(nn.Linear):
+    """A layer with a parameter without elements, as an adapter of rank 0 has."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return super().forward(features) + self.nothing.sum()
+
+
+@dataclass
+class WithEmptyParameter(Points):
+    """A model with a parameter without elements."""
+
+    def build_model(self) -> nn.Module:
+        return EmptyParameter()
+
+
 class Scale(nn.Module):
     """Multiplies by a parameter that is a single number."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.gpu_stand_in.fixture import most_waits
 
 EVERYTHING = {"task": "Everything", "options": {"epochs": 3}}
 LAYERED = {"task": "Layered", "options": {"clip_norm": 0.5}}
@@ -32,11 +33,17 @@ def strategy(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(start_trainings: Any, gpu_stand_in: Any) -> dict[int, Any]:
-    alone = {
+    alone: dict[str, Any] = {
         f"{name}-{device}": job(case, device=device)
         for name, case in (("everything", EVERYTHING), ("layered", LAYERED))
         for device in ("cpu", "cuda")
     }
+    for device in ("cpu", "cuda"):
+        alone |= {
+            f"clipped-{device}": job(EVERYTHING, device=device, clip_norm=0.1),
+            f"empty-{device}": job({"task": "WithEmptyParameter", "options": {}}, device=device),
+        }
+    alone["fp16-cuda"] = job(EVERYTHING, device="cuda", precision="fp16")
     spread = {name: job(case, device="cuda", **strategy(name)) for name, case in CASES.items()}
     return {
         1: start_trainings(alone, ranks=1, env=gpu_stand_in.env()),
@@ -44,7 +51,7 @@ def runs(start_trainings: Any, gpu_stand_in: Any) -> dict[int, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["everything", "layered"])
+@pytest.mark.parametrize("name", ["everything", "layered", "clipped", "empty"])
 def test_one_gpu_trains_to_the_bits_of_the_cpu(runs: dict[int, Any], name: str) -> None:
     on_cpu, on_gpu = runs[1][f"{name}-cpu"], runs[1][f"{name}-cuda"]
     assert on_gpu["model_sha256"] == on_cpu["model_sha256"], on_gpu
@@ -63,3 +70,13 @@ def test_the_steps_run_on_the_gpus(runs: dict[int, Any], gpu_stand_in: Any) -> N
         waits = gpu_stand_in.waits(Path(runs[2].run(name)))
         assert {step.rank for step in waits} == {0, 1}, name
         assert all(step.device for step in waits), name
+
+
+@pytest.mark.parametrize("name", ["everything-cuda", "clipped-cuda", "fp16-cuda", *CASES])
+def test_a_step_has_few_waits(runs: dict[int, Any], gpu_stand_in: Any, name: str) -> None:
+    ranks = 2 if name in CASES else 1
+    assert "error" not in runs[ranks][name], runs[ranks][name]
+    # The first steps are computed twice, to find what is not pure.
+    steps = [step for step in gpu_stand_in.waits(Path(runs[ranks].run(name))) if step.step > 2]
+    assert steps
+    assert max(sum(step.device.values()) for step in steps) <= 3, most_waits(steps)

@@ -182,13 +182,18 @@ class TensorGather:
 
     def locate(self, numbers: Indices) -> torch.Tensor:
         """Map numbers within the split to row numbers, int64, on the tensors' device."""
-        return torch.from_numpy(self._to_rows(numbers)).to(self._tensor_device)
+        rows: torch.Tensor = to_device(torch.from_numpy(self._to_rows(numbers)), self._tensor_device)
+        return rows
 
     def take(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each tensor, on the device; a list, as ``default_collate`` makes of tuples."""
-        taken = [tensor.index_select(0, rows) for tensor in self._tensors]
-        if self._tensor_device.type != self._device.type:
-            taken = [t.pin_memory().to(self._device, non_blocking=True) for t in taken]
+        if self._tensor_device.type == self._device.type:
+            return [tensor.index_select(0, rows) for tensor in self._tensors]
+        taken = []
+        for tensor in self._tensors:
+            pinned = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+            # torch keeps pinned memory until a copy from it is done, also of a tensor that is gone.
+            taken.append(torch.index_select(tensor.detach(), 0, rows, out=pinned).to(self._device, non_blocking=True))
         return taken
 
     def take_each(self, rows: torch.Tensor, sizes: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:

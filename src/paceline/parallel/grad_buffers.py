@@ -10,13 +10,21 @@ from torch import nn
 
 from paceline.core.errors import TaskError
 from paceline.parallel.transports import Bucket, GradBuffer
-from paceline.torch_internals import buffer_table, foreach_add_, foreach_mul, foreach_sub
+from paceline.torch_internals import (
+    buffer_table,
+    foreach_add_,
+    foreach_copy_,
+    foreach_div_,
+    foreach_mul,
+    foreach_sub,
+)
 
 # --- The layout of gradients and module buffers in flat buffers ---
 
 
 _FIRST_BUCKET_BYTES = 2**20
 _BUCKET_BYTES = 25 * 2**20
+_GPU_ALIGNMENT_BYTES = 512  # of memory that torch allocates on a GPU
 
 
 @dataclass(frozen=True)
@@ -32,10 +40,11 @@ class _TensorPlace:
     stop: int
     shape: torch.Size
     stride: tuple[int, ...]
+    device: torch.device
 
     def view(self, grad_buffer: GradBuffer) -> torch.Tensor:
         if self.start == self.stop:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return grad_buffer[self.flat_dtype][self.start : self.stop].view(self.dtype).as_strided(self.shape, self.stride)
 
 
@@ -43,9 +52,10 @@ class FlatLayout:
     """The places of the gradients of ``parameters`` and of the contributions to module buffers.
 
     Gradients are in reverse order of the parameters, about the order in which backward produces them; complex ones are
-    pairs of real numbers. Floating-point buffers follow in their own dtype's flat buffer, half-precision ones in
-    float32's; integer buffers (counters) share one int64 flat buffer with the counts of micro-batches and changed
-    buffers.
+    pairs of real numbers. On a GPU each begins at a multiple of 512 bytes, as memory that torch allocates: kernels that
+    sum unaligned memory (norms do) add in another order, and a pipeline's stages have other neighbours. Floating-point
+    buffers follow in their own dtype's flat buffer, half-precision ones in float32's; integer buffers (counters) share
+    one int64 flat buffer with the counts of micro-batches and changed buffers.
 
     Attributes:
         flat_buffers: elements of each dtype's flat buffer.
@@ -68,7 +78,8 @@ class FlatLayout:
         self.bucket_of: list[int] = []
         open_bucket: dict[torch.dtype, int] = {}
         for parameter in reversed(list(parameters)):
-            place = self._append(parameter.dtype, parameter, _dense_stride(parameter))
+            alignment = _GPU_ALIGNMENT_BYTES if parameter.device.type == "cuda" else 1
+            place = self._append(parameter.dtype, parameter, _dense_stride(parameter), alignment)
             self._gradient_places.insert(0, place)
             number = open_bucket.get(place.flat_dtype)
             limit = _FIRST_BUCKET_BYTES if number == 0 or number is None else _BUCKET_BYTES
@@ -119,15 +130,18 @@ class FlatLayout:
         """Return the int64 counts of micro-batches and changed buffers."""
         return self._counts_place.view(grad_buffer)
 
-    def _append(self, dtype: torch.dtype, tensor: torch.Tensor, stride: tuple[int, ...]) -> _TensorPlace:
+    def _append(
+        self, dtype: torch.dtype, tensor: torch.Tensor, stride: tuple[int, ...], alignment_bytes: int = 1
+    ) -> _TensorPlace:
         flat_dtype = dtype.to_real() if dtype.is_complex else dtype
         parts = 2 if dtype.is_complex else 1
         # Only an even element can be the first of a complex tensor.
-        start = -(-self.flat_buffers.get(flat_dtype, 0) // parts) * parts
+        multiple = max(parts, alignment_bytes // flat_dtype.itemsize)
+        start = -(-self.flat_buffers.get(flat_dtype, 0) // multiple) * multiple
         stop = start + parts * tensor.numel()
         if tensor.numel():
             self.flat_buffers[flat_dtype] = stop
-        return _TensorPlace(dtype, flat_dtype, start, stop, tensor.shape, stride)
+        return _TensorPlace(dtype, flat_dtype, start, stop, tensor.shape, stride, tensor.device)
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
@@ -161,7 +175,7 @@ class MicrobatchBuffers:
     """
 
     def __init__(self, module: nn.Module, holds: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
-        places: dict[int, tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = {}
+        places: dict[int, _Place] = {}
         for owner in module.modules():
             for name, buffer in buffer_table(owner).items():
                 if buffer is not None and holds(buffer):
@@ -180,18 +194,26 @@ class MicrobatchBuffers:
         ]
         self._float_base: list[torch.Tensor] = []
         self._integer_base: list[torch.Tensor] = []
+        # On a CPU it is faster to decide about each buffer; on a GPU each decision would be a wait.
+        self._on_gpu = any(buffer.is_cuda for buffer in (*self.floats, *self.integers))
+        if self._on_gpu and self.floats:
+            self._sizes = torch.tensor([buffer.numel() for buffer in self.floats], device=self.floats[0].device)
+            self._bounds = nn.functional.pad(self._sizes.cumsum(0), (1, 0))
 
     def begin(self) -> None:
         """Record the base values of the step."""
-        self._float_base = [_as_real(buffer).clone() for _, _, buffer in self._floats]
-        self._integer_base = [buffer.to(torch.int64, copy=True) for buffer in self.integers]
+        floats = [_as_real(buffer) for _, _, buffer in self._floats]
+        self._float_base = [torch.empty_like(buffer) for buffer in floats]
+        self._integer_base = [torch.empty_like(buffer, dtype=torch.int64) for buffer in self.integers]
+        _copy(self._float_base, floats)
+        _copy(self._integer_base, self.integers)
 
     def rollback(self) -> None:
         """Restore the base values of an unfinished step; does nothing after :meth:`assign`."""
         if self._float_base:
-            self._restore(self._floats, self._float_base)
+            _restore(self._floats, self._float_base)
         if self._integer_base:
-            self._restore(self._integers, self._integer_base)
+            _restore(self._integers, self._integer_base)
         self._float_base, self._integer_base = [], []
 
     def reset(self) -> None:
@@ -201,8 +223,8 @@ class MicrobatchBuffers:
             TaskError: a micro-batch has set a buffer that was None.
         """
         self._require_unset()
-        self._restore(self._floats, self._float_base)
-        self._restore(self._integers, self._integer_base)
+        _restore(self._floats, self._float_base)
+        _restore(self._integers, self._integer_base)
 
     def swap_in(self) -> None:
         """Give the next forward copies of the buffers, because an earlier one's backward reads the originals."""
@@ -235,11 +257,9 @@ class MicrobatchBuffers:
         self._require_unset()
         if not counts.numel():
             return
-        changed = [1]
+        values = [_as_real(_current(place)) for place in self._floats]
+        counts.add_(self._count_changes(values))
         if self.floats:
-            values = [_as_real(_current(place)) for place in self._floats]
-            # Compared by value, because batch norm does not raise its statistics' version counters.
-            changed += [int(not torch.equal(v, base)) for v, base in zip(values, self._float_base, strict=True)]
             # Half-precision buffers are summed in float32, where sums neither overflow nor lose digits.
             values = [value.to(total.dtype) for value, total in zip(values, float_sums, strict=True)]
             # Multiplied first: a fused multiply-add would round a lone micro-batch differently from a pair.
@@ -247,7 +267,6 @@ class MicrobatchBuffers:
         if self.integers:
             current = [_current(place).to(torch.int64) for place in self._integers]
             foreach_add_(list(integer_sums), foreach_sub(current, self._integer_base))
-        counts.add_(torch.tensor(changed, device=counts.device))
         if reset:
             self.reset()
 
@@ -261,15 +280,46 @@ class MicrobatchBuffers:
         """Set the buffers to the step's values."""
         if not counts.numel():
             return
-        microbatches, *changed = counts.tolist()
-        for place, total, times in zip(self._floats, float_sums, changed, strict=True):
-            if times:
-                _assign(place, total.div_(samples))
-            else:
-                _bind(place)
-        for place, base, total in zip(self._integers, self._integer_base, integer_sums, strict=True):
-            _assign(place, base + total.div_(microbatches, rounding_mode="floor"))
+        if self._on_gpu:
+            self._assign_without_wait(float_sums, integer_sums, counts, samples)
+        else:
+            microbatches, *changed = counts.tolist()
+            for place, total, times in zip(self._floats, float_sums, changed, strict=True):
+                if times:
+                    _assign(place, total.div_(samples))
+                else:
+                    _bind(place)
+            for place, base, total in zip(self._integers, self._integer_base, integer_sums, strict=True):
+                _assign(place, base + total.div_(microbatches, rounding_mode="floor"))
         self._float_base, self._integer_base = [], []
+
+    def _count_changes(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what one micro-batch adds to the counts: 1, then 1 for each floating-point buffer that it changed."""
+        # Compared by value, because batch norm does not raise its statistics' version counters.
+        if not self._on_gpu:
+            pairs = zip(values, self._float_base, strict=True)
+            return torch.tensor([1, *(int(not torch.equal(value, base)) for value, base in pairs)])
+        if not values:
+            return torch.ones((), dtype=torch.int64, device=self.integers[0].device)
+        differences = (_joined(values) != _joined(self._float_base)).cumsum(0)
+        changed = nn.functional.pad(differences, (1, 0))[self._bounds].diff() > 0
+        return nn.functional.pad(changed.to(torch.int64), (1, 0), value=1)
+
+    def _assign_without_wait(
+        self,
+        float_sums: Sequence[torch.Tensor],
+        integer_sums: Sequence[torch.Tensor],
+        counts: torch.Tensor,
+        samples: float,
+    ) -> None:
+        if self._floats:
+            foreach_div_(list(float_sums), samples)
+            base = _joined(self._float_base)
+            is_changed = (counts[1:] > 0).repeat_interleave(self._sizes, output_size=base.numel())
+            _restore(self._floats, _divided(torch.where(is_changed, _joined(float_sums), base), self._float_base))
+        if self._integers:
+            changes = _joined(integer_sums).div_(counts[0], rounding_mode="floor")
+            _restore(self._integers, _divided(changes.add_(_joined(self._integer_base)), self._integer_base))
 
     def _require_unset(self) -> None:
         for owner, full_name, name in self._unset:
@@ -280,16 +330,37 @@ class MicrobatchBuffers:
                     "an integer buffer that tells whether it is set."
                 )
 
-    def _restore(
-        self,
-        places: Sequence[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]],
-        base: Sequence[torch.Tensor],
-    ) -> None:
-        for place, value in zip(places, base, strict=True):
+
+_Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor]
+
+
+def _restore(places: Sequence[_Place], values: Sequence[torch.Tensor]) -> None:
+    """Set buffers; on a GPU with one kernel for all that are real."""
+    on_gpu = [(p[2], value) for p, value in zip(places, values, strict=True) if value.is_cuda and not p[2].is_complex()]
+    _copy([buffer for buffer, _ in on_gpu], [value for _, value in on_gpu])
+    for place, value in zip(places, values, strict=True):
+        if value.is_cuda and not place[2].is_complex():
+            _bind(place)
+        else:
             _assign(place, value)
 
 
-def _current(place: tuple[dict[str, torch.Tensor | None], str, torch.Tensor]) -> torch.Tensor:
+def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    if into:
+        foreach_copy_(into, values)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of all tensors, 1-d, of a dtype that holds all of their values."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _divided(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    parts = flat.split_with_sizes([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _current(place: _Place) -> torch.Tensor:
     """Return the buffer's current value; the module may have bound another tensor to its name."""
     owner, name, buffer = place
     value = owner[name]
@@ -308,12 +379,12 @@ def _as_real(buffer: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer
 
 
-def _assign(place: tuple[dict[str, torch.Tensor | None], str, torch.Tensor], value: torch.Tensor) -> None:
+def _assign(place: _Place, value: torch.Tensor) -> None:
     # A sum's offset in a flat buffer may be odd, so it cannot be viewed as complex.
     place[2].copy_(torch.complex(value[..., 0], value[..., 1]) if place[2].is_complex() else value)
     _bind(place)
 
 
-def _bind(place: tuple[dict[str, torch.Tensor | None], str, torch.Tensor]) -> None:
+def _bind(place: _Place) -> None:
     owner, name, buffer = place
     owner[name] = buffer

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.core.config import RunConfig
 from paceline.data.samples import MicroBatch
 from paceline.parallel.grad_buffers import FlatLayout
-from paceline.parallel.reducer import GradientReducer, StepSums
+from paceline.parallel.reducer import GradientReducer, StepSums, are_finite
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import local_shard
 from paceline.parallel.strategy import MicrobatchWork, ParameterLayout, Replicated, StrategyOptions
@@ -145,7 +145,7 @@ class ExternalReduceStrategy(MicrobatchStrategy):
         if sums.weight > 0:
             gradients = local_gradients(self._parameters)
             self._take_mean(gradients, sums.weight)
-            finite = sums.finite and all(bool(torch.isfinite(gradient.sum())) for gradient in gradients)
+            finite = sums.finite and are_finite(gradients)
             sums = replace(sums, finite=finite)
         return require_agreement(sums, row, self._mesh)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import logging
 import math
 from collections import deque
@@ -354,13 +355,9 @@ class GradientReducer:
         """Divide the summed gradients; return whether they are finite."""
         if not (math.isfinite(weight) and weight > 0):
             return False
-        finite = True
         for gradients in self._gradient_buffers:
             gradients.div_(weight)
-            # A sum is finite only if all its terms are; float16 would overflow too early.
-            wide = torch.promote_types(gradients.dtype, torch.float32)
-            finite = finite and math.isfinite(gradients.sum(dtype=wide).item())
-        return finite
+        return are_finite(self._gradient_buffers)
 
     def _point_gradients_at(self, index: int) -> None:
         for parameter, gradient in zip(self._parameters, self._gradients[index], strict=True):
@@ -430,6 +427,15 @@ class GradientReducer:
             buffers[index][bucket.dtype][part].zero_()
         self._transport.launch(self._next_bucket)
         self._next_bucket += 1
+
+
+def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether all numbers in some tensors are finite, with one wait for a GPU."""
+    if not tensors:
+        return True
+    # A sum is finite only if all its terms are; float16 would overflow too early.
+    sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    return bool(torch.stack(sums).isfinite().all()) if len(sums) > 1 else cmath.isfinite(sums[0].item())
 
 
 def _gradient_in_parts() -> TaskError:

@@ -67,8 +67,8 @@ class StepHeader:
         assert len(row) == self._row.stop - self._row.start
         nodes = self._plan.subtrees[self._rank]
         microbatches = [sums.microbatch for sums in microbatches_sums]
-        weights = _to_host([sums.weight for sums in microbatches_sums])
-        losses = _to_host([sums.loss_sum for sums in microbatches_sums])
+        numbers = read_numbers([number for sums in microbatches_sums for number in (sums.weight, sums.loss_sum)])
+        weights, losses = numbers[::2], numbers[1::2]
         bad_microbatch = _NO_MICROBATCH
         node_sums = [NodeSums()] * self._plan.num_grad_buffers[self._rank]
         # The same additions in the same order as for the gradients, in float64.
@@ -104,9 +104,8 @@ class StepHeader:
         return min((int(header[0]) for header in headers if header[0] != _NO_MICROBATCH), default=None)
 
 
-def _to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Return the numbers in zero-dimensional tensors, with one GPU synchronisation in total."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(tensors) == len(values) and any(tensor.is_cuda for tensor in tensors):
-        return [float(number) for number in torch.stack(tensors).tolist()]
-    return [float(value) for value in values]
+def read_numbers(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """Return the numbers in zero-dimensional tensors, with one wait for a GPU in total."""
+    on_gpu = [value for value in values if isinstance(value, torch.Tensor) and value.is_cuda]
+    numbers = iter(torch.stack([value.double() for value in on_gpu]).tolist() if on_gpu else ())
+    return [next(numbers) if isinstance(value, torch.Tensor) and value.is_cuda else float(value) for value in values]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import safetensors.torch
@@ -47,6 +47,7 @@ SAFETENSORS_DTYPES = {
 """The format's name of each dtype that can be saved."""
 
 _FILE_ALIGNMENT = 64  # bytes; each file's data starts on a cache line of the shared buffer
+_CHUNK_BYTES = 64 * 2**20  # of page-locked memory, of which the whole state would need twice its size
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,17 @@ class _TensorReference:
 
 
 class Snapshot:
-    """A copy of named tensors in one CPU buffer, reused by the next capture."""
+    """A copy of named tensors in one CPU buffer, reused by the next capture.
+
+    Tensors of a GPU come through two page-locked chunks: while one is filled, the other is copied into the buffer.
+    """
 
     def __init__(self) -> None:
         self._layout: list[tuple[str, str, torch.dtype, torch.Size, str]] = []
         self._files: dict[str, tuple[bytes, int, int]] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._views: list[Tensor] = []
+        self._chunks: list[Tensor] = []
 
     def capture(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copy the tensors of each file (file name -> tensor name -> tensor); complete on return.
@@ -82,13 +87,32 @@ class Snapshot:
         if layout != self._layout:
             self._allocate(files)
             self._layout = layout
-        sources = [tensor for tensors in files.values() for tensor in tensors.values()]
-        if not sources:
-            return
+        sources = [tensor.detach() for tensors in files.values() for tensor in tensors.values()]
+        pairs = list(zip(self._views, sources, strict=True))
         with torch.no_grad():
-            foreach_copy_(self._views, sources, non_blocking=True)
-        for device in {tensor.device for tensor in sources if tensor.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
+            for device in {tensor.device for _, tensor in pairs if tensor.is_cuda}:
+                with torch.cuda.device(device):
+                    self._copy_from_gpu([(view, tensor) for view, tensor in pairs if tensor.device == device])
+            here = [(view, tensor) for view, tensor in pairs if not tensor.is_cuda]
+            if here:
+                foreach_copy_([view for view, _ in here], [tensor for _, tensor in here])
+
+    def _copy_from_gpu(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy tensors of the current GPU into views of the buffer; on return all are copied."""
+        pieces = deque(
+            (view.reshape(-1).view(torch.uint8)[start : start + _CHUNK_BYTES], tensor, start)
+            for view, tensor in pairs
+            for start in range(0, view.nbytes, _CHUNK_BYTES)
+        )
+        chunks = itertools.cycle(self._chunks)
+        filled: deque[tuple[torch.cuda.Event, list[Tensor], list[Tensor]]] = deque()
+        while pieces or filled:
+            if not pieces or len(filled) == len(self._chunks):
+                event, into, content = filled.popleft()
+                event.synchronize()
+                foreach_copy_(into, content)
+            if pieces:
+                filled.append(_fill(next(chunks), pieces))
 
     def contents(self) -> Iterator[tuple[str, tuple[bytes, memoryview]]]:
         """Yield each file's name, and its header and data; they are valid until the next capture."""
@@ -98,7 +122,7 @@ class Snapshot:
 
     def _allocate(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
         # Free the old buffer first: two would be a second copy of the model.
-        self._layout, self._views, self._files = [], [], {}
+        self._layout, self._views, self._chunks, self._files = [], [], [], {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         places: list[_TensorReference] = []
         offset = 0
@@ -108,15 +132,39 @@ class Snapshot:
             self._files[file] = (_header(file_places, offset), offset, stop)
             places.extend(file_places[name] for name in tensors)
             offset = -(-stop // _FILE_ALIGNMENT) * _FILE_ALIGNMENT
-        devices = {tensor.device.type for tensor in chain(*(tensors.values() for tensors in files.values()))}
+        devices = {tensor.device.type for tensor in itertools.chain(*(tensors.values() for tensors in files.values()))}
         try:
-            # Only copies into page-locked memory are asynchronous and can overlap.
-            self._buffer = torch.empty(offset, dtype=torch.uint8, pin_memory="cuda" in devices)
+            self._buffer = torch.empty(offset, dtype=torch.uint8)
+            if "cuda" in devices:
+                size = min(offset, _CHUNK_BYTES)
+                self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         except RuntimeError as error:
             raise CheckpointError(
                 f"not enough memory for a snapshot of {offset / 2**20:.0f} MiB: {str(error).splitlines()[0]}"
             ) from error
         self._views = [self._buffer[place.start : place.stop].view(place.dtype).view(place.shape) for place in places]
+
+
+def _fill(
+    chunk: Tensor, pieces: deque[tuple[Tensor, Tensor, int]]
+) -> tuple[torch.cuda.Event, list[Tensor], list[Tensor]]:
+    """Begin to copy the next pieces of tensors into a chunk; return what marks the end, their places and the chunk's.
+
+    Args:
+        chunk: at least as large as any piece.
+        pieces: each with its place in the buffer, the tensor and its first byte there; those that fit are removed.
+    """
+    into, content, used = [], [], 0
+    while pieces and used + pieces[0][0].numel() <= chunk.numel():
+        place, tensor, start = pieces.popleft()
+        flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        part = chunk[used : used + place.numel()]
+        content.append(part.copy_(flat[start : start + place.numel()], non_blocking=True))
+        into.append(place)
+        used += place.numel()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event, into, content
 
 
 def _arrange(tensors: Mapping[str, Tensor], start: int) -> dict[str, _TensorReference]:

@@ -22,6 +22,7 @@ from paceline.core.task import Loss, Task
 from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
 from paceline.parallel.peer_errors import translate_peer_errors
+from paceline.parallel.step_header import read_numbers
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.monitor import Monitor
 from paceline.training.control import StopCause
@@ -295,11 +296,13 @@ class Evaluator:
         rounds = -(-num_blocks // computing) if most_batches is None else min(most_batches, -(-num_blocks // computing))
         own = len(mine)
         blocks = self._batches.read([*mine, *[num_blocks - 1] * (rounds - own if is_collective else 0)])
-        sums: dict[str, list[tuple[float, float]]] = {}
+        sums: dict[str, list[_Pair]] = {}
         began, glance_at = time.perf_counter(), 1
         for number in range(rounds):
             if number == glance_at:
-                # Rank 0 says when to look again, so that all do so after the same block.
+                # Rank 0 says when to look again, so that all do so after the same block. A GPU is awaited, or it would
+                # lag behind by more and more of them.
+                _read(sums)
                 round_s = (time.perf_counter() - began) / number
                 seen = world.all_gather_object([stop(), max(1, int(_GLANCE_S / round_s))])
                 glance_at += seen[0][1]
@@ -324,6 +327,7 @@ class Evaluator:
                     sums.setdefault(name, []).append(pair)
             self._whole.update(world, arguments)
         module.train(was_training)
+        _read(sums)
         return _totals(world, sums) | self._whole.compute()
 
     def close(self) -> None:
@@ -332,7 +336,7 @@ class Evaluator:
 
     def _batch(
         self, module: nn.Module, microbatch: MicroBatch, observe: Observe | None
-    ) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
+    ) -> tuple[dict[str, _Pair], dict[str, Any]]:
         """Return one batch's (sum, weight) by name, and the arguments of torchmetrics objects, by name."""
         batch, samples = microbatch.batch, microbatch.num_samples
         values = self._task.metrics(module, batch)
@@ -340,16 +344,16 @@ class Evaluator:
         arguments = {name: value for name, value in values.items() if name in self._whole.names}
         if "loss" not in values:
             loss = as_loss(self._task, self._task.loss(module, batch), samples)
-            pairs["loss"] = (float(loss.sum), float(loss.weight))
+            pairs["loss"] = (_number(loss.sum), _number(loss.weight))
         if observe is not None:
             observe(microbatch, values)
         return pairs, arguments
 
-    def _pair(self, name: str, value: Any, samples: int) -> tuple[float, float]:
+    def _pair(self, name: str, value: Any, samples: int) -> _Pair:
         if isinstance(value, torch.Tensor) and value.shape == (samples,):
-            return value.double().sum().item(), float(samples)
+            return _number(value.double().sum()), float(samples)
         if isinstance(value, tuple) and len(value) == 2:
-            return float(value[0]), float(value[1])
+            return _number(value[0]), _number(value[1])
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise TaskError(
             f"{type(self._task).__name__}.metrics gave {what} for {name!r} in a batch of {samples} samples; "
@@ -357,7 +361,25 @@ class Evaluator:
         )
 
 
-def _totals(world: World, sums: Mapping[str, list[tuple[float, float]]]) -> dict[str, float]:
+_Number = torch.Tensor | float
+_Pair = tuple[_Number, _Number]
+"""The sum and the weight of a batch; a GPU's are tensors until :func:`_read`."""
+
+
+def _number(value: Any) -> _Number:
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        return value.detach().to(torch.float64, copy=True).reshape(())
+    return float(value)
+
+
+def _read(sums: dict[str, list[_Pair]]) -> None:
+    """Turn what is a tensor in some pairs into numbers, with one wait for the GPU."""
+    numbers = iter(read_numbers([number for pairs in sums.values() for pair in pairs for number in pair]))
+    for name, pairs in sums.items():
+        sums[name] = [(next(numbers), next(numbers)) for _ in pairs]
+
+
+def _totals(world: World, sums: Mapping[str, list[_Pair]]) -> dict[str, float]:
     gathered = world.all_gather_object(sums)
     metrics = {}
     for name in dict.fromkeys(name for of_rank in gathered for name in of_rank):

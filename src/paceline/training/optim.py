@@ -170,11 +170,16 @@ class ShardedGradScaler(PartsGradScaler):
         for optimizer in optimizers:
             self.unscale_(optimizer)
         found = [inf for optimizer in optimizers for inf in self.found_infs(optimizer)]
-        finite = finite and not any(inf.item() for inf in found)
+        finite = finite and not torch.stack([inf.to(found[0].device) for inf in found]).any().item()
         if not finite:
             for inf in found:
                 inf.fill_(1.0)
+        self._applies = finite
         return finite
+
+    def step(self, optimizer: Optimizer, *arguments: Any, **options: Any) -> float | None:
+        """Step an optimizer if :meth:`unscale_all` has said so; torch's would ask the GPU for each."""
+        return optimizer.step(*arguments, **options) if self._applies else None
 
     def parts(self, optimizer: Optimizer) -> list[torch.Tensor]:
         parts = []
