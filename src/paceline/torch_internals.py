@@ -136,16 +136,8 @@ ConvNd = _ConvNd
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own parameters; a change of the table changes the module, also with a tensor of another class.
-
-    A replica of ``torch.nn.parallel.replicate`` has its parameters elsewhere: see :func:`replica_parameters`.
-    """
+    """Return a module's own parameters; a change there changes the module, even to another class of tensor."""
     return module._parameters
-
-
-def replica_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the own parameters of a module that ``replicate`` may have copied, which leaves them as plain tensors."""
-    return {**module._parameters, **getattr(module, "_former_parameters", {})}
 
 
 def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:

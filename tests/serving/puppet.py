@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Task
 
-DIE, FAIL, LEAVE_A_CHILD, WRONG_INDEX = -1.0, -2.0, -3.0, -4.0
+DIE, FAIL, LEAVE_A_CHILD, WRONG_INDEX, LOSE_GPU = -1.0, -2.0, -3.0, -4.0, -5.0
 """What a row may say; a positive number is seconds to sleep, 0 nothing."""
+
+
+def _refuse() -> None:
+    raise RuntimeError("CUDA error: device-side assert triggered")
 
 
 class Puppet(nn.Module):
@@ -29,6 +33,9 @@ class Puppet(nn.Module):
                 raise ValueError("it is told to fail")
             if what == WRONG_INDEX:
                 nn.functional.embedding(torch.tensor([3]), torch.zeros(3, 1))
+            if what == LOSE_GPU:
+                torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, _refuse
+                _refuse()
             if what == LEAVE_A_CHILD:
                 pid = os.fork()
                 if pid == 0:  # it holds whatever its parent has open

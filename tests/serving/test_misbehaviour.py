@@ -54,9 +54,10 @@ def pid_of(answer: httpx.Response) -> int:
     return int(answer.json()["outputs"][0]["data"][0])
 
 
-def test_what_kills_each_replica_is_given_up_and_nothing_else_is(puppets: Server) -> None:
+@pytest.mark.parametrize("act", [puppet.DIE, puppet.LOSE_GPU])
+def test_what_kills_each_replica_is_given_up_and_nothing_else_is(puppets: Server, act: float) -> None:
     [before] = ask(puppets, row(0))
-    poison, *others = ask(puppets, row(puppet.DIE), *[row(0)] * 6, pause_s=0.02)
+    poison, *others = ask(puppets, row(act), *[row(0)] * 6, pause_s=0.02)
     assert poison.status_code == 503
     assert "died" in poison.json()["error"]
     assert {answer.status_code for answer in others} == {200}

@@ -44,6 +44,7 @@ def runs(start_trainings: Any, gpu_stand_in: Any) -> dict[int, Any]:
             f"empty-{device}": job({"task": "WithEmptyParameter", "options": {}}, device=device),
         }
     alone["fp16-cuda"] = job(EVERYTHING, device="cuda", precision="fp16")
+    alone["dp"] = job(LAYERED, device="cuda", strategy="dp", dp_devices=2)
     spread = {name: job(case, device="cuda", **strategy(name)) for name, case in CASES.items()}
     return {
         1: start_trainings(alone, ranks=1, env=gpu_stand_in.env()),
@@ -56,6 +57,10 @@ def test_one_gpu_trains_to_the_bits_of_the_cpu(runs: dict[int, Any], name: str) 
     on_cpu, on_gpu = runs[1][f"{name}-cpu"], runs[1][f"{name}-cuda"]
     assert on_gpu["model_sha256"] == on_cpu["model_sha256"], on_gpu
     assert on_gpu["metrics"] == on_cpu["metrics"]
+
+
+def test_two_gpus_of_one_process_train_to_the_bits_of_the_cpu(runs: dict[int, Any]) -> None:
+    assert runs[1]["dp"].get("model_sha256") == runs[1]["layered-cpu"]["model_sha256"], runs[1]["dp"]
 
 
 @pytest.mark.parametrize("name", CASES)

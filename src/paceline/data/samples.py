@@ -105,12 +105,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if device.type == "cpu":
         return batch
-    if isinstance(batch, torch.Tensor):
-        if batch.device.type == "cpu" and device.type == "cuda" and not batch.is_pinned():
+    if isinstance(batch, torch.Tensor | PackedSequence):  # the sizes of a packed sequence stay on the CPU
+        if device.type == "cuda" and not batch.is_cuda and not batch.is_pinned():
             batch = batch.pin_memory()
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, PackedSequence):
-        return PackedSequence(*(to_device(part, device) for part in batch))
     if isinstance(batch, Mapping):
         return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, tuple | list):

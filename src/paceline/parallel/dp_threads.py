@@ -21,7 +21,6 @@ from paceline.data.samples import MicroBatch, to_device
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims
-from paceline.torch_internals import replica_parameters
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +43,8 @@ class DataParallel(ReducerStrategy):
 
     A step's micro-batches are scattered over replicas of the model; each replica computes one micro-batch's forward
     and backward in a thread. The gradients are gathered on the first device and added along the tree, so the weights
-    are bitwise those of one process. On a CPU the replicas share the model's parameters; on GPUs
-    ``torch.nn.parallel.replicate`` copies them in each step.
+    are bitwise those of one process. The replicas on the model's own device share its parameters;
+    those on other GPUs get a copy in each step.
 
     All threads share one random number generator. If the model draws from it, its micro-batches are computed one after
     the other from then on, each with its own seed, including those in which the draw was detected.
@@ -95,21 +94,18 @@ class DataParallel(ReducerStrategy):
 
     def _replicate(self) -> None:
         """Create or update a replica of the model on each device."""
-        if self._devices[0].type == "cuda":
-            from torch.nn.parallel import replicate
-
-            self._replicas = list(replicate(self.module, self._devices, detach=True))
-            for replica in self._replicas:
-                for name, parameter in _parameters(replica).items():
-                    parameter.requires_grad_(self._trainable(name))
-        elif not self._replicas:
-            self._replicas = [_share_parameters(self.module) for _ in self._devices]
-        for replica in self._replicas:
+        # Not torch.nn.parallel.replicate(): the parameters of its first replica are the model's own, and so would be
+        # the gradients that a thread writes there.
+        if not self._replicas:
+            self._replicas = [_replica(self.module, device) for device in self._devices]
+        own = dict(self.module.named_parameters())
+        for replica, device in zip(self._replicas, self._devices, strict=True):
+            for name, parameter in replica.named_parameters():
+                parameter.requires_grad_(own[name].requires_grad)
+                if device != self._devices[0]:
+                    parameter.data.copy_(own[name].data, non_blocking=True)
             for replica_module, module in zip(replica.modules(), self.module.modules(), strict=True):
                 replica_module.training = module.training
-
-    def _trainable(self, name: str) -> bool:
-        return self.module.get_parameter(name).requires_grad
 
     def _apply(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> list[_MicrobatchResult]:
         """Run forward and backward of one micro-batch per replica, in parallel."""
@@ -124,7 +120,7 @@ class DataParallel(ReducerStrategy):
 
         for replica in self._replicas:
             _copy_buffers(replica, self.module)
-            for parameter in _parameters(replica).values():
+            for parameter in replica.parameters():
                 parameter.grad = None
         running = [
             self._threads.submit(compute, *arguments)
@@ -138,7 +134,7 @@ class DataParallel(ReducerStrategy):
         for microbatch, result in zip(microbatches, results, strict=True):
             self._begin_microbatch()
             with torch.no_grad():
-                for name, parameter in _parameters(result.replica).items():
+                for name, parameter in result.replica.named_parameters():
                     total = own[name].grad
                     if parameter.grad is not None and total is not None:
                         total.add_(parameter.grad.to(total.device))
@@ -167,23 +163,14 @@ def _devices(own: torch.device, wanted: int | Literal["auto"], num_microbatches:
     return [own, *(torch.device("cuda", i) for i in range(available) if i != own.index)][:count]
 
 
-def _share_parameters(module: nn.Module) -> nn.Module:
-    """Copy a CPU module, sharing its parameters' memory but not their gradients."""
-    replica = copy.deepcopy(module)
+def _replica(module: nn.Module, device: torch.device) -> nn.Module:
+    """Copy a module to a device; share the memory of parameters that lie there already, but not their gradients."""
+    replica = copy.deepcopy(module).to(device)
     for name, parameter in replica.named_parameters():
-        parameter.data = module.get_parameter(name).data
-        parameter.grad = None
+        own = module.get_parameter(name)
+        if own.device == device:
+            parameter.data = own.data
     return replica
-
-
-def _parameters(replica: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a replica's parameters by name; ``replicate`` leaves them as plain tensors."""
-    parameters: dict[str, torch.Tensor] = {}
-    for prefix, module in replica.named_modules():
-        for name, value in replica_parameters(module).items():
-            if isinstance(value, torch.Tensor) and all(value is not other for other in parameters.values()):
-                parameters[f"{prefix}.{name}" if prefix else name] = value
-    return parameters
 
 
 def _copy_buffers(into: nn.Module, source: nn.Module) -> None:

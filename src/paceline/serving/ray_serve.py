@@ -23,7 +23,7 @@ from paceline.core.signals import handle_signals
 from paceline.launch.ray_cluster import connect, import_ray, own_cluster
 from paceline.serving.batching import MAX_IN_FLIGHT
 from paceline.serving.model import Array, Arrays, ServedModel, ServingOptions, parse_replicas
-from paceline.serving.replica import describe_failure, load_warm
+from paceline.serving.replica import describe_failure, end_if_gpu_is_lost, load_warm
 from paceline.serving.replica_process import BatchFailed, ReplicaDied
 from paceline.serving.replicas import Deployment, DeploymentEvents
 
@@ -115,6 +115,7 @@ class RayServeReplica:
             writable = {name: np.require(array, None, "W") for name, array in inputs.items()}
             return self._servable.predict(writable), None
         except Exception as error:
+            end_if_gpu_is_lost()
             return {}, describe_failure(error)
 
     async def check_health(self) -> None:

@@ -51,8 +51,12 @@ def _module(package: Package, source: ModelLocation, device: str) -> Any:
     """Load the module that computes a batch of tensors on its device, without gradients."""
     import torch
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"--devices {device}: torch finds no GPU on this node.")
+    if device != "cpu":
+        index, gpus = torch.device(device).index or 0, torch.cuda.device_count()
+        if index >= gpus:
+            raise ConfigError(f"--devices {device}: torch finds {gpus or 'no'} GPU{'s' * (gpus > 1)} on this node.")
+        # A model's own code may allocate on "cuda", which is the current one.
+        torch.cuda.set_device(index)
     torch.set_grad_enabled(False)
     if source.kind == "task":
         from paceline.serving.formats import load_with_task
@@ -163,6 +167,7 @@ def _load_and_serve(channel: socket.socket) -> int:
             outputs = servable.predict(inputs)
             answer = frames.encode({"id": header["id"]}, outputs)
         except Exception as error:
+            end_if_gpu_is_lost()
             answer = frames.encode({"id": header["id"], **describe_failure(error)})
         frames.send(channel, answer)
 
@@ -174,6 +179,23 @@ def describe_failure(error: Exception) -> dict[str, Any]:
     """
     text = f"{type(error).__name__}: {error}"
     return {"error": text, "is_invalid": _WRONG_INDEX.search(text) is not None}
+
+
+def end_if_gpu_is_lost() -> None:
+    """End this process, while an exception is handled, if CUDA refuses everything from now on.
+
+    An index that a lookup on a GPU does not have has that effect, unlike full memory. The batch counts as one of which
+    a replica died: the server starts another one and repeats the batch once.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        traceback.print_exc()
+        print("paceline: the GPU refuses this process from now on; it ends.", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def load_warm(header: Mapping[str, Any]) -> Servable:
