@@ -28,7 +28,7 @@ def refuse_address(path: str | Path, name: str) -> None:
     """Reject an address such as ``s3://bucket/runs``, which would become a local folder ``s3:``.
 
     Args:
-        path: where files are to be read or written.
+        path: of files to read or write.
         name: of the option, for the error.
 
     Raises:

@@ -239,7 +239,7 @@ class Trainer:
     def rehearse_evaluation(self, mesh: ParallelDims) -> None:
         """Evaluate a batch of a new run; all ranks call this together.
 
-        What fails here would fail after the first epoch. Nothing changes.
+        A mistake in the evaluation would otherwise be found after the first epoch. Nothing changes.
 
         Raises:
             UserError: the split is empty, the task's metrics are wrong, or an option names another metric.
