@@ -344,8 +344,9 @@ class FSDP(ExternalReduceStrategy):
         self._hooks += [unit.register_forward_hook(self._guard_outputs) for unit in self._units]
 
     def begin_step(self, present: Sequence[int]) -> None:
+        # An evaluation leaves parameters gathered, and what numpy has seen of their memory FSDP could not free any more.
         for unit in self._units:
-            unit.reshard()  # an evaluation leaves gathered parameters without a gradient
+            unit.reshard()
         self._micro_steps = self._agree_on_micro_steps(present)
         for sums in self._sums:
             sums.begin(self._micro_steps)

@@ -170,15 +170,3 @@ def distributed_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def is_distributed(value: Any) -> bool:
     """Return whether a value is a ``DTensor``."""
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
-
-
-def free_gathered_parameters(module: nn.Module) -> None:
-    """Free the parameters that FSDP has kept gathered since a forward without a backward.
-
-    A hash of one would let numpy see its memory, which FSDP could not free any more.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()

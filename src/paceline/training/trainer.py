@@ -15,7 +15,6 @@ from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.sharded_state import free_gathered_parameters
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.failures import describe_stop
@@ -291,7 +290,6 @@ class Trainer:
         """
         if self.states.is_collective and not self.state.progress.version:
             self.rehearse_evaluation(group.mesh)  # before there is a group, its ranks could not evaluate
-            free_gathered_parameters(self.state.module)
         # The actions that are due after the last step are due also if that step was in another group.
         if self._apply_due_transitions(group) or (
             self.state.progress.step and group.checkpoint_manager.is_due(self.state.progress)
