@@ -212,6 +212,8 @@ def test_what_counts_as_tensors() -> None:
     assert not is_tensor_backed(OwnItems(torch.zeros(4)), default_collate)
     assert not is_tensor_backed(Squares(4), default_collate)
     assert resolve_workers(tensors(4), default_collate, 3, 1) == 0
+    assert resolve_workers(Subset([(torch.zeros(1), 0)] * 4, [1, 2]), default_collate, "auto", 1) == 0
+    assert resolve_workers([(torch.zeros(1), 0)] * 4, default_collate, 3, 1) == 3
 
 
 def test_auto_workers_share_the_cpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -303,6 +305,39 @@ def test_a_dead_worker_is_reported() -> None:
     message = r"worker process of the train dataset died; samples \d+ \.\.\. \d+"
     with closing(loader), pytest.raises(DataError, match=message):
         loader.fetch(0, 0, range(1))
+
+
+class Dying(Squares):
+    """A worker that reads one of these samples is killed, the first time."""
+
+    def __init__(self, n: int, samples: tuple[int, ...], folder: Path) -> None:
+        super().__init__(n)
+        self.samples, self.folder = samples, folder
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, int]:
+        if k in self.samples:
+            with contextlib.suppress(FileExistsError), (self.folder / f"died-{k}").open("x"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(k)[0] + torch.rand(1), k
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_workers_are_replaced_and_no_batch_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
+    order = DeterministicSampler(20, 4, 2, seed=0)
+    alone, dying = Dying(20, (), tmp_path), Dying(20, (3,), tmp_path)
+    with closing(loader_for(alone, order)) as first, closing(loader_for(dying, order, workers)) as second:
+        for epoch in range(2):
+            if epoch == 1:
+                os.kill(data_workers()[0], signal.SIGKILL)
+            for step in range(5):
+                expected, found = (loader.fetch(epoch, step, range(2)) for loader in (first, second))
+                for one, other in zip(expected, found, strict=True):
+                    assert one.checksum == other.checksum
+                    assert all(map(torch.equal, one.batch, other.batch))
+    assert (tmp_path / "died-3").exists()
+    assert caplog.text.count("a worker process of the train dataset was killed") == 2
 
 
 class Drawing(Squares):

@@ -243,8 +243,13 @@ def dataset_length(dataset: Any, split: str) -> int:
 
 
 def resolve_workers(dataset: Any, collate: Collate, requested: int | Literal["auto"], local_world_size: int) -> int:
-    """Return the worker processes of a rank for this dataset: 0 for tensors, else :func:`auto_workers`."""
-    return 0 if is_tensor_backed(dataset, collate) else auto_workers(requested, local_world_size)
+    """Return the worker processes of a rank for this dataset: 0 for tensors, else :func:`auto_workers`.
+
+    For "auto" a list in memory needs none, because starting them takes longer than reading from it.
+    """
+    in_memory = isinstance(without_subsets(dataset)[0], list | tuple)
+    needs_none = is_tensor_backed(dataset, collate) or (requested == "auto" and in_memory)
+    return 0 if needs_none else auto_workers(requested, local_world_size)
 
 
 def auto_workers(requested: int | Literal["auto"], local_world_size: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
 import multiprocessing
 import os
 import pickle
@@ -39,6 +41,8 @@ from paceline.core.task_loading import load_task_class
 from paceline.data.order import derive_key
 from paceline.data.sample_check import SampleCheck, check_samples
 from paceline.data.train_val_split import Split
+
+_log = logging.getLogger(__name__)
 
 # --- Types shared by all loaders ---
 
@@ -408,6 +412,8 @@ class SampleSource:
         self._workers: _Workers | None = None
         self._requests: Iterator[ReadRequest] = iter(())
         self._pending: deque[ReadRequest] = deque()
+        self._ahead = 0
+        self._deaths = 0  # of workers since the last batch
 
     def start(self, requests: Iterator[ReadRequest], *, ahead: int) -> None:
         """Begin a sequence of requests, and drop what was prefetched for the previous one.
@@ -417,8 +423,8 @@ class SampleSource:
             ahead: minimum number of requests in flight.
         """
         self._pending.clear()
+        self._requests, self._ahead = requests, ahead
         if self._num_workers == 0:
-            self._requests = requests
             return
         if self._workers is None:
             self._workers = _Workers(self._reader, self._num_workers, ahead=ahead, pin=self._device.type == "cuda")
@@ -437,7 +443,7 @@ class SampleSource:
         """Return the next request and its batch, on the device.
 
         Raises:
-            DataError: a sample cannot be read, samples do not fit together, or a worker died.
+            DataError: a sample cannot be read, samples do not fit together, or a worker died twice without a batch.
             StopIteration: there are no more requests.
         """
         if self._workers is None:
@@ -447,6 +453,7 @@ class SampleSource:
         else:
             batch = self._next_from_workers(self._workers)
             request = self._pending.popleft()
+            self._deaths = 0
         if isinstance(batch, ReadFailure):
             raise DataError(batch.message) from batch.cause
         return request, to_device(batch, self._device)
@@ -466,14 +473,29 @@ class SampleSource:
         try:
             return next(workers)
         except (RuntimeError, OSError, EOFError) as error:  # whichever end of the pipe notices first
-            rows = self._pending[0].rows
-            cause = "The usual cause is lack of memory: use"
-            if workers.any_failed():
-                cause = "A dataset that Python cannot rebuild there from a pickle may be the cause; else use"
-            raise DataError(
-                f"a worker process of the {self._split} dataset died; samples {rows[0]} ... {rows[-1]} were "
-                f"due. See above for its own message. {cause} fewer --num-workers, or --num-workers 0. ({error})"
-            ) from error
+            self._deaths += 1
+            if self._deaths > 1 or not workers.any_killed():
+                rows = self._pending[0].rows
+                cause = "The usual cause is lack of memory: use"
+                if workers.any_failed():
+                    cause = "A dataset that Python cannot rebuild there from a pickle may be the cause; else use"
+                raise DataError(
+                    f"a worker process of the {self._split} dataset died; samples {rows[0]} ... {rows[-1]} were "
+                    f"due. See above for its own message. {cause} fewer --num-workers, or --num-workers 0. ({error})"
+                ) from error
+        # Not while the error is handled: its frames would keep the old workers.
+        return self._next_from_new_workers()
+
+    def _next_from_new_workers(self) -> Any:
+        """Ask new workers for all that the old ones have not returned: the kernel kills one where memory is short."""
+        first = self._pending[0].rows
+        _log.warning(
+            "a worker process of the %s dataset was killed; new ones read samples %d ... again.", self._split, first[0]
+        )
+        self.close()
+        self.start(itertools.chain(tuple(self._pending), self._requests), ahead=self._ahead)
+        assert self._workers is not None
+        return self._next_from_workers(self._workers)
 
 
 _open: tuple[weakref.ref[_Workers], ...] = ()
@@ -541,6 +563,11 @@ class _Workers:
         """Return whether a worker ended by an error of its own, and not by a signal."""
         wait([process.sentinel for process in self._processes], 1.0)  # its pipe may have closed before its end
         return any((process.exitcode or 0) > 0 for process in self._processes)
+
+    def any_killed(self) -> bool:
+        """Return whether a signal has ended a worker."""
+        wait([process.sentinel for process in self._processes], 1.0)
+        return any((process.exitcode or 0) < 0 for process in self._processes)
 
     def close(self) -> None:
         # These are the last references; the DataLoader's iterator ends its workers when it is collected.
