@@ -61,7 +61,7 @@ def test_a_machine_that_comes_before_anybody_is_at_work_is_not(
 def test_a_machine_that_replaces_another_one_joins_without_a_preflight(
     tmp_path: Path, became: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with listening_agent() as agent:
+    with listening_agent(tmp_path, "other") as agent:
         record_agents(RunDirectory(tmp_path), [("other", agent)], Path("job"))
         assert start(tmp_path, index=1, nodes="2", most=2, monkeypatch=monkeypatch) == BECAME
     assert became == [("python", "-m", "paceline", "join", str(tmp_path), "--nproc", "2")]

@@ -81,6 +81,11 @@ def interface_address(name: str) -> str:
     return addresses[name]
 
 
+def has_interface(name: str) -> bool:
+    """Return whether a network interface exists, with an address or without."""
+    return any(name == interface for _, interface in socket.if_nameindex())
+
+
 def meeting_address(host: str, interface: str | None) -> str:
     """Return the address on which node 0 listens for the other nodes.
 

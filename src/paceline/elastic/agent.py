@@ -75,7 +75,7 @@ class Agent:
         is_first = discovery is None or discovery.is_first
         self._lock = self._stack.enter_context(closing(RunLock(directory)))
         if is_first:
-            self._take_run(discovery)
+            self._take_run(discovery, spec.token_file)
         node = self._node = NodeWorkers(
             forkserver,
             job_file,
@@ -108,18 +108,18 @@ class Agent:
         self._stack.callback(discovery.listener.close)
         return discovery
 
-    def _take_run(self, discovery: DiscoveryInfo | None) -> None:
+    def _take_run(self, discovery: DiscoveryInfo | None, token_file: Path | None) -> None:
         """Lock the run, and remove what an earlier job recorded of its failure.
 
         Raises:
             RunInUseError: another job, here or on other nodes, has the run.
         """
         self._lock.take()
-        self._refuse_second_run(discovery)
+        self._refuse_second_run(discovery, token_file)
         for stale_record in self._directory.logs.glob("rank-*.error.json"):
             stale_record.unlink(missing_ok=True)
 
-    def _refuse_second_run(self, discovery: DiscoveryInfo | None) -> None:
+    def _refuse_second_run(self, discovery: DiscoveryInfo | None, token_file: Path | None) -> None:
         """Leave the run to agents on other nodes: they take its lock some time after their leader has died.
 
         Raises:
@@ -130,7 +130,7 @@ class Agent:
         from paceline.elastic.consensus.discovery import active_agents
 
         own = None if discovery is None else (discovery.listener.host, discovery.listener.port)
-        if active_agents(self._directory, own):
+        if active_agents(self._directory, own, token_file):
             raise self._directory.in_use()
 
     def _build_controller(self, spec: LaunchSpec, node: NodeWorkers, discovery: DiscoveryInfo | None) -> Controller:

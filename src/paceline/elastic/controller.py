@@ -546,6 +546,11 @@ class JobController:
         self._pool.place(view, self._address, port)
 
 
+def last_generation(directory: RunDirectory) -> int:
+    """Return the generation of the last group that has recorded a step; -1 without one."""
+    return max(generations(directory.ledger), default=-1)
+
+
 def make_coordinator(spec: LaunchSpec, directory: RunDirectory, seats: Iterable[tuple[int, WorkerSlot]]) -> Coordinator:
     """Make a coordinator without nodes, which continues after the last group of the run.
 
@@ -554,11 +559,10 @@ def make_coordinator(spec: LaunchSpec, directory: RunDirectory, seats: Iterable[
         directory: the run's.
         seats: the running workers, each with the generation of its last group.
     """
-    recorded = max(generations(directory.ledger), default=-1)
     return Coordinator(
         nodes={},
         max_workers=spec.local_world_size * spec.nodes[0],
-        generation=max([recorded, *(generation for generation, _ in seats)]),
+        generation=max([last_generation(directory), *(generation for generation, _ in seats)]),
         spares=spec.spares,
         initial_nodes=spec.nodes[0],
         min_nodes=spec.least_nodes,

@@ -143,15 +143,18 @@ class Coordinator:
     def begin(self) -> list[Action]:
         return self._decide()
 
-    def take_over(self, first_worker: int, places: int) -> None:
+    def take_over(self, first_worker: int, places: int, *, has_begun: bool) -> None:
         """Lead workers that another leader started and :meth:`node_joins` reports.
 
         Args:
             first_worker: the first number of new workers, above all that another leader assigned.
             places: active places on all earlier nodes.
+            has_begun: whether there was a group; otherwise the first one waits for all initial nodes.
         """
-        self._vacant = places
-        self._next_worker, self.initial_nodes = first_worker, self.min_nodes
+        self._next_worker = first_worker
+        if not has_begun:
+            return
+        self._vacant, self.initial_nodes = places, self.min_nodes
         self.group, self._invalid_view = WorkerGroup(self.generation, (), 0), self.generation
 
     def observe_view(self, generation: int) -> None:

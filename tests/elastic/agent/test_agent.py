@@ -187,12 +187,21 @@ def test_a_start_leaves_the_run_to_an_agent_that_lacks_the_lock(job: Job, severa
         port = server.getsockname()[1] if several else None
     # It accepts connections, and says nothing: a stranger at a port that an agent had.
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        with listening_agent() as survivor:
+        with listening_agent(job.path, "b") as survivor:
             agents = [("a", ("127.0.0.1", port or 9)), ("b", survivor), ("c", stranger.getsockname())]
             record_agents(RunDirectory(job.path), agents, job.path / "job.json")
             done = job.run(1, {}, port=port)
         assert f"{job.path} is in use by another process." in done.stderr
         assert not (job.path / "views").exists()
+        done = job.run(1, {})
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_another_runs_agent_at_an_old_port_is_a_stranger(job: Job, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    with listening_agent(other, "a") as agent, listening_agent(job.path, "of-this-run-now") as renamed:
+        record_agents(RunDirectory(job.path), [("a", agent), ("b", renamed)], job.path / "job.json")
         done = job.run(1, {})
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -295,7 +295,7 @@ def test_spares_compute_for_a_node_that_was_lost(leads: str) -> None:
         coordinator.node_lost("a")
     else:
         coordinator = Coordinator(nodes={}, max_workers=12, generation=0, spares=1)
-        coordinator.take_over(100, 2)
+        coordinator.take_over(100, 2, has_begun=True)
         coordinator.node_joins("b", 1, {1: WorkerSlot(1, "member"), 2: WorkerSlot(2, "member")})
     coordinator.waits(1)
     assert coordinator.waits(2) == [FormGroup(WorkerGroup(1, (1, 2), 2))]
@@ -309,7 +309,7 @@ def test_spares_compute_for_a_node_that_was_lost(leads: str) -> None:
 def test_who_takes_over_ends_the_view_and_keeps_its_members_in_front() -> None:
     coordinator = Coordinator(nodes={}, max_workers=12, generation=4)
     coordinator.hold()  # until enough nodes have told of their workers
-    coordinator.take_over(100, 6)
+    coordinator.take_over(100, 6, has_begun=True)
     seats = {11: WorkerSlot(2, "member"), 12: WorkerSlot(3, "waiting")}
     assert coordinator.node_joins("b", 2, seats) == [BreakGroup(4, (11,))]
     assert coordinator.waits(11) == []

@@ -52,7 +52,7 @@ from paceline.elastic.consensus.messages import (
 )
 from paceline.elastic.consensus.paxos import PaxosMembership
 from paceline.elastic.consensus.transport import PeerNetwork
-from paceline.elastic.controller import JobController, make_coordinator
+from paceline.elastic.controller import JobController, last_generation, make_coordinator
 from paceline.elastic.node import Ended, NodeWorkers, Said
 from paceline.elastic.recovery_log import append_event, print_status
 from paceline.elastic.worker_channel import GroupBroken
@@ -173,6 +173,8 @@ class ConsensusDriver:
         self.node_set = NodeSet(0, (self._name,))
         self.is_removed = False
         self._is_joining = spec.joins
+        # Of the job before this one; a node that joins finds one that has begun.
+        self._earlier_generation = -2 if spec.joins else last_generation(directory)
 
     def _make_membership(self, selector: selectors.BaseSelector) -> Membership:
         if self._spec.coordinator is None:
@@ -451,13 +453,17 @@ class ConsensusDriver:
         follows = term.number > 1
         seats = self._node.seats
         coordinator = make_coordinator(self._spec, self._directory, seats.values())
+        has_begun = coordinator.generation > self._earlier_generation
         if follows:
-            coordinator.take_over(term.number * _NUMBERS_A_TERM, self._spec.local_world_size * len(node_set.nodes))
+            places = self._spec.local_world_size * len(node_set.nodes)
+            coordinator.take_over(term.number * _NUMBERS_A_TERM, places, has_begun=has_begun)
+            if not has_begun:
+                self._start_by = min(self._start_by, time.monotonic() + self._spec.init_timeout_s)
             append_event(self._directory, "takeover", node=self._name, term=term.number)
         self.node_set = node_set
         self._links, self._told = LinkMap(self._name), {}
         self.leader = JobController(
-            self._spec, self._directory, coordinator, self, self._node, self._peers.address, follows=follows
+            self._spec, self._directory, coordinator, self, self._node, self._peers.address, follows=has_begun
         )
         self._peers.add_self()
         self._resumed()

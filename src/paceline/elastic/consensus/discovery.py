@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
@@ -25,13 +26,14 @@ from paceline.core.files import parse_json, read_document, write_atomically
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.sockets import (
     address_towards,
+    has_interface,
     interface_address,
     interface_of,
     is_ours,
     meeting_address,
 )
 from paceline.elastic.consensus.messages import AddressBook, Message, NodeSet, write
-from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork, is_agent
+from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork, agent_name, is_agent
 from paceline.elastic.consensus.witness import FileWitness
 from paceline.elastic.recovery_log import print_status
 from paceline.runs.directory import RunDirectory
@@ -43,6 +45,7 @@ from paceline.runs.directory import RunDirectory
 
 
 _LOOK_EVERY_S = 0.2
+_NO_NETWORK = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
 _ANSWERS_S = 2.0  # a lost node does not refuse connections, it does not answer
 _DISTRIBUTIONS = ("torch", "numpy")
 
@@ -92,12 +95,7 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     else:
         endpoints = [address for _, address in read_agents(directory)[0]]
     host, port = endpoints[0]
-    if spec.interface is not None:
-        address = interface_address(spec.interface)
-    elif is_ours(host):
-        address = socket.gethostbyname(host)
-    else:
-        address = address_towards(host, port)
+    address = _own_address(spec, host, port)
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
     coordinator = "embedded" if spec.coordinator is None else spec.coordinator.partition(":")[0]
     versions = {**_versions(), "task": spec.task_digest, "coordinator": coordinator}
@@ -133,6 +131,30 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     )
 
 
+def _own_address(spec: LaunchSpec, host: str, port: int) -> str:
+    """Return this node's address for the others; wait for its network, which may come up later than this command.
+
+    Raises:
+        ConfigError: there is no route within ``--init-timeout``, no such host or no such interface.
+    """
+    deadline, has_told = time.monotonic() + spec.init_timeout_s, False
+    while True:
+        try:
+            if spec.interface is not None:
+                return interface_address(spec.interface)
+            return socket.gethostbyname(host) if is_ours(host) else address_towards(host, port)
+        except ConfigError as error:
+            comes_later = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_NETWORK
+            if spec.interface is not None:
+                comes_later = has_interface(spec.interface)
+            if not comes_later or time.monotonic() > deadline:
+                raise
+            if not has_told:
+                has_told = True
+                print_status(f"this node waits for its network: {error}")
+        time.sleep(_LOOK_EVERY_S)
+
+
 def _listen_address(host: str, address: str, interface: str | None) -> str:
     """Return the address for the other agents; it differs from the workers' if the networks do."""
     return address if interface is None else socket.gethostbyname(meeting_address(host, interface))
@@ -164,21 +186,36 @@ def read_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
     )
 
 
-def active_agents(directory: RunDirectory, own: Address | None = None) -> bool:
-    """Return whether an agent answers at a recorded address, so that a new node has to join it.
+def active_agents(directory: RunDirectory, own: Address | None = None, token_file: Path | None = None) -> bool:
+    """Return whether an agent of the run answers at a recorded address, so that a new node has to join it.
 
     Args:
         directory: the run's.
         own: an address at which this process listens; an earlier agent may have recorded the same.
+        token_file: ``--token-file``, if the run's secret is not in its directory.
     """
     try:
         agents, _ = read_agents(directory)
     except ConfigError:
         return False
-    others = {address for _, address in agents} - {own}
+    others = [agent for agent in agents if agent[1] != own]
     # All at once: each lost node takes the whole time.
     with ThreadPoolExecutor(max(1, len(others))) as pool:
-        return any(pool.map(lambda address: is_agent(address, _ANSWERS_S), others))
+        return any(pool.map(partial(_is_active, token_file or _token_of(directory)), others))
+
+
+def _is_active(token_file: Path, agent: Agent) -> bool:
+    """Return whether this agent answers: another run's may have its port by now."""
+    name, address = agent
+    try:
+        token = read_token(token_file)
+    except ConfigError:
+        return is_agent(address, _ANSWERS_S)  # only its own nodes have the secret
+    return agent_name(address, token, _ANSWERS_S) == name
+
+
+def _token_of(directory: RunDirectory) -> Path:
+    return directory.path / "agents.token"
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -194,7 +231,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def _token(spec: LaunchSpec, directory: RunDirectory, creates: bool) -> bytes:
-    path = spec.token_file or directory.path / "agents.token"
+    path = spec.token_file or _token_of(directory)
     if creates and spec.token_file is None and not path.exists():
         with suppress(ConfigError):  # another agent on this node was faster
             return create_token(path)

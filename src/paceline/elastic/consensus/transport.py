@@ -12,7 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -84,6 +84,27 @@ def connect(
     except OSError as error:
         end.close()
         raise PeerConnectionError(f"no link with {where}: {error.strerror}.") from error
+
+
+_PROBE = "probe"  # in the hello of a process that only asks who listens
+
+
+def agent_name(address: tuple[str, int], token: bytes, within_s: float) -> str | None:
+    """Return the name of the agent at this address that has the token; None without one. It hears of no peer."""
+    try:
+        link = connect(*address, token, {_PROBE: True}, within_s=within_s)
+    except PeerConnectionError:
+        return None
+    with closing(link), selectors.DefaultSelector() as selector:
+        selector.register(link, selectors.EVENT_READ)
+        while link.hello is None:
+            selector.modify(link, selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0))
+            selector.select(max(0.0, link.deadline - time.monotonic()))
+            try:
+                link.receive()
+            except PeerConnectionError:
+                break  # maybe after it has told its name
+        return None if link.hello is None else str(link.hello.get("name", ""))
 
 
 def is_agent(address: tuple[str, int], within_s: float) -> bool:
@@ -693,7 +714,10 @@ class PeerNetwork:
         for why in refused:
             self.events.refused(why)
         for link in opened:
-            self._welcome(link)
+            if link.hello is not None and _PROBE in link.hello:
+                link.close()
+            else:
+                self._welcome(link)
 
     def _welcome(self, link: AuthenticatedConnection) -> None:
         assert link.hello is not None
