@@ -306,6 +306,17 @@ def test_spares_compute_for_a_node_that_was_lost(leads: str) -> None:
     assert coordinator.waits(2)[-1] == FormGroup(WorkerGroup(2, (1, *started), 2))
 
 
+def test_a_takeover_before_the_first_group_waits_for_all_initial_nodes() -> None:
+    coordinator = Coordinator(nodes={}, max_workers=3, generation=-1, initial_nodes=3)
+    coordinator.take_over(100, 2, has_begun=False)
+    coordinator.node_joins("b", 1, {1: WorkerSlot(0, "waiting")})
+    assert coordinator.lacks_nodes
+    coordinator.node_joins("c", 1, {2: WorkerSlot(0, "waiting")})
+    assert coordinator.lacks_nodes
+    actions = coordinator.node_joins("d", 1, {3: WorkerSlot(0, "waiting")})
+    assert actions == [FormGroup(WorkerGroup(0, (1, 2, 3), 3))]
+
+
 def test_who_takes_over_ends_the_view_and_keeps_its_members_in_front() -> None:
     coordinator = Coordinator(nodes={}, max_workers=12, generation=4)
     coordinator.hold()  # until enough nodes have told of their workers

@@ -311,3 +311,26 @@ def test_a_run_that_restarts_outlives_a_machine(run: Run) -> None:
     run.go_on()
     assert processes[0].wait(120) == 0, processes[0].text
     assert run.result()["world_size"] == 2
+
+
+@pytest.mark.parametrize("run", [3], indirect=True)
+def test_a_leader_that_dies_before_the_first_group_leaves_too_few(run: Run) -> None:
+    """Of three nodes two are there: the one that is left trains no run of one node."""
+    first, second, _ = run.lab.nodes
+    leading, other = (run.train(node, "3", "1", "--init-timeout", "30s") for node in (first, second))
+    run.wait_for("machines", lambda event: len(event["nodes"]) == 2, leading, other)
+    leading.send_signal(signal.SIGKILL)
+    assert other.wait(120) == 2, other.text
+    assert "the run begins with 3 nodes (--nodes). After 30 s" in other.text
+    assert not run.directory.exists()
+
+
+def test_a_network_that_comes_up_late_is_waited_for(run: Run, undisturbed: str) -> None:
+    first, second = run.lab.nodes
+    second.run(["ip", "link", "set", "eth0", "down"])
+    processes = [run.train(node, "2", "1", "--node-rank", str(rank)) for rank, node in enumerate((first, second))]
+    run.wait_until(lambda: "this node waits for its network: there is no route" in processes[1].text, "the message")
+    second.run(["ip", "link", "set", "eth0", "up"])
+    assert [process.wait(120) for process in processes] == [0, 0], [process.text for process in processes]
+    result = run.result()
+    assert (result["model_sha256"], result["world_size"]) == (undisturbed, 2)
