@@ -198,6 +198,14 @@ def test_a_task_that_exits_has_not_trained(
     assert not (tmp_path / "run/result.json").exists()
 
 
+@needs_mpi
+@pytest.mark.mpi
+def test_quiet_reaches_the_ranks_that_a_launcher_starts(start: Callable[..., Any], run_processes: Any) -> None:
+    words = (*PYTHON, *TRAIN, "--on", "mpi", "--nproc", "2", "--run-dir", "run")
+    done = run_processes.finish(start(*words))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_nproc_counts_in_a_world_of_one(run_processes: Any, tmp_path: Path, sha256: str) -> None:
     (tmp_path / "small.py").write_text(TASK)
     words = (*PYTHON, *TRAIN, "--run-dir", "run", "--nproc", "2", "--json")

@@ -148,7 +148,7 @@ def _start(
 
     config = config_from_mapping(values, "the command line")
     if config.on not in _LOCAL_LAUNCHERS:
-        return _submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json)
+        return _submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json, quiet=quiet)
     preflight = explicit_options(job_options) == {"preflight": True}
     if own or not (job_options is None or preflight):
         refuse_job_options(config.on, job_options, own)
@@ -221,7 +221,9 @@ def _preflight(run: LocalRun, nproc: tuple[int, ...] | None) -> Command:
     return preflight_command(preflight, spec.nodes[0], spec.node_rank, spec.rdzv_endpoint)
 
 
-def _submit(config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool) -> int:
+def _submit(
+    config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool, quiet: bool
+) -> int:
     """Have a launcher start ``paceline train`` on its nodes."""
     from paceline.cli.job_start import start, task_spec
     from paceline.launch.launcher import get_launcher
@@ -234,6 +236,8 @@ def _submit(config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, d
         task = remote_task(config.task, partial(launcher.remote_path, options=launcher_options))
         config = dataclasses.replace(config, task=task)
     spec = task_spec(launcher, config, launcher_options, options)
+    if quiet:
+        spec = dataclasses.replace(spec, command=(*spec.command, "--quiet"))
     return start(
         launcher,
         spec,

@@ -65,7 +65,10 @@ class Terminal:
     def __init__(self, *, total_steps: int | None, steps_per_epoch: int | None, quiet: bool) -> None:
         stream, log = terminal_and_log(sys.stderr)
         self._console = Console(file=stream, quiet=quiet, highlight=False)
-        self._log = Console(file=log, width=100, color_system=None, highlight=False) if log else None
+        # In a notebook rich would show it in the cell, and write nothing into the file.
+        self._log = (
+            Console(file=log, width=100, color_system=None, highlight=False, force_jupyter=False) if log else None
+        )
         self._steps_per_epoch = steps_per_epoch
         self._epochs = -(-total_steps // steps_per_epoch) if total_steps and steps_per_epoch else None
         self._total_steps = total_steps

@@ -179,6 +179,18 @@ def test_the_log_gets_the_lines_but_neither_bar_nor_codes(directory: RunDirector
     assert "━" not in log
 
 
+def test_in_a_notebook_the_log_is_a_file_and_quiet_is_quiet(
+    directory: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    with capture_rank_output(directory, 0, 1):
+        terminal = console.Terminal(total_steps=4, steps_per_epoch=2, quiet=True)
+        terminal.print("a line of the run")
+        terminal.close()
+    assert capsys.readouterr() == ("", "")
+    assert "a line of the run\n" in directory.log_of(0).read_text()
+
+
 def test_the_summary_names_metrics_as_they_are(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     Console(width=100).print(summary({"metrics": {"[/val]": {"accuracy[top]": 0.5}}}, directory))
     out = capsys.readouterr().out

@@ -86,7 +86,7 @@ def connect(
         raise PeerConnectionError(f"no link with {where}: {error.strerror}.") from error
 
 
-_PROBE = "probe"  # in the hello of a process that only asks who listens
+_PROBE = "probe"  # in the hello of a process that asks for the agent's name alone
 
 
 def agent_name(address: tuple[str, int], token: bytes, within_s: float) -> str | None:
@@ -103,7 +103,7 @@ def agent_name(address: tuple[str, int], token: bytes, within_s: float) -> str |
             try:
                 link.receive()
             except PeerConnectionError:
-                break  # maybe after it has told its name
+                break  # it may have sent its name before
         return None if link.hello is None else str(link.hello.get("name", ""))
 
 
