@@ -13,13 +13,20 @@ from paceline.core.gpus import preferred_device, torch_has_cuda, visible_gpus
 
 
 @pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    folder = tmp_path / "gpus"
-    for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "0000:04:00.0"):
-        (folder / name).mkdir(parents=True)
+def four_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A node with four GPUs; returns the directory of their device files."""
+    folder, devices = tmp_path / "gpus", tmp_path / "dev"
+    devices.mkdir()
+    for minor in range(4):
+        gpu = folder / f"0000:0{minor + 1}:00.0"
+        gpu.mkdir(parents=True)
+        text = f"Model: \t\t NVIDIA H100 80GB HBM3\nBus Type: \t PCIe\nDevice Minor: \t {minor}\nGPU Excluded:\t No\n"
+        (gpu / "information").write_text(text)
+        (devices / f"nvidia{minor}").touch()
     monkeypatch.setattr(gpus, "_NVIDIA_GPUS", folder)
+    monkeypatch.setattr(gpus, "_DEVICES", devices)
     gpus._installed_gpus.cache_clear()
-    yield
+    yield devices
     gpus._installed_gpus.cache_clear()
 
 
@@ -58,8 +65,23 @@ def test_a_node_without_the_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, t
     gpus._installed_gpus.cache_clear()
 
 
+def test_a_container_has_the_gpus_that_it_was_given(four_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for minor in (0, 1, 3):
+        (four_gpus / f"nvidia{minor}").unlink()
+    assert visible_gpus({}) == 1
+    (four_gpus / "nvidia2").unlink()
+    monkeypatch.setattr(gpus, "_NVML", "libnothing.so.1")
+    gpus._installed_gpus.cache_clear()
+    assert visible_gpus({}) == 0
+
+
 @pytest.mark.integration
-def test_without_the_driver_s_files_nvidia_s_library_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_driver_s_files", [False, True])
+def test_without_device_files_nvidia_s_library_counts(
+    has_driver_s_files: bool, four_gpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for device in four_gpus.iterdir():
+        device.unlink()
     source = tmp_path / "nvml.c"
     source.write_text(
         "int nvmlInit_v2(void) { return 0; }\n"
@@ -67,11 +89,10 @@ def test_without_the_driver_s_files_nvidia_s_library_counts(tmp_path: Path, monk
         "int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return 0; }\n"
     )
     subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", tmp_path / "nvml.so", source], check=True)
-    monkeypatch.setattr(gpus, "_NVIDIA_GPUS", tmp_path / "none")
+    if not has_driver_s_files:
+        monkeypatch.setattr(gpus, "_NVIDIA_GPUS", tmp_path / "none")
     monkeypatch.setattr(gpus, "_NVML", str(tmp_path / "nvml.so"))
-    gpus._installed_gpus.cache_clear()
     assert visible_gpus({}) == 3
-    gpus._installed_gpus.cache_clear()
 
 
 @pytest.mark.usefixtures("four_gpus")

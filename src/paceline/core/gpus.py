@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+_DEVICES = Path("/dev")
 _NVML = "libnvidia-ml.so.1"
 
 
@@ -61,9 +62,11 @@ def _names_cuda(version: Path) -> bool:
 
 @cache
 def _installed_gpus() -> int:
-    if _NVIDIA_GPUS.is_dir():
-        return len(list(_NVIDIA_GPUS.iterdir()))
-    # The Windows Subsystem for Linux has NVIDIA's library, but not the driver's files.
+    # The driver lists all of the machine's, also in a container that was given some of them, or none.
+    if given := sum(map(_is_given, _NVIDIA_GPUS.glob("*/information"))):
+        return given
+    # NVIDIA's library makes the device files that a machine lacks after its start. The Windows Subsystem for Linux has
+    # the library, but not the driver's files.
     try:
         nvml = ctypes.CDLL(_NVML)
     except OSError:
@@ -75,3 +78,12 @@ def _installed_gpus() -> int:
         return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
     finally:
         nvml.nvmlShutdown()
+
+
+def _is_given(information: Path) -> bool:
+    """Return whether this process may open a GPU; a group of processes may be denied the use of a device."""
+    try:
+        minor = re.search(r"^Device Minor:\s*(\d+)", information.read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return minor is not None and os.access(_DEVICES / f"nvidia{minor[1]}", os.R_OK | os.W_OK)
