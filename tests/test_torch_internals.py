@@ -6,11 +6,13 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup, ProcessGroupGloo
@@ -123,3 +125,12 @@ def test_a_run_says_once_that_its_torch_is_newer(run_processes: Any, tmp_path: P
     done = run_processes.run([*command, "--nproc", "1", "--threads", "1", "--run-dir", tmp_path / "run"])
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("torch 2.99.0 is newer than those that Paceline is tested with") == 1
+
+
+def test_messages_of_a_group_of_its_own_are_joined_as_its_class_takes_it() -> None:
+    group = torch_internals.gloo_group(
+        dist.HashStore(), 0, 1, timedelta(seconds=10), hostname="127.0.0.1", interface=None
+    )
+    for join in (torch_internals.start_coalescing, torch_internals.end_coalescing):
+        with pytest.raises(RuntimeError, match="does not implement"):  # NCCL's class has the same base
+            join(group)

@@ -250,14 +250,14 @@ def reduce_scatter_into(group: Any, target: torch.Tensor, source: torch.Tensor) 
     return group._reduce_scatter_base(target, source)  # type: ignore[no-any-return]
 
 
-def start_coalescing(group: Any, device: torch.device) -> None:
+def start_coalescing(group: Any) -> None:
     """Let NCCL begin the following sends and receives together; one by one, each would wait for its peer's."""
-    group._start_coalescing(device)
+    group._start_coalescing()
 
 
-def end_coalescing(group: Any, device: torch.device) -> dist.Work:
+def end_coalescing(group: Any) -> dist.Work:
     """Begin what was called since :func:`start_coalescing`."""
-    return group._end_coalescing(device)  # type: ignore[no-any-return]
+    return group._end_coalescing()  # type: ignore[no-any-return]
 
 
 # --- DDP and FSDP ---

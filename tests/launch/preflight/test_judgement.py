@@ -184,6 +184,13 @@ def test_torch_without_cuda_and_more_processes_than_gpus() -> None:
     assert check.found == "4 processes for 2 GPUs"
 
 
+def test_gpus_that_are_hidden_on_purpose_are_not_missed() -> None:
+    hidden = {**TORCH, "gpus": 1, "visible": 1}  # CUDA_VISIBLE_DEVICES=0
+    assert not problems(findings(machine(0, torch=hidden)))
+    check = only(findings(machine(0, torch={**hidden, "visible": 2})))
+    assert "torch sees 1" in check.found
+
+
 def test_a_machine_0_that_is_far_away() -> None:
     found = findings(*map(machine, range(4)))
     for (source, to), way in found.data.items():

@@ -358,10 +358,10 @@ class GroupEngine(CollectiveEngine):
         group = self._group
         together = source.device.type == "cuda"
         if together:
-            start_coalescing(group, source.device)
+            start_coalescing(group)
         pending = [group.send([source], after, 0), group.recv([target], before, 0)]
         if together:
-            end_coalescing(group, source.device).wait()
+            end_coalescing(group).wait()
             return
         for work in pending:
             work.wait()

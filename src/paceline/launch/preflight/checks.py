@@ -67,7 +67,9 @@ def _check_usable(results: PreflightResults, node: int) -> Check:
             if count == 0
             else "Request fewer, or exclude this node",
         )
-    if "error" not in torch and usable < (requested if requested is not None else count):
+    # CUDA_VISIBLE_DEVICES may leave some out on purpose.
+    expected = min(count, torch.get("visible", count)) if requested is None else requested
+    if "error" not in torch and usable < expected:
         cuda_version = torch["cuda"]
         return Check(
             id="gpus",

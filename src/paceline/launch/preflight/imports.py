@@ -13,7 +13,9 @@ from typing import Any
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return the versions that torch was built with and its GPUs, or the error of its import."""
+    """Return the versions that torch was built with, the GPUs that it sees and should, or the error of its import."""
+    from paceline.core.gpus import visible_gpus
+
     try:
         import torch
 
@@ -21,6 +23,7 @@ def torch_facts() -> dict[str, Any]:
             "version": torch.__version__,
             "cuda": torch.version.cuda,
             "gpus": torch.cuda.device_count(),
+            "visible": visible_gpus(),
             "cudnn": None,
             "nccl": None,
         }
