@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.parallel.planning import auto_strategy
+from paceline.parallel.planning import auto_strategy, recommend
 from paceline.parallel.planning.auto_strategy import choose_strategy, require_replaceable
 from paceline.training.tasks.transformer import Transformer
 
@@ -60,6 +60,19 @@ def test_what_does_not_fit_ddp_is_split_and_said() -> None:
     assert note.startswith(f"strategy: {config.mesh or config.strategy}. ddp needs 0.1")
     # Nothing else is decided: the bits are the same.
     assert dataclasses.replace(config, strategy="auto", mesh=None) == CONFIG
+
+
+@pytest.mark.integration
+def test_on_a_gpu_the_measurement_is_in_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Autograd's threads would call CUDA there, and end the process.
+    pids: list[int] = []
+    real = recommend.make_plan
+    monkeypatch.setattr(recommend, "make_plan", lambda *a, **k: pids.append(os.getpid()) or real(*a, **k))
+    task = Counted()
+    config, note = choose_strategy(CONFIG, task, world_size=2, memory=130 * MIB, device="cuda")
+    assert (pids, task.built) == ([os.getpid()], 0)
+    assert note is not None
+    assert config.strategies != ("ddp",)
 
 
 @pytest.mark.integration

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
@@ -16,6 +17,8 @@ import torch
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
+
+T = TypeVar("T")
 
 _FITS_FACTOR = 16
 """Bytes for each byte of a parameter that are enough for training under ddp: its gradient's sums, what an
@@ -56,15 +59,18 @@ def choose_strategy(
     """
     if config.strategy != "auto" or config.mesh is not None or world_size == 1 or config.reduction == "ddp":
         return config, None
+    parameters = _call_in_child(lambda: _parameter_bytes(task))
+    if parameters is None or _FITS_FACTOR * parameters <= memory:
+        return config, None
+    if device == "cuda":
+        # The measurement runs a backward, and autograd's threads call CUDA, which does not survive a fork.
+        return _choose(config, copy.copy(task), world_size=world_size, memory=memory, device=device)
     return _call_in_child(lambda: _choose(config, task, world_size=world_size, memory=memory, device=device))
 
 
 def _choose(
     config: RunConfig, task: Task, *, world_size: int, memory: int, device: str
 ) -> tuple[RunConfig, str | None]:
-    parameters = _parameter_bytes(task)
-    if parameters is None or _FITS_FACTOR * parameters <= memory:
-        return config, None
     from paceline.parallel.planning.recommend import ClusterSpec, PlanRow, choose_plan, make_plan
 
     assert isinstance(config.microbatches, int)
@@ -145,8 +151,8 @@ def _parameter_bytes(task: Task) -> int | None:
         return None
 
 
-def _call_in_child(choose: Callable[[], tuple[RunConfig, str | None]]) -> tuple[RunConfig, str | None]:
-    """Call ``choose`` in a forked process.
+def _call_in_child(function: Callable[[], T]) -> T:
+    """Call a function in a forked process, and return what it returns.
 
     A task may keep what it builds, in itself or in any cache, and tensors on the meta device have no data to train
     with. In a fork they, the random numbers and the default dtype that it sets are gone with the process.
@@ -159,15 +165,14 @@ def _call_in_child(choose: Callable[[], tuple[RunConfig, str | None]]) -> tuple[
         sender.send(None)
         torch.set_num_threads(1)  # no thread of this process's pools is in the fork
         try:
-            sender.send((choose(), None))
+            sender.send((function(), None))
         except Exception as error:
             sender.send((None, error))
 
     process, receiver = _fork(answer)
-    chosen: tuple[RunConfig, str | None] | None
     with receiver:
         try:
-            chosen, error = receiver.recv()
+            result, error = receiver.recv()
         except EOFError:
             process.join()
             raise ConfigError(
@@ -177,8 +182,7 @@ def _call_in_child(choose: Callable[[], tuple[RunConfig, str | None]]) -> tuple[
     process.join()
     if error is not None:
         raise error
-    assert chosen is not None
-    return chosen
+    return cast(T, result)
 
 
 def _fork(target: Callable[[Connection], None]) -> tuple[ForkProcess, Connection]:
