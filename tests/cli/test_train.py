@@ -206,6 +206,53 @@ def test_quiet_reaches_the_ranks_that_a_launcher_starts(start: Callable[..., Any
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+UNGUARDED = """
+import torch
+import paceline
+from small import Small
+
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, number):
+        return torch.ones(8), number % 3
+
+
+class Mine(Small):
+    def build_dataset(self, split):
+        return Items() if split == "train" else None
+
+
+paceline.fit(Mine(), max_steps=2, threads=1, run_dir="run", quiet=True, OPTION)
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("nproc=2", "the file calls fit() when it is imported"), ("num_workers=1", "each data worker runs the script")],
+)
+def test_a_script_without_a_main_guard(run_processes: Any, tmp_path: Path, option: str, message: str) -> None:
+    (tmp_path / "small.py").write_text(TASK)
+    (tmp_path / "unguarded.py").write_text(UNGUARDED.replace("OPTION", option))
+    done = run_processes.run((*PYTHON, "unguarded.py"))
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "if __name__ == '__main__':" in done.stderr
+
+
+def test_a_module_of_a_package_is_found_by_its_name(run_processes: Any, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/small.py").write_text(TASK)
+    script = "import paceline\nfrom .small import Small\nclass Mine(Small):\n    pass\n"
+    fit = "paceline.fit(Mine(), max_steps=2, threads=1, run_dir='run', quiet=True, nproc=2)"
+    (tmp_path / "package/script.py").write_text(f"{script}if __name__ == '__main__':\n    {fit}\n")
+    done = run_processes.run((*PYTHON, "-m", "package.script"))
+    assert done.returncode == 0, done.stderr
+    assert 'spec = "package.script:Mine"' in (tmp_path / "run/run.toml").read_text()
+
+
 def test_nproc_counts_in_a_world_of_one(run_processes: Any, tmp_path: Path, sha256: str) -> None:
     (tmp_path / "small.py").write_text(TASK)
     words = (*PYTHON, *TRAIN, "--run-dir", "run", "--nproc", "2", "--json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import multiprocessing
 import sys
 import traceback
 import types
@@ -209,7 +210,16 @@ def refuse_call_at_import(call: str) -> None:
 
     Raises:
         TaskError: a task is being imported.
+        SystemExit: this is a data worker, in which multiprocessing runs the script once more.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        print(
+            f"paceline: the script calls {call} outside of if __name__ == '__main__':, and each data worker runs the "
+            "script once more. Keep the call there, or use --num-workers 0 (num_workers=0).",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(1)
     if _importing:
         raise TaskError(
             f"task {_importing[-1]!r}: the file calls {call} when it is imported, as each process of a run does. "
