@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ from paceline.torch_internals import foreach_mul_, foreach_norm
 
 
 _BUCKET_ELEMENTS = 50 * 2**20
+_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 _world_cleanup = ExitStack()
 
 
@@ -94,9 +96,14 @@ def engine_of(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    # It takes the GPU of this number, which is 0 for a rank that sees only its own, and compares it with Open MPI's.
+    number = str(world.local_rank if world.device.index is None else world.device.index)
     # Its stage 3 reads the variable whenever the order of modules changes.
-    _world_cleanup.enter_context(patch_environ({"LOCAL_RANK": str(world.local_rank)}))
-    with patch_environ({"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}):
+    _world_cleanup.enter_context(patch_environ({"LOCAL_RANK": number}))
+    variables = {"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}
+    if _MPI_LOCAL_RANK in os.environ:
+        variables[_MPI_LOCAL_RANK] = number
+    with patch_environ(variables):
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     if autocast is not None:
         # It disables an autocast that is not configured, and scales the loss itself if it is.

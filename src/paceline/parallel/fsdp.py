@@ -344,7 +344,7 @@ class FSDP(ExternalReduceStrategy):
         self._hooks += [unit.register_forward_hook(self._guard_outputs) for unit in self._units]
 
     def begin_step(self, present: Sequence[int]) -> None:
-        # An evaluation leaves parameters gathered, and what numpy has seen of their memory FSDP could not free any more.
+        # An evaluation leaves parameters gathered, and FSDP could not free memory that numpy has seen.
         for unit in self._units:
             unit.reshard()
         self._micro_steps = self._agree_on_micro_steps(present)
