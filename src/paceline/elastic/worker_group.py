@@ -148,7 +148,7 @@ def open_process_group(
                         formed=connections.opened,
                     )
                 )
-            except (dist.DistBackendError, torch.OutOfMemoryError):
+            except (dist.DistBackendError, torch.OutOfMemoryError, torch.AcceleratorError):
                 with translate_peer_errors():
                     raise
             except RuntimeError as error:

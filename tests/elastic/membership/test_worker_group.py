@@ -37,6 +37,7 @@ DUPLICATE = (
         (dist.DistBackendError(DUPLICATE), ConfigError),
         (dist.DistBackendError("NCCL error in: a.cpp:1, internal error"), dist.DistBackendError),
         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error"), torch.AcceleratorError),
     ],
 )
 def test_only_a_peers_absence_forms_another_group(
