@@ -97,7 +97,7 @@ def engine_of(
         "zero_force_ds_cpu_optimizer": False,
     }
     # It takes the GPU of this number, which is 0 for a rank that sees only its own, and compares it with Open MPI's.
-    number = str(world.local_rank if world.device.index is None else world.device.index)
+    number = str(world.device.index if world.device.type == "cuda" else world.local_rank)
     # Its stage 3 reads the variable whenever the order of modules changes.
     _world_cleanup.enter_context(patch_environ({"LOCAL_RANK": number}))
     variables = {"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}
