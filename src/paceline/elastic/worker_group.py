@@ -93,7 +93,7 @@ def _is_connected(fd: int) -> bool:
 
 
 _CONNECT_S = 2.0  # the store listens before its address is sent
-_HANDSHAKE_S = 10.0
+_HANDSHAKE_S = {"gloo": 10.0, "nccl": 120.0}  # NCCL's rank 0 loads plug-ins and looks for networks first
 
 
 @contextmanager
@@ -141,9 +141,9 @@ def open_process_group(
                 stack.enter_context(
                     form_group(
                         world,
-                        _connect_to_store(place),
+                        _connect_to_store(place, _HANDSHAKE_S[local.backend]),
                         interface=place.interface,
-                        init_timeout_s=_HANDSHAKE_S,
+                        init_timeout_s=_HANDSHAKE_S[local.backend],
                         comm_debug=comm_debug,
                         formed=connections.opened,
                     )
@@ -169,7 +169,7 @@ def _set_rank_variables(place: Assignment) -> None:
     )
 
 
-def _connect_to_store(place: Assignment) -> Store:
+def _connect_to_store(place: Assignment, timeout_s: float) -> Store:
     # The plain probe detects at once a store that is closed because its group is obsolete.
     try:
         socket.create_connection((place.address, place.port), timeout=_CONNECT_S).close()
@@ -178,5 +178,5 @@ def _connect_to_store(place: Assignment) -> Store:
     store = TCPStore(
         place.address, place.port, place.world_size, is_master=False, timeout=timedelta(seconds=_CONNECT_S)
     )
-    store.set_timeout(timedelta(seconds=_HANDSHAKE_S))
+    store.set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(f"gen{place.generation}", store)

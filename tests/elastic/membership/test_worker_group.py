@@ -49,7 +49,7 @@ def test_only_a_peers_absence_forms_another_group(
         yield
 
     monkeypatch.setattr(worker_group, "form_group", fail)
-    monkeypatch.setattr(worker_group, "_connect_to_store", lambda place: None)
+    monkeypatch.setattr(worker_group, "_connect_to_store", lambda place, timeout_s: None)
     monkeypatch.setattr(worker_group, "_set_rank_variables", lambda place: None)
     member = SimpleNamespace(progress_tracker=ProgressTracker(), broken=lambda generation: False)
     member.when_broken = lambda generation, shutdown: None
