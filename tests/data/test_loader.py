@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -298,6 +299,23 @@ def test_a_bad_sample_is_named(fault: str, message: str, workers: int) -> None:
         loader.fetch(0, 0, range(1))
     assert "Traceback" in str(caught.value.__cause__)
     assert not hasattr(caught.value, "__notes__")  # they would be told with the message
+
+
+def test_a_dataset_of_a_notebooks_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", cell)
+    exec(
+        "class Items:\n    def __len__(self): return 20\n    def __getitem__(self, k): return k\n"
+        "def collate(samples): return samples\n",
+        cell.__dict__,
+    )
+    order = DeterministicSampler(20, 20, 1, seed=0)
+    assert resolve_workers(cell.Items(), default_collate, "auto", 1) == 0
+    assert resolve_workers(Squares(20), cell.collate, "auto", 1) == 0
+    assert resolve_workers(cell.Items(), default_collate, 1, 1) == 1
+    message = r"^Items, which the train dataset needs, was defined in a notebook's cell"
+    with closing(loader_for(cell.Items(), order, 1)) as loader, pytest.raises(DataError, match=message):
+        loader.fetch(0, 0, range(1))
 
 
 def test_a_dead_worker_is_reported() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -77,6 +78,23 @@ def test_the_lines_of_ranks_are_whole(run_processes: Any, tmp_path: Path, launch
     }
     errors = Counter(line for line in done.stderr.splitlines() if line.startswith("an error"))
     assert errors == {f"an error in several pieces {number}": 3 for number in range(100)}
+
+
+def test_a_line_is_seen_while_its_rank_runs(
+    run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
+) -> None:
+    (tmp_path / "waits.py").write_text("import time\nprint('a line')\ntime.sleep(600)\n")
+    with (tmp_path / "output").open("w") as output:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "paceline", "launch", "--on", "spawn", "--nproc", "2", "--", "waits.py"],
+            cwd=tmp_path,
+            stdout=output,
+        )
+    try:
+        wait_until(lambda: (tmp_path / "output").read_text() == "a line\na line\n", "both lines")
+    finally:
+        popen.terminate()
+        popen.wait(60)
 
 
 def test_an_output_that_outlives_its_rank_ends_no_later(run_processes: Any, tmp_path: Path) -> None:

@@ -205,6 +205,18 @@ def _import_file(path: Path, spec: str) -> types.ModuleType:
 _importing: list[str] = []
 
 
+def name_in_session(*values: Any) -> str | None:
+    """Return the first class or function of these values that no other process can import: one of a notebook's cell."""
+    if getattr(sys.modules.get("__main__"), "__file__", None) is not None:
+        return None
+    for value in values:
+        owner = getattr(value, "__self__", value)
+        definition = owner if isinstance(owner, type | types.FunctionType) else type(owner)
+        if definition.__module__ == "__main__":
+            return str(definition.__qualname__)
+    return None
+
+
 def refuse_call_at_import(call: str) -> None:
     """Refuse a call by which a task's file would train while a process of a run imports it.
 

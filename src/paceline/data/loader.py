@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from paceline.core.errors import DataError
+from paceline.core.task_loading import name_in_session
 from paceline.data.order import DeterministicSampler
 from paceline.data.sample_check import MOST_SAMPLES, SampleCheck, reference_of
 from paceline.data.samples import (
@@ -245,11 +246,14 @@ def dataset_length(dataset: Any, split: str) -> int:
 def resolve_workers(dataset: Any, collate: Collate, requested: int | Literal["auto"], local_world_size: int) -> int:
     """Return the worker processes of a rank for this dataset: 0 for tensors, else :func:`auto_workers`.
 
-    For "auto" a list in memory needs none, because starting them takes longer than reading from it.
+    For "auto" a list in memory needs none, because starting them takes longer than reading from it; and a dataset whose
+    class or ``collate`` is defined in a notebook's cell can have none.
     """
-    in_memory = isinstance(without_subsets(dataset)[0], list | tuple)
-    needs_none = is_tensor_backed(dataset, collate) or (requested == "auto" and in_memory)
-    return 0 if needs_none else auto_workers(requested, local_world_size)
+    inner = without_subsets(dataset)[0]
+    has_none = isinstance(inner, list | tuple) or name_in_session(inner, collate) is not None
+    if is_tensor_backed(dataset, collate) or (requested == "auto" and has_none):
+        return 0
+    return auto_workers(requested, local_world_size)
 
 
 def auto_workers(requested: int | Literal["auto"], local_world_size: int) -> int:

@@ -37,7 +37,7 @@ from paceline.core.errors import DataError
 from paceline.core.owned_names import register_process
 from paceline.core.stack_dump import install_dump_handler
 from paceline.core.task import Task
-from paceline.core.task_loading import load_task_class
+from paceline.core.task_loading import load_task_class, name_in_session
 from paceline.data.order import derive_key
 from paceline.data.sample_check import SampleCheck, check_samples
 from paceline.data.train_val_split import Split
@@ -406,6 +406,7 @@ class SampleSource:
         self, dataset: Any, *, seed: int, device: torch.device, workers: int, collate: Collate, split: str
     ) -> None:
         self._reader = SampleReader(dataset, collate=collate, seed=seed, split=split)
+        self._dataset, self._collate = dataset, collate
         self._device = device
         self._split = split
         self._num_workers = workers
@@ -427,6 +428,13 @@ class SampleSource:
         if self._num_workers == 0:
             return
         if self._workers is None:
+            name = name_in_session(without_subsets(self._dataset)[0], self._collate)
+            if name is not None:
+                raise DataError(
+                    f"{name}, which the {self._split} dataset needs, was defined in a notebook's cell or an "
+                    "interactive session, which data workers cannot import. Write it into a file and import it, or use "
+                    "--num-workers 0 (num_workers=0)."
+                )
             self._workers = _Workers(self._reader, self._num_workers, ahead=ahead, pin=self._device.type == "cuda")
         try:
             with warnings.catch_warnings():

@@ -203,9 +203,11 @@ class SupervisedJob:
                 outputs = self._outputs.open()
                 for end in outputs.values():
                     stack.callback(os.close, end)
+            # A line that is in a rank's buffer is not seen while it runs, and lost if it is killed.
+            unbuffered = {"PYTHONUNBUFFERED": "1"} if outputs else {}
             popen = subprocess.Popen(
                 [*tethered, *command.argv],
-                env={**os.environ, **command.env, **mark},
+                env={**unbuffered, **os.environ, **command.env, **mark},
                 stdin=subprocess.DEVNULL,
                 stdout=outputs.get(1),
                 stderr=outputs.get(2),
