@@ -253,6 +253,14 @@ def test_a_module_of_a_package_is_found_by_its_name(run_processes: Any, tmp_path
     assert 'spec = "package.script:Mine"' in (tmp_path / "run/run.toml").read_text()
 
 
+def test_a_loopback_interface_that_is_down_is_named(start: Callable[..., Any], run_processes: Any) -> None:
+    if run_processes.run(("unshare", "--net", "true")).returncode:
+        pytest.skip("a network namespace is not allowed here")
+    done = run_processes.finish(start("unshare", "--net", *PYTHON, *TRAIN, "--nproc", "2", "--run-dir", "run"))
+    assert done.returncode == 2
+    assert "cannot reach each other over 127.0.0.1: Network is unreachable. Bring the loopback" in done.stderr
+
+
 def test_nproc_counts_in_a_world_of_one(run_processes: Any, tmp_path: Path, sha256: str) -> None:
     (tmp_path / "small.py").write_text(TASK)
     words = (*PYTHON, *TRAIN, "--run-dir", "run", "--nproc", "2", "--json")

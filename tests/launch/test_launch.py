@@ -80,9 +80,8 @@ def test_the_lines_of_ranks_are_whole(run_processes: Any, tmp_path: Path, launch
     assert errors == {f"an error in several pieces {number}": 3 for number in range(100)}
 
 
-def test_a_line_is_seen_while_its_rank_runs(
-    run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
-) -> None:
+@pytest.mark.integration
+def test_a_line_is_seen_while_its_rank_runs(wait_until: Callable[..., None], tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text("import time\nprint('a line')\ntime.sleep(600)\n")
     with (tmp_path / "output").open("w") as output:
         popen = subprocess.Popen(

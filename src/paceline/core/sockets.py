@@ -131,6 +131,22 @@ def address_towards(host: str, port: int) -> str:
     return address
 
 
+def require_loopback() -> None:
+    """Make sure that processes of this node reach each other.
+
+    Raises:
+        ConfigError: the loopback interface is down, as in some sandboxes.
+    """
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"processes of this node cannot reach each other over {LOOPBACK}: {error.strerror or error}. Bring the "
+            "loopback interface up (ip link set lo up), or use one process: --nproc 1."
+        ) from error
+
+
 def is_ours(address: str) -> bool:
     """Return whether a host name or address belongs to this node."""
     try:

@@ -21,6 +21,7 @@ from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.launch_spec import Recovery
 from paceline.core.option_sets import merge_resumed_config
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.sockets import require_loopback
 from paceline.core.standard_streams import lasting_streams
 from paceline.core.task_loading import check_spec
 from paceline.launch.launcher import Launcher, LaunchSpec, RenderedJob, get_launcher
@@ -89,6 +90,8 @@ class LocalRun:
         if not (spec.node_rank or spec.joins or may_be_later):
             directory.require_unused()
             directory.check_resume(job.config.resume)
+        if spec.local_world_size > 1:
+            require_loopback()
         directory.create()
         assert spec.job_file is not None
         try:
