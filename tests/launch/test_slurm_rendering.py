@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,9 @@ else
 fi
 rm -r "$stopped"
 # 75: saved, to be restarted. A cancelled job is no longer RUNNING, and must not be requeued.
-if [ "$code" -eq 75 ] &&
+if [ "$code" -eq 75 ] && ! command -v scontrol >/dev/null; then
+  echo "paceline: saved; no scontrol here. Give: scontrol requeue $SLURM_JOB_ID" >&2
+elif [ "$code" -eq 75 ] &&
   [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
   scontrol requeue "$SLURM_JOB_ID"
@@ -209,7 +212,9 @@ done
 if [ -n "$finished" ] && [ -e /home/me/runs/a/result.json ]; then code=0
 elif [ -n "$stopped" ]; then code=75; fi
 # 75: saved, to be restarted. A cancelled job is no longer RUNNING, and must not be requeued.
-if [ "$code" -eq 75 ] &&
+if [ "$code" -eq 75 ] && ! command -v scontrol >/dev/null; then
+  echo "paceline: saved; no scontrol here. Give: scontrol requeue $SLURM_JOB_ID" >&2
+elif [ "$code" -eq 75 ] &&
   [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
   scontrol requeue "$SLURM_JOB_ID"
@@ -339,7 +344,9 @@ else
 fi
 rm -r "$stopped"
 # 75: saved, to be restarted. A cancelled job is no longer RUNNING, and must not be requeued.
-if [ "$code" -eq 75 ] &&
+if [ "$code" -eq 75 ] && ! command -v scontrol >/dev/null; then
+  echo "paceline: saved; no scontrol here. Give: scontrol requeue ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" >&2
+elif [ "$code" -eq 75 ] &&
   [ "$(squeue --noheader --jobs="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
   scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
@@ -696,3 +703,17 @@ def test_a_sweep_of_tasks_keeps_its_script_beside_the_runs(run_processes: Any, t
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"# {tmp_path}/runs/sweep-array-index-job/job.sh\n")
     assert f'--run-dir {tmp_path}/runs/sweep-"$SLURM_ARRAY_TASK_ID" ' in joined(done.stdout)
+
+
+@pytest.mark.integration
+def test_a_node_without_scontrol_says_how_to_requeue(tmp_path: Path) -> None:
+    script = text(TASK)
+    last = script[script.index("# 75: saved, to be restarted.") :].partition("\nfi\n")[0] + "\nfi"
+    (tmp_path / "bin").mkdir()
+    done = subprocess.run(
+        ["/bin/bash", "-c", f"code=75\n{last}"],
+        env={"PATH": str(tmp_path / "bin"), "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == "paceline: saved; no scontrol here. Give: scontrol requeue 7\n"

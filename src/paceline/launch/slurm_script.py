@@ -270,7 +270,9 @@ _IN_ARRAY = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 
 _REQUEUE = """\
 # 75: saved, to be restarted. A cancelled job is no longer RUNNING, and must not be requeued.
-if [ "$code" -eq 75 ] &&
+if [ "$code" -eq 75 ] && ! command -v scontrol >/dev/null; then
+  echo "paceline: saved; no scontrol here. Give: scontrol requeue {job}" >&2
+elif [ "$code" -eq 75 ] &&
   [ "$(squeue --noheader --jobs="{job}" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
   scontrol requeue "{job}"
