@@ -30,6 +30,7 @@ import paceline
 class Small(paceline.Task):
     failing_rank: int = -1
     exits_in_step: bool = False
+    ends_in_step: bool = False
     defaults = paceline.Defaults(global_batch_size=24, microbatches=4)
 
     def build_model(self):
@@ -50,6 +51,8 @@ class Small(paceline.Task):
             raise ValueError("boom")
         if self.exits_in_step:
             sys.exit(0)
+        if self.ends_in_step:
+            os._exit(0)
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -204,6 +207,16 @@ def test_quiet_reaches_the_ranks_that_a_launcher_starts(start: Callable[..., Any
     words = (*PYTHON, *TRAIN, "--on", "mpi", "--nproc", "2", "--run-dir", "run")
     done = run_processes.finish(start(*words))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("recover", ["inplace", "none"])
+def test_processes_that_end_without_a_result_have_not_trained(
+    start: Callable[..., Any], run_processes: Any, recover: str
+) -> None:
+    words = (*PYTHON, *TRAIN, "--run-dir", "run", "--nproc", "2", "--recover", recover, "--set", "ends_in_step=true")
+    done = run_processes.finish(start(*words))
+    assert done.returncode == 1
+    assert "the processes ended with status 0, but run has no result" in done.stderr
 
 
 UNGUARDED = """

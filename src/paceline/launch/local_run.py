@@ -99,6 +99,13 @@ class LocalRun:
         except OSError as error:
             raise directory.unwritable(error) from error
         code = self.launcher.submit(self.rendered).wait()
+        if code == 0 and spec.nodes[1] == 1 and not directory.has_result():
+            print(
+                f"paceline: the processes ended with status 0, but {directory.path} has no result: the task's own code "
+                "has ended them, as os._exit(0) does. Raise an exception to fail, or set --max-steps or --epochs.",
+                file=sys.stderr,
+            )
+            return 1
         if code in STOPPED and job.supervised and not job.quiet:
             last = directory.read_events()[-1:]
             # A job that is interrupted before its ranks have connected has saved nothing.
