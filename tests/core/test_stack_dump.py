@@ -198,7 +198,7 @@ def run_nested(depth: int, hook: Callable[[], None]) -> None:
         Nested.apply(torch.ones(1, requires_grad=True), depth, hook).sum().backward()
 
 
-def test_a_hook_in_a_thread_of_autograd_is_where_the_caller_of_backward_is() -> None:
+def find_a_hook_in_a_thread_of_autograd() -> None:
     """On a GPU each hook is called there; on a CPU, a backward within backwards within backwards is."""
     entered, released = threading.Event(), threading.Event()
 
@@ -221,3 +221,11 @@ def test_a_hook_in_a_thread_of_autograd_is_where_the_caller_of_backward_is() -> 
     finally:
         released.set()
         thread.join()
+
+
+@pytest.mark.integration
+def test_a_hook_in_a_thread_of_autograd_is_where_the_caller_of_backward_is() -> None:
+    # In a process of its own: once autograd has threads, no fork of the process can run backward.
+    code = f"from {__name__} import find_a_hook_in_a_thread_of_autograd as find; find()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class Filling(Small):
     full: int = 5
     free: int = 12
     delays_s: tuple[float, ...] = ()  # before another try of the last save; default: as always
+    committed: str = ""  # what is there before the disk is filled: a checkpoint is written in the background
 
     def build_model(self) -> nn.Module:
         checkpoint_manager.LAST_TRIES_S = self.delays_s or checkpoint_manager.LAST_TRIES_S
@@ -62,6 +64,8 @@ class Filling(Small):
             step = self.info.step
             print(f"a line that the log has no room for, {step} {self.info.number}" + "." * 200)
             if self.full <= step < self.free:
+                while self.committed and not list(Path(self.ballast).parent.glob(self.committed)):
+                    time.sleep(0.01)
                 # Again and again: what is deleted meanwhile must not make room.
                 with Path(self.ballast).open("ab", buffering=0) as file, suppress(OSError):
                     while file.write(bytes(4096)):

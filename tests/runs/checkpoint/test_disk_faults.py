@@ -223,7 +223,8 @@ def test_a_disk_that_is_really_full_at_the_end_is_one_error(small_disk: Path, ru
     run = small_disk / "run"
     done = run_processes.paceline(
         *("train", f"{TASK}:Filling", "--set", f"ballast={small_disk / 'ballast'}", "--set", "free=1000"),
-        *("--set", "delays_s=(0.1,)", "--nproc", "2", "--max-steps", "10", "--threads", "1", "--run-dir", run),
+        *("--set", "delays_s=(0.1,)", "--set", "committed=run/checkpoints/step-00000004-*", "--nproc", "2"),
+        *("--max-steps", "10", "--threads", "1", "--run-dir", run),
     )
     assert done.returncode == 1
     # Not even the error's record had room.
