@@ -184,11 +184,11 @@ class RunDirectory:
             RunDirectoryError: it cannot be created or written.
         """
         try:
-            self._require_regular_files()
             self.logs.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{secrets.token_hex(4)}"
             probe.write_bytes(b"")
             probe.unlink()
+            self._require_regular_files()
         except OSError as error:
             raise self.unwritable(error) from error
 
