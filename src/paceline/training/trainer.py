@@ -9,6 +9,8 @@ from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import cached_property
 from typing import Any, NoReturn, Self
 
+import torch
+
 from paceline.core.callback import Callback
 from paceline.core.errors import CheckpointError, ConfigError, PeerLostError, StopRequested
 from paceline.data.samples import MicroBatch
@@ -238,14 +240,25 @@ class Trainer:
     def rehearse_evaluation(self, mesh: ParallelDims) -> None:
         """Evaluate a batch of a new run; all ranks call this together.
 
-        A mistake in the evaluation would otherwise be found after the first epoch. Nothing changes.
+        A mistake in the evaluation would otherwise be found after the first epoch. Nothing changes, not even if the
+        task's metrics change buffers.
 
         Raises:
-            UserError: the split is empty, the task's metrics are wrong, or an option names another metric.
+            UserError: the split is empty, the task's metrics are wrong or change buffers, or an option names another
+                metric.
             PeerLostError: a rank is gone.
         """
-        if self.validation.exists:
-            self.validation.rehearse(mesh, self.state, is_collective=self.states.is_collective)
+        if not self.validation.exists:
+            return
+        module = self.state.evaluated_module
+        before = [buffer.clone() for buffer in module.buffers()]
+        bits = {} if self.run.config.purity == "off" else bits_by_name(module.named_buffers())
+        self.validation.rehearse(mesh, self.state, is_collective=self.states.is_collective)
+        if bits:
+            check_buffers(self.run, module, bits)
+        with torch.no_grad():
+            for buffer, value in zip(module.buffers(), before, strict=True):
+                buffer.copy_(value)
 
     def join_group(self, mesh: ParallelDims) -> GroupContext:
         """Enter a group whose ranks all hold the state; all of them call this together.
