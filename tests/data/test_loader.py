@@ -25,7 +25,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import runs
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from paceline.core.errors import DataError
 from paceline.core.options import Shuffle
@@ -65,6 +65,18 @@ class Augmented(Squares):
     def __getitem__(self, k: int) -> tuple[torch.Tensor, int]:
         noise = [torch.rand(()).item(), random.random(), np.random.rand()]
         return torch.tensor([float(k), *noise], dtype=torch.float64), k
+
+
+class Epochs(Squares):
+    """Has an epoch of its own."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([1000 * self.epoch + index])
 
 
 class Batched(Squares):
@@ -260,6 +272,18 @@ def test_workers_change_nothing(reference: list[list[tuple[Any, ...]]], workers:
         semaphores = [path for path in opened if path.startswith("/dev/shm/sem.")]
         assert semaphores
         assert not [path for path in semaphores if Path(path).exists()]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_is_told_the_epoch_of_its_samples(workers: int) -> None:
+    dataset = Epochs(8)
+    order = DeterministicSampler(8, 4, 1, seed=0)
+    held_out = EvalBatches(dataset, 4, seed=0, device=CPU, workers=workers, collate=default_collate)
+    with closing(loader_for(ConcatDataset([dataset]), order, workers)) as loader, closing(held_out):
+        for epoch, step in ((0, 0), (0, 1), (1, 0), (1, 1), (5, 1)):
+            (batch,) = loader.fetch(epoch, step, range(1))
+            assert (batch.batch // 1000).flatten().tolist() == [epoch] * 4
+            assert {int(x) // 1000 for batch in held_out.read([1]) for x in batch.batch} == {0}
 
 
 def test_reading_here_leaves_the_trainers_generators_alone() -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import ChainDataset, Dataset, IterableDataset, default_collate
 
 from paceline.core.errors import ConfigError, DataError
+from paceline.data.sample_check import SampleCheck
 from paceline.data.samples import MicroBatch
 from paceline.data.stream import IterableShards, ShardedStream, StreamLoader, as_stream
 
@@ -56,6 +57,11 @@ class Ranges:
         return RangeReader(1000 * shard, self.sizes[shard])
 
 
+class Moved(Ranges):
+    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> RangeReader:
+        return super().open((shard + 1) % num_shards, num_shards, epoch, seed)
+
+
 class RangeReader:
     def __init__(self, first: int, size: int) -> None:
         self.next, self.stop = first, first + size
@@ -74,7 +80,7 @@ class RangeReader:
 
 
 def loader_for(
-    stream: ShardedStream, num_shards: int, global_batch_size: int, min_microbatch_size: int = 2
+    stream: ShardedStream, num_shards: int, global_batch_size: int, min_microbatch_size: int = 2, check: bool = False
 ) -> StreamLoader:
     return StreamLoader(
         stream,
@@ -84,6 +90,7 @@ def loader_for(
         seed=11,
         device=torch.device("cpu"),
         collate=default_collate,
+        check=check,
     )
 
 
@@ -308,6 +315,57 @@ def test_what_goes_wrong_is_named() -> None:
         loader_for(IterableShards(OneShot(5)), 2, 8).fetch(0, 0, range(2))
     with pytest.raises(ConfigError, match=r"--global-batch-size 5 is too small for 3 micro-batches"):
         loader_for(Ranges([1, 1, 1]), 3, 5)
+
+
+class Epochs(Numbers):
+    """Has an epoch of its own, as Hugging Face's streams have."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return ((1000 * self.epoch + k, 0.0) for k in range(self.n))
+
+
+class Wrapped(Numbers):
+    def __init__(self, inner: Epochs) -> None:
+        self.parts = {"only": [inner]}
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return iter(self.parts["only"][0])
+
+
+@pytest.mark.parametrize("dataset", [Epochs(8), ChainDataset([Epochs(8)]), Wrapped(Epochs(8))])
+def test_a_dataset_is_told_the_epoch_wherever_it_is_wrapped(dataset: IterableDataset[Any]) -> None:
+    loader = loader_for(IterableShards(dataset), 2, 4, check=True)
+    for epoch in (0, 3, 4):
+        (first, *_), _ = epoch_of(loader, epoch, range(2))
+        assert first.batch[0].tolist() == [1000 * epoch, 1000 * epoch + 2]
+    resumed = loader_for(IterableShards(dataset), 2, 4, check=True)
+    resumed.load_state_dict(loader.positions(4, 1, range(2)))
+    assert flat(resumed.fetch(4, 1, range(2))) == flat(loader.fetch(4, 1, range(2)))
+    assert loader.checked == resumed.checked == SampleCheck(loader.checked.reference, 2)
+
+
+@pytest.mark.parametrize("shards", [range(2), range(1, 2)])
+def test_the_beginning_is_read_once_more(shards: range) -> None:
+    stream = Ranges([8, 8])
+    loader = loader_for(stream, 2, 4, check=True)
+    assert loader.fetch(0, 0, shards)
+    checked = loader.checked
+    assert checked is not None
+    assert (checked.num_samples, checked.problem) == (2, None)
+    loader.fetch(0, 1, shards)
+    assert stream.opened == [0, *shards]
+    other = loader_for(Ranges([1000, 8]), 2, 4, check=True)
+    other.fetch(0, 0, shards)
+    assert other.checked == checked
+    moved = loader_for(Moved([8, 8]), 2, 4, check=True)
+    moved.fetch(0, 0, shards)
+    assert moved.checked is not None
+    assert moved.checked.reference != checked.reference
 
 
 def test_the_checksum_tells_positions_apart() -> None:

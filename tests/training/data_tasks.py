@@ -158,6 +158,26 @@ class Iterable(Points):
         return PointStream(self.num) if split == "train" else super().build_dataset(split)
 
 
+def hugging_face_stream(num: int) -> Any:
+    """Return a stream of Hugging Face, with the points as tensors, in the order of its shards."""
+    import datasets
+
+    features, labels = points(num).tensors
+    table = datasets.Dataset.from_dict({"x": features.numpy(), "y": labels.numpy()})
+    return table.to_iterable_dataset(num_shards=4).with_format("torch")
+
+
+@dataclass
+class HuggingFace(Points):
+    """A stream of Hugging Face that shuffles its shards and a buffer, by its own seed and epoch."""
+
+    def build_dataset(self, split: str) -> Any:
+        return hugging_face_stream(self.num).shuffle(seed=3, buffer_size=20) if split == "train" else None
+
+    def collate(self, samples: list[Any]) -> Any:
+        return [torch.stack([sample[name] for sample in samples]) for name in ("x", "y")]
+
+
 class Range:
     """The samples ``first``, ``first + 1``, ... ``stop - 1``; its position is one number."""
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from tests.training.data_tasks import HuggingFace
 from tests.training.tasks import CLASSES, FEATURES, Points, interruption, points
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
 from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
@@ -258,6 +261,61 @@ class Unseeded(Points):
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
         interruption.count()
         return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class Stream(IterableDataset[Any]):
+    """Samples that can only be read in turn, all of them on each rank."""
+
+    def __init__(self, num: int) -> None:
+        self.data = points(num)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[index] for index in self.numbers())
+
+    def numbers(self) -> list[int]:
+        return list(range(len(self.data)))
+
+
+class SplitByGroup(Stream):
+    def numbers(self) -> list[int]:
+        return super().numbers()[dist.get_rank() :: dist.get_world_size()]
+
+
+class SplitByEnvironment(Stream):
+    def numbers(self) -> list[int]:
+        part = len(self.data) // int(os.environ["WORLD_SIZE"])
+        return super().numbers()[part * int(os.environ["RANK"]) :][:part]
+
+
+class ShuffledByClock(Stream):
+    def numbers(self) -> list[int]:
+        return random.SystemRandom().sample(super().numbers(), len(self.data))
+
+
+class ShuffledByCounter(Stream):
+    """Takes its own count of iterations for the epoch."""
+
+    epoch = 0
+
+    def numbers(self) -> list[int]:
+        self.epoch += 1
+        return random.Random(self.epoch).sample(super().numbers(), len(self.data))
+
+
+class ShuffledByKey(Stream):
+    def numbers(self) -> list[int]:
+        return random.sample(super().numbers(), len(self.data))
+
+
+@dataclass
+class SplitByNode(HuggingFace):
+    """Split as for a ``DataLoader``."""
+
+    def build_dataset(self, split: str) -> Any:
+        from datasets.distributed import split_dataset_by_node
+
+        stream = super().build_dataset(split)
+        return None if stream is None else split_dataset_by_node(stream, dist.get_rank(), dist.get_world_size())
 
 
 # --- What each rank does by itself ---

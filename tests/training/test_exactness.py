@@ -50,6 +50,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "metrics": {"task": "ManyMetrics"},
     "iterable": {"task": "Iterable", "options": {"log_every": 1}},
     "uneven-stream": {"task": "Uneven", "options": {"log_every": 1}},
+    "hugging-face": {"task": "HuggingFace"},
     "blocks": {"task": "Points", "options": {"shuffle": "window:8"}},
     "sparse": {"task": "SparseWords"},
     "sparse-lookup": {"task": "HashedWords"},
@@ -60,10 +61,20 @@ EXACT: dict[str, dict[str, Any]] = {
     "random": {"task": "Random", "options": {"log_every": 1}},
     **{f"{width}-features": {"task": "Tabular", "fields": {"width": width}} for width in (5, 13, 32, 33)},
 }
-NOT_ON_FOUR = ("fp16-few-samples", "metrics", "blocks", "sparse-adam", "sparse-lookup", "5-features", "32-features")
+NOT_ON_FOUR = (
+    "hugging-face",
+    "fp16-few-samples",
+    "metrics",
+    "blocks",
+    "sparse-adam",
+    "sparse-lookup",
+    "5-features",
+    "32-features",
+)
 """Four ranks on two cores take longest, and these have a relative that trains there."""
-RESUMED = ("everything", "sparse-adam", "annealed", "momentum-encoder", "complex", "random")
-STOPPED = {f"{name}-stopped": {**EXACT[name], "stop_at": 6} for name in RESUMED}
+RESUMED = ("everything", "sparse-adam", "annealed", "momentum-encoder", "complex", "random", "hugging-face")
+# In the second step; in the second epoch where the order of the epoch is the dataset's own.
+STOPPED = {f"{name}-stopped": {**EXACT[name], "stop_at": 34 if name == "hugging-face" else 6} for name in RESUMED}
 CONTINUED = {
     f"{name}-continued": {**EXACT[name], "options": {**EXACT[name].get("options", {}), "run_dir": f"{name}-stopped"}}
     for name in RESUMED

@@ -36,9 +36,17 @@ FOUND = {
         {"task": "Read", "fields": {"kind": "CachedAugmentation"}, "options": {"num_workers": 1}},
         "drew other random numbers",
     ),
+    **{
+        kind: ({"task": "Read", "fields": {"kind": kind}}, "other values when the stream was opened again.*seed its")
+        for kind in ("ShuffledByClock", "ShuffledByCounter")
+    },
 }
+_OTHER_STREAM = "two ranks read other samples at the beginning of the stream.*leave out the split by rank"
 BETWEEN_RANKS = {
     "unseeded": ({"task": "Unseeded"}, "two ranks read other values in the same samples"),
+    "split-by-group": ({"task": "Read", "fields": {"kind": "SplitByGroup"}}, _OTHER_STREAM),
+    "split-by-environment": ({"task": "Read", "fields": {"kind": "SplitByEnvironment"}}, _OTHER_STREAM),
+    "split-by-node": ({"task": "SplitByNode"}, _OTHER_STREAM),
     "drifting": ({"task": "Drifting"}, "after step 4 the ranks have different bits in 0.weight"),
 }
 WARNED = {
@@ -49,6 +57,7 @@ REFUSED = {"zero-grad": {"task": "ZeroGrad", "options": {"purity": "off"}}}
 SILENT = {
     "lookalike": {"task": "Lookalike"},
     "rows": {"task": "Read"},
+    "stream": {"task": "Read", "fields": {"kind": "ShuffledByKey"}},
     "off": {"task": "Annealing", "options": {"purity": "off"}},
 }
 RESTARTED = {
@@ -112,7 +121,7 @@ def test_what_may_be_harmless_is_told_once(on_one: Any, on_two: Any, name: str) 
     assert len(on_two["logging"]["purity"]["found"]) == 1
 
 
-@pytest.mark.parametrize("name", ["lookalike", "rows"])
+@pytest.mark.parametrize("name", ["lookalike", "rows", "stream"])
 def test_a_pure_task_is_not_suspected(on_one: Any, on_two: Any, name: str) -> None:
     assert len({trainings[name]["model_sha256"] for trainings in (on_one, on_two)}) == 1
     for trainings in (on_one, on_two):

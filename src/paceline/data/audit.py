@@ -380,8 +380,9 @@ class AuditReport:
             return "Clean, but empty: no step has been committed yet."
         if not self.checksums_compared:
             return (
-                f"Clean: the {self.steps:,} steps of this stream follow each other without a gap or an "
-                "overlap; its sample numbers cannot be recomputed, so no checksums were compared."
+                f"Clean: {sum(epoch.once for epoch in self.epochs):,} samples were taken from this stream, and its "
+                f"{self.steps:,} steps follow each other without a gap or an overlap. Which samples these were, and "
+                "whether they are all, was not checked: a stream's samples have no numbers."
             )
         last = self.epochs[-1]
         whole = len(self.epochs) - (1 if last.not_yet else 0)

@@ -40,6 +40,7 @@ from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class, name_in_session
 from paceline.data.order import derive_key
 from paceline.data.sample_check import SampleCheck, check_samples
+from paceline.data.set_epoch import EpochSetter
 from paceline.data.train_val_split import Split
 
 _log = logging.getLogger(__name__)
@@ -281,6 +282,7 @@ class SampleReader:
         self._collate = collate
         self._seed = seed
         self._split = split
+        self._set_epoch = EpochSetter(dataset)
         self._batched = callable(getattr(type(dataset), "__getitems__", None))
 
     def __getitem__(self, request: ReadRequest) -> Any:
@@ -290,6 +292,7 @@ class SampleReader:
         rows = request.rows.tolist()
         samples: list[Any] = []
         try:
+            self._set_epoch(request.epoch)
             if self._batched:
                 seed_everything(derive_key(self._seed, _SAMPLE, request.epoch, rows[0]))
                 samples = list(self._dataset.__getitems__(rows))
@@ -313,6 +316,7 @@ class SampleReader:
 
     def _check(self, request: CheckRequest) -> SampleCheck:
         def read(epoch: int, row: int) -> Any:
+            self._set_epoch(epoch)
             seed_everything(derive_key(self._seed, _SAMPLE, epoch, row))
             return self._dataset.__getitems__([row]) if self._batched else self._dataset[row]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.data.order import derive_key
-from paceline.data.sample_check import SampleCheck
+from paceline.data.sample_check import SampleCheck, reference_of
 from paceline.data.samples import (
     Collate,
     MicroBatch,
@@ -22,9 +22,15 @@ from paceline.data.samples import (
     seed_everything,
     to_device,
 )
+from paceline.data.set_epoch import set_epoch
 
 _ITEM = 17
 """Domain of the keys, distinct from those of ``paceline.data.order`` and ``samples``."""
+_OTHER_SAMPLES = (
+    "the first samples had other values when the stream was opened again. It draws from a generator of its own, or "
+    "counts how often it was opened: seed its shuffles, or draw from the global generators, which Paceline seeds (in "
+    "webdataset: shuffle(1000, rng=random))."
+)
 
 
 class StreamReader(Protocol):
@@ -161,8 +167,9 @@ class StreamLoader:
         device: torch.device,
         collate: Collate,
         split: str = "train",
+        check: bool = False,
     ) -> None:
-        """Wrap a stream.
+        """Wrap a stream; with ``check``, its beginning is read once more, for :attr:`checked`.
 
         Raises:
             ConfigError: G is too small for S micro-batches of ``min_microbatch_size`` samples.
@@ -183,7 +190,8 @@ class StreamLoader:
         self._device = device
         self._collate = collate
         self._split = split
-        self.checked: SampleCheck | None = None  # a stream's samples cannot be read once more
+        self._check = check
+        self.checked: SampleCheck | None = None
         self._shards: dict[int, _StreamShard] = {}
         self._known: dict[int, Mapping[str, Any]] = {}  # positions before steps that were committed
 
@@ -200,6 +208,10 @@ class StreamLoader:
         self._shards = {k: s for k, s in self._shards.items() if k in microbatches}
         micro_batches = []
         with preserve_rng_state():
+            if self._check and self.checked is None:
+                # First: some iterators end as soon as the dataset gives another one.
+                beginning = self._open(0, 0).ahead
+                self.checked = SampleCheck(reference_of(beginning), len(beginning))
             for k in microbatches:
                 shard = self._shard_at(k, epoch, step)
                 # The step is fetched again if it is not committed.
@@ -253,15 +265,13 @@ class StreamLoader:
         """Return shard ``k``, with the samples of this step read."""
         shard = self._shards.get(k)
         if shard is None or (shard.epoch, shard.step) != (epoch, step):
-            reader = self._stream.open(k, len(self._sizes), epoch, self._seed)
             known = self._known.get(k)
             if known is not None and _can_continue(known, epoch, step):
-                reader.load_state_dict(known["reader"])
-                shard = _StreamShard(epoch, known["step"], known["handed_out"], reader, known["reader"], [])
-                self._read_ahead(k, shard)
+                shard = self._open(k, epoch, known)
             else:
-                shard = _StreamShard(epoch, 0, 0, reader, reader.state_dict(), [])
-                self._read_ahead(k, shard)
+                shard = self._open(k, epoch)
+                if self.checked is not None and k == epoch == 0 and reference_of(shard.ahead) != self.checked.reference:
+                    self.checked = replace(self.checked, problem=_OTHER_SAMPLES)
                 if 0 < len(shard.ahead) < self._min_microbatch_size:
                     raise DataError(
                         f"{self._split} stream, shard {k} contains only {len(shard.ahead)} samples, but a "
@@ -272,6 +282,18 @@ class StreamLoader:
             while shard.step < step:
                 self._advance(k, shard)
             self._shards[k] = shard
+        return shard
+
+    def _open(self, k: int, epoch: int, known: Mapping[str, Any] | None = None) -> _StreamShard:
+        """Return shard ``k`` at its beginning, or at a known position, with a micro-batch read."""
+        set_epoch(self._stream, epoch)
+        reader = self._stream.open(k, len(self._sizes), epoch, self._seed)
+        if known is None:
+            shard = _StreamShard(epoch, 0, 0, reader, reader.state_dict(), [])
+        else:
+            reader.load_state_dict(known["reader"])
+            shard = _StreamShard(epoch, known["step"], known["handed_out"], reader, known["reader"], [])
+        self._read_ahead(k, shard)
         return shard
 
     def _advance(self, k: int, shard: _StreamShard) -> None:

@@ -273,6 +273,13 @@ class PurityCheck(StepHook):
         name = type(self._run.data.train).__name__
         who = "two ranks read" if between_ranks else "this process reads"
         than = "" if between_ranks else " than those with which the run began"
+        if self._run.data.stream is not None:
+            return Impurity(
+                "data",
+                f"{name}: {who} other samples at the beginning of the stream{than}. Every rank must read the whole "
+                "stream, since Paceline gives each micro-batch to one rank: leave out the split by rank (get_rank, "
+                "RANK, split_dataset_by_node, split_by_node), and seed every shuffle.",
+            )
         return Impurity(
             "data",
             f"{name}: {who} other values in the same samples{than}. Files differ, or build_dataset draws from a "

@@ -153,6 +153,7 @@ class RunContext:
                 seed=self.config.seed,
                 device=self.device,
                 collate=task.collate,
+                check=workers is None and self.config.purity != "off",
             )
         assert data.order is not None
         return build_loader(
