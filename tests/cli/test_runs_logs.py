@@ -60,10 +60,17 @@ def started(generation: int = 0, step: int = 0) -> dict[str, Any]:
 
 
 def test_each_way_to_end_has_its_state(tmp_path: Path) -> None:
-    make_run(tmp_path, "a-finished", started(), {"event": "finished"})
-    make_run(tmp_path, "b-stopped", started(), {"event": "stopped", "signal": "SIGTERM", "step": 7})
-    make_run(tmp_path, "c-failed", started(), {"event": "failed", "rank": 1, "error": "boom\nmore", "step": 8})
-    make_run(tmp_path, "d-crashed", started(), {"event": "checkpoint", "step": 9, "version": 9})
+    make_run(tmp_path, "a-finished", started(), {"event": "finished"}, {"event": "backup", "step": 0, "version": 0})
+    stopped = {"event": "stopped", "signal": "SIGTERM", "step": 7}
+    make_run(tmp_path, "b-stopped", started(), stopped, {"event": "backup failed", "step": 7, "error": "a"})
+    make_run(
+        tmp_path,
+        "c-failed",
+        started(),
+        {"event": "failed", "rank": 1, "error": "boom\nmore", "step": 8},
+        {"event": "machines"},
+    )
+    make_run(tmp_path, "d-crashed", {"event": "finished"}, started(), {"event": "checkpoint", "step": 9, "version": 9})
     make_run(tmp_path, "e-never-started")
     running = make_run(tmp_path, "f-running", started())
     with running.locked():

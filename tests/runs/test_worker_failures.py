@@ -16,6 +16,7 @@ from paceline.core.errors import (
     RunDirectoryError,
     RunDirectoryWriteError,
     StopRequested,
+    SupersededError,
 )
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import FailureRecord, explain_disk_error, read_failure, record_worker_failure
@@ -39,6 +40,7 @@ def directory(tmp_path: Path) -> RunDirectory:
         (ValueError("a bug"), True, True, False),  # an agent starts the worker again
         (PeerLostError("rank 1 is gone"), True, False, False),
         (StopRequested("stopped", exit_code=75), True, False, False),
+        (SupersededError("the run continued without it"), True, False, False),  # it may have finished
         (ConfigError("--seed differs"), True, False, False),  # the start is refused, and the run is as it was
         (RunDirectoryError("the run has finished"), True, False, False),
         (RunDirectoryWriteError("the disk is full"), True, True, True),

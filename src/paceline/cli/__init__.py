@@ -137,6 +137,7 @@ class _Interrupts:
 def _run(arguments: list[str]) -> int:
     with _Interrupts() as interrupts:
         try:
+            _require_current_directory()
             return _call(arguments)
         except (PacelineError, CycloptsError) as error:
             if not interrupts.seen:
@@ -178,6 +179,16 @@ def _call(arguments: list[str]) -> int:
         _discard_output()
         return 0
     return code if isinstance(code, int) else 0
+
+
+def _require_current_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the current directory cannot be used ({error.strerror}): it has been removed, or is not yours to enter. "
+            "Change to another one, and repeat the command."
+        ) from error
 
 
 def _report(error: PacelineError | CycloptsError) -> int:

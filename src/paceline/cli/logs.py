@@ -20,6 +20,7 @@ from paceline.launch.job_logs import StatusPoller, Tail, merge_rank_lines
 from paceline.launch.submit import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import describe, read_failure
+from paceline.runs.status import last_deciding
 
 _TAB = "\t"
 _POLL_S = 0.2
@@ -115,7 +116,7 @@ def _print_first_error(directory: RunDirectory) -> None:
 
     Records of ranks that only an earlier attempt had may exist too.
     """
-    if _last_event(directory) in ("finished", "stopped"):
+    if last_deciding(directory.read_events()).get("event") in ("finished", "stopped"):
         return
     recorded = [read_failure(path) for path in directory.logs.glob("rank-*.error.json")]
     failures = [failure for failure in recorded if failure is not None]
@@ -201,12 +202,7 @@ def _until_ended(directory: RunDirectory, record: JobRecord | None) -> Iterator[
 
 
 def _has_ended(directory: RunDirectory) -> bool:
-    return _last_event(directory) in ("finished", "stopped", "failed")
-
-
-def _last_event(directory: RunDirectory) -> str | None:
-    events = directory.read_events()
-    return events[-1]["event"] if events else None
+    return last_deciding(directory.read_events()).get("event") in ("finished", "stopped", "failed")
 
 
 def _prefix(ranks: Sequence[int]) -> str:

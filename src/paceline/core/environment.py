@@ -517,8 +517,9 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     if text is None:
         if default is not None:
             return default
+        found = [f"{other}={environ[other]}" for other in _RANK_VARIABLES if other in environ]
         raise ConfigError(
-            f"{name} is not set, but related variables are. Set it, or unset the others to run a single process."
+            f"{name} is not set, but {', '.join(found)}. Set it, or unset the others to run a single process."
         )
     try:
         return int(text)

@@ -24,6 +24,7 @@ from paceline.runs.status import (
     HeartbeatRecord,
     RunSummary,
     damaged,
+    last_deciding,
     last_records,
     read_beats,
     run_directories,
@@ -562,13 +563,12 @@ def state_of(
     ranks send heartbeats.
     """
     state: str = summary.state
-    last = events[-1] if events else {}
-    if state == "stopped" and last.get("cause") not in ("SIGINT", "the search"):
+    if state == "stopped" and last_deciding(events).get("cause") not in ("SIGINT", "the search"):
         return "preempted"
     # A beat from the future was written before the clock was set back.
     if state == "crashed" and any(not beat.left and abs(now - beat.time) < SILENT_S for beat in beats):
         state = "running"
-    if state == "running" and last.get("event") == "paused":
+    if state == "running" and events and events[-1].get("event") == "paused":
         return "waiting"
     return state
 

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.user_directories import home_directory
 from paceline.launch.job_logs import StatusPoller
 from paceline.launch.kubernetes_manifests import CONTAINER, Manifest
 from paceline.launch.launcher import JobHandle, JobStatus
@@ -264,8 +264,10 @@ def pod_index(pod: Manifest) -> int:
 
 def _in_a_pod() -> bool:
     """Return whether this process runs in a pod without a kubeconfig."""
-    configured = os.environ.get("KUBECONFIG") or (Path.home() / ".kube" / "config").exists()
-    return "KUBERNETES_SERVICE_HOST" in os.environ and not configured
+    if "KUBERNETES_SERVICE_HOST" not in os.environ or os.environ.get("KUBECONFIG"):
+        return False
+    home = home_directory()
+    return home is None or not (home / ".kube" / "config").exists()
 
 
 # --- A job, followed through the API server ---

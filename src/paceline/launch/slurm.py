@@ -321,7 +321,9 @@ def _array_indices(array: str | None) -> list[int | None]:
 
 def _expanded(pattern: str, job: str, name: str, index: int | None) -> list[Path]:
     """Return the file that Slurm writes for a pattern; the existing ones if only Slurm knows a part of it."""
-    known = {"%": "%", "x": name, "A": job, "u": getpass.getuser()}
+    known = {"%": "%", "x": name, "A": job}
+    with suppress(KeyError, OSError):  # a container's user may have no name
+        known["u"] = getpass.getuser()
     known |= {"j": job} if index is None else {"a": str(index)}
 
     def value(field: str) -> str | None:

@@ -25,6 +25,7 @@ from paceline.core.job import default_run_path
 from paceline.core.option_sets import select
 from paceline.core.options import parse_interval
 from paceline.core.task_loading import split_spec
+from paceline.core.user_directories import user_directory
 from paceline.launch.launcher import (
     EnvStyle,
     JobHandle,
@@ -118,8 +119,7 @@ def record_id(launcher: str, reference: Mapping[str, Any]) -> str:
 
 def jobs_directory() -> Path:
     """``~/.local/state/paceline/jobs``, or where XDG_STATE_HOME says."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "paceline" / "jobs"
+    return user_directory("state") / "jobs"
 
 
 def make_jobs_directory() -> Path:

@@ -122,7 +122,7 @@ def _rendezvous(spec: LaunchSpec, backend: str) -> list[str]:
     least, most = spec.nodes
     if most == 1:
         if spec.master_port is None:
-            return ["--standalone"]
+            return ["--standalone", "--local-addr=127.0.0.1"]  # not this machine's name, which may not resolve
         return ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={spec.master_port}"]
     if backend == "static":
         assert spec.rdzv_endpoint is not None

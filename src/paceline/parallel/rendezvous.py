@@ -11,8 +11,6 @@ import json
 import os
 import secrets
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from paceline.core.environment import Environment, parse_endpoint
 from paceline.core.errors import ConfigError, PeerLostError
 from paceline.core.files import write_atomically
 from paceline.core.sockets import LOOPBACK, bound_socket, inherited_socket, job_port, meeting_address
+from paceline.core.user_directories import private_directory
 from paceline.torch_internals import PrefixStore, Store, TCPStore
 
 _TOKEN = "paceline/job"
@@ -315,14 +314,6 @@ def _agreed_ports(environment: Environment) -> list[int]:
 
 def _rendezvous_file(environment: Environment) -> Path:
     """Return the file with rank 0's port, in a directory that only this user can enter."""
-    directory = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(
-            f"{directory} must be a directory that only you can enter (mode 700), or other users could impersonate "
-            "rank 0. Remove it, or set TMPDIR."
-        )
     # Without a job id, the processes of a job on one node still share their parent.
     key = f"{environment.source}/{environment.job_id or os.getppid()}"
-    return directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return private_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

@@ -33,6 +33,7 @@ from paceline.core.errors import (
     PeerLostError,
     RunDirectoryError,
     StopRequested,
+    SupersededError,
     UserError,
 )
 from paceline.core.files import DISK_ERRORS, open_regular, parse_json, read_document, write_atomically
@@ -179,7 +180,7 @@ def record_worker_failure(
 def _ends_run(error: Exception, *, existed: bool, recovers: bool) -> bool:
     """Return whether a run has failed with this error of one worker."""
     is_refusal = isinstance(error, ConfigError) or type(error) is RunDirectoryError
-    if isinstance(error, StopRequested | PeerLostError) or (is_refusal and existed):
+    if isinstance(error, StopRequested | PeerLostError | SupersededError) or (is_refusal and existed):
         return False
     return not recovers or isinstance(error, UserError | NonFiniteLossError | CheckpointError)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from paceline.core.errors import PackageError, UntrustedError
 from paceline.core.files import open_regular
 from paceline.core.printable import escape_controls
+from paceline.core.user_directories import user_directory
 from paceline.runs.checkpoint_manifest import open_listed, open_untrusted, require_equal
 from paceline.runs.onnx_files import external_files
 from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
@@ -28,8 +29,7 @@ from paceline.runs.package_registry import Registry
 
 def trust_file() -> Path:
     """Return the path of the trusted digests: under XDG_CONFIG_HOME, by default ``~/.config``."""
-    configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    return (configured if configured.is_absolute() else Path.home() / ".config") / "paceline" / "trusted-packages"
+    return user_directory("config") / "trusted-packages"
 
 
 def read_trusted() -> frozenset[str]:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from paceline.core.errors import PackageError
 from paceline.core.files import fsync_directory, open_regular, write_atomically
+from paceline.core.user_directories import user_directory
 from paceline.runs.checkpoint_manifest import temporary_directory, write_file
 from paceline.runs.checkpoint_store import remove_stale
 from paceline.runs.package_manifest import MANIFEST, PackageManifest, canonical_json, parse_object, plain_name
@@ -96,8 +97,7 @@ def registry_path() -> Path:
     """Return ``$PACELINE_REGISTRY``, else ``paceline/registry`` in the user's XDG data."""
     if configured := os.environ.get("PACELINE_REGISTRY"):
         return Path(configured).expanduser().absolute()
-    xdg = Path(os.environ.get("XDG_DATA_HOME", ""))
-    return (xdg if xdg.is_absolute() else Path.home() / ".local" / "share") / "paceline" / "registry"
+    return user_directory("data") / "registry"
 
 
 @dataclass(frozen=True)

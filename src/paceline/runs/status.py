@@ -154,8 +154,8 @@ class RunSummary:
     """The summary of one run.
 
     Attributes:
-        state: from the last event and the run's lock; ``crashed``: it ended without a final event (killed, or the node
-            went down); ``damaged``: see ``problem``.
+        state: from the last event that begins or ends a run, and the run's lock; ``crashed``: none ended it (killed, or
+            the node went down); ``damaged``: see ``problem``.
         step: the last step in a record, a checkpoint or the result.
         metric: the main metric's name, ``SPLIT.NAME``: the one of ``--best-metric``, else the first.
         created: Unix time.
@@ -293,7 +293,8 @@ def _summarise(directory: RunDirectory) -> RunSummary:
     result = parse_json(read_document(directory.result)) if directory.result.is_file() else {}
     started: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "started"), {})
     steps = [r["step"] for r in (*events, *records) if r.get("step") is not None]
-    state = _state(directory, events)
+    last = last_deciding(events)
+    state = _state(directory, last)
     splits = _SPLITS if search_of(directory) is None else _SPLITS_OF_TRIAL
     metric, value = _main_metric(config, result, records, splits)
     summary = RunSummary(
@@ -310,19 +311,25 @@ def _summarise(directory: RunDirectory) -> RunSummary:
         value=value,
         created=float(events[0]["time"]) if events else directory.manifest.stat().st_mtime,
         seconds=_active_seconds(directory, events, state),
-        problem=_failure(events[-1]) if state == "failed" else None,
+        problem=_failure(last) if state == "failed" else None,
     )
     return msgspec.convert(dataclasses.asdict(summary), RunSummary)  # a damaged file may hold values of any type
 
 
-def _state(directory: RunDirectory, events: list[dict[str, Any]]) -> State:
+def last_deciding(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the last record of a beginning or an end: a backup, a note about a node and others may follow an end."""
+    deciding = ("created", "started", "finished", "stopped", "failed")
+    return next((event for event in reversed(events) if event["event"] in deciding), {})
+
+
+def _state(directory: RunDirectory, last: Mapping[str, Any]) -> State:
     if directory.is_running():
         return "running"
-    last = events[-1]["event"] if events else None
-    return last if last in ("finished", "stopped", "failed") else "crashed"
+    ended: State | None = last.get("event") if last.get("event") in ("finished", "stopped", "failed") else None
+    return ended or "crashed"
 
 
-def _failure(event: dict[str, Any]) -> str:
+def _failure(event: Mapping[str, Any]) -> str:
     lines = str(event.get("error", "")).strip().splitlines() or ["unknown error"]
     rank = event.get("rank")
     return lines[0] if rank is None else f"rank {rank}: {lines[0]}"

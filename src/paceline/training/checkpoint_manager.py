@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
+from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError, SupersededError
 from paceline.core.options import parse_interval
 from paceline.data.ledger import LedgerEntry, LedgerWriter, last_recorded_version, superseded_at
 from paceline.parallel.reducer import StepSums
@@ -94,10 +94,6 @@ def retry(write: Callable[[], None]) -> None:
             _log.warning("%s Trying again in %g s.", error, delay_s)
             time.sleep(delay_s)
     return write()
-
-
-class _SupersededError(CheckpointError):
-    """A save that comes too late: a later group continued from an earlier state."""
 
 
 class CheckpointManager:
@@ -257,7 +253,7 @@ class CheckpointManager:
         """Call; if this or an earlier save failed, warn, and let the next due save retry."""
         try:
             call()
-        except _SupersededError:
+        except SupersededError:
             self._saved_version = None
         except CheckpointWriteError as error:
             self._saved_version = None
@@ -314,7 +310,7 @@ class CheckpointManager:
         def flush() -> None:
             later = superseded_at(directory, generation)
             if later is not None and later < version:
-                raise _SupersededError(f"the run continued from state version {later}, without {version}.")
+                raise SupersededError(f"the run continued from state version {later}, without {version}.")
             ledger.flush(sync=True)
             self.save_s = max(self.save_s, time.monotonic() - began)
 

@@ -93,7 +93,7 @@ def probe(search: Search) -> TaskProfile:
     Raises:
         ConfigError: the task, its fields or the options are wrong.
     """
-    with tempfile.TemporaryDirectory(prefix=own_prefix("probe"), dir="/tmp") as name:
+    with tempfile.TemporaryDirectory(prefix=own_prefix("probe")) as name:
         directory = SearchDirectory(Path(name))
         directory.write(search)
         done = subprocess.run(

@@ -484,7 +484,7 @@ def _tune(
     # It warns about missing files that its own loggers would have written.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     monitor.scheduler = make_scheduler(search, journal.results)
-    with tempfile.TemporaryDirectory(prefix=own_prefix("tune"), dir="/tmp", ignore_cleanup_errors=True) as storage:
+    with tempfile.TemporaryDirectory(prefix=own_prefix("tune"), ignore_cleanup_errors=True) as storage:
         try:
             # Not tune.Tuner, which pickles all its arguments.
             tune.run(

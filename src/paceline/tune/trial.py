@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ from paceline.core.fork_server import (
 )
 from paceline.core.hash_seed import with_hash_seed
 from paceline.core.job import WorkerConfig
-from paceline.core.owned_names import own_prefix
+from paceline.core.owned_names import make_directory
 from paceline.core.parent_death import die_with_parent, kill_with_parent_command
 from paceline.core.task_loading import parse_assignments
 from paceline.launch.ray import own_variables
@@ -43,6 +42,8 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure
 from paceline.runs.fork import fork_run
 from paceline.tune.history import TrialState
+
+_SOCKET = "referee"
 
 # --- Forks trials: ``python -m paceline.tune.trial FD``; see :mod:`paceline.core.fork_server` ---
 #
@@ -193,10 +194,9 @@ class RunningTrial:
         self._asked = False
         self._exit_code: int | None = None
         self._told_to_stop = False
-        # A socket's path is at most 107 characters long, and a run's directory may be on a network's disk.
-        self._private = Path(tempfile.mkdtemp(prefix=own_prefix("trial"), dir="/tmp"))
+        self._private = make_directory("trial", longest=len(_SOCKET))  # a run's directory may be on a network's disk
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._private / "referee"))
+        self._listener.bind(str(self._private / _SOCKET))
         self._listener.listen()
         self._pidfd: int | None = None
         try:
@@ -217,7 +217,7 @@ class RunningTrial:
             config=config,
             explicit_options=frozenset(self._order.options),
             quiet=True,
-            trial_scheduler=str(self._private / "referee"),
+            trial_scheduler=str(self._private / _SOCKET),
         )
         self._directory.create()
         file = self._directory.path / "trial.toml"

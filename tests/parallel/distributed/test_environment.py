@@ -177,7 +177,7 @@ def test_an_endpoint_helps_launchers_that_set_no_address() -> None:
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE must be between 1 and WORLD_SIZE = 4"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK must be between 0 and LOCAL_WORLD_SIZE - 1 = 1"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT must be a port from 1 to 65535, but is 70000"),
-        ({"RANK": "0"}, "WORLD_SIZE is not set, but related variables are"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set, but RANK=0. Set it, or unset the others"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
         ({**HOROVOD, "HOROVOD_SIZE": "1"}, "HOROVOD_RANK must be between 0 and HOROVOD_SIZE - 1 = 0"),

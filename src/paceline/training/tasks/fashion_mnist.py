@@ -31,6 +31,7 @@ from paceline.core.files import fsync_directory
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.rich_console import Console
 from paceline.core.task import Defaults, Task
+from paceline.core.user_directories import user_directory
 
 # --- Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, https://arxiv.org/abs/1708.07747): find it, fetch it, read
 #     it
@@ -100,9 +101,7 @@ def cache_directory() -> Path:
     data = os.environ.get("PACELINE_DATA")
     if data:
         return Path(data).expanduser() / "fashion-mnist"
-    # The XDG specification: a relative or empty path counts as not set.
-    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "paceline" / "fashion-mnist"
+    return user_directory("cache") / "fashion-mnist"
 
 
 def load_fashion_mnist(

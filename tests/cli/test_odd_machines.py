@@ -1,0 +1,68 @@
+"""Conditions of machines that are not ours: no home, a name that does not resolve, a directory that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.test_train import PYTHON, TASK, TRAIN
+
+pytestmark = pytest.mark.integration
+_NAMELESS = (
+    *("unshare", "--user", "--map-user=12345", "--map-group=12345"),
+    *("env", "-u", "HOME", "-u", "USER", "-u", "LOGNAME", "-u", "XDG_DATA_HOME", "-u", "XDG_STATE_HOME"),
+)
+
+
+@pytest.fixture
+def start(run_processes: Any, tmp_path: Path) -> Callable[..., Any]:
+    """Start a command beside the task."""
+    (tmp_path / "small.py").write_text(TASK)
+    return lambda *words: run_processes.start(words, env={"OMP_NUM_THREADS": "1"})
+
+
+def _require(run_processes: Any, command: tuple[str, ...]) -> None:
+    if run_processes.run((*command, "true")).returncode:
+        pytest.skip("a namespace of this kind is not allowed here")
+
+
+def test_a_user_without_name_and_home_trains_exports_and_starts_jobs(
+    start: Callable[..., Any], run_processes: Any, tmp_path: Path
+) -> None:
+    _require(run_processes, _NAMELESS)
+    tiny = [f"--set={field}" for field in ("layers=1", "width=8", "heads=1", "context=8", "held_out=4")]
+    size = ("--global-batch-size", "4", "--microbatches", "2", "--max-steps", "2", "--threads", "1", "--quiet")
+    for words in (
+        ("train", "transformer", *tiny, *size, "--nproc", "2", "--run-dir", "run"),
+        ("export", "run", "--name", "tiny"),
+        ("registry", "ls"),
+        ("launch", "--on", "spawn", "--nproc", "2", "--", "true"),
+    ):
+        temporary = f"TMPDIR={tmp_path}"
+        done = run_processes.finish(start(*_NAMELESS, temporary, *PYTHON, "-m", "paceline", *words))
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+    assert (tmp_path / "paceline-12345/data/registry/packages").is_dir()
+
+
+def test_torchrun_starts_where_the_name_of_the_machine_does_not_resolve(
+    start: Callable[..., Any], run_processes: Any, tmp_path: Path
+) -> None:
+    _require(run_processes, ("unshare", "--uts"))
+    renamed = ("unshare", "--uts", "sh", "-c", 'hostname renamed-laptop.invalid; exec "$@"', "sh")
+    done = run_processes.finish(start(*renamed, *PYTHON, *TRAIN, "--nproc", "2", "--on", "torchrun", "--run-dir=run"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/result.json").is_file()
+
+
+@pytest.mark.parametrize("words", [TRAIN, ("-m", "paceline", "doctor"), ("-m", "paceline", "runs")])
+def test_a_current_directory_that_is_gone_is_said_in_one_sentence(
+    words: tuple[str, ...], start: Callable[..., Any], run_processes: Any
+) -> None:
+    gone = ("sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh")
+    done = run_processes.finish(start(*gone, *PYTHON, *words))
+    assert done.returncode == 2
+    assert done.stderr.startswith("paceline: the current directory cannot be used (No such file or directory)")
+    assert done.stderr.count("\n") == 1
