@@ -58,7 +58,10 @@ def test_spawn_starts_any_script(run_processes: Any) -> None:
 
 
 LINES = """
-import sys
+import os, pathlib, sys, time
+pathlib.Path(f"{os.getpid()}.here").touch()
+while len(list(pathlib.Path().glob("*.here"))) < 3:
+    time.sleep(0.001)
 for number in range(100):
     print("one line", "in several", "pieces", number)
     print("an error", "in several", "pieces", number, file=sys.stderr)
@@ -66,7 +69,7 @@ sys.stdout.write("unfinished")
 """
 
 
-@pytest.mark.parametrize("launcher", ["spawn", pytest.param("mpi", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun", pytest.param("mpi", marks=pytest.mark.mpi)])
 def test_the_lines_of_ranks_are_whole(run_processes: Any, tmp_path: Path, launcher: str) -> None:
     (tmp_path / "lines.py").write_text(LINES)
     words = ("launch", "--on", launcher, "--nproc", "3", "--", "lines.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
@@ -31,6 +32,7 @@ from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, 
 from paceline.launch.job_logs import follow_files
 from paceline.launch.launcher import JobHandle, JobStatus, Launcher
 from paceline.launch.rank_output import RankOutputs, shared_outputs
+from paceline.launch.torchrun_agent import RANK_OUTPUTS
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, ProcessExit, expand, report_job_failure
 
@@ -94,6 +96,7 @@ class RankStarter:
         death_signal: the kernel's signal to it if this process dies; upon SIGTERM it ends its ranks.
         signal_ranks: signals the ranks of a stop request, of which the program must not hear.
         verdict: returns an addition to the message about a failure.
+        piped_ranks: ranks to which it gives the pipes that its variable ``PACELINE_RANK_OUTPUTS`` names.
     """
 
     name: str
@@ -102,6 +105,7 @@ class RankStarter:
     death_signal: signal.Signals = signal.SIGTERM
     signal_ranks: Callable[[int], None] | None = None
     verdict: Callable[[], str] | None = None
+    piped_ranks: int = 0
 
 
 class ProcessGroup(Protocol):
@@ -180,7 +184,8 @@ class SupervisedJob:
             for old in self._directory.logs.glob("rank-*.error.json"):
                 old.unlink(missing_ok=True)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        several_print_here = sum(command.log is None for command in commands) > 1
+        self._piped_ranks = 0 if starter is None else starter.piped_ranks
+        several_print_here = max(self._piped_ranks, sum(command.log is None for command in commands)) > 1
         self._outputs = RankOutputs(shared_outputs() if several_print_here else ())
         try:
             for command in commands:
@@ -194,27 +199,34 @@ class SupervisedJob:
     def _start(self, command: Command, fds: tuple[int, ...]) -> None:
         death_signal = signal.SIGKILL if self._starter is None else self._starter.death_signal
         tethered = [sys.executable, "-I", "-S", _TETHER, str(int(death_signal)), str(os.getpid())]
-        mark = {} if self._orphanage is None else self._orphanage.mark
+        variables = {} if self._orphanage is None else self._orphanage.mark
         with ExitStack() as stack:
             if command.log is not None:
                 log = stack.enter_context(open(command.log, "ab"))
                 outputs = dict.fromkeys((1, 2), log.fileno())
             else:
-                outputs = self._outputs.open()
-                for end in outputs.values():
-                    stack.callback(os.close, end)
+                outputs = self._open_outputs(stack)
+            piped = [self._open_outputs(stack) for _ in range(self._piped_ranks)]
+            if piped:
+                variables = {**variables, RANK_OUTPUTS: json.dumps(piped)}
             # A line that is in a rank's buffer is not seen while it runs, and lost if it is killed.
             unbuffered = {"PYTHONUNBUFFERED": "1"} if outputs else {}
             popen = subprocess.Popen(
                 [*tethered, *command.argv],
-                env={**unbuffered, **os.environ, **command.env, **mark},
+                env={**unbuffered, **os.environ, **command.env, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=outputs.get(1),
                 stderr=outputs.get(2),
                 start_new_session=True,
-                pass_fds=fds,
+                pass_fds=(*fds, *(end for ends in piped for end in ends.values())),
             )
         self._running.append(_Running(command.rank, popen, os.pidfd_open(popen.pid), command.serves))
+
+    def _open_outputs(self, stack: ExitStack) -> dict[int, int]:
+        ends = self._outputs.open()
+        for end in ends.values():
+            stack.callback(os.close, end)
+        return ends
 
     @property
     def pids(self) -> tuple[int, ...]:

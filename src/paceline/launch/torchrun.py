@@ -13,15 +13,18 @@ from functools import partial
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import Command, LaunchSpec, split_python
+from paceline.launch import torchrun_agent
 from paceline.launch.launcher import RenderedJob
 from paceline.launch.local import LocalLauncher, process_command, process_variables
 from paceline.launch.options import RendezvousOptions, TorchrunOptions
 from paceline.launch.rank import names_rank, torchrun_rank_command
+from paceline.launch.rank_output import shared_outputs
 from paceline.launch.stop_codes import signal_ranks, stop_codes_command
 from paceline.launch.supervisor import RankStarter, SupervisedJob, check_program
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure
 
+_MODULE = "torch.distributed.run"
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 _REACHING_RANKS = ("TERM", "USR1")
 _LOCAL_RANK = "${local_rank}"
@@ -77,7 +80,7 @@ class Torchrun(LocalLauncher):
         command = Command(
             title=f"torchrun, {nproc} processes",
             argv=(
-                *(*shell, python or sys.executable, "-m", "torch.distributed.run"),
+                *(*shell, python or sys.executable, "-m", _MODULE),
                 *(*_meeting(spec, backend), f"--nproc-per-node={nproc}"),
                 # Its default omits SIGUSR1, Slurm's warning, which would kill it and its workers.
                 f"--signals-to-handle={signals}",
@@ -88,15 +91,20 @@ class Torchrun(LocalLauncher):
         return (command,)
 
     def _start(self, rendered: RenderedJob) -> SupervisedJob:
-        """Start the agent."""
-        spec = rendered.spec
+        """Start the agent; where several ranks print here, the one that gives each a pipe of its own."""
+        spec, commands = rendered.spec, rendered.commands
         check_program(spec.command[0])
         verdict = None if spec.log_directory is None else partial(_verdict, spec.log_directory, time.time())
         starter = RankStarter(name="torchrun", verdict=verdict)
         if spec.leaves_stop_codes:
             starter = replace(starter, death_signal=signal.SIGINT, signal_ranks=signal_ranks)
+        if spec.local_world_size > 1 and shared_outputs():
+            starter = replace(starter, piped_ranks=spec.local_world_size)
+            command, module = commands[0], commands[0].argv.index(_MODULE)
+            argv = (*command.argv[: module - 1], torchrun_agent.__file__, *command.argv[module + 1 :])
+            commands = (replace(command, argv=argv),)
         return SupervisedJob(
-            rendered.commands,
+            commands,
             starter=starter,
             directory=spec.log_directory,
             grace_s=spec.grace_s,
