@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -249,6 +251,40 @@ def test_flushes_from_another_thread_tear_nothing(tmp_path: Path) -> None:
             stop.set()
             thread.join()
     assert versions(read_ledger(tmp_path)) == [(version, True) for version in range(1, 20_001)]
+
+
+def test_what_a_close_has_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on object stores and network disks, where the write succeeds and the close reports that it did not."""
+    close, kept = os.close, [0]
+
+    def losing_close(descriptor: int) -> None:
+        is_ledger = ledger.exists() and os.path.sameopenfile(descriptor, reference.fileno())
+        close(descriptor)
+        if is_ledger and loses:
+            os.truncate(ledger, kept[0])
+            raise OSError(loses.pop(), "the disk quota is exceeded")
+
+    ledger, loses = ledger_path(tmp_path, 0), []
+    with writing(tmp_path) as writer:
+        writer.flush(sync=True)
+        kept[0] = ledger.stat().st_size
+        with ledger.open("rb") as reference:
+            monkeypatch.setattr(os, "close", losing_close)
+            for version, failures in ((1, [errno.EDQUOT]), (2, [errno.EIO, errno.ENOSPC]), (3, [])):
+                append(writer, version)
+                loses += failures
+                while loses:
+                    with pytest.raises(RunDirectoryWriteError, match="the disk quota is exceeded"):
+                        writer.flush(sync=version == 2)
+                if version > 1:
+                    writer.flush(sync=False)  # what was lost before is here again
+                    kept[0] = ledger.stat().st_size
+            loses.append(errno.EIO)
+            append(writer, 4)
+            with pytest.raises(RunDirectoryWriteError):
+                writer.close()
+            writer.flush(sync=False)
+    assert versions(read_ledger(tmp_path)) == [(version, True) for version in range(1, 5)]
 
 
 @pytest.mark.integration

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import json
+import logging
 import os
 import re
 import secrets
@@ -14,12 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Literal
 
 from paceline.core.errors import ConfigError, RunDirectoryError
+
+_log = logging.getLogger(__name__)
 
 # --- Paths ---
 
@@ -48,7 +51,7 @@ def refuse_address(path: str | Path, name: str) -> None:
 
 DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM),
-    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ENODEV, errno.ENXIO),
+    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.ENXIO),
 )
 """Errors of a full, read-only, broken or unreachable disk, which may recover later.
 
@@ -75,7 +78,7 @@ def write_atomically(path: Path, content: bytes, *, private: bool = False) -> No
     # A random suffix, because nodes that share a directory may have equal process ids.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
+        with open(temporary, "xb", opener=functools.partial(os.open, mode=0o600 if private else 0o666)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -88,12 +91,21 @@ def write_atomically(path: Path, content: bytes, *, private: bool = False) -> No
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames inside a directory survive a power cut."""
+    """Make renames inside a directory survive a power cut, where its file system can: some know no fsync of one."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        _say_unsynced(error.strerror)
     finally:
         os.close(descriptor)
+
+
+@functools.cache
+def _say_unsynced(cause: str) -> None:
+    _log.warning("this file system cannot sync folders (%s): a power cut may take the newest files with it", cause)
 
 
 # --- Reading files that other users or programs may have put there ---
@@ -210,7 +222,7 @@ class ResilientAppendFile:
         self._shared = shared
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._file: int | None = None
-        self._size = 0  # of what got there whole
+        self._size: int | None = None  # of what got there whole
         self._is_failing = False
         self._has_written = False
         self._dropped = 0
@@ -241,12 +253,19 @@ class ResilientAppendFile:
     def close(self) -> None:
         """Retry queued writes once, and close; a second call does nothing."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._write()
-                if self._file is not None:
-                    os.close(self._file)
-                    self._file = None
+            if self._closed:
+                return
+            self._closed = True
+            self._write()
+            file, self._file = self._file, None
+            try:
+                if file is not None:
+                    os.close(file)
+                message = ""
+            except OSError as error:  # a disk behind a network may report failed writes as late as here
+                message = f"cannot write {self._path}: {error.strerror}. Its last lines may be lost."
+        if message:
+            self._tell(message)
 
     def _write(self) -> str:
         """Write the queue; return a message for the user, or ""."""
@@ -270,11 +289,12 @@ class ResilientAppendFile:
             elif self._file is not None:
                 with suppress(OSError):
                     self._truncate(self._file)
+            self._drop()
             first, self._is_failing = not self._is_failing, True
             return f"cannot write {self._path}: {error.strerror}. Training continues." if first else ""
         self._waiting.clear()
         self._has_written = True
-        self._size += written
+        self._size = (self._size or 0) + written
         was_failing, self._is_failing = self._is_failing, False
         dropped, self._dropped = self._dropped, 0
         if not was_failing:
@@ -289,8 +309,16 @@ class ResilientAppendFile:
         if self._file is None:
             self._path.parent.mkdir(exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            self._size = os.fstat(self._file).st_size
+            if self._size is None:
+                self._size = os.fstat(self._file).st_size
         return self._file
+
+    def _drop(self) -> None:
+        """Have the next write open the file by its path again: a descriptor may be stale for good."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                os.close(file)
 
 
 class ResilientLog(io.TextIOBase):

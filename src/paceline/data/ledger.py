@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import os
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -266,8 +268,9 @@ _MOST_BYTES = 64 * 2**20  # of queued entries: a million steps
 class LedgerWriter:
     """Writes one generation's file, in one process of a run.
 
-    Entries stay in memory until an fsync succeeded. After a failed write or fsync, the writer repeats everything since
-    the last successful fsync, so a disk that was full or failed for a while loses no entry.
+    Entries stay in memory until an fsync and a close succeeded, since a disk behind a network may report a failed write
+    with either. After a failure the writer opens the file again, repeats everything since then, and reads it back, so a
+    disk that was full or failed for a while loses no entry.
 
     Thread-safe: the checkpointer flushes entries that the trainer appends. A killed process leaves at most one
     incomplete line, at the end.
@@ -305,7 +308,7 @@ class LedgerWriter:
         self._synced = 0  # bytes of the file that an fsync covered; the tail follows them
         self._written = 0  # bytes of the tail that were written without an fsync
         self._file: int | None = None
-        self._exists = self._in_directory = self._closed = False
+        self._exists = self._in_directory = self._closed = self._failed = False
         self._appending, self._writing, self._syncing = Lock(), Lock(), Lock()
 
     @property
@@ -349,14 +352,17 @@ class LedgerWriter:
         try:
             with self._writing:
                 descriptor = os.dup(self._write())
-            try:
-                if sync:
-                    self._sync(descriptor)
-            finally:
+            if sync or self._failed:
+                self._sync(descriptor)
+            else:
                 os.close(descriptor)
-                if self._closed:
-                    self._close_file()
+            if self._closed:
+                self._close_file()
         except OSError as error:
+            # The kernel drops pages that it could not write, so a second fsync would succeed without them.
+            with self._writing:
+                self._written, self._failed = 0, True
+                self._drop_file()
             raise self._failure(error) from error
 
     def close(self) -> None:
@@ -367,10 +373,7 @@ class LedgerWriter:
         """
         if not self._closed:
             self._closed = True
-            try:
-                self.flush(sync=False)
-            finally:
-                self._close_file()
+            self.flush(sync=False)
 
     def _write(self) -> int:
         """Write new entries to the operating system; return the descriptor."""
@@ -385,13 +388,9 @@ class LedgerWriter:
         with self._appending:
             already_written, new = self._written, bytes(self._tail[self._written :])
             position = self._synced + already_written
-        try:
-            while new:
-                written = os.pwrite(self._file, new, position)
-                new, position = new[written:], position + written
-        except OSError:
-            self._written = 0
-            raise
+        while new:
+            written = os.pwrite(self._file, new, position)
+            new, position = new[written:], position + written
         with self._appending:
             self._written = position - self._synced
         return self._file
@@ -402,24 +401,39 @@ class LedgerWriter:
                 until = self._synced + self._written
             try:
                 os.fsync(descriptor)
-                if not self._in_directory:
-                    fsync_directory(self.path.parent)
-                    self._in_directory = True
-            except OSError:
-                # The kernel drops pages that it could not write, so a second fsync would succeed without them.
-                with self._writing:
-                    self._written = 0
-                raise
+            finally:
+                os.close(descriptor)
+            if not self._in_directory:
+                fsync_directory(self.path.parent)
+                self._in_directory = True
+            if self._failed:
+                self._read_back(until)
             with self._appending:
                 synced = until - self._synced
                 del self._tail[:synced]
                 self._synced, self._written = until, max(0, self._written - synced)
 
+    def _read_back(self, until: int) -> None:
+        """Require that the file holds the entries that the next accounting drops from memory."""
+        with self._appending:
+            start, expected = self._synced, bytes(self._tail[: until - self._synced])
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            if file.read(len(expected)) != expected:
+                raise OSError(errno.EIO, "the disk has not kept what was written")
+        self._failed = False
+
     def _close_file(self) -> None:
         with self._writing:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+            file, self._file = self._file, None
+            if file is not None:
+                os.close(file)
+
+    def _drop_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                os.close(file)
 
     def _conflict(self, path: Path, generation: int) -> RunDirectoryError:
         return RunDirectoryError(

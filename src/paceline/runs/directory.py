@@ -411,6 +411,8 @@ class RunLock:
             waited_s = time.monotonic() - began
             # is_running() in another process holds it briefly.
             if waited_s > _ENDING_S or (waited_s > 0.1 and not _is_holder_ending(self._file.fileno())):
+                if self.try_to_take():  # it has ended meanwhile
+                    return
                 raise self._directory.in_use()
             if waited_s > 1 and not has_told:
                 has_told = True

@@ -130,7 +130,7 @@ def test_each_call_of_a_save_may_fail(
     assert sum(event["event"] == "checkpoint" for event in events) >= 20
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE], ids=["ENOSPC", "EIO", "ESTALE"])
 def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

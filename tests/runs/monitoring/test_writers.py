@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from tensorboard.plugins.hparams.metadata import (
 )
 
 from paceline.core.errors import RunDirectoryError
+from paceline.core.files import ResilientAppendFile, write_atomically
 from paceline.runs.metrics import JsonlWriter, TensorBoardWriter, finite, keep_until
 
 
@@ -67,6 +71,69 @@ def test_a_full_disk_is_told_once_and_stops_nothing(caplog: pytest.LogCaptureFix
     assert [record.message for record in caplog.records] == [
         "cannot write /dev/full: No space left on device. Training continues."
     ]
+
+
+def test_a_descriptor_that_is_stale_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write, close = tmp_path / "log", os.write, os.close
+    stale: set[int] = set()
+
+    def stale_write(descriptor: int, content: bytes) -> int:
+        if descriptor in stale:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return write(descriptor, content)
+
+    def closing(descriptor: int) -> None:
+        close(descriptor)
+        stale.discard(descriptor)
+
+    monkeypatch.setattr(os, "write", stale_write)
+    monkeypatch.setattr(os, "close", closing)
+    told: list[str] = []
+    file = ResilientAppendFile(path, told.append)
+    file.write(b"one\n")
+    stale.add(file.fileno())
+    file.write(b"two\n")
+    file.write(b"three\n")
+    file.close()
+    assert path.read_bytes() == b"one\ntwo\nthree\n"
+    assert told == [
+        f"cannot write {path}: Stale file handle. Training continues.",
+        f"{path} is written again.",
+    ]
+
+
+def test_lines_that_only_the_close_reports_as_lost_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    file = ResilientAppendFile(tmp_path / "log", told.append)
+    file.write(b"one\n")
+
+    def full_close(descriptor: int) -> None:
+        os.closerange(descriptor, descriptor + 1)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "close", full_close)
+        file.close()
+    assert told == [f"cannot write {tmp_path / 'log'}: Disk quota exceeded. Its last lines may be lost."]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+def test_a_file_system_that_cannot_sync_folders_is_told_once(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fsync = os.fsync
+
+    def fsync_of_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync_of_files)
+    for content in (b"one", b"two"):
+        write_atomically(tmp_path / "file", content)
+    assert (tmp_path / "file").read_bytes() == b"two"
+    [record] = caplog.records
+    assert f"cannot sync folders ({os.strerror(number)})" in record.message
 
 
 def test_keep_until_drops_later_records_and_a_torn_line(tmp_path: Path) -> None:
