@@ -91,7 +91,7 @@ def write_atomically(path: Path, content: bytes, *, private: bool = False) -> No
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames inside a directory survive a power cut, where its file system can: some know no fsync of one."""
+    """Make renames inside a directory survive a power cut, where the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -302,7 +302,7 @@ class ResilientAppendFile:
         return f"{self._path} is written again" + (f", without {dropped} records." if dropped else ".")
 
     def _truncate(self, file: int) -> None:
-        if not self._shared and os.fstat(file).st_size != self._size:
+        if not self._shared and self._size is not None and os.fstat(file).st_size != self._size:
             os.ftruncate(file, self._size)
 
     def _open(self) -> int:
