@@ -479,16 +479,28 @@ def _compare(communicator, twin, name, first):
     def check():
         communicator.wait(gathering, f"collective {communicator.collectives}, {name}, after {sides} messages")
         differing = {rank: each.tolist() for rank, each in enumerate(everyone) if not torch.equal(each, mine)}
-        if differing and name not in ("gather_", "scatter_", "allgather_", "alltoall_", "alltoall_base_"):
+        if differing and name not in (
+            "gather_",
+            "gather_into_tensor_",
+            "scatter_",
+            "allgather_",
+            "alltoall_",
+            "alltoall_base_",
+        ):
             raise RuntimeError(f"ranks differ in {name}: {mine.tolist()} here, {differing} there (stand-in)")
 
     return check
 
 
+def _has_group(name):
+    schema = getattr(torch.ops.c10d, name).default._schema  # 2.14 has an operation without one
+    return any(argument.name == "process_group" for argument in schema.arguments)
+
+
 _c10d = torch.library.Library("c10d", "IMPL", "CUDA")
 with warnings.catch_warnings(action="ignore"):  # these kernels replace torch's
     for _name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
-        if _name.startswith("c10d::") and _name != "c10d::recv_any_source_":
-            _operator = _name.removeprefix("c10d::")
+        _operator = _name.removeprefix("c10d::")
+        if _name != _operator != "recv_any_source_" and _has_group(_operator):
             _kernel = {"send": _send, "recv_": _receive}.get(_operator) or _collective(_operator)
             _c10d.impl(_operator, _kernel, "CUDA")
