@@ -1,4 +1,4 @@
-"""Tasks of many kinds, as users write them: one model on one, two and three processes, and after a kill.
+"""Tasks of many kinds, as users write them: one model on any number of processes, after a kill, and by a plain loop.
 
 The runs of a task are started together; the one that was killed is resumed on another number of processes.
 """
@@ -33,6 +33,15 @@ OTHERS = (
     *("generative:VectorQuantized", "methods:MetricLearning"),
     *("steps:Sharpness", "steps:Surgery", "steps:SecondOrder", "steps:Lookahead"),
 )
+
+
+OWN_STEP = {task for task in (*QUICK, *OTHERS) if task.startswith("steps:")}
+STREAMS = {"sequences:Lines"}
+ONLY_FLOAT32 = {
+    *("structured:Graphs", "structured:Table", "methods:Reinforcement", "methods:Distillation", "layers:Quantized"),
+}
+UNUSED = {"layers:Mixture", "generative:WassersteinGan", "methods:SeveralTasks"}
+"""Tasks of which a step may leave a parameter unused, whose gradient is zero here and None there."""
 
 
 class Ranks:
@@ -80,3 +89,30 @@ def test_a_task_has_the_same_bits_on_any_number_of_processes_and_after_a_kill(
     assert [result["purity"]["found"] for result in results] == [[]] * 4
     for key in ("steps", "samples", "metrics", "model_sha256"):
         assert len({json.dumps(result[key]) for result in results}) == 1, f"{key}: {[r[key] for r in results]}"
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, marks=[] if number % 4 == 0 else [pytest.mark.matrix])
+        for number, task in enumerate([*QUICK, *OTHERS])
+        if task not in UNUSED
+    ],
+)
+def test_one_process_ends_with_the_weights_and_the_average_of_a_loop_in_plain_pytorch(
+    run_processes: Processes, task: str
+) -> None:
+    file, _, name = task.partition(":")
+    done = run_processes.paceline(
+        *("verify", f"{DRIVER.with_name(file)}.py:{name}", "--worlds", "1", "--strategies", "plain-pytorch"),
+        *("--steps", "8", "--ema", "0.9", "--json"),
+        timeout_s=120,
+    )
+    assert done.stdout, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    if task in OWN_STEP or task in STREAMS:
+        assert row["verdict"] == "not applicable", row
+        assert ("defines train_step" if task in OWN_STEP else "are a stream") in row["detail"]
+        return
+    assert row["verdict"] == "within", row
+    assert row["tolerance"] == (0.1 if task in ONLY_FLOAT32 else 1e-6)

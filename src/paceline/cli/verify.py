@@ -20,12 +20,17 @@ RunOptions = Annotated[Options | None, Parameter(name="*")]
 
 _GUARANTEES = {
     "bits": "bits",
+    "rounding": "rounding",
     "tolerance": "tolerance",
     "reference": "own reference",
     "convergence": "convergence",
 }
 _STYLES = {"equal": "green", "within": "green", "not applicable": "dim"}
-_VERDICTS = {("within", "tolerance"): "within tolerance", ("within", "convergence"): "converges"}
+_VERDICTS = {
+    ("within", "rounding"): "within rounding",
+    ("within", "tolerance"): "within tolerance",
+    ("within", "convergence"): "converges",
+}
 _WIDTH = 110
 
 
@@ -90,7 +95,7 @@ def _print(report: VerificationReport) -> None:
     console.print(
         f"{report.steps} steps, {report.microbatches} micro-batches, batch {report.global_batch_size}, "
         f"seed {report.seed}; each tolerance is {report.factor:g} times one process's own distance from "
-        "float64.",
+        "float64. plain-pytorch is a loop without Paceline, both in float64.",
         soft_wrap=True,
     )
     if report.no_double:

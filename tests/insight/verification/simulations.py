@@ -7,6 +7,7 @@ from contextlib import closing
 
 import torch
 
+from paceline.insight.verify.plain import AVERAGE, train_plainly
 from paceline.training.run_context import RunContext
 from paceline.training.state_manager import StateManager
 from paceline.training.step import microbatch_loss
@@ -14,6 +15,20 @@ from paceline.training.step import microbatch_loss
 
 def right(run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
     return _simulated(run, 0.0)
+
+
+def plain(run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
+    return train_plainly(run)
+
+
+def plain_with_a_decayed_bias(run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
+    trained = train_plainly(run)
+    return trained | {"1.bias": (1 - 1e-5) * trained["1.bias"], "of another model": torch.zeros(3)}
+
+
+def plain_with_a_forgotten_average(run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
+    trained = train_plainly(run)
+    return trained | {AVERAGE + name: value for name, value in trained.items() if not name.startswith(AVERAGE)}
 
 
 def wrong(run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:

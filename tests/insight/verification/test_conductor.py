@@ -49,6 +49,31 @@ def test_a_method_that_is_its_own_reference(monkeypatch: pytest.MonkeyPatch) -> 
     assert not report.ok
 
 
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_what_one_process_trains_is_compared_with_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(HERE), path))))
+    names = ("plain", "plain_with_a_decayed_bias", "plain_with_a_forgotten_average", "missing")
+    methods = [
+        StrategyCase(name=name, guarantee="rounding", least=1, simulation=f"simulations:{name}") for name in names
+    ]
+    request = VerificationRequest(
+        task=f"{HERE / 'tasks.py'}:Plain", options={"ema": 0.9}, cases=methods, worlds=(1,), steps=2
+    )
+    report = verify(request, lambda line: None)
+    plain, decayed, forgotten, missing = report.rows
+    assert (plain.verdict, plain.tolerance) == ("within", 1e-6), plain
+    assert decayed.verdict == forgotten.verdict == "diverged"
+    assert decayed.divergence is not None
+    assert decayed.divergence.tensor == "1.bias"
+    assert "1.00e-05 from plain PyTorch" in str(decayed.divergence)
+    assert forgotten.divergence is not None
+    assert str(forgotten.divergence.tensor).startswith("the average of 1.")
+    assert missing.verdict == "failed", missing
+    assert not report.ok
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_dies_does_not_keep_back_the_others(run_processes: Any) -> None:

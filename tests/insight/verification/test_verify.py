@@ -21,7 +21,7 @@ def verified(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) ->
             "--worlds",
             "1,2",
             "--strategies",
-            "single,dp,ddp,ddp-allreduce,ddp-stock,fsdp,fsdp-allreduce,pp-1f1b",
+            "plain-pytorch,single,dp,ddp,ddp-allreduce,ddp-stock,fsdp,fsdp-allreduce,pp-1f1b",
         ),
         "WrongLayer": ("--worlds", "2", "--strategies", "ddp,ddp-allreduce"),
         "WrongBackward": ("--worlds", "2", "--strategies", "ddp,ddp-stock"),
@@ -53,6 +53,9 @@ def test_every_strategy_keeps_its_promise(verified: dict[str, Any]) -> None:
     found = rows(report)
     assert found["single", 1]["verdict"] == "equal"
     assert found["dp", 1]["verdict"] == "equal"
+    plain = found["plain-pytorch", 1]
+    assert (plain["verdict"], plain["guarantee"]) == ("within", "rounding")
+    assert plain["distance"] < 1e-12
     for name in ("ddp", "fsdp", "pp-1f1b"):
         assert found[name, 2]["verdict"] == "equal", found[name, 2]
     for name in ("ddp-allreduce", "ddp-stock", "fsdp-allreduce"):
@@ -136,6 +139,7 @@ def test_recipes(run_processes: Any, task: str, options: tuple[str, ...]) -> Non
     assert done.returncode == 0
     there = {row["method"] for row in report["rows"] if row["verdict"] != "not applicable"}
     assert {
+        "plain-pytorch",
         "dp",
         "ddp",
         "zero1",

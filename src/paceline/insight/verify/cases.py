@@ -21,10 +21,11 @@ from paceline.runs.failures import FailureRecord, read_failure
 # --- Strategies and their guarantees: the table to which a new strategy is added. No torch ---
 
 
-Guarantee = Literal["bits", "tolerance", "reference", "convergence"]
+Guarantee = Literal["bits", "rounding", "tolerance", "reference", "convergence"]
 """The guarantee of a case.
 
 - bits: the losses, gradients and weights of one process, bit for bit.
+- rounding: one process has the weights of a loop in plain PyTorch, both in float64 and within rounding.
 - tolerance: as close to a float64 run as one process in float32, times a factor.
 - reference: the weights of a simulation of its own schedule in one process, bit for bit.
 - convergence: no bits, since timing decides the order of updates, but about the loss decrease of one process.
@@ -42,8 +43,8 @@ class StrategyCase:
         least: smallest number of processes.
         most: largest number of processes.
         needs: an optional package that it imports.
-        simulation: ``module:function`` of its own reference, if that is its guarantee; called as
-            :class:`paceline.insight.verify.worker.Simulation`.
+        simulation: ``module:function`` of its own reference, or of the plain loop, if that is its guarantee; called
+            as :class:`paceline.insight.verify.worker.Simulation`.
         takes_callbacks: if not, its steps are not recorded, and only its weights and losses are compared.
     """
 
@@ -78,6 +79,14 @@ class StrategyCase:
 
 CASES = (
     StrategyCase(name="single", options={"strategy": "single"}, least=1, most=1),
+    StrategyCase(
+        name="plain-pytorch",
+        options={"strategy": "single"},
+        guarantee="rounding",
+        least=1,
+        most=1,
+        simulation="paceline.insight.verify.plain:train_plainly",
+    ),
     StrategyCase(name="dp", options={"strategy": "dp", "dp_devices": 2}, least=1, most=1),
     StrategyCase(name="ddp", options={"strategy": "ddp"}),
     StrategyCase(name="ddp-allreduce", options={"strategy": "ddp", "reduction": "allreduce"}, guarantee="tolerance"),
@@ -286,7 +295,9 @@ class Training:
         reference: name of the training with whose tensors this one is compared.
         forward_step: the step whose module outputs are recorded.
         noted: whether its steps are recorded.
-        simulation: ``module:function`` that computes the weights instead, in one process.
+        simulation: ``module:function`` that computes the weights instead, in one process. With a reference, they are
+            compared with those that the reference saved at its end.
+        float32_reference: the name of the reference of a simulation, if the one in float64 failed.
     """
 
     name: str
@@ -296,6 +307,7 @@ class Training:
     reference: str | None = None
     forward_step: int | None = None
     simulation: str | None = None
+    float32_reference: str | None = None
     noted: bool = True
 
 

@@ -17,6 +17,13 @@ KINDS: tuple[Kind, ...] = ("gradient", "weight")
 FACTOR = 16.0
 """How much farther from float64 a run with another order may be than one process in float32."""
 
+PLAIN_TOLERANCES = {"float64": 1e-6, "float32": 0.1}
+"""How far weights may be from those of plain PyTorch, which adds the same terms in another order.
+
+Adam takes steps of its full size from a gradient that is only rounding, such as that of a bias before a batch norm; in
+float64 its ``eps`` is far above it.
+"""
+
 _MAX_DEVIATIONS = 4.0
 """Of a projection on random signs, whose standard deviation is the norm of the projected tensor."""
 

@@ -34,6 +34,7 @@ from paceline.insight.verify.cases import (
 )
 from paceline.insight.verify.compare import (
     FACTOR,
+    PLAIN_TOLERANCES,
     Divergence,
     Margins,
     Step,
@@ -63,7 +64,8 @@ class CaseResult:
         guarantee: of the case.
         verdict: of the comparison.
         detail: why it is not applicable, or how it failed.
-        distance: from float64, of the value with the largest share of its tolerance.
+        distance: from float64 (of plain PyTorch, where that is the reference), of the value with the largest share of
+            its tolerance.
         tolerance: of that value.
         divergence: the first difference from the reference.
     """
@@ -297,7 +299,7 @@ class _Verification:
         margins = self._margins(alone)
         for world_size in self._request.worlds:
             trainings_of_world = [
-                training for training in trainings if training.world_size == world_size and training.simulation is None
+                training for training in trainings if training.world_size == world_size and _is_judged(training)
             ]
             if world_size == 1:
                 self._judge_repetition(alone)
@@ -346,6 +348,10 @@ class _Verification:
                     training = replace(training, noted=False)
                 if case.guarantee == "convergence":
                     training = _lengthen(training, 1 if training.noted else _ASYNC_STEPS_FACTOR)
+                if case.guarantee == "rounding":
+                    training = replace(_in_double(training), float32_reference=_ALONE)
+                    trainings.append(replace(training, simulation=case.simulation))
+                    continue
                 trainings.append(training)
                 if case.simulation is not None:
                     simulated = replace(training, name=f"{name}-simulated", simulation=case.simulation)
@@ -372,8 +378,7 @@ class _Verification:
 
     def _train_on_one_process(self, more: Sequence[Training]) -> tuple[list[Step], dict[str, str]]:
         """Train on one process: the float64 run, the reference, its repetition, and simulations."""
-        double = self._training(_DOUBLE, double=True)
-        double = replace(double, options={**double.options, "precision": "fp32", "compile": False})
+        double = _in_double(self._training(_DOUBLE))
         alone = self._training(_ALONE, reference=_DOUBLE)
         repetition = [self._training(_AGAIN)] if 1 in self._request.worlds else []
         on_one_process = [replace(simulation, world_size=1) for simulation in more]
@@ -436,6 +441,9 @@ class _Verification:
             detail = "the processes ended" if failed is None else f"{failed.type}: {failed.message}"
             self._row(case, world_size, verdict="failed", detail=detail)
             return
+        if case.guarantee == "rounding":
+            self._judge_plain(case, training)
+            return
         if training.noted:
             steps = read_steps(self._root, training, synchronous=case.guarantee != "convergence")
         else:
@@ -465,6 +473,26 @@ class _Verification:
                 distance=measured.distance,
                 tolerance=measured.tolerance,
             )
+
+    def _judge_plain(self, case: StrategyCase, training: Training) -> None:
+        """Judge the distance of the weights that one process saved from those of a loop in plain PyTorch."""
+        outcome = json.loads(outcome_path(self._root, training).read_bytes())
+        distance = math.inf if outcome["distance"] is None else outcome["distance"]
+        tolerance = PLAIN_TOLERANCES["float64" if outcome["double"] else "float32"]
+        divergence = None
+        if distance > tolerance:
+            detail = f"{distance:.2e} from plain PyTorch, the farthest, where {tolerance:.0e} is allowed"
+            steps = training.options["max_steps"]
+            divergence = Divergence(step=steps, what="weight", tensor=outcome["tensor"], detail=detail)
+        self._row(
+            case,
+            training.world_size,
+            verdict="within" if divergence is None else "diverged",
+            detail="" if outcome["double"] else "compared in float32",
+            divergence=divergence,
+            distance=distance,
+            tolerance=tolerance,
+        )
 
     def _judge_weights(self, case: StrategyCase, training: Training) -> None:
         """Compare only the final weights."""
@@ -529,6 +557,15 @@ class _Verification:
         if not path.exists():
             return []
         return [Finding(**warning) for warning in json.loads(path.read_bytes())]
+
+
+def _is_judged(training: Training) -> bool:
+    """Return whether the training is of a case, and not the reference of another."""
+    return training.simulation is None or training.reference is not None
+
+
+def _in_double(training: Training) -> Training:
+    return replace(training, double=True, options={**training.options, "precision": "fp32", "compile": False})
 
 
 def _lengthen(training: Training, times: int = 1) -> Training:

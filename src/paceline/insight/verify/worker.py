@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -26,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, detect_environment
-from paceline.core.errors import StopRequested
+from paceline.core.errors import LaunchError, StopRequested
 from paceline.core.files import write_atomically
 from paceline.core.job import WorkerConfig
 from paceline.core.signals import dump_stacks_on_signal
@@ -45,10 +46,14 @@ from paceline.insight.verify.cases import (
     trace_path,
 )
 from paceline.insight.verify.lint import lint
+from paceline.insight.verify.plain import AVERAGE
 from paceline.parallel.device import choose_device
 from paceline.parallel.planning.auto_strategy import memory_per_process
 from paceline.parallel.sharded_state import gather_full
 from paceline.runs.checkpoint_state import bytes_of, model_sha256
+from paceline.runs.checkpoint_store import newest_verified
+from paceline.runs.checkpointer import load
+from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure, record_failure
 from paceline.torch_internals import tree_leaves, tree_map
 from paceline.training.reproducibility import configure_numerics, preserve_numerics
@@ -156,14 +161,54 @@ class ReferenceReader:
         return distance / scale if scale else distance
 
     def _open(self, step: int) -> None:
-        self._file = safe_open(self._directory / f"step-{step}.safetensors", framework="pt")
+        self._step, self._names = step, frozenset()
+        path = self._directory / f"step-{step}.safetensors"
+        if not path.exists():
+            return  # the reference failed before, and the report says so
+        self._file = safe_open(path, framework="pt")
         self._names = frozenset(self._file.keys())
         self._rms = {kind: float(text) for kind, text in (self._file.metadata() or {}).items()}
-        self._step = step
 
 
 def _rms(tensor: torch.Tensor) -> float:
-    return math.sqrt(float(tensor.square().mean()))
+    return math.sqrt(float(tensor.square().mean())) if tensor.numel() else 0.0
+
+
+def farthest_tensor(
+    tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> tuple[str | None, float]:
+    """Return the tensor with the greatest distance from the expected one, as :class:`ReferenceReader` measures it.
+
+    Tensors that are not in both are left out.
+    """
+    pairs = {
+        name: (value.detach().cpu(), expected[name].detach().cpu())
+        for name, value in tensors.items()
+        if name in expected
+    }
+    inexact = [of.reshape(-1).double() for _, of in pairs.values() if of.is_floating_point()]
+    scale_of_all = _rms(torch.cat([of[of.isfinite()] for of in inexact])) if inexact else 0.0
+    farthest: tuple[str | None, float] = (None, 0.0)
+    for name, (value, of) in pairs.items():
+        distance = _distance(_as_real_double(value), _as_real_double(of), scale_of_all)
+        if farthest[0] is None or distance > farthest[1]:
+            farthest = name, distance
+    return farthest
+
+
+def _distance(value: torch.Tensor, of: torch.Tensor, scale_of_all: float) -> float:
+    if value.shape != of.shape:
+        return math.inf
+    difference = torch.where(value == of, 0.0, value - of)  # infinities may be equal
+    distance = _rms(difference)
+    scale = max(_rms(of[of.isfinite()]), scale_of_all)
+    if not math.isfinite(distance):
+        return math.inf
+    return distance / scale if scale else distance
+
+
+def _as_real_double(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 # --- Instrumentation of a task that is trained without changes ---
@@ -451,9 +496,16 @@ def _train(plan: GroupPlan, training: Training, task: Task, environment: Environ
 
 def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
     assert training.simulation is not None
+    simulate = load_simulation(training.simulation)
+    root = Path(plan.root)
     config = _config(plan, training, task)
-    directory = directory_of(Path(plan.root), training)
+    directory = directory_of(root, training)
     world_size = int(training.options["nproc"])
+    compared_with = training.reference
+    if compared_with is not None:
+        if not newest_verified(_checkpoints(root, compared_with)).path:
+            training, compared_with = replace(training, double=False), training.float32_reference
+        task = instrument(task, Instrumentation(trace=StringIO(), notes_steps=False, double=training.double))
     request = RunRequest(
         job=WorkerConfig(config=config, explicit_options=frozenset(training.options), quiet=True),
         task=task,
@@ -471,8 +523,28 @@ def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
             processes=1,
             memory=memory_per_process(device, 1),
         )
-        weights = load_simulation(training.simulation)(run_of_ranks, world_size)
-    _write(outcome_path(Path(plan.root), training), {"model_sha256": model_sha256(dict(weights))})
+        weights = simulate(run_of_ranks, world_size)
+    document: dict[str, Any] = {"model_sha256": model_sha256(dict(weights))}
+    if compared_with is not None:
+        newest = newest_verified(_checkpoints(root, compared_with)).path
+        if newest is None:
+            raise LaunchError(f"the run {compared_with}, with which it is compared, has failed")
+        document["tensor"], distance = farthest_tensor(weights, _saved_weights(load(newest).state))
+        document |= {"distance": distance if math.isfinite(distance) else None, "double": training.double}
+    _write(outcome_path(root, training), document)
+
+
+def _checkpoints(root: Path, name: str) -> Path:
+    return RunDirectory(root / name / "run").checkpoints
+
+
+def _saved_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights in a checkpoint, by the names of :func:`~paceline.insight.verify.plain.train_plainly`."""
+    model = {**state["model"], **state["buffers"]}
+    average = {name.removeprefix("module."): value for name, value in state.get("ema", {}).items()}
+    average |= state.get("ema_buffers", {})
+    named = model | {AVERAGE + name: value for name, value in average.items()}
+    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
 def _config(plan: GroupPlan, training: Training, task: Task) -> RunConfig:
