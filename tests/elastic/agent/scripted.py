@@ -46,6 +46,7 @@ def work(member: AgentClient, job_file: Path, slot: int, terminal: tuple[int, in
     with starts.open("a") as file:
         file.write(f"{os.getpid()}\n")
     nth = len(starts.read_text().splitlines())
+    has_bug = any(kind == "bug" for _, kind in script["faults"].values())
     fault_step, kind = script["faults"].get(f"{slot}:{nth}", [-1, ""])
     left = -1
     print(f"slot {slot} of {os.getpid()}", flush=True)
@@ -82,7 +83,8 @@ def work(member: AgentClient, job_file: Path, slot: int, terminal: tuple[int, in
                         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it asks no more whether to stop
                         (place_of_work / f"late-{left}").touch()
                     end(kind)
-                if place.rank == 0 and step < script["steps"]:
+                # No step is done without a peer that ends before its first one.
+                if place.rank == 0 and step < script["steps"] and not has_bug:
                     (place_of_work / "step.new").write_text(str(step + 1))
                     (place_of_work / "step.new").rename(progress)
                 time.sleep(0.01)
