@@ -30,7 +30,7 @@ def main() -> None:
                         paths[local_rank] = f"/dev/fd/{pipes[local_rank][descriptor]}"
             return logs
 
-    run.DefaultLogsSpecs = PipedLogs
+    vars(run)["DefaultLogsSpecs"] = PipedLogs
     run.main()
 
 
