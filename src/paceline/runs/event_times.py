@@ -1,4 +1,4 @@
-"""The times of events, on a clock that nobody sets: a machine's clock may be stepped while a run lasts."""
+"""The times of events, by a clock that no change of the system time moves."""
 
 from __future__ import annotations
 
