@@ -66,9 +66,9 @@ def test_results_are_those_of_one_process(worlds: dict[int, Any], name: str, sta
     tolerance = {"rtol": 2e-2, "atol": 2e-3} if name in ("fp16", "frozen") else {"rtol": 1e-3, "atol": 1e-4}
     for key, value in expected["model"].items():
         torch.testing.assert_close(found["model"][key], value, **tolerance)
-    for number, values in expected["optimizers"]["main"]["state"].items():
+    for parameter, values in expected["optimizers"]["main"]["state"].items():
         for key, value in values.items():
-            other = found["optimizers"]["main"]["state"][number][key]
+            other = found["optimizers"]["main"]["state"][parameter][key]
             torch.testing.assert_close(torch.as_tensor(other), torch.as_tensor(value), **tolerance)
     assert found.get("scaler") == expected.get("scaler")
 
@@ -78,8 +78,10 @@ def test_continued_with_the_state_of_every_parameter(worlds: dict[int, Any], sta
     continued = worlds[2][f"continued-{stage}"]
     assert (continued["restarts"], continued["steps"]) == (1, 4)
     whole, found = newest(worlds[2].run(f"deep-{stage}")), newest(worlds[2].run(f"stopped-{stage}"))
-    for what in ("model", "optimizers"):
-        torch.testing.assert_close(found[what], whole[what], rtol=0, atol=0)
+    torch.testing.assert_close(found["model"], whole["model"], rtol=0, atol=0)
+    found, whole = found["optimizers"]["main"], whole["optimizers"]["main"]
+    torch.testing.assert_close(found["state"], whole["state"], rtol=0, atol=0)
+    assert found["param_groups"] == whole["param_groups"]
 
 
 def test_an_overflow_skips_the_step_on_all_ranks(worlds: dict[int, Any]) -> None:

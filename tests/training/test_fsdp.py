@@ -167,10 +167,10 @@ def test_a_checkpoint_is_that_of_one_process(worlds: dict[int, Any]) -> None:
     alone, sharded = (newest(worlds[ranks].run("two-optimizers")) for ranks in (1, 2))
     assert alone["optimizers"].keys() == sharded["optimizers"].keys()
     for name, optimizer in alone["optimizers"].items():
-        for number, values in optimizer["state"].items():
+        for parameter, values in optimizer["state"].items():
             for key, value in values.items():
-                other = sharded["optimizers"][name]["state"][number][key]
-                assert torch.equal(torch.as_tensor(other), torch.as_tensor(value)), (name, number, key)
+                other = sharded["optimizers"][name]["state"][parameter][key]
+                assert torch.equal(torch.as_tensor(other), torch.as_tensor(value)), (name, parameter, key)
 
 
 @pytest.mark.slow

@@ -56,7 +56,8 @@ class Line(Task):
         return self.datasets.get(split)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer | Mapping[str, Optimizer]:
-        return SGD(model.parameters(), lr=0.1) if self.optimizers is None else self.optimizers
+        built = SGD(model.parameters(), lr=0.1) if self.optimizers is None else self.optimizers
+        return built(model) if callable(built) else built
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.mse_loss(model(batch[0]), batch[0])
@@ -398,7 +399,7 @@ def test_a_model_without_shapes_is_refused() -> None:
 
 
 def test_learning_rates_may_be_tensors() -> None:
-    task = Line(optimizers=SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5)))
+    task = Line(optimizers=lambda model: SGD(model.parameters(), lr=torch.tensor(0.5)))
     assert json.dumps(state_of(task).learning_rates()) == "[0.5]"
 
 
@@ -434,21 +435,30 @@ def test_an_optimizer_may_have_a_state_of_its_own_form() -> None:
             self.steps = state_dict["steps"]
 
     def build() -> TrainingState:
-        return state_of(Line(optimizers=Counting([nn.Parameter(torch.ones(1))], lr=0.1)))
+        return state_of(Line(optimizers=lambda model: Counting(model.parameters(), lr=0.1)))
 
     state, other = build(), build()
     state.optimizers["main"].steps = 7
+    state.require_storable()
     other.load_state_dict(state.state_dict())
     assert other.optimizers["main"].steps == 7
 
 
 def test_a_state_of_another_shape_is_refused() -> None:
     state = state_of(Line()).state_dict()
-    other = state_of(Line(optimizers={"a": SGD([nn.Parameter(torch.zeros(1))], lr=0.1)}))
+    other = state_of(Line(optimizers=lambda model: {"a": SGD(model.parameters(), lr=0.1)}))
     with pytest.raises(CheckpointError, match=r"does not fit the task as it is now: it holds main, the task builds a"):
         other.load_state_dict(state)
     with pytest.raises(CheckpointError, match="does not fit the task as it is now"):
         state_of(Line(), ema=0.5).load_state_dict(state)
+    bias = state_of(Line(optimizers=lambda model: SGD([model.bias], lr=0.1)))
+    with pytest.raises(
+        CheckpointError, match="the checkpoint has 'weight', and the task has not, in group 0 of the opt"
+    ):
+        bias.load_state_dict(state)
+    state["model"]["weight"] = torch.ones(1, 2)
+    with pytest.raises(CheckpointError, match="size mismatch for weight"):
+        state_of(Line()).load_state_dict(state)
 
 
 @pytest.mark.parametrize(

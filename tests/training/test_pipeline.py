@@ -127,10 +127,10 @@ def test_a_checkpoint_is_that_of_one_process(alone: Any, pair: Any) -> None:
     assert one["optimizers"].keys() == piped["optimizers"].keys()
     for name, optimizer in one["optimizers"].items():
         assert list(optimizer["state"]) == list(piped["optimizers"][name]["state"])
-        for number, values in optimizer["state"].items():
+        for parameter, values in optimizer["state"].items():
             for key, value in values.items():
-                other = piped["optimizers"][name]["state"][number][key]
-                assert torch.equal(torch.as_tensor(other), torch.as_tensor(value)), (name, number, key)
+                other = piped["optimizers"][name]["state"][parameter][key]
+                assert torch.equal(torch.as_tensor(other), torch.as_tensor(value)), (name, parameter, key)
 
 
 @pytest.mark.parametrize(

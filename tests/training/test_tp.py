@@ -136,10 +136,10 @@ def test_a_checkpoint_is_that_of_one_process(worlds: dict[str, Any]) -> None:
     for mesh in MESHES:
         split = worlds[mesh].state("layered")["optimizers"]["main"]["state"]
         assert split.keys() == alone.keys()
-        for number, values in alone.items():
+        for parameter, values in alone.items():
             for key, value in values.items():
                 torch.testing.assert_close(
-                    torch.as_tensor(split[number][key]), torch.as_tensor(value), rtol=1e-3, atol=1e-5
+                    torch.as_tensor(split[parameter][key]), torch.as_tensor(value), rtol=1e-3, atol=1e-5
                 )
 
 

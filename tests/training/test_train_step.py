@@ -227,7 +227,8 @@ def test_lbfgs_needs_a_closure_and_continues_from_its_history(tmp_path: Path) ->
     SEEN["stop at"] = 1
     with pytest.raises(paceline.StopRequested):
         fit(SecondOrder(), tmp_path / "stopped", epochs=2)
-    assert newest(tmp_path / "stopped")["optimizers"]["main"]["state"][0]["old_dirs"]
+    (history,) = newest(tmp_path / "stopped")["optimizers"]["main"]["state"].values()
+    assert history["old_dirs"]
     del SEEN["stop at"]
     resumed = fit(SecondOrder(), tmp_path / "stopped", epochs=2)
     assert resumed["model_sha256"] == straight["model_sha256"]

@@ -119,10 +119,10 @@ def test_bad_input(run_processes: Any, tasks_file: Path, options: tuple[str, ...
     assert done.stderr.count(message) == 1
 
 
-def flat(optimizers: dict[str, Any]) -> dict[tuple[str, int, str], Any]:
+def flat(optimizers: dict[str, Any]) -> dict[tuple[str, str, str], Any]:
     return {
-        (name, int(number), key): value
+        (name, parameter, key): value
         for name, optimizer in optimizers.items()
-        for number, values in optimizer["state"].items()
+        for parameter, values in optimizer["state"].items()
         for key, value in values.items()
     }

@@ -399,8 +399,11 @@ class DeepSpeedLayout(Replicated):
     def full(self, state: Any, *, keep: bool) -> Any:
         if isinstance(state, Mapping) and "optimizers" in state:
             assert self._optimizer is not None
-            of_parameters = self._optimizer.full_state_dict(keep=keep)
-            optimizers = {name: {**part, "state": of_parameters} for name, part in state["optimizers"].items()}
+            of_numbers = self._optimizer.full_state_dict(keep=keep)
+            ((name, part),) = state["optimizers"].items()
+            parameters = [parameter for group in part["param_groups"] for parameter in group["params"]]
+            of_names = {parameters[number]: values for number, values in of_numbers.items()}
+            optimizers = {name: {**part, "state": of_names}}
             state = {**state, "optimizers": optimizers}
         return gather_full(state, keep=keep) if self._stage == 3 else state
 

@@ -124,11 +124,12 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         optimizer.load_state_dict(dict(state))
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    distributed_state = {
-        number: {name: distribute_like(value, parameters[int(number)]) for name, value in values.items()}
-        for number, values in state["state"].items()
-        if not parameters[int(number)].is_meta  # another rank holds it
-    }
+    distributed_state = dict(state["state"])
+    for number in distributed_state.keys() & range(len(parameters)):
+        values, parameter = distributed_state[number], parameters[number]
+        distributed_state[number] = {name: distribute_like(value, parameter) for name, value in values.items()}
+        if parameter.is_meta:  # another rank holds it
+            del distributed_state[number]
     optimizer.load_state_dict({**state, "state": distributed_state})
 
 

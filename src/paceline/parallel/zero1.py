@@ -145,36 +145,39 @@ class _OptimizerPart:
                     )
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        mine = {
-            number: values for number, values in state["state"].items() if self._owners[int(number)] == self._world.rank
-        }
+        mine = {number: values for number, values in state["state"].items() if self._owners[number] == self._world.rank}
         return {**state, "state": mine}
 
-    def gather_state(self, mine: Mapping[int, Mapping[str, Any]], *, keep: bool) -> dict[int, dict[str, Any]]:
+    def gather_state(self, mine: Mapping[str, Mapping[str, Any]], *, keep: bool) -> dict[str, dict[str, Any]]:
         """Gather every rank's part to rank 0, on the CPU; a collective."""
         world = self._world
         descriptions = world.all_gather_object(
-            {number: {name: _describe(value) for name, value in tensors.items()} for number, tensors in mine.items()}
+            {
+                parameter: {name: _describe(value) for name, value in values.items()}
+                for parameter, values in mine.items()
+            }
         )
-        full_state = {int(number): dict(values) for number, values in mine.items()} if keep else {}
+        full_state = {parameter: dict(values) for parameter, values in mine.items()} if keep else {}
         world.progress_tracker.begin_collective("gather")
         for source in range(1, world.world_size):
-            for number, values in descriptions[source].items():
-                for name, description in values.items():
-                    value = self._send_to_rank_0(mine, int(number), name, description, source)
-                    if keep:
-                        full_state.setdefault(int(number), {})[name] = value
+            for parameter, values in descriptions[source].items():
+                gathered = {
+                    name: self._send_to_rank_0(mine, parameter, name, description, source)
+                    for name, description in values.items()
+                }
+                if keep:
+                    full_state[parameter] = gathered
         world.progress_tracker.end_collective()
-        return dict(sorted(full_state.items()))
+        return full_state
 
     def _send_to_rank_0(
-        self, mine: Mapping[int, Mapping[str, Any]], number: int, name: str, description: Any, source: int
+        self, mine: Mapping[str, Mapping[str, Any]], parameter: str, name: str, description: Any, source: int
     ) -> Any:
         """Return a value of rank ``source``, on rank 0."""
         if not isinstance(description, list):
             return description
         if self._world.rank == source:
-            send_tensor(self._world, mine[number][name], [0])
+            send_tensor(self._world, mine[parameter][name], [0])
         if self._world.rank != 0:
             return None
         received = empty_tensor(description, self._world.device)

@@ -91,7 +91,8 @@ def require_equal(manifest: str, failure: type[PacelineError], name: str, expect
 
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMATS = (1, 2)
+"""In format 1 the optimizers' states go by the numbers of the parameters, in format 2 by their names."""
 MAX_MANIFEST_BYTES = 4 * 2**20
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -172,7 +173,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's description and its files by name.
+    """A checkpoint's description, its files by name, and its format.
 
     Raises:
         CheckpointError: a file's name is a path, hidden, or the manifest's own.
@@ -180,6 +181,7 @@ class Manifest:
 
     info: CheckpointInfo
     files: Mapping[str, FileRecord]
+    format: int = FORMATS[-1]
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -189,7 +191,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the canonical text of this manifest."""
         document = {
-            "format": FORMAT,
+            "format": self.format,
             **asdict(self.info),
             "files": {name: asdict(record) for name, record in self.files.items()},
         }
@@ -207,11 +209,14 @@ class Manifest:
             document = parse_json(content)
             if type(document) is not dict:
                 raise CheckpointError("it is not a JSON object")
-            if document.get("format") != FORMAT:
-                raise CheckpointError(f"its format is {document.get('format')!r:.80}; this version reads {FORMAT}")
+            version = document.get("format")
+            if type(version) is not int or version not in FORMATS:
+                raise CheckpointError(
+                    f"its format is {version!r:.80}; this version reads {FORMATS[0]} to {FORMATS[-1]}"
+                )
             files = document["files"]
             info = {k: v for k, v in document.items() if k not in ("format", "files", "manifest_sha256")}
-            manifest = cls(CheckpointInfo(**info), {name: FileRecord(**files[name]) for name in files})
+            manifest = cls(CheckpointInfo(**info), {name: FileRecord(**files[name]) for name in files}, version)
             if manifest.to_bytes() != content:
                 raise CheckpointError("it does not match its own checksum")
         except (CheckpointError, KeyError, TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.callback import RankInfo
-from paceline.data.workers import data_workers
+from paceline.data.samples import data_workers
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.load_balancing import LoadBalancer, Speed
 from paceline.parallel.microbatches import ExternalReduceStrategy, ReducerStrategy
@@ -23,6 +23,7 @@ from paceline.training import control
 from paceline.training.checkpoint_manager import CheckpointManager
 from paceline.training.control import ControlFlags, StopCause
 from paceline.training.local_sgd import LocalSGD
+from paceline.training.optimizer_state import ordered_state
 from paceline.training.purity import PurityCheck, compare_replicas
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import SDCChecker
@@ -336,10 +337,12 @@ class GroupContext:
 
     def full_state_dict(self) -> dict[str, Any]:
         """Gather the state to save, on rank 0; all ranks call this together."""
-        state = self._states.full_state_dict(self.world)
+        state = self.engine.gather_state(self._states.full_state_dict(self.world))
+        # Equal states have equal files, whichever rank held what.
+        state["optimizers"] = {name: ordered_state(optimizer) for name, optimizer in state["optimizers"].items()}
         if (powersgd := self._powersgd(self.strategy)) is not None:
             state["powersgd"] = powersgd.gather_state()
-        return self.engine.gather_state(state)
+        return state
 
     def _powersgd(self, strategy: Strategy) -> PowerSGD | None:
         """Return PowerSGD, whose error belongs to the state, with ``--comm-hook powersgd``; else None."""

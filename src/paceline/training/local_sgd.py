@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -122,10 +123,11 @@ def tensors_to_average(state: TrainingState) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = [p for p in state.module.parameters() if p.requires_grad]
     tensors += state.module.buffers()
     for optimizer in state.optimizers.values():
-        for parameter, values in optimizer.state.items():
+        # In the order of the parameters: that of the states is the order of their first gradients.
+        for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
             tensors += [
                 value
-                for name, value in values.items()
+                for name, value in optimizer.state.get(parameter, {}).items()
                 # Steps are counted alike everywhere.
                 if isinstance(value, torch.Tensor)
                 and name != "step"

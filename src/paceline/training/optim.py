@@ -20,6 +20,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.fine_tuning_config import parse_lr_scale
 from paceline.parallel.sharded_state import ShardedOptimizer, is_distributed, local_shard
 from paceline.torch_internals import PartsGradScaler, foreach_copy_
+from paceline.training.optimizer_state import is_numbered, named_state, numbered_state
 
 # --- Patterns that name layers or parameters, with ``*`` for any: ``--lr-scale``, ``--freeze`` ---
 
@@ -309,9 +310,8 @@ class OuterOptimizer:
     """
 
     def __init__(self, module: nn.Module, *, lr: float, momentum: float) -> None:
-        self._parameters: list[torch.Tensor] = [
-            parameter for parameter in module.parameters() if parameter.requires_grad
-        ]
+        trained: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._names, self._parameters = [list(trained)], list(trained.values())
         self._base = [parameter.detach().clone() for parameter in self._parameters]
         self._optimizer = SGD(self._base, lr=lr, momentum=momentum, nesterov=True)
 
@@ -330,9 +330,12 @@ class OuterOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the momentum."""
-        return dict(self._optimizer.state_dict())
+        return named_state(self._optimizer.state_dict(), self._names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the momentum; options stay what they are now."""
+        if is_numbered(state):
+            state = named_state(state, self._names)
         groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+        momentum = numbered_state("outer", state, self._names)["state"]
+        self._optimizer.load_state_dict({"state": momentum, "param_groups": groups})

@@ -100,10 +100,7 @@ class OptimizerServers:
             received = transfer_state(self._world, StateSource(server, 0, (0,)), mine)
             for name, entries in (received or {}).items():
                 merged[name].update(entries)
-        whole = {
-            name: {**optimizer, "state": dict(sorted(merged[name].items()))}
-            for name, optimizer in state["optimizers"].items()
-        }
+        whole = {name: {**optimizer, "state": merged[name]} for name, optimizer in state["optimizers"].items()}
         return {**state, "optimizers": whole}
 
 

@@ -400,7 +400,7 @@ def compare_replicas(run: RunContext, world: World, state: TrainingState) -> Non
         return
     with clock.check():
         mine = bits_by_name(_tensors(state))
-        totals = world.all_gather_object(hashlib.blake2b(repr(mine).encode()).hexdigest())
+        totals = world.all_gather_object(hashlib.blake2b(repr(sorted(mine.items())).encode()).hexdigest())
     run.purity.checks["replicas"] += 1
     if len(set(totals)) == 1:
         return

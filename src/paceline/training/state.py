@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.callback import RunSchedule
@@ -30,6 +31,14 @@ from paceline.training.optim import (
     scale_lr,
     scaled_lr,
     sparse_gradients,
+)
+from paceline.training.optimizer_state import (
+    group_names,
+    is_numbered,
+    named_state,
+    numbered_state,
+    require_shapes,
+    sort_parameters,
 )
 from paceline.training.task_parts import build_task_optimizers, build_task_scheduler
 
@@ -142,6 +151,7 @@ class TrainingState:
 
     Attributes:
         parameters_of: the parameters that each optimizer updates, by the name of the optimizer.
+        parameter_names: the names of the parameters of each of an optimizer's groups, by the name of the optimizer.
         changed_buffers: the changed buffers of the model, and those of its moving average.
         pending_powersgd_state: PowerSGD's error from a checkpoint, until a strategy takes it over.
 
@@ -164,13 +174,20 @@ class TrainingState:
         self.changed_buffers = {"buffers": ChangedBuffers(module)}
         self.callback = task.build_callback(module, schedule)
         self.optimizers = build_task_optimizers(task, module)
+        self._as_built = {
+            name: [{"params": list(group["params"])} for group in optimizer.param_groups]
+            for name, optimizer in self.optimizers.items()
+        }
+        for name, optimizer in self.optimizers.items():
+            sort_parameters(name, optimizer, module)
+        self._lr_scale = config.lr_scale
+        if config.lr_scale:
+            scale_lr(self.optimizers, module, config.lr_scale)
         self.parameters_of = {
             name: [p for group in optimizer.param_groups for p in group["params"]]
             for name, optimizer in self.optimizers.items()
         }
-        if config.lr_scale:
-            scale_lr(self.optimizers, module, config.lr_scale)
-        self._group_counts = {name: len(optimizer.param_groups) for name, optimizer in self.optimizers.items()}
+        self.parameter_names = {name: group_names(optimizer, module) for name, optimizer in self.optimizers.items()}
         self.schedulers = {
             name: scheduler
             for name, optimizer in self.optimizers.items()
@@ -204,7 +221,7 @@ class TrainingState:
 
     def _require_same_groups(self) -> None:
         for name, optimizer in self.optimizers.items():
-            if len(optimizer.param_groups) != self._group_counts[name]:
+            if len(optimizer.param_groups) != len(self.parameter_names[name]):
                 raise TaskError(
                     f"the optimizer {name!r} got a parameter group during training (add_param_group), with which no "
                     "checkpoint could be loaded. Give it all groups in build_optimizer, first with lr=0."
@@ -287,7 +304,10 @@ class TrainingState:
         self._require_same_groups()
         state: dict[str, Any] = {
             "model": self.module.state_dict(),
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "optimizers": {
+                name: named_state(optimizer.state_dict(), self.parameter_names[name])
+                for name, optimizer in self.optimizers.items()
+            },
             "schedulers": {name: scheduler_state(scheduler) for name, scheduler in self.schedulers.items()},
             "progress": dataclasses.asdict(self.progress),
             "callback": self.callback.state_dict(),
@@ -315,7 +335,7 @@ class TrainingState:
                 # A pipeline's rank holds the other stages without values.
                 value = {name: local_shard(tensor) for name, tensor in value.items() if not tensor.is_meta}
             elif part == "optimizers":
-                value = {name: {"param_groups": of_one["param_groups"]} for name, of_one in value.items()}
+                value = {name: {"param_groups": of_one.get("param_groups")} for name, of_one in value.items()}
             try:
                 flatten(value)
             except CheckpointError as error:
@@ -333,6 +353,7 @@ class TrainingState:
             CheckpointError: it is of another model, or of other optimizers.
         """
         try:
+            state = {**state, "optimizers": self._numbered(state)}
             if own_hyperparameters:
                 state = self._with_own_hyperparameters(state)
             load_module(self.module, state["model"])
@@ -362,6 +383,23 @@ class TrainingState:
                 "If the task's code has changed since the run was created, "
                 "start a new run with another --run-dir DIR."
             ) from error
+
+    def _numbered(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the states of the optimizers as these take them."""
+        _matched(self.optimizers, state["optimizers"])
+        numbered = {}
+        for name, saved in state["optimizers"].items():
+            if is_numbered(saved):
+                saved = named_state(saved, self._names_of_format_1(name))
+                require_shapes(saved, state["model"])
+            numbered[name] = numbered_state(name, saved, self.parameter_names[name])
+        return numbered
+
+    def _names_of_format_1(self, name: str) -> list[list[str]]:
+        """Return the names of an optimizer's parameters in the order in which checkpoints of format 1 number them."""
+        unsorted = SGD(self._as_built[name], lr=1.0)
+        scale_lr({name: unsorted}, self.module, self._lr_scale)
+        return group_names(unsorted, self.module)
 
     def _with_own_hyperparameters(self, state: Mapping[str, Any]) -> dict[str, Any]:
         optimizers, schedulers = dict(state["optimizers"]), dict(state["schedulers"])

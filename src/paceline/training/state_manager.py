@@ -21,6 +21,7 @@ from paceline.parallel.wrap_units import checkpoint_activations
 from paceline.training.checkpoint_manager import RECENT_STEPS
 from paceline.training.example_batch import ExampleBatch
 from paceline.training.fine_tuning import initialise, merge_adapters
+from paceline.training.optimizer_state import require_equal_groups
 from paceline.training.reproducibility import seed_model
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
@@ -126,11 +127,13 @@ class StateManager:
 
         Raises:
             ConfigError: ``weights`` do not fit the model.
+            TaskError: the ranks' optimizers have different parameter groups.
             PeerLostError: a rank is gone.
         """
         self._lay_out(mesh, rebuilds=weights is not None)
         if weights is not None:
             self._state = self._new_state(weights)
+        require_equal_groups(mesh.world, self.state.parameter_names)
         if not self._run.config.shards_state:
             # A model may be built with randomness that no seed of torch's reaches.
             mesh.world.broadcast_module(self.state.module)
@@ -148,9 +151,11 @@ class StateManager:
 
         Raises:
             CheckpointError: ``saved`` does not fit the task.
+            TaskError: the ranks' optimizers have different parameter groups.
             PeerLostError: a rank is gone.
         """
         self._lay_out(mesh)
+        require_equal_groups(mesh.world, self.state.parameter_names)
         self.import_state(saved, own_hyperparameters=own_hyperparameters)
 
     def _lay_out(self, mesh: ParallelDims, *, rebuilds: bool = False) -> None:

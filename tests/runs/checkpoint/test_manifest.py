@@ -147,7 +147,8 @@ def test_only_regular_files_are_opened(tmp_path: Path, commit_step: CommitStep, 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2},
+        {"format": 3},
+        {"format": True},
         {"format": None},
         {"step": -1},
         {"step": 1.0},

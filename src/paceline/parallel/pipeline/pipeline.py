@@ -180,10 +180,7 @@ def _leaves(state: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
 def _merge(state: Any, taken: Any) -> Any:
     """Merge received values, a tree of the same form, into the state."""
     if isinstance(state, Mapping):
-        names = [*state, *(name for name in taken if name not in state)]
-        if all(isinstance(name, int) for name in names):
-            names.sort()  # an optimizer's states are keyed by the number of the parameter
-        return {name: _merge_entry(state, taken, name) for name in names}
+        return {name: _merge_entry(state, taken, name) for name in (state | taken)}
     return type(state)(_merge_entry(dict(enumerate(state)), taken, number) for number in range(len(state)))
 
 
