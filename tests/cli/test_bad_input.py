@@ -49,6 +49,20 @@ def test_an_error_is_explained_by_its_own_command(run_processes: Any, words: tup
                 ("runs", "show"),
             )
         ),
+        *(
+            ((*words, f"{'long' * 70}{end}"), ("a file's name has at most 255 bytes; shorten 'longlong",))
+            for words, end in (
+                (("train", "tasks.py:Good", "--run-dir"), ""),
+                (("train", "tasks.py:Good", "--backup-to"), "/backup"),
+                *((("train", "tasks.py:Good", "--init-from"), end) for end in ("", "@best", "/checkpoints/step-1")),
+                (("train",), ".py:Good"),
+                *(((command,), "") for command in ("resume", "audit", "report", "logs", "fork")),
+            )
+        ),
+        (
+            ("train", "tasks.py:Good", "--init-from", "long/" * 820),
+            ("--init-from: a path has at most 4,095 bytes; shorten 'long/",),
+        ),
         (("trian",), ('Unknown command "trian". Did you mean "train"?', "See: paceline --help")),
         (
             ("train", "tasks.py:Good", "--nprocs", "2"),

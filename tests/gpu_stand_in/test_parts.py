@@ -117,3 +117,31 @@ def test_the_parts_have_the_values_of_the_cpu(run_processes: Any, gpu_stand_in: 
         """,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_processes_that_share_a_gpu_share_its_memory(run_processes: Any, gpu_stand_in: GpuStandIn) -> None:
+    for done in run_program(
+        run_processes,
+        gpu_stand_in,
+        """
+        from types import SimpleNamespace
+        from paceline.core.environment import detect_environment
+        from paceline.parallel.device import choose_device
+        from paceline.parallel.world import open_world
+        from paceline.training.session import ElasticGroups, FixedGroup
+
+        whole = torch.cuda.get_device_properties(0).total_memory
+        with open_world(detect_environment(), device="cuda", backend="gloo") as world:
+            check(FixedGroup(world).memory_per_process() == whole // 2, "three processes, two GPUs")
+
+        def under_agent(processes):
+            local = choose_device("cuda", "gloo", local_rank=world.rank)
+            groups = ElasticGroups(SimpleNamespace(), local=local, processes=processes, world_size=processes,
+                                   comm_debug=False, on_rank_0=lambda: None)
+            return groups.memory_per_process()
+
+        check([under_agent(n) for n in (1, 2, 3, 5)] == [whole, whole, whole // 2, whole // 3], "an agent's processes")
+        """,
+        ranks=3,
+    ):
+        assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ def worlds(start_trainings: Any) -> dict[int, Any]:
         2: start_trainings(
             {
                 "learned": hogwild(LEARNED),
+                "scheduled": {"task": "Overflowing", "options": {"strategy": "hogwild", "log_every": 1}},
                 "moved-1": {**hogwild(LEARNED, run_dir="moved"), "stop_at": 30},
                 "moved-2": {**LEARNED, "options": {**LEARNED["options"], "run_dir": "moved"}},
                 "stream": {"task": "Uneven", "options": {"strategy": "hogwild"}},
@@ -55,6 +56,12 @@ def test_two_processes_learn_as_much(worlds: dict[int, Any]) -> None:
     assert alone["metrics"]["test"]["accuracy"] > 0.5
     assert sum(result["worker_steps"]) == result["steps"]
     assert sum(result["staleness"]["histogram"].values()) == result["steps"]
+
+
+def test_each_step_is_recorded_with_its_learning_rate(worlds: dict[int, Any]) -> None:
+    worlds[2].results()
+    rates = [record["lr"] for record in worlds[2].records("scheduled", "train")]
+    assert rates == [0.1 * 0.5**step for step in range(6)]
 
 
 def test_the_audit_is_clean(worlds: dict[int, Any], run_processes: Any) -> None:

@@ -127,6 +127,7 @@ def worlds(start_trainings: Any, simulations: dict[str, Simulation]) -> dict[int
                 "microbatches": 1,
                 "global_batch_size": BATCH,
                 "max_steps": STEPS,
+                "log_every": 1,
                 **chosen,
             },
         }
@@ -186,6 +187,8 @@ def test_a_run_is_that_of_a_simulation_with_the_same_order_of_arrival(
     assert result["worker_steps"] == [simulation.arrival.count(worker) for worker in range(len(result["worker_steps"]))]
     assert result["staleness"]["max"] == max(simulation.staleness)
     assert sum(result["staleness"]["histogram"].values()) == STEPS
+    rates = [record["lr"] for record in worlds[4].records(name, "train")]
+    assert sorted(rates, reverse=True) == [0.1 * 0.5**step for step in range(STEPS)], "each update has its own"
     assert simulation.arrival != sorted(simulation.arrival)
     assert max(simulation.staleness) > 0, "nothing of interest has happened"
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 from paceline.core.callback import RunSchedule
@@ -398,9 +398,39 @@ def test_a_model_without_shapes_is_refused() -> None:
         build_task_model(Lazy())
 
 
-def test_learning_rates_may_be_tensors() -> None:
-    task = Line(optimizers=lambda model: SGD(model.parameters(), lr=torch.tensor(0.5)))
-    assert json.dumps(state_of(task).learning_rates()) == "[0.5]"
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer, total: StepLR(optimizer, 1, gamma=0.5),
+        lambda optimizer, total: OneCycleLR(optimizer, max_lr=1.0, total_steps=total),
+        lambda optimizer, total: CosineAnnealingLR(optimizer, total),
+        lambda optimizer, total: ReduceLROnPlateau(optimizer, patience=0),
+    ],
+)
+def test_learning_rates_are_those_of_the_last_step(schedule: Any, lr: Any) -> None:
+    taken: list[float] = []
+
+    def build(model: nn.Linear) -> dict[str, Optimizer]:
+        optimizers: dict[str, Optimizer] = {
+            "two groups": SGD([{"params": [model.weight]}, {"params": [], "lr": copy.copy(lr) / 5}], lr=lr),
+            "one": SGD([model.bias], lr=copy.copy(lr) / 10),
+        }
+        for each in optimizers.values():
+            each.register_step_pre_hook(lambda one, *_: taken.extend(float(group["lr"]) for group in one.param_groups))
+        return optimizers
+
+    state = state_of(Scheduled(optimizers=build, schedule=schedule))
+    assert json.dumps(state.learning_rates()), "they may be tensors"
+    for step in range(6):
+        taken.clear()
+        for parameter in state.module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        state.update(None)
+        assert state.learning_rates() == taken
+        assert len(taken) == 3
+        state.step_plateaus(float(step))
+        assert state.learning_rates() == taken
 
 
 def test_a_parameter_group_that_is_added_in_training_is_refused_before_a_save() -> None:

@@ -26,13 +26,13 @@ from cyclopts import (
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.files import refuse_address
+from paceline.core.files import check_path
 from paceline.core.printable import PrintableStream, escape_controls
 
 
-def _refuse_addresses(kind: object, value: object) -> None:
+def _check_paths(kind: object, value: object) -> None:
     if isinstance(value, Path):
-        refuse_address(value, "the path")
+        check_path(value, "the path")
 
 
 app = App(
@@ -40,7 +40,7 @@ app = App(
     help="Exact, reproducible distributed training on PyTorch.",
     version=__version__,
     result_action="return_value",
-    default_parameter=Parameter(validator=_refuse_addresses),
+    default_parameter=Parameter(validator=_check_paths),
     help_format="plaintext",  # Markdown's renderer takes longer to import than all of ours
 )
 _START, _LOOK, _PROVE, _TUNE = "Start", "Look", "Prove", "Tune"

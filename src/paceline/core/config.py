@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.errors import ConfigError
-from paceline.core.files import parse_toml, refuse_address
+from paceline.core.files import check_path, parse_toml
 from paceline.core.fine_tuning_config import FineTuningOptions
 from paceline.core.options import (
     Requirement,
@@ -160,7 +160,7 @@ class RunConfig(FineTuningOptions):
             check_bounds(f.name, getattr(self, f.name), f.metadata["classification"])
         for name in ("run_dir", "backup_to", "init_from"):
             if (path := getattr(self, name)) is not None:
-                refuse_address(path, flag(name))
+                check_path(path, flag(name))
         self._check_replaced()
         super().__post_init__()
         self._check_requirements()

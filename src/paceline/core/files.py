@@ -27,15 +27,19 @@ _log = logging.getLogger(__name__)
 # --- Paths ---
 
 
-def refuse_address(path: str | Path, name: str) -> None:
-    """Reject an address such as ``s3://bucket/runs``, which would become a local folder ``s3:``.
+_MOST_NAME_BYTES = 255
+_MOST_PATH_BYTES = 4095
+
+
+def check_path(path: str | Path, name: str) -> None:
+    """Reject an address such as ``s3://bucket/runs``, which would become a local folder ``s3:``, and too long a name.
 
     Args:
         path: of files to read or write.
         name: of the option, for the error.
 
     Raises:
-        ConfigError: it is an address.
+        ConfigError: it is an address, or no file can have this name.
     """
     # Path has removed one of the slashes.
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
@@ -44,6 +48,11 @@ def refuse_address(path: str | Path, name: str) -> None:
             f"{name} {address}: Paceline reads and writes files of this machine only. Give a path, or the folder where "
             "the object store is mounted."
         )
+    longest = max(str(path).split(os.sep), key=len)
+    if len(os.fsencode(longest)) > _MOST_NAME_BYTES:
+        raise ConfigError(f"{name}: a file's name has at most {_MOST_NAME_BYTES} bytes; shorten {longest!r:.80}.")
+    if len(os.fsencode(path)) > _MOST_PATH_BYTES:
+        raise ConfigError(f"{name}: a path has at most {_MOST_PATH_BYTES:,} bytes; shorten {str(path)!r:.80}.")
 
 
 # --- Atomic writes ---

@@ -21,16 +21,17 @@ def main() -> None:
 
     pipes: list[dict[str, int]] = json.loads(os.environ.pop(RANK_OUTPUTS))
 
-    class PipedLogs(DefaultLogsSpecs):
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            logs = super().reify(envs)
-            for descriptor, paths in (("1", logs.stdouts), ("2", logs.stderrs)):
-                for local_rank, path in paths.items():
-                    if not path and descriptor in pipes[local_rank]:
-                        paths[local_rank] = f"/dev/fd/{pipes[local_rank][descriptor]}"
-            return logs
+    as_chosen = DefaultLogsSpecs.reify
 
-    vars(run)["DefaultLogsSpecs"] = PipedLogs
+    def reify(specs: DefaultLogsSpecs, envs: dict[int, dict[str, str]]) -> LogsDest:
+        logs = as_chosen(specs, envs)
+        for descriptor, paths in (("1", logs.stdouts), ("2", logs.stderrs)):
+            for local_rank, path in paths.items():
+                if not path and descriptor in pipes[local_rank]:
+                    paths[local_rank] = f"/dev/fd/{pipes[local_rank][descriptor]}"
+        return logs
+
+    DefaultLogsSpecs.reify = reify  # type: ignore[assignment, method-assign]
     run.main()
 
 

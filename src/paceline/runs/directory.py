@@ -39,12 +39,12 @@ import tomli_w
 from paceline.core.errors import RunDirectoryError, RunInUseError
 from paceline.core.files import (
     _append,
+    check_path,
     open_regular,
     parse_json,
     parse_toml,
     read_document,
     read_json_lines,
-    refuse_address,
     write_atomically,
 )
 
@@ -61,7 +61,7 @@ class RunDirectory:
     path: Path
 
     def __post_init__(self) -> None:
-        refuse_address(self.path, "the run directory")
+        check_path(self.path, "the run directory")
 
     @property
     def manifest(self) -> Path:

@@ -40,9 +40,10 @@ class Monitor:
         {"kind": "eval", "time", "step", "epoch", "split", "metrics": {name: value}}
 
     ``time`` is Unix time; ``seconds`` counts the run's time over all restarts; ``epoch`` counts
-    from 0 and ``step`` from 1; ``lr`` is the first parameter group's, and ``learning_rates`` has all of
-    them if there are several. ``samples_per_s`` excludes evaluations. ``imbalance`` is the slowest rank's busy time
-    over the mean's. ``logged`` has values that the task logs. NaN, infinite and unknown numbers are ``null``.
+    from 0 and ``step`` from 1; ``lr`` is that with which the first parameter group took the step, and
+    ``learning_rates`` has those of all groups if there are several. ``samples_per_s`` excludes evaluations.
+    ``imbalance`` is the slowest rank's busy time over the mean's. ``logged`` has values that the task logs. NaN,
+    infinite and unknown numbers are ``null``.
 
     Args:
         directory: the run's directory, which exists.

@@ -77,6 +77,7 @@ LAST_TRIES_S = (1.0, 2.0, 4.0, 8.0)
 
 _MOST_UNSURE_BYTES = 2**20  # of the ledger, which a run that never saves would keep in memory
 _FLUSH_EVERY = 64
+_LONG_WAIT_S = 1.0
 RECENT_STEPS = 4 * _FLUSH_EVERY
 """Number of steps whose ledger entries each rank keeps: more than a dead rank 0 can have buffered."""
 
@@ -133,6 +134,7 @@ class CheckpointManager:
         self._numerics = numerics_fingerprint(run.config, run.device)
         self._saved_version: int | None = None
         self._saved_at = time.monotonic()
+        self._told_of_wait = False
         self.save_s = 0.0
         self._ledger: LedgerWriter | None = None
         self._ledger_fails = False
@@ -235,10 +237,23 @@ class CheckpointManager:
         elif last:
             self._save_last(state, progress)
         else:
-            self._warn_on_failure(self._checkpointer.wait, progress)
+            self._wait_for_previous(progress)
             if progress.version != self._saved_version:
                 self._warn_on_failure(partial(self._start, state, progress), progress)
         self._saved_at = time.monotonic()
+
+    def _wait_for_previous(self, progress: TrainProgress) -> None:
+        """Wait for a save that is still being written: each one that is due is made, with one copy of the state."""
+        before = self.stall_s
+        self._warn_on_failure(self._checkpointer.wait, progress)
+        if (waited_s := self.stall_s - before) >= _LONG_WAIT_S and not self._told_of_wait:
+            self._told_of_wait = True
+            _log.warning(
+                "the save after step %d waited %.1f s, until the one before was written: the disk needs longer than "
+                "the training from one save to the next. Save less often, by --checkpoint-every.",
+                progress.step,
+                waited_s,
+            )
 
     def _start(self, state: Mapping[str, Any], progress: TrainProgress) -> None:
         # In this order, because a failure resets it.

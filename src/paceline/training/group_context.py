@@ -264,6 +264,7 @@ class GroupContext:
         sums: StepSums,
         row: Sequence[float] = (),
         logged: Mapping[str, float] = MappingProxyType({}),
+        learning_rates: Sequence[float] | None = None,
     ) -> StepSums:
         """Make a step count: one transition of the state, one ledger entry, one report.
 
@@ -271,6 +272,7 @@ class GroupContext:
             sums: the sums of the step.
             row: this rank's row, which travelled with them.
             logged: additional values that the task logs.
+            learning_rates: with which the step was taken; None: those of this process's last step.
 
         Returns:
             The sums, with the rows of all ranks.
@@ -293,7 +295,8 @@ class GroupContext:
             monitor.timer.mark("reduction")
         rows = partial(control.statuses, sums.rows)
         state.callback.on_step_end(progress.step, sums.loss)
-        monitor.on_step_end(progress.step, epoch, sums.samples, sums.loss, state.learning_rates, rows, logged)
+        rates = state.learning_rates if learning_rates is None else learning_rates
+        monitor.on_step_end(progress.step, epoch, sums.samples, sums.loss, rates, rows, logged)
         monitor.timer.mark("other")
         self.world.progress_tracker.end()
         return sums

@@ -151,7 +151,7 @@ class HogwildEngine(Engine):
         first, first_in_epoch = progress.step, progress.step_in_epoch
         before = [buffer.clone() for buffer in state.module.buffers()]
         self._model.begin(world)
-        done: list[tuple[int, dict[str, Any], int]] = []
+        done: list[tuple[int, dict[str, Any], int, list[float]]] = []
         with self._states.mutating():
             while (number := self._model.take(steps)) is not None:
                 applied = self._model.applied()
@@ -160,7 +160,8 @@ class HogwildEngine(Engine):
                 self._move_schedules_to(first + number)
                 self._states.update()
                 self._scheduled += 1
-                done.append((number, {**dataclasses.asdict(sums), "rows": []}, self._model.apply() - applied))
+                behind = self._model.apply() - applied
+                done.append((number, {**dataclasses.asdict(sums), "rows": []}, behind, state.learning_rates()))
                 group.monitor.timer.mark("optimizer")
                 tracker.begin("step")
             progress.step = first
@@ -168,8 +169,8 @@ class HogwildEngine(Engine):
             told = world.all_gather_object(done)
             tracker.begin("step")
             self._merge_buffers(before, len(done))
-            for _, sums_of_step, behind in sorted(entry for of_rank in told for entry in of_rank):
-                group.commit(StepSums(**sums_of_step))
+            for _, sums_of_step, behind, rates in sorted(entry for of_rank in told for entry in of_rank):
+                group.commit(StepSums(**sums_of_step), learning_rates=rates)
                 self._staleness.observe(behind)
             self._move_schedules_to(progress.step)
         for rank, of_rank in enumerate(told):

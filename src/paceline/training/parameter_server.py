@@ -205,7 +205,8 @@ class AsyncServerEngine(Engine):
         self._sync_points = SyncPoints(run.config, run.data)
         self._staleness = Staleness()
         self._worker_steps: list[int] = []
-        self._applied: dict[int, StepSums] = {}  # steps that wait for earlier ones, by number in the epoch
+        # Steps that wait for earlier ones, and their learning rates, by number in the epoch.
+        self._applied: dict[int, tuple[StepSums, list[float]]] = {}
         # Messages go to whichever worker is ready, in an order that NCCL cannot follow.
         cpu = torch.device("cpu")
         self._servers = OptimizerServers(run, states, world, cpu)
@@ -321,9 +322,10 @@ class AsyncServerEngine(Engine):
         mark("optimizer")
         # They count in the order of their numbers, which is that of the data, once all before are applied: no
         # state between two cuts is ever saved, and at a cut it makes no difference.
-        self._applied[int(push.step_in_epoch)] = sums
+        self._applied[int(push.step_in_epoch)] = sums, state.learning_rates()
         while state.progress.step_in_epoch in self._applied:
-            group.commit(self._applied.pop(state.progress.step_in_epoch))
+            earliest, rates = self._applied.pop(state.progress.step_in_epoch)
+            group.commit(earliest, learning_rates=rates)
         self._staleness.observe(behind)
         self._worker_steps[worker - self._workers.start] += 1
 

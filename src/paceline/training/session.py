@@ -10,10 +10,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
+
 from paceline.core.errors import PeerLostError, RunDirectoryError, StopRequested, TaskError
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.elastic.worker_group import open_process_group
-from paceline.parallel.device import LocalDevice
+from paceline.parallel.device import LocalDevice, gpu_identity
 from paceline.parallel.planning.auto_strategy import memory_per_process, require_replaceable
 from paceline.parallel.progress import note_progress
 from paceline.parallel.world import World
@@ -166,7 +168,10 @@ class FixedGroup:
 
     def memory_per_process(self) -> int:
         """Return the bytes that each process may use, the same for all of them."""
-        told: list[int] = self._world.all_gather_object(memory_per_process(self.device, self.processes))
+        gpu = gpu_identity(self.device)
+        # Several share one under gloo; a launcher may show each process its own alone.
+        sharing = self._world.all_gather_object(gpu).count(gpu) if gpu is not None else self.processes
+        told: list[int] = self._world.all_gather_object(memory_per_process(self.device, sharing))
         return min(told)
 
     def train(self, trainer: Trainer, train_in_group: TrainInGroup) -> dict[str, Any]:
@@ -217,7 +222,9 @@ class ElasticGroups:
 
     def memory_per_process(self) -> int:
         """Return the bytes that each process of this node may use."""
-        return memory_per_process(self.device, self.processes)
+        # All that an agent forks see the same GPUs, and take them in turn.
+        devices = torch.cuda.device_count() if self.device.type == "cuda" else 1
+        return memory_per_process(self.device, -(-self.processes // devices))
 
     def train(self, trainer: Trainer, train_in_group: TrainInGroup) -> dict[str, Any]:
         """Train in one group after another, to the run's result."""

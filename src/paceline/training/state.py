@@ -206,6 +206,7 @@ class TrainingState:
             self.outer = OuterOptimizer(module, lr=config.outer_lr, momentum=config.outer_momentum)
         self.pending_powersgd_state: Mapping[str, Any] | None = None
         self.progress = TrainProgress()
+        self._step_rates: list[Any] = []  # of the last step in this process
 
     @contextmanager
     def all_trainable(self) -> Iterator[None]:
@@ -233,8 +234,11 @@ class TrainingState:
         return self.module if self.ema is None else self.ema.module
 
     def learning_rates(self) -> list[float]:
-        """Return the learning rate of each parameter group, over all optimizers."""
-        return [float(current_lr(group)) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        """Return the learning rate of each parameter group, over all optimizers, as the last step took it."""
+        return [float(rate) for rate in self._step_rates or self._current_rates()]
+
+    def _current_rates(self) -> list[Any]:
+        return [current_lr(group) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale the loss for backward."""
@@ -270,6 +274,7 @@ class TrainingState:
         self.callback.on_before_optimizer_step()
         if clip is not None:
             clip()
+        self._step_rates = self._current_rates()
         optimizers = [self.optimizers[name] for name in names]
         with scaled_lr(self.optimizers), sparse_gradients(optimizers):
             for optimizer in optimizers:

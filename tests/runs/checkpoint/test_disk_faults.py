@@ -6,7 +6,9 @@ import errno
 import json
 import logging
 import os
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,9 @@ def numerics() -> Iterator[None]:
 
 def train(run: Path, **options: Any) -> paceline.Result:
     given: dict[str, Any] = {"max_steps": STEPS, "eval_every": "7steps", "checkpoint_every": "1steps"}
+    given |= {"keep_checkpoints": 2}
     task = load_task_class(f"{TASK}:Small")()
-    return paceline.fit(task, run_dir=str(run), threads=1, quiet=True, keep_checkpoints=2, **(given | options))
+    return paceline.fit(task, run_dir=str(run), threads=1, quiet=True, **(given | options))
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +131,26 @@ def test_each_call_of_a_save_may_fail(
     assert len(failed) >= 10
     assert all(os.strerror(number) in event["error"] for event in failed)
     assert sum(event["event"] == "checkpoint" for event in events) >= 20
+
+
+@pytest.mark.integration
+def test_a_save_that_is_due_waits_for_the_one_before_on_a_slow_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = Faults(monkeypatch, errno.EIO)
+
+    def delayed(call: str) -> bool:
+        if call == "fsync" and threading.current_thread().name.startswith("paceline-checkpoint"):
+            time.sleep(0.3)  # a save has more than four
+        return False
+
+    faults.strikes = delayed
+    result = train(tmp_path / "run", max_steps=2, keep_checkpoints=9, eval_every="never")
+    steps = sorted(path.name[:13] for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert steps == [f"step-{step:08}" for step in (1, 2)]
+    (message,) = [text for text in caplog.messages if "until the one before was written" in text]
+    assert re.match(r"the save after step 2 waited [1-9]\.\d s,", message)
+    assert result.record["checkpoint_stall_s"] > 1.0
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE], ids=["ENOSPC", "EIO", "ESTALE"])

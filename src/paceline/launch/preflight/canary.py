@@ -36,7 +36,7 @@ def measure(values: dict[str, Any]) -> dict[str, Any]:
         def timed(size: int) -> float:
             nonlocal is_correct
             values = torch.full((size // 4,), float(world.rank + 1), device=world.device)
-            dist.barrier()
+            world.barrier()  # torch's own waits for the GPU
             start = time.perf_counter()
             dist.all_reduce(values)
             if world.device.type == "cuda":

@@ -32,15 +32,15 @@ _BANDWIDTH = {"cpu": 1e9, "cuda": 25e9}
 
 
 def memory_per_process(device: torch.device, processes: int) -> int:
-    """Return the bytes that a process may use: a GPU's, or its part of the machine's.
+    """Return the bytes that a process may use: its part of a GPU's, or of the machine's.
 
     Args:
         device: the process's.
-        processes: how many share the machine.
+        processes: how many share the GPU, or on the CPU the machine.
     """
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return psutil.virtual_memory().total // max(1, processes)
+    on_gpu = device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
+    return int(total) // max(1, processes)
 
 
 def choose_strategy(
