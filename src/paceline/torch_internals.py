@@ -7,10 +7,11 @@ A new release of torch is supported once each of these exists and means the same
 from __future__ import annotations
 
 import re
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import wraps
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -100,9 +101,9 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def count_writes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place: a second use of a parameter shows in its gradient's count."""
-    return tensor._version
+def count_writes(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return how often each tensor was changed in place; autograd adds to a gradient in place."""
+    return [tensor._version for tensor in tensors]
 
 
 class PartsGradScaler(torch.amp.GradScaler, ABC):
@@ -263,6 +264,29 @@ def end_coalescing(group: Any) -> dist.Work:
 # --- DDP and FSDP ---
 
 
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Call a function once the current backward has accumulated all gradients; functions are called in order."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def silence_search_warning(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Let DDP not warn that a model has no unused parameters, which no user can know of the next step; a collective.
+
+    torch warns once a process, and in an ``apply`` it leaves the warning to Python, not to the terminal.
+    """
+    used = DistributedDataParallel(nn.Linear(1, 1, device=device), process_group=group, find_unused_parameters=True)
+
+    class Forward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                return cast(torch.Tensor, used(inputs)).detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Forward.apply(torch.zeros(1, 1, device=device))  # type: ignore[no-untyped-call]
+
+
 def leave_buffers(ddp: DistributedDataParallel) -> None:
     """Let DDP not broadcast its buffers in each forward, only once in its constructor.
 
@@ -273,30 +297,38 @@ def leave_buffers(ddp: DistributedDataParallel) -> None:
     ddp.broadcast_buffers = False
 
 
-def reduce_unused_parameters(unit: FSDPModule) -> None:
+def watch_gradients(unit: FSDPModule, used: Callable[[list[nn.Parameter]], None]) -> None:
     """Let an FSDP unit reduce zeros for a parameter without a gradient, so that all ranks reduce the same.
 
-    torch 2.12 has a method for it. 2.11 leaves such parameters out, unless they have a gradient when the unit's
-    backward has ended.
+    torch 2.12 has a method for the zeros, which does not tell for which parameters it reduces them.
+
+    Args:
+        unit: the unit.
+        used: called after each backward with the sharded parameters that have a gradient, of this backward or of one
+            before it that was not reduced.
     """
-    if hasattr(unit, "set_reduce_scatter_unused_params"):
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
-        return
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is not None:
-        group.post_backward = _with_zero_gradients(group, group.post_backward)  # type: ignore[method-assign]
+        # The class's, which another watch may have replaced.
+        post_backward = partial(type(group).post_backward, group)
+        group.post_backward = _with_zero_gradients(group, post_backward, used)  # type: ignore[method-assign]
 
 
-def _with_zero_gradients(group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
-    @wraps(post_backward)
+def _with_zero_gradients(
+    group: Any, post_backward: Callable[..., None], used: Callable[[list[nn.Parameter]], None]
+) -> Callable[..., None]:
     def put_zeros_and_reduce(*arguments: Any) -> None:
-        if group.reduce_grads:
-            for parameter in group.fsdp_params:
-                # Freed parameters have had no forward since the last reduction.
-                unsharded = getattr(parameter, "_unsharded_param", None)
-                accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
-                if unsharded is not None and unsharded.requires_grad and unsharded.grad is None and accumulated is None:
-                    unsharded.grad = torch.zeros_like(unsharded)
+        with_gradient = []
+        for parameter in group.fsdp_params:
+            # Freed parameters have had no forward since the last reduction.
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is None or not unsharded.requires_grad:
+                continue
+            if unsharded.grad is not None or getattr(parameter, "unsharded_accumulated_grad", None) is not None:
+                with_gradient.append(parameter.sharded_param)
+            elif group.reduce_grads:
+                unsharded.grad = torch.zeros_like(unsharded)
+        used(with_gradient)
         post_backward(*arguments)
 
     return put_zeros_and_reduce

@@ -31,9 +31,9 @@ from paceline.parallel.pipeline.stages import cut, find_blocks
 from paceline.training import parameter_server, run_context
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where the tests are found as they are by pytest
-from tests.training import data_tasks, impure_tasks, model_tasks, optimizer_tasks, order_tasks, tasks
+from tests.training import branch_tasks, data_tasks, impure_tasks, model_tasks, optimizer_tasks, order_tasks, tasks
 
-TASKS = (tasks, data_tasks, optimizer_tasks, model_tasks, impure_tasks, order_tasks)
+TASKS = (tasks, branch_tasks, data_tasks, optimizer_tasks, model_tasks, impure_tasks, order_tasks)
 
 
 def task_named(name: str) -> type[paceline.Task]:

@@ -38,6 +38,9 @@ APART: dict[str, dict[str, Any]] = {
         "options": {"local_sgd_steps": 2, "outer_optimizer": "nesterov", "precision": "bf16"},
     },
     "factored": {"task": "Factored", "options": {"local_sgd_steps": 3, "max_steps": 8}},
+    # One rank's micro-batches use parameters that the others' do not.
+    "branches": {"task": "Branches", "options": {"local_sgd_steps": 2}},
+    "branches-sgd": {"task": "Branches", "fields": {"adamw": False}, "options": {"local_sgd_steps": 3}},
     # The scaler skips the first steps; in the last batch of an epoch some ranks have no micro-batch.
     "fp16": {
         "task": "Overflowing",
@@ -59,6 +62,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "fields": {"num_val": 0},
         "options": {"comm_hook": "fp16", "precision": "fp16"},
     },
+    "brain-branches": {"task": "Branches", "options": {"comm_hook": "bf16"}},
     "brains": {"task": "TwoOptimizers", "options": {"comm_hook": "bf16", "clip_norm": 0.5}},
     "powersgd": {
         "task": "Points",

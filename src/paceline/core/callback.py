@@ -101,7 +101,7 @@ class Callback:
     def on_gradients_reduced(self, *, due: bool) -> Mapping[str, float]:
         """Called when the gradients of all micro-batches are summed, before anything is updated.
 
-        Ranks may communicate here.
+        A parameter that no micro-batch of the step used has no gradient. Ranks may communicate here.
 
         Args:
             due: whether ``metrics.jsonl`` gets a record of this step.

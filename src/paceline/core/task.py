@@ -56,7 +56,8 @@ class Task:
     """The minimum number of samples in a micro-batch (batch norm cannot take one)."""
 
     static_graph: ClassVar[bool] = False
-    """Whether every step uses the same parameters in the same way, which speeds up DistributedDataParallel."""
+    """Whether every step uses the same parameters in the same way: DistributedDataParallel then need not search each
+    step's graph for unused ones."""
 
     def build_model(self) -> nn.Module:
         """Return the model, on the CPU; Paceline seeds before the call and moves it after."""

@@ -40,9 +40,9 @@ class TrainStep(Protocol):
     def backward(self, loss: LossFunction) -> float:
         """Compute a loss and its gradient over the whole batch: one pass over the micro-batches.
 
-        Afterwards ``parameter.grad`` is the mean gradient, with the same bits on all ranks, and zero where no
-        micro-batch used the parameter. It lies in memory that the next pass overwrites: clone what you need later.
-        Each pass draws random numbers of its own.
+        Afterwards ``parameter.grad`` is the mean gradient, with the same bits on all ranks; where no micro-batch of
+        this pass used the parameter, it is None on all ranks. It lies in memory that the next pass overwrites: clone
+        what you need later. Each pass draws random numbers of its own.
 
         Args:
             loss: called once for each micro-batch of this rank, such as ``self.loss``.

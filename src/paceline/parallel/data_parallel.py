@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
@@ -46,8 +45,7 @@ class LocalSGDStrategy(MicrobatchStrategy):
     """Steps this rank alone, on its own micro-batches.
 
     Stich, "Local SGD Converges Fast and Communicates Little", 2019. The gradient is summed along the tree over all
-    micro-batches, with those of other ranks absent. A rank without a micro-batch in a short batch steps with a zero
-    gradient.
+    micro-batches, with those of other ranks absent. A rank without a micro-batch in a short batch has no gradient.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
@@ -70,5 +68,5 @@ class LocalSGDStrategy(MicrobatchStrategy):
             return replace(self.reducer.finish(row), rows=[])
         self.reducer.rollback()
         for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = None
         return StepSums(samples=0, weight=0.0, loss=0.0, checksum=0, rows=[], bad_microbatch=None, finite=True)

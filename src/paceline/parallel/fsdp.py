@@ -29,8 +29,8 @@ from paceline.torch_internals import (
     all_gather_single,
     parameter_table,
     reduce_scatter_single,
-    reduce_unused_parameters,
     tree_leaves,
+    watch_gradients,
 )
 
 # --- A reduce-scatter that sums along the tree of micro-batches, micro-step by micro-step ---
@@ -54,6 +54,10 @@ class TreeReduceScatter(_PlainMemoryReduceScatter):
 
     If several ranks hold the same chunk, each sums a part of it, and they exchange the totals.
 
+    Attributes:
+        micro_steps_left: the step's micro-steps after the current one. FSDP does not call this in a micro-step before
+            the first one that calls the unit at all: its contributions are zeros.
+
     Args:
         num_microbatches: S.
         data: all contributing ranks; holders of the same chunk are W / copies apart.
@@ -66,6 +70,7 @@ class TreeReduceScatter(_PlainMemoryReduceScatter):
         self._grad_buffers: dict[int, torch.Tensor] = {}
         self._micro_steps: list[list[int | None]] = []
         self._waiting: dict[int, torch.Tensor] = {}
+        self.micro_steps_left = 0
 
     def begin(self, micro_steps: Sequence[Sequence[int | None]]) -> None:
         """Begin a step.
@@ -98,11 +103,12 @@ class TreeReduceScatter(_PlainMemoryReduceScatter):
         with translate_peer_errors():
             dist.all_to_all_single(received, sent, group=self._data.group)
         self._data.progress_tracker.end_collective()
-        for microbatch, contribution in zip(
-            self._micro_steps.pop(), received.chunk(self._data.world_size), strict=True
-        ):
-            if microbatch is not None:
-                self._waiting[microbatch] = contribution
+        contributions = received.chunk(self._data.world_size)
+        while len(self._micro_steps) > self.micro_steps_left + 1:
+            missed = self._micro_steps.pop()
+            self._waiting |= {k: torch.zeros_like(contributions[0]) for k in missed if k is not None}
+        pairs = zip(self._micro_steps.pop(), contributions, strict=True)
+        self._waiting |= {k: contribution for k, contribution in pairs if k is not None}
         while self._leaves and self._leaves[-1] in self._waiting:
             self._add(self._waiting.pop(self._leaves.pop()))
         if self._micro_steps:
@@ -331,7 +337,7 @@ class FSDP(ExternalReduceStrategy):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             # Unused parameters contribute zeros, so that all ranks scatter the same in every micro-step.
-            reduce_unused_parameters(unit)
+            watch_gradients(unit, self._mark_used_in_unit)
             if not any(parameter.requires_grad for parameter in _own_parameters(unit)):
                 continue
             if self._exact:
@@ -409,6 +415,8 @@ class FSDP(ExternalReduceStrategy):
         super()._begin_microbatch()
         self._in_loss = True
         is_last = self._micro_steps_left == 0
+        for sums in self._sums:
+            sums.micro_steps_left = self._micro_steps_left
         for unit in self._units:
             if not self._exact:
                 unit.set_requires_gradient_sync(is_last, recurse=False)
@@ -424,6 +432,14 @@ class FSDP(ExternalReduceStrategy):
             super().backward(loss)
         if not self._exact:
             self._world.progress_tracker.end_collective()
+
+    def _mark_used(self) -> None:
+        # By now the units have scattered the gradients, and zeros for parameters without one.
+        pass
+
+    def _mark_used_in_unit(self, parameters: Sequence[nn.Parameter]) -> None:
+        if not self._is_dummy:
+            self.reducer.mark_used(parameters)
 
     def close(self) -> None:
         super().close()

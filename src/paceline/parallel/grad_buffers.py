@@ -115,8 +115,8 @@ class FlatLayout:
         return slices
 
     def gradient_views(self, grad_buffer: GradBuffer) -> list[torch.Tensor]:
-        """Return one view per parameter, with its shape and memory format."""
-        return [place.view(grad_buffer) for place in self._gradient_places]
+        """Return one view per parameter, with its shape, its memory format and a count of writes to it alone."""
+        return [place.view(grad_buffer).data for place in self._gradient_places]
 
     def float_buffer_views(self, grad_buffer: GradBuffer) -> list[torch.Tensor]:
         """Return one view per floating-point buffer."""

@@ -18,7 +18,7 @@ from paceline.parallel.sharded_state import local_shard
 from paceline.parallel.strategy import MicrobatchWork, ParameterLayout, Replicated, StrategyOptions
 from paceline.parallel.transports import Transport
 from paceline.parallel.world import ParallelDims
-from paceline.torch_internals import foreach_div_
+from paceline.torch_internals import call_after_backward, foreach_div_
 
 
 class MicrobatchStrategy:
@@ -120,13 +120,17 @@ class ReducerStrategy(MicrobatchStrategy):
 
 
 class ExternalReduceStrategy(MicrobatchStrategy):
-    """Another library sums the gradients, in micro-steps that all ranks run together."""
+    """Another library sums the gradients, in micro-steps that all ranks run together.
+
+    A dummy micro-step gives gradients to the parameters that it uses, but does not count as a use of them.
+    """
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, plan: ReductionPlan, options: StrategyOptions) -> None:
         super().__init__(module, mesh, plan, options, sums_gradients=False)
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._micro_steps_left = 0
         self._microbatches_left = 0
+        self._is_dummy = False
 
     def begin_step(self, present: Sequence[int]) -> None:
         self._micro_steps_left = self._count_micro_steps(present)
@@ -139,6 +143,16 @@ class ExternalReduceStrategy(MicrobatchStrategy):
     def run_dummy(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
         self._begin_microbatch()
         self.backward(loss(self.model) * 0.0)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if not self._is_dummy:
+            # Before the library adds what other ranks have used.
+            loss.register_hook(lambda _: call_after_backward(self._mark_used))  # type: ignore[no-untyped-call]
+        super().backward(loss)
+
+    def _mark_used(self) -> None:
+        """Tell the reducer which parameters this rank's micro-batches have used so far."""
+        self.reducer.mark_used(parameter for parameter in self._parameters if parameter.grad is not None)
 
     def reduce(self, row: Sequence[float]) -> StepSums:
         sums = self.reducer.finish(row)
@@ -158,7 +172,8 @@ class ExternalReduceStrategy(MicrobatchStrategy):
 
     def _begin_microbatch(self) -> None:
         self._micro_steps_left -= 1
-        if self._microbatches_left > 0:
+        self._is_dummy = self._microbatches_left == 0
+        if not self._is_dummy:
             self._microbatches_left -= 1
             super()._begin_microbatch()
 

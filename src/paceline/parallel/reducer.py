@@ -62,8 +62,9 @@ class GradientReducer:
     """Sums the contributions of the micro-batches of a step, in the plan's order.
 
     Gradients accumulate in flat buffers, of which each ``parameter.grad`` is a view. If the transport can overlap,
-    hooks send a bucket as soon as the last micro-batch's backward has filled it. A parameter that no micro-batch uses
-    gets a zero gradient, not ``None``, on every rank. Module buffers are summed as in
+    hooks send a bucket as soon as the last micro-batch's backward has filled it. A parameter that no micro-batch of any
+    rank used has no gradient after the step (``grad`` is None), as in plain PyTorch: autograd's addition raises the
+    count of writes of the view that is its gradient. Module buffers are summed as in
     :class:`~paceline.parallel.grad_buffers.MicrobatchBuffers`.
 
     Attributes:
@@ -75,7 +76,7 @@ class GradientReducer:
         world: the ranks; the construction is a collective.
         row_length: number of values in a rank's row.
         timeout_s: how long a rank may keep the others waiting.
-        with_gradients: False if another library sums the gradients.
+        with_gradients: False if another library sums the gradients; tell what it has used by :meth:`mark_used`.
         holds: selects the parameters and buffers; by default those on this rank.
         transport: builds the transport; by default the fastest for these ranks. If it leaves the total on some ranks
             only, only these can tell whether it is finite.
@@ -98,14 +99,15 @@ class GradientReducer:
         self._rank = world.rank
         self._activity = world.progress_tracker
         present_parameters = [(n, p) for n, p in module.named_parameters() if holds(p)]
-        named = [(n, p) for n, p in present_parameters if p.requires_grad] if with_gradients else []
-        self._parameters = [parameter for _, parameter in named]
+        self._trained = [parameter for _, parameter in present_parameters if parameter.requires_grad]
+        self._parameters = self._trained if with_gradients else []
+        self._bit_of = {id(parameter): 1 << index for index, parameter in enumerate(self._trained)}
         self._frozen = [(n, p) for n, p in present_parameters if not p.requires_grad]
         self.buffers = MicrobatchBuffers(module, holds)
         # Each rank sums its shard of a distributed parameter.
         parts = [local_shard(parameter) for parameter in self._parameters]
         layout = FlatLayout(parts, self.buffers.floats, self.buffers.integers, self.buffers.counts)
-        self._header = StepHeader(plan, world.rank, row_length)
+        self._header = StepHeader(plan, world.rank, row_length, len(self._trained))
         self._transport = (
             make_transport(world, plan, layout.flat_buffers, layout.buckets, self._header.length, timeout_s)
             if transport is None
@@ -134,12 +136,8 @@ class GradientReducer:
             parameter.register_hook(_coalesce)  # type: ignore[no-untyped-call]
             for parameter in _embeddings(module, self._parameters)
         ]
-        self._guards = [
-            parameter.register_post_accumulate_grad_hook(self._make_guard(index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self._parameters)
-        ]
-        self._writes = 0  # to the gradients, before the current micro-batch
-        self._accumulated: set[int] | None = None  # parameters with a gradient of the current micro-batch
+        self._writes: list[int] = []  # to each current gradient, before the current micro-batch
+        self._used = 0  # the parameters that this rank's micro-batches of the step have used, as a set of bits
         self._remaining: deque[tuple[int, Accumulate]] = deque()  # micro-batches of this step, the next one first
         self._absent: list[int] = []  # nodes of this rank without a micro-batch in this step
         self._sums: list[MicrobatchSums] = []
@@ -156,7 +154,8 @@ class GradientReducer:
             nodes = self.plan.subtrees[self._rank]
             self._absent = [i for i, node in enumerate(nodes) if not any(node.start <= k < node.stop for k in present)]
         self._sums = []
-        self._grad_buffer = -1  # user code may have set gradients to None
+        self._used = 0
+        self._grad_buffer = -1  # unused parameters have none, and user code may have set some to None
         self._missing, self._merges = [], ()
         self._next_bucket = 0
         self._watch, self._check, self.watched = None, None, 0
@@ -217,8 +216,7 @@ class GradientReducer:
 
     def _leave_no_trace(self) -> None:
         """End the computation of a micro-batch that does not count."""
-        for index in range(len(self._parameters)):
-            self._collect_replaced_gradient(index, self._grad_buffer)
+        self._collect_replaced_gradients()
         self.buffers.reset()
         self._grad_buffer = -1
 
@@ -235,8 +233,7 @@ class GradientReducer:
             if len(self._remaining) == 1 and self._transport.overlaps:
                 self._missing = self._bucket_sizes.copy()
         self._merges = step.merges if len(self._remaining) == 1 else ()
-        self._accumulated = set()
-        self._writes = self._count_writes()
+        self._writes = count_writes(self._gradients[self._grad_buffer])
 
     def require_gradients(self) -> None:
         """Reject a loss that has removed the gradients which earlier micro-batches left; call this before backward.
@@ -252,15 +249,15 @@ class GradientReducer:
             )
 
     def end_microbatch(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
-        """Collect the micro-batch's gradients, buffers and sums."""
+        """Collect the micro-batch's gradients, buffers and sums.
+
+        Raises:
+            TaskError: a gradient came in two parts.
+        """
         microbatch, step = self._remaining[0]
-        self._accumulated = None
-        # After the first step, hooks per parameter would cost too much; a count finds it if all parameters are used.
-        if not self._missing and self._count_writes() - self._writes > len(self._parameters):
-            raise _gradient_in_parts()
         self._sums.append(MicrobatchSums(microbatch, samples, weight, loss_sum.detach(), checksum))
-        for index in range(len(self._parameters)):
-            self._collect_replaced_gradient(index, self._grad_buffer)
+        self._collect_replaced_gradients()
+        self._count_uses()
         if microbatch == self._watch:
             self.watched = self._scratch.fingerprint(loss_sum, weight, checksum)
             self._scratch.add_to(self._transport.grad_buffers[step.slot])
@@ -292,7 +289,7 @@ class GradientReducer:
         # Those of the module buffers alone, where another library has run collectives until here: all ranks must make
         # the calls of both in one order.
         self._send_remaining_buckets()
-        header = self._header.pack(row, self._sums)
+        header = self._header.pack(row, self._used, self._sums)
         self._activity.begin_collective("all-reduce")
         headers = self._transport.exchange(header)
         rows = self._header.rows(headers)
@@ -316,10 +313,12 @@ class GradientReducer:
         samples, weight, loss_sum, checksum = sums[combine.root]
         if self._grad_buffer != 0:
             self._point_gradients_at(0)
+        used = self._header.used(headers)
+        if used != (1 << len(self._trained)) - 1:
+            for index, parameter in enumerate(self._trained):
+                if not used >> index & 1:
+                    parameter.grad = None
         self.buffers.assign(self._float_sums[0], self._integer_sums[0], self._counts[0], samples)
-        # One step is enough to check how the model is built.
-        while self._guards:
-            self._guards.pop().remove()
         return StepSums(
             samples=int(samples),
             weight=weight,
@@ -330,13 +329,18 @@ class GradientReducer:
             finite=self._divide(weight) and math.isfinite(loss_sum),
         )
 
+    def mark_used(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that a micro-batch of this rank has used these parameters in the current step."""
+        for parameter in parameters:
+            self._used |= self._bit_of[id(parameter)]
+
     def rollback(self) -> None:
         """Drop an unfinished step, and restore the buffers."""
         self.buffers.rollback()
 
     def close(self) -> None:
         """Free the gradients and the transport's memory."""
-        for hook in (*self._hooks, *self._guards):
+        for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters:
             parameter.grad = None
@@ -374,13 +378,22 @@ class GradientReducer:
         self._scratch.zero()
         self._point_gradients_at(index)
 
-    def _collect_replaced_gradient(self, index: int, buffer_index: int) -> None:
-        """Copy a gradient back into its buffer, because autograd adds out of place under ``create_graph``."""
-        parameter, gradient = self._parameters[index], self._gradients[buffer_index][index]
-        if parameter.grad is not gradient:
-            if parameter.grad is not None:
-                gradient.copy_(parameter.grad.detach())
-            parameter.grad = gradient
+    def _collect_replaced_gradients(self) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients[self._grad_buffer], strict=True):
+            if parameter.grad is not gradient:
+                _collect_replaced_gradient(parameter, gradient)
+
+    def _count_uses(self) -> None:
+        """Note the parameters that the micro-batch has used: autograd wrote to their gradients, once."""
+        writes = count_writes(self._gradients[self._grad_buffer])
+        if writes == [before + 1 for before in self._writes]:  # most often it has used all
+            self._used |= (1 << len(writes)) - 1
+            return
+        for index, (after, before) in enumerate(zip(writes, self._writes, strict=True)):
+            if after > before + 1:
+                raise _gradient_in_parts()
+            if after > before:
+                self._used |= 1 << index
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         bucket = self._bucket_of[index]
@@ -388,30 +401,14 @@ class GradientReducer:
         def hook(parameter: torch.Tensor) -> None:
             if not self._missing:
                 return  # not the rank's last micro-batch of the step
-            self._collect_replaced_gradient(index, self._remaining[0][1].slot)
+            gradient = self._gradients[self._remaining[0][1].slot][index]
+            if parameter.grad is not gradient:
+                _collect_replaced_gradient(parameter, gradient)
             self._missing[bucket] -= 1
-            if self._missing[bucket] < 0:
-                raise _gradient_in_parts()
             while self._next_bucket < self._gradient_buckets and self._missing[self._next_bucket] == 0:
                 self._send_next_bucket()
 
         return hook
-
-    def _make_guard(self, index: int) -> Callable[[torch.Tensor], None]:
-        def guard(parameter: torch.Tensor) -> None:
-            if self._accumulated is None:
-                return
-            if index in self._accumulated:
-                raise _gradient_in_parts()
-            self._accumulated.add(index)
-
-        return guard
-
-    def _count_writes(self) -> int:
-        """Return how often the current gradients were written: autograd adds to each in place."""
-        buffers = self._transport.grad_buffers
-        current = buffers[self._grad_buffer] if self._grad_buffer < len(buffers) else self._scratch.flat_buffers
-        return sum(count_writes(buffer) for buffer in current.values())
 
     def _send_remaining_buckets(self) -> None:
         while self._transport.overlaps and self._next_bucket < len(self._buckets):
@@ -436,6 +433,19 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     # A sum is finite only if all its terms are; float16 would overflow too early.
     sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     return bool(torch.stack(sums).isfinite().all()) if len(sums) > 1 else cmath.isfinite(sums[0].item())
+
+
+def _collect_replaced_gradient(parameter: nn.Parameter | torch.Tensor, gradient: torch.Tensor) -> None:
+    """Copy a gradient back into its buffer, because autograd adds out of place under ``create_graph``.
+
+    Raises:
+        TaskError: a second part was added to it.
+    """
+    if parameter.grad is not None:
+        if any(count_writes([parameter.grad])):
+            raise _gradient_in_parts()
+        gradient.copy_(parameter.grad.detach())
+    parameter.grad = gradient
 
 
 def _gradient_in_parts() -> TaskError:

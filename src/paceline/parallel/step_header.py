@@ -1,9 +1,9 @@
-"""The header that a rank sends with a step's gradients: its first bad micro-batch, its row, its nodes' sums."""
+"""A rank's header, sent with a step's gradients: first bad micro-batch, row, used parameters, nodes' sums."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,24 +46,57 @@ class NodeSums(NamedTuple):
 _NODE_LENGTH = len(NodeSums._fields)
 
 
+# --- A set of parameters, as the bits of an integer, in float64 numbers ---
+
+
+_BITS = 53  # of an integer that a float64 represents exactly
+
+
+def set_length(size: int) -> int:
+    """Return how many numbers a set of parameters takes that are numbered below ``size``."""
+    return -(-size // _BITS)
+
+
+def pack_set(members: int, size: int) -> list[float]:
+    """Return a set of parameters as numbers; bit i of ``members`` is parameter i."""
+    return [float(members >> start & (1 << _BITS) - 1) for start in range(0, size, _BITS)]
+
+
+def union(packed: Iterable[Sequence[float]]) -> int:
+    """Return the parameters that are in any of the sets from :func:`pack_set`."""
+    members = 0
+    for numbers in packed:
+        for position, number in enumerate(numbers):
+            members |= int(number) << _BITS * position
+    return members
+
+
 class StepHeader:
     """A rank's header: equally many float64 values on every rank.
 
     Args:
         plan: the work split and the tree.
         row_length: number of values in a rank's row.
+        num_parameters: number of the model's trainable parameters.
 
     Attributes:
         length: number of values in a header.
     """
 
-    def __init__(self, plan: ReductionPlan, rank: int, row_length: int) -> None:
-        self._plan, self._rank = plan, rank
-        self._row = slice(1, 1 + row_length)  # after the first bad micro-batch; the nodes' sums follow
-        self.length = self._row.stop + _NODE_LENGTH * max(len(nodes) for nodes in plan.subtrees)
+    def __init__(self, plan: ReductionPlan, rank: int, row_length: int, num_parameters: int) -> None:
+        self._plan, self._rank, self._num_parameters = plan, rank, num_parameters
+        self._row = slice(1, 1 + row_length)  # after the first bad micro-batch
+        self._used = slice(self._row.stop, self._row.stop + set_length(num_parameters))  # the nodes' sums follow
+        self.length = self._used.stop + _NODE_LENGTH * max(len(nodes) for nodes in plan.subtrees)
 
-    def pack(self, row: Sequence[float], microbatches_sums: Sequence[MicrobatchSums]) -> list[float]:
-        """Return the header of this rank, which has computed these micro-batches, in order."""
+    def pack(self, row: Sequence[float], used: int, microbatches_sums: Sequence[MicrobatchSums]) -> list[float]:
+        """Return the header of this rank, which has computed these micro-batches, in order.
+
+        Args:
+            row: the rank's values.
+            used: the parameters that they used, as a set of bits.
+            microbatches_sums: of each micro-batch.
+        """
         assert len(row) == self._row.stop - self._row.start
         nodes = self._plan.subtrees[self._rank]
         microbatches = [sums.microbatch for sums in microbatches_sums]
@@ -81,7 +114,7 @@ class StepHeader:
                 node_sums[into] = node_sums[into].plus(node_sums[other])
             if bad_microbatch == _NO_MICROBATCH and not (math.isfinite(loss) and math.isfinite(weight)):
                 bad_microbatch = sums.microbatch
-        header = [bad_microbatch, *row]
+        header = [bad_microbatch, *row, *pack_set(used, self._num_parameters)]
         for node, of_node in zip(nodes, node_sums, strict=False):
             has_microbatch = any(node.start <= microbatch < node.stop for microbatch in microbatches)
             header += of_node if has_microbatch else NodeSums()
@@ -91,10 +124,14 @@ class StepHeader:
         """Return each rank's row."""
         return [header[self._row] for header in headers]
 
+    def used(self, headers: Sequence[Sequence[float]]) -> int:
+        """Return the parameters that any rank has used, as a set of bits."""
+        return union(header[self._used] for header in headers)
+
     def node_sums(self, headers: Sequence[Sequence[float]]) -> list[NodeSums]:
         """Return the sums of each node, in the order of the plan."""
         return [
-            NodeSums(*headers[rank][self._row.stop + _NODE_LENGTH * i :][:_NODE_LENGTH])
+            NodeSums(*headers[rank][self._used.stop + _NODE_LENGTH * i :][:_NODE_LENGTH])
             for rank, nodes in enumerate(self._plan.subtrees)
             for i in range(len(nodes))
         ]

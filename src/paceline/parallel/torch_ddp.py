@@ -17,7 +17,7 @@ from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
 from paceline.parallel.world import ParallelDims, World
-from paceline.torch_internals import foreach_mul_, leave_buffers
+from paceline.torch_internals import foreach_mul_, leave_buffers, silence_search_warning
 
 # --- Compressed gradients for ``DistributedDataParallel`` (``--comm-hook``), by torch's own hooks ---
 #
@@ -92,9 +92,12 @@ class PowerSGD:
                 self._leave_buckets(bucket.index())
             self._enter_bucket(bucket.index(), parameters)
         answer = powerSGD_hook.powerSGD_hook(self._state, bucket)
-        # torch's hook waits for its later sums in one of gloo's two threads, so two buckets at once would
-        # deadlock. Therefore one bucket is processed at a time.
-        self._last = answer if self._world.backend == "gloo" and not bucket.is_last() else None
+        # torch's hook waits for its later sums in one of gloo's two threads, so two buckets at once would deadlock, and
+        # in another order than that of the collective in which DDP sums up which parameters are used. Therefore one
+        # bucket is processed at a time, and that collective follows the last one.
+        self._last = answer if self._world.backend == "gloo" else None
+        if bucket.is_last() and self._last is not None:
+            self._last.wait()
         return answer
 
     def gather_state(self) -> dict[str, Any]:
@@ -206,6 +209,9 @@ def _columns(parameter: torch.Tensor) -> int:
 class TorchDDP(ExternalReduceStrategy):
     """``DistributedDataParallel`` sums the gradients during the backward of a rank's last micro-batch.
 
+    Unless the task says that its graph is static, it searches each step's graph for unused parameters: a rank that did
+    not use one would otherwise keep the others waiting for its gradient.
+
     Attributes:
         powersgd: the PowerSGD hook, if used.
 
@@ -220,12 +226,16 @@ class TorchDDP(ExternalReduceStrategy):
             raise ConfigError(f"{option} needs at least two processes. Leave it out for one.")
         plan = ReductionPlan(sum(options.work_split), world.world_size, "allreduce", options.work_split)
         super().__init__(module, mesh, plan, options)
+        # torch's static graph fails an assertion if a backward has no reduction.
+        is_static = options.static_graph and max(options.work_split) == 1
+        if not is_static:
+            silence_search_warning(world.group, world.device)
         self._ddp = DistributedDataParallel(
             module,
             device_ids=[world.device] if world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            # torch's static graph fails an assertion if a backward has no reduction.
-            static_graph=options.static_graph and max(options.work_split) == 1,
+            find_unused_parameters=not is_static,
+            static_graph=is_static,
         )
         leave_buffers(self._ddp)  # the reducer averages them
         self._scale = 1.0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from paceline.core.errors import ConfigError
+from paceline.elastic.state_transfer import StateSource, transfer_state
 from paceline.parallel.messages import ParameterAverager
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import ParallelDims
@@ -99,6 +102,7 @@ class LocalSGD(StepHook):
         self._interval.append(StepRecord(dataclasses.replace(progress), epoch, step_in_epoch, sums))
         if not self._sync_schedule.is_sync_step(progress):
             return dataclasses.replace(sums, rows=[])
+        share_states(self._mesh, self._state.optimizers)
         checksums = [float(step.sums.checksum) for step in self._interval]
         headers = self._averager.average(tensors_to_average(self._state), [*row, *checksums])
         if self._state.outer is not None:
@@ -115,6 +119,55 @@ class LocalSGD(StepHook):
         self._averager.close()
 
 
+def share_states(mesh: ParallelDims, optimizers: Mapping[str, Optimizer]) -> None:
+    """Give all ranks states of the same parameters, and the highest count of steps of each; a collective.
+
+    An optimizer keeps nothing of a parameter before its first gradient, and a rank's micro-batches need not use it. A
+    rank without a state of it takes over that of the lowest rank that has one.
+
+    Raises:
+        PeerLostError: a rank is gone.
+    """
+    world = mesh.world
+    if world.world_size == 1:
+        return
+    own = [_step_counts(optimizer) for optimizer in optimizers.values()]
+    digest = float(int.from_bytes(hashlib.blake2b(repr(own).encode(), digest_size=6).digest()))
+    if len({of_rank[0] for of_rank in mesh.gather_rows([digest])}) == 1:
+        return
+    counts_of_ranks = [[dict(pairs) for pairs in of_rank] for of_rank in world.all_gather_object(own)]
+    for number, optimizer in enumerate(optimizers.values()):
+        counts = [of_rank[number] for of_rank in counts_of_ranks]
+        for source in range(world.world_size):
+            missing = [index for index in counts[source] if all(index not in lower for lower in counts[:source])]
+            behind = [rank for rank, held in enumerate(counts) if any(index not in held for index in missing)]
+            states = {str(index): _state_of(optimizer, index) for index in missing if source == world.rank}
+            received = transfer_state(world, StateSource(source, 0, tuple(behind)), states) or {}
+            for index, values in received.items():
+                if int(index) not in counts[world.rank]:
+                    optimizer.state[_parameters(optimizer)[int(index)]] = values
+        for index in {index for held in counts for index in held}:
+            state = _state_of(optimizer, index)
+            if "step" in state:
+                steps = max(held[index] for held in counts if index in held)
+                state["step"] = torch.full_like(s, steps) if torch.is_tensor(s := state["step"]) else type(s)(steps)
+
+
+def _step_counts(optimizer: Optimizer) -> list[tuple[int, float]]:
+    """Return the numbers of the parameters that an optimizer has a state of, each with its count of steps."""
+    states = [(index, _state_of(optimizer, index)) for index in range(len(_parameters(optimizer)))]
+    return [(index, float(state.get("step", 0))) for index, state in states if state]
+
+
+def _state_of(optimizer: Optimizer, index: int) -> dict[str, Any]:
+    state: dict[str, Any] = optimizer.state.get(_parameters(optimizer)[index], {})
+    return state
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def tensors_to_average(state: TrainingState) -> list[torch.Tensor]:
     """Return the averaged tensors: parameters, buffers, and the tensors of optimizers.
 
@@ -124,11 +177,10 @@ def tensors_to_average(state: TrainingState) -> list[torch.Tensor]:
     tensors += state.module.buffers()
     for optimizer in state.optimizers.values():
         # In the order of the parameters: that of the states is the order of their first gradients.
-        for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        for parameter in _parameters(optimizer):
             tensors += [
                 value
                 for name, value in optimizer.state.get(parameter, {}).items()
-                # Steps are counted alike everywhere.
                 if isinstance(value, torch.Tensor)
                 and name != "step"
                 and (value.shape == parameter.shape or value.is_floating_point())

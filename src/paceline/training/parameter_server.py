@@ -133,6 +133,7 @@ class _Tag(IntEnum):
     HEADER = 1003
     GRADIENTS = 1004
     BUFFERS = 1005
+    USED = 1006
 
 
 class _Command(IntEnum):
@@ -363,10 +364,14 @@ class AsyncServerEngine(Engine):
 
     def _receive_gradients(self, worker: int) -> None:
         parcel, held = self._parameters.parcels[self._world.rank], self._parameters.parameters[self._world.rank]
+        used = torch.empty(len(held), dtype=torch.uint8)
+        with translate_peer_errors():
+            dist.recv(used, group=self._world.group, tag=_Tag.USED, group_src=worker)
         parcel.receive(self._world, worker, _Tag.GRADIENTS)
-        for parameter in held:
-            parameter.grad = torch.empty_like(parameter)
-        parcel.unpack([_gradient(parameter) for parameter in held])
+        gradients = [torch.empty_like(parameter) for parameter in held]
+        parcel.unpack(gradients)
+        for parameter, gradient, is_used in zip(held, gradients, used.tolist(), strict=True):
+            parameter.grad = gradient if is_used else None
 
     def _apply(self) -> None:
         self._states.update()
@@ -411,9 +416,11 @@ class AsyncServerEngine(Engine):
             stop=stop,
         )
         self._send(0, _Tag.HEADER, torch.tensor(dataclasses.astuple(push), dtype=torch.float64))
-        gradients = [_gradient(parameter) for parameter in self._trainable]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trainable]
+        used = torch.tensor([parameter.grad is not None for parameter in self._trainable], dtype=torch.uint8)
         self._changed_buffers.pack([*self._buffers, *self._buffer_bundle.views])
         for server, (parcel, numbers) in enumerate(zip(self._parameters.parcels, self._parameters.ranges, strict=True)):
+            self._send(server, _Tag.USED, used[numbers.start : numbers.stop])
             parcel.pack(gradients[numbers.start : numbers.stop])
             parcel.send(self._world, server, _Tag.GRADIENTS)
             if server == 0:
@@ -434,7 +441,3 @@ class AsyncServerEngine(Engine):
     def _send(self, rank: int, tag: _Tag, message: torch.Tensor) -> None:
         with translate_peer_errors():
             dist.send(message, group=self._world.group, tag=tag, group_dst=rank)
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

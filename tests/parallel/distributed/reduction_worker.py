@@ -182,7 +182,7 @@ def train_everything(
         "fingerprints": fingerprints,
         "first_gradient": numbers,
         "strides_kept": strides_kept,
-        "unused_gradient": model.unused.weight.grad.tolist(),
+        "unused_gradient": model.unused.weight.grad,
         "frozen_gradient": model.frozen.weight.grad,
         "mask_kept": digest(model.mask) == first_mask,
         "calls": int(model.calls),

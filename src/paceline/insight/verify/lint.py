@@ -366,8 +366,8 @@ def check_gradients(context: LintContext) -> Iterator[Finding]:
     if unused:
         yield Finding(
             lint="unused-parameters",
-            message=f"{_describe_parameters(unused)} get no gradient from the loss: they are not trained, "
-            "and DistributedDataParallel would wait for them. Remove or freeze them (requires_grad_(False)).",
+            message=f"{_describe_parameters(unused)} get no gradient from the loss, so no optimizer changes them. "
+            "Remove them, or freeze them with requires_grad_(False).",
             place=definition(context.task.build_model),
         )
     optimized = {id(p) for o in context.optimizers(model) for group in o.param_groups for p in group["params"]}

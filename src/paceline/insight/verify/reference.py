@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,9 +124,14 @@ class PipeDreamReference(ReducerStrategy):
 
 @dataclass(frozen=True)
 class _SimulatedMicrobatch:
-    """The results of one micro-batch's backward: gradients, buffers times samples, changes of counters."""
+    """The results of one micro-batch's backward: gradients, buffers times samples, changes of counters.
+
+    Attributes:
+        used: whether each parameter has a gradient; it is zero otherwise.
+    """
 
     gradients: list[torch.Tensor]
+    used: list[bool]
     floats: list[torch.Tensor]
     counters: list[torch.Tensor]
     weight: float
@@ -211,8 +217,9 @@ def _compressed_step(run: RunContext, state: TrainingState, ranges: Sequence[ran
     weight = sum(sum(microbatch.weight for microbatch in results) for results in present)
     gradients = [total.to(p.dtype) for total, p in zip(_left_to_right(messages), parameters, strict=True)]
     foreach_mul_(gradients, ranks / (weight * scale))
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+    used = _used(microbatch for results in present for microbatch in results)
+    for parameter, gradient, is_used in zip(parameters, gradients, used, strict=True):
+        parameter.grad = gradient if is_used else None
     samples = sum(microbatch.samples for results in present for microbatch in results)
     means = _left_to_right([_left_to_right([s.floats for s in results]) for results in present])
     for buffer, total, has_changed in zip(floats, means, changed, strict=True):
@@ -223,6 +230,11 @@ def _compressed_step(run: RunContext, state: TrainingState, ranges: Sequence[ran
         buffer.add_(change.div(sum(map(len, present)), rounding_mode="floor"))
     clip_norm = run.config.clip_norm
     state.update(None if clip_norm is None else partial(_clip, parameters, clip_norm))
+
+
+def _used(microbatches: Iterable[_SimulatedMicrobatch]) -> list[bool]:
+    """Return whether any of the micro-batches has used each parameter."""
+    return [any(uses) for uses in zip(*(microbatch.used for microbatch in microbatches), strict=True)]
 
 
 def _left_to_right(terms: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -267,6 +279,7 @@ def _compute(
         ]
         computed[microbatch.index] = _SimulatedMicrobatch(
             [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters],
+            [p.grad is not None for p in parameters],
             [buffer * float(microbatch.num_samples) for buffer in floats],
             [now - before for now, before in zip(counters, base[len(floats) :], strict=True)],
             float(loss.weight),
@@ -284,13 +297,13 @@ def _set_gradients(run: RunContext, state: TrainingState, microbatches: Sequence
     computed, changed = _compute(run, state, microbatches)
     if not computed:
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = None
         return
     size = 1 << (run.num_microbatches - 1).bit_length()
     weight = _tree({k: [torch.tensor(s.weight, dtype=torch.float64)] for k, s in computed.items()}, 0, size)
     gradients = _tree({k: s.gradients for k, s in computed.items()}, 0, size)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient / weight[0].item()
+    for parameter, gradient, is_used in zip(parameters, gradients, _used(computed.values()), strict=True):
+        parameter.grad = gradient / weight[0].item() if is_used else None
     samples = sum(microbatch.samples for microbatch in computed.values())
     means = _tree({k: s.floats for k, s in computed.items()}, 0, size)
     for buffer, total, has_changed in zip(floats, means, changed, strict=True):
@@ -301,10 +314,28 @@ def _set_gradients(run: RunContext, state: TrainingState, microbatches: Sequence
         buffer.add_(change.div(len(computed), rounding_mode="floor"))
 
 
+def _share_states(states: Sequence[TrainingState]) -> None:
+    """Give all ranks' optimizers states of the same parameters, of equally many steps."""
+    for name, parameters in states[0].parameters_of.items():
+        for index in range(len(parameters)):
+            keys = [state.parameters_of[name][index] for state in states]
+            held = [state.optimizers[name].state.get(key, {}) for state, key in zip(states, keys, strict=True)]
+            first = next((values for values in held if values), None)
+            if first is None:
+                continue
+            steps = max(float(values.get("step", 0)) for values in held)
+            for state, key, values in zip(states, keys, held, strict=True):
+                taken = values or deepcopy(first)
+                if "step" in taken:
+                    taken["step"] = taken["step"] * 0 + steps
+                state.optimizers[name].state[key] = taken
+
+
 def _sync_replicas(states: Sequence[TrainingState], shares: Sequence[int]) -> None:
     """Replace every rank's tensors by their mean, weighted by micro-batches."""
     size = 1 << (len(states) - 1).bit_length()
     factors = [share // math.gcd(*shares) for share in shares]
+    _share_states(states)
     tensors_of_ranks = [tensors_to_average(state) for state in states]
     means = _tree(
         {rank: [tensor * factors[rank] for tensor in tensors] for rank, tensors in enumerate(tensors_of_ranks)},

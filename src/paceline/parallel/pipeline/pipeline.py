@@ -48,6 +48,7 @@ from paceline.parallel.pipeline.stages import (
 from paceline.parallel.reducer import GradientReducer, StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import explain_dtensor_mixing, local_shard
+from paceline.parallel.step_header import pack_set, union
 from paceline.parallel.strategy import ExampleBatchProvider, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.torch_internals import (
@@ -301,7 +302,10 @@ class PipelineLayout:
         own = {number: p.grad for number, p in enumerate(parameters) if p.grad is not None}
         of_number = dict(zip(own, norms_of_parts(list(own.values())), strict=True))
         zero = torch.zeros((), device=self._part.device)
-        norms = torch.stack([of_number.get(number, zero) for number in range(len(parameters))])
+        used = find_stage_executor(module).used
+        # Only parameters with a gradient on some stage: even a zero changes the order of the additions.
+        with_gradient = [number for number in range(len(parameters)) if used >> number & 1]
+        norms = torch.stack([of_number.get(number, zero) for number in with_gradient] or [zero])
         # Each norm is on one rank and zero on the others, so the sum is exact.
         activity = self._part.progress_tracker
         activity.begin_collective("all-reduce")
@@ -547,7 +551,11 @@ class Pipeline:
         sums = self._first_reducer.finish(row)
         rest = [reducer for reducer in self._reducers.values() if reducer is not self._first_reducer]
         finite = all([sums.finite, *(reducer.finish(()).finite for reducer in rest)])
-        return require_agreement(replace(sums, finite=finite), row, self._mesh)
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        own = sum(1 << number for number, parameter in enumerate(trained) if parameter.grad is not None)
+        sums = require_agreement(replace(sums, finite=finite), [*row, *pack_set(own, len(trained))], self._mesh)
+        self._forward.used = union(of_rank[len(row) :] for of_rank in sums.rows)
+        return replace(sums, rows=[of_rank[: len(row)] for of_rank in sums.rows])
 
     def _is_recorded(self, step: int) -> bool:
         return step > 1 and not step & (step - 1)

@@ -503,6 +503,7 @@ class StageExecutor:
     Attributes:
         stages: of the whole model.
         turn: set while the task's loss is called for one stage.
+        used: the trainable parameters with a gradient in the current step, on any rank, as a set of bits.
 
     Args:
         found: the model's blocks.
@@ -515,6 +516,7 @@ class StageExecutor:
         self.stages = stages
         self.link = link
         self.turn: StageCall | None = None
+        self.used = 0
 
     @property
     def own(self) -> list[Stage]:
