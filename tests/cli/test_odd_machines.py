@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,17 @@ def test_torchrun_starts_where_the_name_of_the_machine_does_not_resolve(
     done = run_processes.finish(start(*renamed, *PYTHON, *TRAIN, "--nproc", "2", "--on", "torchrun", "--run-dir=run"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/result.json").is_file()
+
+
+@pytest.mark.parametrize("command", [TRAIN, ("-m", "paceline", "export"), ("-m", "paceline", "tune", "small.py:Small")])
+def test_a_path_that_is_not_text_is_refused_before_anything_starts(
+    command: tuple[str, ...], start: Callable[..., Any], run_processes: Any, tmp_path: Path
+) -> None:
+    named = ("--run-dir", os.fsdecode(b"r\xff")) if "train" in command else (os.fsdecode(b"r\xff"),)
+    done = run_processes.finish(start(*PYTHON, *command, *named))
+    assert done.returncode == 2
+    assert done.stderr.startswith(r"paceline: r\udcff has bytes that are not utf-8. Rename the file or folder,")
+    assert [path.name for path in tmp_path.iterdir()] == ["small.py"]
 
 
 @pytest.mark.parametrize("words", [TRAIN, ("-m", "paceline", "doctor"), ("-m", "paceline", "runs")])

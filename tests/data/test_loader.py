@@ -6,11 +6,13 @@ import contextlib
 import logging
 import os
 import random
+import resource
 import select
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -33,8 +35,9 @@ from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class
 from paceline.data.loader import EvalBatches, TensorLoader, auto_workers, build_loader, resolve_workers
 from paceline.data.order import DeterministicSampler
-from paceline.data.samples import Loader, MicroBatch, data_workers, is_tensor_backed, to_device
+from paceline.data.samples import Loader, MicroBatch, is_tensor_backed, to_device
 from paceline.data.train_val_split import split_train_val
+from paceline.data.workers import data_workers
 
 pytestmark = pytest.mark.integration
 
@@ -424,6 +427,97 @@ def test_a_dataset_that_cannot_travel_is_refused() -> None:
     loader = loader_for(dataset, DeterministicSampler(20, 20, 1, seed=0), workers=1)
     with closing(loader), pytest.raises(DataError, match=r"cannot be sent to worker processes.*--num-workers 0"):
         loader.fetch(0, 0, range(1))
+
+
+def with_lock(samples: list[Any]) -> Any:
+    return [*default_collate(samples), threading.Lock()]
+
+
+def with_gradients(samples: list[Any]) -> Any:
+    squares, numbers = default_collate(samples)
+    return [squares.requires_grad_() * 2, numbers]
+
+
+@pytest.mark.parametrize(
+    ("collate", "error"), [(with_lock, "cannot pickle '_thread.lock' object"), (with_gradients, "requires_grad")]
+)
+def test_a_batch_that_cannot_be_sent_is_told_and_not_waited_for(collate: Any, error: str) -> None:
+    loader = loader_for(Squares(20), DeterministicSampler(20, 20, 1, seed=0), workers=1, collate=collate)
+    message = rf"^train dataset, samples \d+ \.\.\. \d+ .* cannot be sent by a data worker: .*{error}.*--num-workers 0"
+    with closing(loader), pytest.raises(DataError, match=message) as caught:
+        loader.fetch(0, 0, range(1))
+    assert "Traceback" in str(caught.value.__cause__)
+
+
+class Pieces(Squares):
+    """Sample k is 40 tensors."""
+
+    def __getitem__(self, k: int) -> Any:
+        return [torch.tensor([float(k + piece)]) for piece in range(40)]
+
+
+def as_they_are(samples: list[Any]) -> Any:
+    return samples
+
+
+def test_batches_may_have_more_tensors_than_the_shell_allows_open_files() -> None:
+    order = DeterministicSampler(40, 10, 1, seed=0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 200, hard))
+    try:
+        with closing(loader_for(Pieces(40), order, workers=1, collate=as_they_are)) as loader:
+            (micro_batch,) = loader.fetch(0, 0, range(1))
+        assert [len(sample) for sample in micro_batch.batch] == [40] * 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+FEW_FILES = """
+    import os, resource, sys, torch
+    from paceline.core.errors import DataError
+    from paceline.data.loader import build_loader
+    from paceline.data.order import DeterministicSampler
+
+    class Items:
+        def __len__(self): return 400
+        def __getitem__(self, k): return [torch.tensor([k]) for _ in range(25)]
+
+    def as_they_are(samples): return samples
+
+    def try_to_load(samples, fill=lambda: None):
+        loader = build_loader(Items(), DeterministicSampler(400, samples, 1, seed=0, min_microbatch_size=1),
+                              seed=0, workers=1, device=torch.device("cpu"), collate=as_they_are)
+        try:
+            for step in range(9):
+                loader.fetch(0, step, range(1))
+                fill()
+        except DataError as error:
+            print(error)
+        loader.close()
+
+    def fill():
+        try:
+            while True: others.append(open(os.devnull))
+        except OSError:
+            del others[-20:]
+
+    if __name__ == "__main__":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150))
+        others = []
+        try_to_load(10)  # more than the worker may open
+        try_to_load(1, fill)  # more than the trainer may
+"""
+
+
+def test_a_limit_on_open_files_is_told(tmp_path: Path, run_processes: Any) -> None:
+    script = tmp_path / "few_files.py"
+    script.write_text(textwrap.dedent(FEW_FILES))
+    output, _ = run_processes.start([sys.executable, script]).communicate(timeout=60)
+    sent, received = [line for line in output.splitlines() if line.startswith("train dataset")]
+    assert "cannot be sent by a data worker" in sent
+    assert "did not arrive from their data worker" in received
+    for line in (sent, received):
+        assert "a process may have 150 (ulimit -Hn)" in line
 
 
 def test_no_map_style_dataset_is_refused() -> None:

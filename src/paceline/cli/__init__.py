@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
@@ -138,6 +139,7 @@ def _run(arguments: list[str]) -> int:
     with _Interrupts() as interrupts:
         try:
             _require_current_directory()
+            _require_text(arguments)
             return _call(arguments)
         except (PacelineError, CycloptsError) as error:
             if not interrupts.seen:
@@ -189,6 +191,18 @@ def _require_current_directory() -> None:
             f"the current directory cannot be used ({error.strerror}): it has been removed, or is not yours to enter. "
             "Change to another one, and repeat the command."
         ) from error
+
+
+def _require_text(arguments: Sequence[str]) -> None:
+    """Refuse bytes that no record of a run or job could hold."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{escape_controls(argument)} has bytes that are not {sys.getfilesystemencoding()}. Rename the file or "
+                "folder, or use a locale with UTF-8, such as LC_ALL=C.UTF-8."
+            ) from None
 
 
 def _report(error: PacelineError | CycloptsError) -> int:

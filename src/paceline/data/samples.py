@@ -5,43 +5,37 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import multiprocessing
-import os
 import pickle
 import random
-import signal
-import sys
-import threading
 import traceback
 import warnings
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing import util
-from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
-from multiprocessing.synchronize import SemLock
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from paceline.core.errors import DataError
-from paceline.core.owned_names import register_process
-from paceline.core.stack_dump import install_dump_handler
 from paceline.core.task import Task
-from paceline.core.task_loading import load_task_class, name_in_session
+from paceline.core.task_loading import name_in_session
 from paceline.data.order import derive_key
 from paceline.data.sample_check import SampleCheck, check_samples
 from paceline.data.set_epoch import EpochSetter
 from paceline.data.train_val_split import Split
+from paceline.data.workers import (
+    DataWorkers,
+    ReadError,
+    SendFailure,
+    advise_on_open_files,
+    is_out_of_files,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -255,13 +249,6 @@ class CheckRequest(ReadRequest):
     reference: Indices
 
 
-class ReadError(Exception):
-    """The traceback of an error in a dataset, as text, because it may come from another process."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
 @dataclass(frozen=True)
 class ReadFailure:
     """The result of a micro-batch that could not be read, sent from a worker in place of the batch."""
@@ -414,7 +401,7 @@ class SampleSource:
         self._device = device
         self._split = split
         self._num_workers = workers
-        self._workers: _Workers | None = None
+        self._workers: DataWorkers | None = None
         self._requests: Iterator[ReadRequest] = iter(())
         self._pending: deque[ReadRequest] = deque()
         self._ahead = 0
@@ -439,7 +426,7 @@ class SampleSource:
                     "interactive session, which data workers cannot import. Write it into a file and import it, or use "
                     "--num-workers 0 (num_workers=0)."
                 )
-            self._workers = _Workers(self._reader, self._num_workers, ahead=ahead, pin=self._device.type == "cuda")
+            self._workers = DataWorkers(self._reader, self._num_workers, ahead=ahead, pin=self._device.type == "cuda")
         try:
             with warnings.catch_warnings():
                 # torch advises to fork; the error below has better advice.
@@ -455,7 +442,8 @@ class SampleSource:
         """Return the next request and its batch, on the device.
 
         Raises:
-            DataError: a sample cannot be read, samples do not fit together, or a worker died twice without a batch.
+            DataError: a sample cannot be read or sent, samples do not fit together, or a worker died twice without a
+                batch.
             StopIteration: there are no more requests.
         """
         if self._workers is None:
@@ -468,6 +456,9 @@ class SampleSource:
             self._deaths = 0
         if isinstance(batch, ReadFailure):
             raise DataError(batch.message) from batch.cause
+        if isinstance(batch, SendFailure):
+            what = f"{self._split} dataset, {_span(request.rows.tolist())} cannot be sent by a data worker"
+            raise DataError(f"{what}: {batch.message}") from batch.cause
         return request, to_device(batch, self._device)
 
     def close(self) -> None:
@@ -481,15 +472,22 @@ class SampleSource:
             self._pending.append(request)
             yield request
 
-    def _next_from_workers(self, workers: _Workers) -> Any:
+    def _next_from_workers(self, workers: DataWorkers) -> Any:
         try:
             return next(workers)
         except (RuntimeError, OSError, EOFError) as error:  # whichever end of the pipe notices first
+            rows = self._pending[0].rows
+            killed, failed = workers.any_killed(), workers.any_failed()
+            if not (killed or failed) and (is_out_of_files(error) or not isinstance(error, RuntimeError)):
+                # With no room for a file, either end may close a connection.
+                raise DataError(
+                    f"{self._split} dataset, {_span(rows.tolist())} did not arrive from their data worker: {error!r}. "
+                    f"{advise_on_open_files()}"
+                ) from error
             self._deaths += 1
-            if self._deaths > 1 or not workers.any_killed():
-                rows = self._pending[0].rows
+            if self._deaths > 1 or not killed:
                 cause = "The usual cause is lack of memory: use"
-                if workers.any_failed():
+                if failed:
                     cause = "A dataset that Python cannot rebuild there from a pickle may be the cause; else use"
                 raise DataError(
                     f"a worker process of the {self._split} dataset died; samples {rows[0]} ... {rows[-1]} were "
@@ -508,186 +506,3 @@ class SampleSource:
         self.start(itertools.chain(tuple(self._pending), self._requests), ahead=self._ahead)
         assert self._workers is not None
         return self._next_from_workers(self._workers)
-
-
-_open: tuple[weakref.ref[_Workers], ...] = ()
-
-
-def data_workers() -> list[int]:
-    """Return the process ids of this process's data workers; thread-safe."""
-    return [pid for reference in _open if (workers := reference()) is not None for pid in workers.pids]
-
-
-class _Workers:
-    """A ``DataLoader`` with persistent workers for one sequence of requests after another."""
-
-    def __init__(self, reader: SampleReader, num_workers: int, *, ahead: int, pin: bool) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["paceline.data.forkserver_preload"])
-        self._sequence = _Sequence()
-        self._started, started = context.Pipe(duplex=False)
-        self._to_start = num_workers
-        self._loader: DataLoader[Any] = DataLoader(
-            _PickledReader(reader),  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=self._sequence,
-            num_workers=num_workers,
-            collate_fn=_identity,
-            pin_memory=pin,
-            multiprocessing_context=context,
-            worker_init_fn=partial(_prepare_worker, started),
-            prefetch_factor=max(2, -(-ahead // num_workers)),
-            persistent_workers=True,
-            # Otherwise every new sequence would draw a number from the trainer's generator.
-            generator=torch.Generator(),
-        )
-        self._iterator: Iterator[Any] = iter(())
-        self._processes: set[Any] = set()
-        self._end = weakref.finalize(self, _kill, self._processes)
-        self._names: set[str] = set()  # of the workers' semaphores
-        self.pids: tuple[int, ...] = ()
-        global _open
-        _open = (*(reference for reference in _open if reference() is not None), weakref.ref(self))
-
-    def start(self, requests: Iterator[ReadRequest]) -> None:
-        self._sequence.requests = requests
-        before = set(multiprocessing.active_children())
-        known = set(_semaphore_names())
-        self._iterator = iter(self._loader)
-        self._names |= set(_semaphore_names()) - known
-        self._processes |= set(multiprocessing.active_children()) - before
-        self.pids = tuple(process.pid for process in self._processes)
-
-    def __next__(self) -> Any:
-        batch = next(self._iterator)
-        while self._to_start and self._started.poll():
-            self._started.recv_bytes()
-            self._to_start -= 1
-        if self._names and not self._to_start:
-            # Every worker has opened its semaphores by now. Their names would outlive a trainer that is killed.
-            finalizers = _semaphore_names()
-            for name in self._names & finalizers.keys():
-                finalizers[name]()
-            self._names = set()
-        return batch
-
-    def any_failed(self) -> bool:
-        """Return whether a worker ended by an error of its own, and not by a signal."""
-        wait([process.sentinel for process in self._processes], 1.0)  # its pipe may have closed before its end
-        return any((process.exitcode or 0) > 0 for process in self._processes)
-
-    def any_killed(self) -> bool:
-        """Return whether a signal has ended a worker."""
-        wait([process.sentinel for process in self._processes], 1.0)
-        return any((process.exitcode or 0) < 0 for process in self._processes)
-
-    def close(self) -> None:
-        # These are the last references; the DataLoader's iterator ends its workers when it is collected.
-        del self._iterator, self._loader
-        self._end()
-        self._started.close()
-        self.pids = ()
-
-
-class _Sequence:
-    """The sampler that the ``DataLoader`` iterates for each sequence."""
-
-    requests: Iterator[ReadRequest] = iter(())
-
-    def __iter__(self) -> Iterator[ReadRequest]:
-        return self.requests
-
-
-class _PickledReader:
-    """A pickled reader, preceded by the task files that it needs.
-
-    A worker cannot import a task from a file by module name, so it runs the file first; ``pickle`` rebuilds arguments
-    in their order.
-    """
-
-    def __init__(self, reader: SampleReader) -> None:
-        self._reader = reader
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpack, (_TaskFiles(), self._reader)
-
-
-class _TaskFiles:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _import_task_files, (list_task_files(),)
-
-
-def list_task_files() -> list[str]:
-    """Return one ``file.py:Name`` for each file from which tasks were loaded."""
-    specs = []
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("paceline_task_"):
-            values = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Task)]
-            names = [v.__name__ for v in values if v.__module__ == module.__name__]
-            specs += [f"{module.__file__}:{name}" for name in names[:1]]
-    return specs
-
-
-def _import_task_files(specs: list[str]) -> None:
-    for spec in specs:
-        load_task_class(spec)
-
-
-def _unpack(task_files: None, reader: SampleReader) -> SampleReader:
-    return reader
-
-
-def _reduce_generator(generator: torch.Generator) -> tuple[Any, ...]:
-    return _rebuild_generator, (str(generator.device), generator.get_state().numpy().tobytes())
-
-
-def _rebuild_generator(device: str, state: bytes) -> torch.Generator:
-    generator = torch.Generator(device)
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return generator
-
-
-# torch sends a generator's state as a tensor in shared memory, which is closed before a fork server's child opens it.
-ForkingPickler.register(torch.Generator, _reduce_generator)
-
-
-def _identity(batch: Any) -> Any:
-    return batch
-
-
-def _semaphore_names() -> dict[str, Callable[[], object]]:
-    """Return what removes each named semaphore of this process, as its exit would."""
-    return {
-        finalizer._args[0]: finalizer
-        for finalizer in list(util._finalizer_registry.values())  # type: ignore[attr-defined]
-        if finalizer._callback is SemLock._cleanup  # type: ignore[attr-defined]
-    }
-
-
-def _prepare_worker(started: Connection, worker: int) -> None:
-    """Ignore Ctrl-C and a scheduler's signals, because the trainer decides when the worker ends."""
-    threading.Thread(target=_end_with_trainer, daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    install_dump_handler()
-    register_process()
-    started.send_bytes(b"1")
-
-
-def _end_with_trainer() -> None:
-    # The DataLoader watches the parent's process id, but the parent is the fork server. It also keeps a worker that
-    # fails to start, to report that: it would wait for a trainer that was killed before.
-    trainer = multiprocessing.parent_process()
-    if trainer is not None:
-        wait([trainer.sentinel])
-        os._exit(1)
-
-
-def _kill(processes: set[Any]) -> None:
-    """Kill workers that are stuck in ``__getitem__`` and did not end."""
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-    for process in processes:
-        process.join()
-    processes.clear()

@@ -47,6 +47,7 @@ from paceline.core.files import (
     read_json_lines,
     write_atomically,
 )
+from paceline.runs.event_times import stamp, without_steps
 
 _MOST_EVENTS = 1000
 _YEAR_9999 = 253_402_300_799  # the last one of a calendar
@@ -289,7 +290,7 @@ class RunDirectory:
 
     def append_event(self, kind: str, **fields: Any) -> None:
         """Append one record to ``events.jsonl``; queue records while the disk fails."""
-        line = json.dumps({"time": round(time.time(), 3), "event": kind, **fields}) + "\n"
+        line = json.dumps({**stamp(), "event": kind, **fields}) + "\n"
         with _appending:
             waiting = _unwritten.setdefault(self.events.absolute(), [])
             waiting.append(line)
@@ -306,6 +307,8 @@ class RunDirectory:
     def read_events(self) -> list[dict[str, Any]]:
         """Return the records of ``events.jsonl`` that are not damaged: a run must not stop for the others.
 
+        Their times differ by the seconds that passed, also where the clock was set in between.
+
         Raises:
             RunDirectoryError: it cannot be read.
         """
@@ -313,13 +316,14 @@ class RunDirectory:
             records = read_json_lines(self.events, errors="replace")
         except OSError as error:
             raise RunDirectoryError(f"{self.events} cannot be read: {error}. Move it away.") from error
-        return [
+        intact = [
             event
             for event in records
             if isinstance(event.get("event"), str)
             and isinstance(event.get("time"), int | float)
             and 0 <= event["time"] <= _YEAR_9999
         ]
+        return without_steps(intact)
 
     def is_running(self) -> bool:
         """Return whether a process on this node holds the run's lock."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.callback import RankInfo
-from paceline.data.samples import data_workers
+from paceline.data.workers import data_workers
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.load_balancing import LoadBalancer, Speed
 from paceline.parallel.microbatches import ExternalReduceStrategy, ReducerStrategy
