@@ -65,6 +65,9 @@ class Good(paceline.Task):
     def build_optimizer(self, model):
         return None if self.fault == "no optimizer" else torch.optim.AdamW(model.parameters(), lr=self.lr)
 
+    def build_callback(self, model, schedule):
+        return [paceline.Callback()] if self.fault == "callbacks" else None
+
     def on_batch_begin(self, info):
         self.info = info
 

@@ -178,6 +178,7 @@ def test_fit_in_this_process_refuses_a_recovery(tmp_path: Path, monkeypatch: pyt
         ),
         (("--set", "fault=no parameters"), ("without a trainable parameter",)),
         (("--set", "fault=no optimizer"), ("build_optimizer returned a NoneType", "torch.optim.Optimizer")),
+        (("--set", "fault=callbacks"), ("build_callback returned a list", "one paceline.Callback, or None.")),
         (("--set", "fault=no data"), ('build_dataset("train") returned None',)),
         (("--set", "fault=empty"), ("the training data has 0 samples",)),
         (("--set", "fault=number"), ("the train dataset (int) has no length",)),

@@ -86,7 +86,7 @@ from paceline.core.options import (
             {"checkpoint_every": ("1epoch", "often")},
             "--checkpoint-every must be such as 50steps, 1epoch, 5min or",
         ),
-        ({"early_stop": "loss"}, "--early-stop must be METRIC:PATIENCE, such as loss:3, but is 'loss'"),
+        ({"early_stop": "loss"}, "or METRIC:min:PATIENCE, but is 'loss'"),
         ({"early_stop": "loss:0"}, "--early-stop must be METRIC:PATIENCE"),
         (
             {"early_stop": "loss:1", "eval_every": "never"},
@@ -166,7 +166,8 @@ def test_small_languages() -> None:
         Shuffle(0),
         Shuffle(64),
     ]
-    assert parse_early_stop("val:loss:3") == ("val:loss", 3)
+    assert parse_early_stop("val:loss:3") == ("val:loss", None, 3)
+    assert parse_early_stop("val:mae:min:3") == ("val:mae", "min", 3)
     assert parse_best("accuracy:max") == ("accuracy", "max")
 
 

@@ -192,7 +192,7 @@ def judged(values: list[float], **options: Any) -> tuple[list[bool], TrainProgre
     improved = []
     for number, value in enumerate(values, start=1):
         progress.step = progress.version = number
-        improved.append(judge.apply({"loss": value, "accuracy": value}, progress))
+        improved.append(judge.apply({"loss": value, "accuracy": value, "val/loss": value}, progress))
     return improved, progress
 
 
@@ -217,6 +217,10 @@ def test_nan_is_never_the_best() -> None:
         ({"early_stop": "loss:2"}, [3.0, 3.0, 2.0, 2.0], False),
         ({"early_stop": "accuracy:2"}, [3.0, 2.0, 2.0], True),
         ({"early_stop": "accuracy:2", "best_metric": "accuracy:min"}, [3.0, 2.0, 1.0], False),
+        ({"early_stop": "accuracy:min:2"}, [3.0, 2.0, 1.0], False),
+        ({"early_stop": "accuracy:min:2"}, [3.0, 3.0, 4.0], True),
+        ({"early_stop": "loss:max:2"}, [3.0, 2.0, 1.0], True),
+        ({"early_stop": "val/loss:2"}, [3.0, 2.0, 1.0], False),
         ({}, [3.0, 4.0, 5.0], False),
     ],
 )

@@ -101,7 +101,8 @@ class RunConfig(FineTuningOptions):
     eval_every: str = _evaluation_option("1epoch", "Evaluate every Nsteps or Nepochs, or never.", evaluation=True)
     early_stop: str | None = _evaluation_option(
         None,
-        "METRIC:PATIENCE. Stop after PATIENCE evaluations without a better METRIC.",
+        "METRIC:PATIENCE or METRIC:min:PATIENCE. Stop after PATIENCE evaluations without a better METRIC. Default: "
+        "higher is better, unless its name ends in loss or --best-metric says min.",
         requires=Requirement(
             "eval_every",
             other_than="never",

@@ -376,19 +376,25 @@ def parse_shuffle(text: str) -> Shuffle:
     raise ConfigError(f"--shuffle must be sample, window:N or none, but is {text!r}.")
 
 
-def parse_early_stop(text: str) -> tuple[str, int]:
-    """Parse "METRIC:PATIENCE" into the metric's name and the patience in evaluations.
+Direction = Literal["min", "max"]
+
+
+def parse_early_stop(text: str) -> tuple[str, Direction | None, int]:
+    """Parse "METRIC:PATIENCE" or "METRIC:min:PATIENCE" into the metric's name, direction and patience in evaluations.
 
     Raises:
         ConfigError: the text has another form.
     """
-    metric, _, patience = text.rpartition(":")
-    if not metric or not patience.isdigit() or int(patience) < 1:
-        raise ConfigError(f"--early-stop must be METRIC:PATIENCE, such as loss:3, but is {text!r}.")
-    return metric, int(patience)
+    match = re.fullmatch(r"(.+?)(?::(min|max))?:0*([1-9]\d*)", text)
+    if match is None:
+        raise ConfigError(
+            f"--early-stop must be METRIC:PATIENCE, such as loss:3, or METRIC:min:PATIENCE, but is {text!r}."
+        )
+    metric, direction, patience = match.groups()
+    return metric, "min" if direction == "min" else "max" if direction else None, int(patience)
 
 
-def parse_best(text: str) -> tuple[str, Literal["min", "max"]]:
+def parse_best(text: str) -> tuple[str, Direction]:
     """Parse "METRIC:min" or "METRIC:max" into the metric's name and the direction.
 
     Raises:

@@ -134,11 +134,9 @@ class Task:
         """
         return None
 
-    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback | None:
         """Return the callback of the training; called after the model is built, before the optimizers."""
-        from paceline.core.callback import Callback
-
-        return Callback()
+        return None
 
     def pipeline_blocks(self, model: nn.Module) -> Sequence[Any] | None:
         """Return the sequential parts of the model's forward, for ``--strategy pp``.

@@ -33,7 +33,7 @@ from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
 from paceline.training.state import load_changed_buffers
 from paceline.training.stop_signals import StopSignals
-from paceline.training.task_parts import build_task_model
+from paceline.training.task_parts import build_task_callback, build_task_model
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -178,7 +178,7 @@ def load_evaluable_model(
         run, _ = setup_run(request, manifest, directory, StopSignals(), device=world.device, world_size=1, processes=1)
         seed_model(run.config.seed)
         module = build_task_model(run.task).to(run.device)
-        callback = run.task.build_callback(module, run.run_schedule)
+        callback = build_task_callback(run.task, module, run.run_schedule)
         with closing(callback):
             step, epoch = fill(run, module, callback)
             callback.attach(_alone(run, Path(scratch)), step=step, epoch=epoch)

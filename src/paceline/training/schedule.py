@@ -8,11 +8,10 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.options import Interval, parse_best, parse_early_stop, parse_interval
+from paceline.core.options import Direction, Interval, parse_best, parse_early_stop, parse_interval
 from paceline.training.resolve import DataSetup
 from paceline.training.state import TrainProgress
 
@@ -107,14 +106,12 @@ class Deadline:
 # --- Which evaluation is the best, and when to stop for want of a better one ---
 
 
-Direction = Literal["min", "max"]
-
-
 class ModelSelector:
     """Applies ``--best-metric`` and ``--early-stop`` to validation metrics.
 
-    Without ``--best-metric`` the lowest loss is the best. ``--early-stop`` takes the direction of
-    ``--best-metric`` if both name the same metric; otherwise lower is better for ``loss``, higher for all others.
+    Without ``--best-metric`` the lowest loss is the best. ``--early-stop`` without a direction takes that of
+    ``--best-metric`` if both name the same metric; otherwise lower is better for names that end in "loss", higher for
+    all others.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -123,11 +120,9 @@ class ModelSelector:
         self._early_metric: str | None = None
         self._patience = 0
         if config.early_stop is not None:
-            self._early_metric, self._patience = parse_early_stop(config.early_stop)
-            same = self._early_metric == self._metric
-            self._early_direction: Direction = (
-                self._direction if same else "min" if self._early_metric == "loss" else "max"
-            )
+            self._early_metric, given, self._patience = parse_early_stop(config.early_stop)
+            by_name: Direction = "min" if self._early_metric.endswith("loss") else "max"
+            self._early_direction = given or (self._direction if self._early_metric == self._metric else by_name)
 
     def value(self, metrics: Mapping[str, float]) -> float:
         """Return the value of the metric that decides the best model.

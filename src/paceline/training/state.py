@@ -40,7 +40,7 @@ from paceline.training.optimizer_state import (
     require_shapes,
     sort_parameters,
 )
-from paceline.training.task_parts import build_task_optimizers, build_task_scheduler
+from paceline.training.task_parts import build_task_callback, build_task_optimizers, build_task_scheduler
 
 
 @dataclass
@@ -172,7 +172,7 @@ class TrainingState:
         self.module = module
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.changed_buffers = {"buffers": ChangedBuffers(module)}
-        self.callback = task.build_callback(module, schedule)
+        self.callback = build_task_callback(task, module, schedule)
         self.optimizers = build_task_optimizers(task, module)
         self._as_built = {
             name: [{"params": list(group["params"])} for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""The model, optimizers and schedulers that a task builds; those that cannot be trained are refused."""
+"""The model, callback, optimizers and schedulers that a task builds; those that cannot be trained are refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from paceline.core.callback import Callback, RunSchedule
 from paceline.core.errors import TaskError
 from paceline.core.task import Task
 from paceline.training.optim import join_names
@@ -42,6 +43,21 @@ def build_task_model(task: Task) -> nn.Module:
             # a micro-batch would depend on the micro-batches before it, and so on the number of ranks.
             layer.sparse = False
     return module
+
+
+def build_task_callback(task: Task, module: nn.Module, schedule: RunSchedule) -> Callback:
+    """Build the task's callback; one that does nothing if it has none.
+
+    Raises:
+        TaskError: it is not a callback.
+    """
+    callback = task.build_callback(module, schedule)
+    if callback is not None and not isinstance(callback, Callback):
+        raise TaskError(
+            f"{type(task).__name__}.build_callback returned a {type(callback).__name__}; it must return one "
+            "paceline.Callback, or None."
+        )
+    return Callback() if callback is None else callback
 
 
 def build_task_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]:

@@ -37,7 +37,7 @@ from paceline.insight.verify.verify import Finding
 from paceline.torch_internals import BatchNorm, tree_leaves
 from paceline.training.evaluation import as_loss
 from paceline.training.reproducibility import build_split, seed_microbatch, seed_model
-from paceline.training.task_parts import build_task_model
+from paceline.training.task_parts import build_task_callback, build_task_model
 
 # --- Source locations in the user's code ---
 
@@ -420,7 +420,7 @@ def check_schedulers(context: LintContext) -> Iterator[Finding]:
     task = copy.copy(context.task)
     model = context.model(training=True)
     steps = context.config.max_steps or 1
-    callback = task.build_callback(model, RunSchedule(total_steps=steps, steps_per_epoch=steps))
+    callback = build_task_callback(task, model, RunSchedule(total_steps=steps, steps_per_epoch=steps))
     places: list[str | None] = []
     stepping = LintContext(task, context.config)
     for optimizer in stepping.optimizers(model):

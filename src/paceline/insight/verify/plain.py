@@ -18,7 +18,7 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.core.callback import RankInfo
+from paceline.core.callback import Callback, RankInfo
 from paceline.core.errors import ConfigError, TaskError
 from paceline.core.task import Loss
 from paceline.torch_internals import buffer_table
@@ -76,7 +76,7 @@ def train_plainly(run: RunContext, world_size: int = 1) -> dict[str, torch.Tenso
     initialise(model, config)
     model = model.to(run.device).train()
     average = copy.deepcopy(model) if config.ema is not None else None
-    callback = task.build_callback(model, run.run_schedule)
+    callback = task.build_callback(model, run.run_schedule) or Callback()
     built = task.build_optimizer(model)
     optimizers = list(built.values()) if isinstance(built, Mapping) else [built]
     schedulers = [task.build_scheduler(optimizer, run.data.total_steps) for optimizer in optimizers]

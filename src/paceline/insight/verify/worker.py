@@ -272,7 +272,7 @@ class _InstrumentedTask(Task):
         return built
 
     def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
-        own = super().build_callback(model, schedule)
+        own = super().build_callback(model, schedule) or Callback()
         return Recorder(own, model, self._watch) if self._watch.notes_steps else own
 
     def on_batch_begin(self, info: BatchInfo) -> None:
