@@ -58,6 +58,21 @@ def test_torchrun_starts_where_the_name_of_the_machine_does_not_resolve(
     assert (tmp_path / "run/result.json").is_file()
 
 
+@pytest.mark.parametrize("how", [("--nproc", "1"), ("--nproc", "2"), ("--nproc", "2", "--recover", "none")])
+def test_files_named_like_modules_of_python_shadow_nothing(
+    how: tuple[str, ...], start: Callable[..., Any], run_processes: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "tasks").mkdir()
+    for name in ("types", "tokenize", "secrets", "random", "queue", "calendar", "statistics", "msgspec"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')\n")
+    (tmp_path / "mine.py").write_text("LR = 0.1\n")
+    (tmp_path / "tasks/small.py").write_text(TASK.replace("import paceline\n", "import mine\nimport paceline\n", 1))
+    program = ("-P", *TRAIN[:3], "tasks/small.py:Small", *TRAIN[4:])
+    done = run_processes.finish(start(*PYTHON, *program, *how, "--run-dir", "run"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/result.json").is_file()
+
+
 @pytest.mark.parametrize("command", [TRAIN, ("-m", "paceline", "export"), ("-m", "paceline", "tune", "small.py:Small")])
 def test_a_path_that_is_not_text_is_refused_before_anything_starts(
     command: tuple[str, ...], start: Callable[..., Any], run_processes: Any, tmp_path: Path

@@ -97,7 +97,7 @@ def test_a_launcher_is_rendered_with_its_own_options(
     done = run_processes.paceline(*line, "--wrapper", "nice -n 7", "--dry-run", env=extras)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("# 2 ranks under nice -n 7\nnice -n 7 ")
-    assert "-m paceline.launch.node --rank-launcher agent --nproc 2 -- " in done.stdout
+    assert "-P -m paceline.launch.node --rank-launcher agent --nproc 2 -- " in done.stdout
     assert not (tmp_path / "run").exists()
     refused = run_processes.paceline(*line, "--partition", "gpu", env=extras)
     assert refused.returncode == 2

@@ -57,7 +57,7 @@ def test_an_azure_job_on_two_machines() -> None:
     command = (
         'PACELINE_NODE_RANK="$NODE_RANK" PACELINE_NODES=2 PACELINE_HOSTS="$MASTER_ADDR" env -u RANK '
         "-u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT -u TF_CONFIG "
-        "python -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 4 -- python -m paceline train "
+        "python -P -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 4 -- python -m paceline train "
         "fashion-mnist --run-dir ${{outputs.run}} --recover none"
     )
     assert text == AZURE_TWO.replace("@COMMAND", json.dumps(command))
@@ -194,7 +194,7 @@ type: command
 name: t-1
 display_name: train
 code: /home/me/code
-command: "python -m paceline.launch.node --rank-launcher torchrun --nproc 1 -- python t.py --note 'it'\\"'\\"'s'"
+command: "python -P -m paceline.launch.node --rank-launcher torchrun --nproc 1 -- python t.py --note 'it'\\"'\\"'s'"
 environment:
   image: registry.example/train:1
 compute: azureml:gpus
@@ -229,6 +229,7 @@ workerPoolSpecs:
         - "-u"
         - TF_CONFIG
         - python
+        - "-P"
         - "-m"
         - paceline.launch.node
         - "--rank-launcher"
@@ -274,6 +275,7 @@ workerPoolSpecs:
         - "-u"
         - TF_CONFIG
         - python
+        - "-P"
         - "-m"
         - paceline.launch.node
         - "--rank-launcher"

@@ -454,7 +454,10 @@ def test_a_command_that_starts_ranks_itself_is_told_its_equal(command: str, inst
 
 def test_torchrun_s_other_options_pass_through() -> None:
     spec = LaunchSpec(command=("python", "place.py"), torchrun=("tee=3", "--log_dir=logs", "rdzv-conf=timeout=9"))
-    assert "--standalone --rdzv-conf=timeout=9 --tee=3 --log_dir=logs " in get_launcher("torchrun").render(spec).text
+    assert (
+        "--standalone --local-addr=127.0.0.1 --rdzv-conf=timeout=9 --tee=3 --log_dir=logs "
+        in get_launcher("torchrun").render(spec).text
+    )
     spec = dataclasses.replace(spec, nodes=(2, 2))
     options = TorchrunOptions(node_rank=0, rdzv_endpoint="a:1")
     assert "--rdzv-conf=is_host=1,timeout=9 --tee=3 " in get_launcher("torchrun").render(spec, options).text

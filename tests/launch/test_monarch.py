@@ -129,7 +129,7 @@ def test_a_job_is_rendered_as_a_file_and_a_command(tmp_path: Path) -> None:
         == """\
 # /jobs/train/monarch-job.json
 {
-  "command": ["python", "-m", "paceline.launch.node", "--rank-launcher", "torchrun", "--nodes", "2", "--nproc", \
+  "command": ["python", "-P", "-m", "paceline.launch.node", "--rank-launcher", "torchrun", "--nodes", "2", "--nproc", \
 "4,2", "--max-restarts", "2", "--", "python", "train.py"],
   "workdir": "/work",
   "env": {"A": "b"},
@@ -140,7 +140,7 @@ def test_a_job_is_rendered_as_a_file_and_a_command(tmp_path: Path) -> None:
 }
 
 # the job, on 2 of Monarch's hosts
-python -m paceline.launch.monarch_job /jobs/train/monarch-job.json
+python -P -m paceline.launch.monarch_job /jobs/train/monarch-job.json
 """
     )
     file = tmp_path / "monarch-job.json"

@@ -206,7 +206,7 @@ def test_a_program_is_rendered_with_its_cluster(monkeypatch: pytest.MonkeyPatch)
     assert own.text == (
         "# a Ray cluster on this machine, and the program in it\n"
         "GLOO_SOCKET_IFNAME=lo \\\n  NCCL_SOCKET_IFNAME=lo \\\n  UCX_NET_DEVICES=lo \\\n  A=b \\\n"
-        "  python -m paceline.launch.ray_node --directory /jobs/train --cpus 4 --interface lo "
+        "  python -P -m paceline.launch.ray_node --directory /jobs/train --cpus 4 --interface lo "
         "-- python train.py\n"
     )
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
@@ -223,7 +223,7 @@ def test_machines_are_rendered_as_a_file_and_a_command() -> None:
         == """\
 # /jobs/train/ray-job.json
 {
-  "command": ["python", "-m", "paceline.launch.node", "--rank-launcher", "torchrun", "--nodes", "2", "--nproc", \
+  "command": ["python", "-P", "-m", "paceline.launch.node", "--rank-launcher", "torchrun", "--nodes", "2", "--nproc", \
 "4,2", "--max-restarts", "2", "--", "python", "train.py"],
   "workdir": "/work",
   "env": {"A": "b"},
@@ -237,7 +237,7 @@ def test_machines_are_rendered_as_a_file_and_a_command() -> None:
 
 # the job, in the Ray cluster at head:6379
 RAY_ADDRESS=head:6379 \\
-  python -m paceline.launch.ray_job /jobs/train/ray-job.json
+  python -P -m paceline.launch.ray_job /jobs/train/ray-job.json
 """
     )
     own = get_launcher("ray").render(spec(nproc=(2,)))
@@ -252,7 +252,7 @@ RAY_ADDRESS=head:6379 \\
             "2",
             "--",
         ),
-        *("python", "-m", "paceline.launch.ray_job", "/jobs/train/ray-job.json"),
+        *("python", "-P", "-m", "paceline.launch.ray_job", "/jobs/train/ray-job.json"),
     )
 
 

@@ -14,7 +14,7 @@ from paceline.core.launch_spec import Recovery
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
-WORKER = ("python", "-m", "paceline.training.worker", "runs/a b/job.toml")
+WORKER = ("python", "-P", "-m", "paceline.training.worker", "runs/a b/job.toml")
 
 
 def test_inprocess() -> None:
@@ -24,7 +24,7 @@ def test_inprocess() -> None:
         == """\
 # in this process
 OMP_NUM_THREADS=2 \\
-  python -m paceline.training.worker 'runs/a b/job.toml'
+  python -P -m paceline.training.worker 'runs/a b/job.toml'
 """
     )
 
@@ -52,7 +52,7 @@ RANK=0 \\
   MASTER_PORT=29500 \\
   OMP_NUM_THREADS=1 \\
   NOTE='it'"'"'s' \\
-  python -m paceline.training.worker 'runs/a b/job.toml'
+  python -P -m paceline.training.worker 'runs/a b/job.toml'
 
 # rank 1
 RANK=1 \\
@@ -65,7 +65,7 @@ RANK=1 \\
   MASTER_PORT=29500 \\
   OMP_NUM_THREADS=1 \\
   NOTE='it'"'"'s' \\
-  python -m paceline.training.worker 'runs/a b/job.toml' \\
+  python -P -m paceline.training.worker 'runs/a b/job.toml' \\
   >>'runs/a b/logs/rank-1.log' 2>&1
 """
     )
@@ -107,7 +107,7 @@ def test_torchrun() -> None:
         == """\
 # torchrun, 2 processes
 OMP_NUM_THREADS=1 \\
-  python -m torch.distributed.run --standalone --nproc-per-node=2 \
+  python -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m paceline.training.worker 'runs/a b/job.toml'
 """
     )
@@ -164,7 +164,7 @@ def test_torchrun_that_restarts() -> None:
         == """\
 # torchrun, 2 processes
 OMP_NUM_THREADS=1 \\
-  python -m torch.distributed.run --standalone --nproc-per-node=2 \
+  python -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --max-restarts=5 \
 -m paceline.training.worker 'runs/a b/job.toml'
 """

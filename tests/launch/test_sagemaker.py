@@ -508,5 +508,5 @@ set -eu
 mkdir -p /opt/ml/code
 tar -xzf /opt/ml/input/data/code/sourcedir.tar.gz -C /opt/ml/code
 cd /opt/ml/code
-exec python -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 4 --threads 2 -- @TASK --recover none
+exec python -P -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 4 --threads 2 -- @TASK --recover none
 """

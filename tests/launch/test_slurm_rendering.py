@@ -105,7 +105,7 @@ stopped=/home/me/jobs/train/"stopped-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$"
 mkdir -p "$stopped"
 export PACELINE_STOP_CODES="$stopped"
 srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 \\
-  /opt/python -m paceline.launch.node --rank-launcher torchrun --nodes 2 --nproc 4 -- \\
+  /opt/python -P -m paceline.launch.node --rank-launcher torchrun --nodes 2 --nproc 4 -- \\
   /opt/python train.py --out 'a b' &
 steps+=("$!")
 wait_for "$!"
@@ -192,7 +192,7 @@ export PACELINE_HOSTS="$(IFS=,; echo "${hosts[*]}")"
 for rank in "${!hosts[@]}"; do
   export PACELINE_NODE_RANK=$rank
   srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 \\
-    --nodelist="${hosts[rank]}" $cpus bash /home/me/runs/a/job/machine.sh /opt/python -m \\
+    --nodelist="${hosts[rank]}" $cpus bash /home/me/runs/a/job/machine.sh /opt/python -P -m \\
     paceline.launch.node --rank-launcher agent --nodes 1:3 --nproc 2 -- /opt/python -m paceline \\
     train fashion-mnist --run-dir /home/me/runs/a &
   steps+=("$!")
@@ -262,7 +262,9 @@ def test_elastic_torchrun_is_a_step_on_each_machine() -> None:
     assert "#SBATCH --no-kill\n" in elastic
     assert 'export PACELINE_JOB_ID="$SLURM_JOB_ID" PACELINE_NODES="${#hosts[@]}"\n' in elastic
     assert "srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 " in elastic
-    assert "bash /home/me/jobs/train/machine.sh /opt/python -m paceline.launch.node --rank-launcher torchrun" in elastic
+    assert (
+        "bash /home/me/jobs/train/machine.sh /opt/python -P -m paceline.launch.node --rank-launcher torchrun" in elastic
+    )
     assert "--nodes 1:2 --nproc 1 --max-restarts 9 -- /opt/python train.py &\n" in elastic
     assert "/home/me/jobs/train/machine.sh\n#!/bin/bash\n" in elastic
     fixed = joined(text(SCRIPT, nodes=(1, 2)))
@@ -326,7 +328,7 @@ stopped=/home/me/jobs/train/"stopped-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$"
 mkdir -p "$stopped"
 export PACELINE_STOP_CODES="$stopped"
 srun --kill-on-bad-exit=1 --wait=0 --nodes="$SLURM_JOB_NUM_NODES" \\
-  --ntasks=$((SLURM_JOB_NUM_NODES * 4)) --ntasks-per-node=4 $cpus /opt/python -m \\
+  --ntasks=$((SLURM_JOB_NUM_NODES * 4)) --ntasks-per-node=4 $cpus /opt/python -P -m \\
   paceline.launch.rank --env-style torch -- /opt/python train.py --lr="$SLURM_ARRAY_TASK_ID" &
 steps+=("$!")
 wait_for "$!"
@@ -413,9 +415,9 @@ fi
 stopped=/home/me/jobs/train/"stopped-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$"
 mkdir -p "$stopped"
 export PACELINE_STOP_CODES="$stopped"
-srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 $cpus /opt/python -m \\
-  paceline.launch.node --rank-launcher spawn --nodes 2 --nproc 1 --env-style none -- /opt/python \\
-  main.py --dist-url 'tcp://{master_addr}:{master_port}' &
+srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 $cpus /opt/python -P \\
+  -m paceline.launch.node --rank-launcher spawn --nodes 2 --nproc 1 --env-style none -- \\
+  /opt/python main.py --dist-url 'tcp://{master_addr}:{master_port}' &
 steps+=("$!")
 wait_for "$!"
 code=$?
@@ -486,7 +488,7 @@ export PACELINE_HOSTS="$(IFS=,; echo "${hosts[*]}")"
 for rank in "${!hosts[@]}"; do
   export PACELINE_NODE_RANK=$rank
   srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 \\
-    --nodelist="${hosts[rank]}" --job-name="paceline-$$" $cpus /opt/python -m \\
+    --nodelist="${hosts[rank]}" --job-name="paceline-$$" $cpus /opt/python -P -m \\
     paceline.launch.node --rank-launcher agent --nodes 2 --nproc 2 -- /opt/python -m paceline \\
     train fashion-mnist --run-dir /home/me/runs/a &
   steps+=("$!")
@@ -607,19 +609,19 @@ def test_mpirun_and_ray_in_the_allocation(monkeypatch: pytest.MonkeyPatch) -> No
     two = {"nodes": (2, 2), "nproc": (2,), "rank_launcher": "mpi", "env_style": "mpi"}
     script = text(SCRIPT, **two)
     assert "#SBATCH --ntasks-per-node=2\n" in script
-    rank = "/opt/python -m paceline.launch.stop_codes /opt/python train.py"
+    rank = "/opt/python -P -m paceline.launch.stop_codes /opt/python train.py"
     assert f"mpiexec.hydra -n 4 -ppn 2 -bind-to none {rank} &\n" in joined(script)
     script = joined(text(SCRIPT, **{**two, "env_style": "torch", "master_port": 4000}))
     assert "rank --env-style torch --master-port 4000 -- /opt/python" in script
     with pytest.raises(ConfigError, match="--rank-launcher mpi needs one number"):
         text(SCRIPT, **{**two, "nodes": (1, 2)})
     script = joined(text(SCRIPT, nodes=(2, 2), rank_launcher="ray", env_style="none"))
-    assert "--ntasks=2 --ntasks-per-node=1 $cpus /opt/python -m paceline.launch.ray_node" in script
+    assert "--ntasks=2 --ntasks-per-node=1 $cpus /opt/python -P -m paceline.launch.ray_node" in script
 
 
 def test_horovodrun_reaches_the_other_machines_by_steps() -> None:
     script = text(SCRIPT, nodes=(2, 2), nproc=(2,), rank_launcher="horovod", env_style="horovod")
-    shield = "/opt/python -m paceline.launch.stop_codes --shield"
+    shield = "/opt/python -P -m paceline.launch.stop_codes --shield"
     expected = r"""
 # horovodrun starts ranks on other nodes over ssh. In a job, steps replace ssh, so no node needs an ssh server.
 cat >"$starters/ssh" <<END
@@ -661,19 +663,21 @@ def test_an_activated_environment_has_its_own_python() -> None:
     command = (sys.executable, "train.py")
     script = text(SCRIPT, SlurmOptions(venv="/opt/my env"), command=command, python=sys.executable)
     assert "source '/opt/my env/bin/activate'\n" in script
-    assert "python -m paceline.launch.node --rank-launcher torchrun --nproc 1 -- python train.py &\n" in joined(script)
+    assert "python -P -m paceline.launch.node --rank-launcher torchrun --nproc 1 -- python train.py &\n" in joined(
+        script
+    )
     script = text(SCRIPT, SlurmOptions(venv="/opt/env"))
     assert (
-        "/opt/python -m paceline.launch.node --rank-launcher torchrun --nproc 1 -- /opt/python train.py &\n"
+        "/opt/python -P -m paceline.launch.node --rank-launcher torchrun --nproc 1 -- /opt/python train.py &\n"
         in joined(script)
     )
 
 
 def test_preflight_examines_the_python_of_the_environment_that_is_activated() -> None:
-    preflight = (sys.executable, "-m", "paceline.launch.preflight.node")
+    preflight = (sys.executable, "-P", "-m", "paceline.launch.preflight.node")
     for options in (SlurmOptions(venv="/opt/env"), SlurmOptions(conda="torch")):
         script = joined(text(SCRIPT, options, python=sys.executable, preflight=preflight))
-        assert " --preflight 'python -m paceline.launch.preflight.node' " in script
+        assert " --preflight 'python -P -m paceline.launch.preflight.node' " in script
         assert sys.executable not in script
 
 

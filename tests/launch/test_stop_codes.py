@@ -27,7 +27,7 @@ exit "$1"
 
 
 def start(path: Path, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[str]:
-    program = [sys.executable, "-m", "paceline.launch.stop_codes"]
+    program = [sys.executable, "-P", "-m", "paceline.launch.stop_codes"]
     env = {**os.environ, "PACELINE_STOP_CODES": str(path / "codes"), **(env or {})}
     return subprocess.Popen(
         [*program, *words], cwd=path, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **more
@@ -109,7 +109,7 @@ def test_a_listener_tells_the_ranks_below_a_program_that_does_not_hear(
     tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
     (tmp_path / "codes").mkdir()
-    program = f"{sys.executable} -m paceline.launch.stop_codes"
+    program = f"{sys.executable} -P -m paceline.launch.stop_codes"
     mpirun = start(tmp_path, "--shield", "sh", "-c", f"{program} bash saves.sh 75; echo $? >code; touch saved")
     (tmp_path / "saves.sh").write_text(SAVES)
     listener = start(tmp_path, "--listen", stdin=subprocess.PIPE)

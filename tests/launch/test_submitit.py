@@ -57,7 +57,7 @@ executor.update_parameters(
     slurm_srun_args=['--cpu-bind=cores'],
     slurm_additional_parameters={'signal': 'USR1@300', 'nice': '10'},
 )
-command = ['/opt/python', '-m', 'paceline.launch.node', '--rank-launcher', 'torchrun', '--nodes', '2',
+command = ['/opt/python', '-P', '-m', 'paceline.launch.node', '--rank-launcher', 'torchrun', '--nodes', '2',
  '--nproc', '4', '--', 'python', 'train.py', '--lr', '0.1']
 print(executor.submit(StartCommand(command, each='machine')).job_id)
 

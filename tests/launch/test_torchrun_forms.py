@@ -130,7 +130,7 @@ def test_workers_meet_at_the_address_that_the_hosts_are_given_by(run_processes: 
     (tmp_path / "meets.py").write_text(
         "import os\nline = 'rank {RANK} meets at {MASTER_ADDR}\\n'.format(**os.environ)\nos.write(1, line.encode())\n"
     )
-    agent = [sys.executable, "-m", "paceline.launch.node", "--rank-launcher", "torchrun", "--nodes", "2"]
+    agent = [sys.executable, "-P", "-m", "paceline.launch.node", "--rank-launcher", "torchrun", "--nodes", "2"]
     agent += [
         "--threads",
         "1",

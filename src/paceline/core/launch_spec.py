@@ -221,9 +221,12 @@ def split_python(command: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     Also for an interpreter with options of its own, such as ``-u`` or ``-c``: torchrun knows none but ``-m``.
     """
     is_python = Path(command[0]).name.rstrip("0123456789.") == "python"
-    has_options = len(command) > 1 and command[1].startswith("-") and command[1] != "-m"
+    arguments = tuple(command[1:])
+    if arguments[:2] == ("-P", "-m"):  # a module of ours, which imports nothing from the current directory
+        arguments = arguments[1:]
+    has_options = bool(arguments) and arguments[0].startswith("-") and arguments[0] != "-m"
     if is_python and not has_options:
-        return command[0], tuple(command[1:])
+        return command[0], arguments
     return "", tuple(command)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import multiprocessing
+import os
 import sys
 import traceback
 import types
@@ -179,6 +180,9 @@ def _import_file(path: Path, spec: str) -> types.ModuleType:
     sys.modules[module_name] = module
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
+    # Last: a file there called types.py or random.py must not replace a module of Python or of a library.
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.append(os.getcwd())
     _importing.append(spec)
     try:
         module_spec.loader.exec_module(module)

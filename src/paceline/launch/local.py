@@ -10,7 +10,7 @@ import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 
@@ -199,8 +199,9 @@ class InProcessJob:
             return 130
         command = self._command.argv[1:]
         try:
-            if command[0] == "-m":
-                here = os.getcwd()
+            if command[0] in ("-m", "-P"):
+                here = os.getcwd() if command[0] == "-m" else None
+                command = command[command.index("-m") :]
                 with self._started_with(command[1:], here), warnings.catch_warnings():
                     # A script that calls fit() has imported the worker; running it again is intended.
                     warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
@@ -228,17 +229,18 @@ class InProcessJob:
         self._cancelled = True
 
     @contextmanager
-    def _started_with(self, arguments: tuple[str, ...], imports_from: str) -> Iterator[None]:
+    def _started_with(self, arguments: tuple[str, ...], imports_from: str | None) -> Iterator[None]:
         """Set the arguments and the first import path as Python does for a program."""
         before = sys.argv
         sys.argv = list(arguments)
-        sys.path.insert(0, imports_from)
+        if imports_from is not None:
+            sys.path.insert(0, imports_from)
         try:
             with patch_environ(self._command.env):
                 yield
         finally:
             sys.argv = before
-            with suppress(ValueError):
+            if imports_from in sys.path:
                 sys.path.remove(imports_from)
 
 
@@ -345,7 +347,7 @@ def _rank(spec: LaunchSpec, local_rank: int, host: str, port: int) -> Command:
 def _forkserver(spec: LaunchSpec) -> Command:
     return Command(
         title=f"forks {spec.local_world_size} workers of {spec.job_file}, and replaces those that die",
-        argv=(spec.command[0], "-m", "paceline.elastic.forkserver"),
+        argv=(spec.command[0], "-P", "-m", "paceline.elastic.forkserver"),
         env={**spec.thread_variables(), **spec.env},
     )
 

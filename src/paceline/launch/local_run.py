@@ -166,7 +166,7 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
         world_size=sum(counts[:first_nodes]) if len(counts) > 1 else nproc * first_nodes,
     )
     spec = LaunchSpec(
-        command=(sys.executable, "-m", "paceline.training.worker", str(job_file)),
+        command=(sys.executable, "-P", "-m", "paceline.training.worker", str(job_file)),
         job_file=job_file,
         nodes=(first_nodes, most_nodes),
         nproc=(nproc,),

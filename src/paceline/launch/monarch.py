@@ -352,7 +352,7 @@ class Monarch(ForegroundLauncher):
         )
         command = Command(
             title=f"the job, on {least} of Monarch's hosts" if hosts else "the job, in a process of Monarch's here",
-            argv=(spec.python, "-m", "paceline.launch.monarch_job", str(spec.directory / JOB_FILE)),
+            argv=(spec.python, "-P", "-m", "paceline.launch.monarch_job", str(spec.directory / JOB_FILE)),
         )
         return RenderedJob(spec=spec, options=options, files={JOB_FILE: job.text}, commands=(command,))
 

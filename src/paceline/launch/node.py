@@ -64,7 +64,7 @@ def node_command(spec: LaunchSpec) -> tuple[str, ...]:
     options += [f"--torchrun={text}" for text in spec.torchrun]
     if spec.preflight:
         options += ["--preflight", shlex.join(spec.preflight)]
-    return (spec.python, "-m", "paceline.launch.node", *options, "--", *spec.command)
+    return (spec.python, "-P", "-m", "paceline.launch.node", *options, "--", *spec.command)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -248,7 +248,7 @@ def rank_command(spec: LaunchSpec, master_addr: str | None = None) -> tuple[str,
         value = getattr(spec, name)
         if value is not None:
             options += [f"--{name.replace('_', '-')}", str(value)]
-    return (spec.python, "-m", "paceline.launch.rank", *options, "--", *spec.command)
+    return (spec.python, "-P", "-m", "paceline.launch.rank", *options, "--", *spec.command)
 
 
 def torchrun_rank_command(python: str, command: Sequence[str]) -> tuple[str, ...]:
@@ -256,7 +256,7 @@ def torchrun_rank_command(python: str, command: Sequence[str]) -> tuple[str, ...
 
     torchrun itself replaces the local rank alone, and numbers the nodes in an order of its own.
     """
-    return (python, "-m", "paceline.launch.rank", "--", *command)
+    return (python, "-P", "-m", "paceline.launch.rank", "--", *command)
 
 
 def main(argv: Sequence[str]) -> int:

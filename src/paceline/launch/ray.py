@@ -320,7 +320,7 @@ class Ray(ForegroundLauncher):
             own_cluster=address is None,
         )
         argv: tuple[str, ...]
-        argv = (spec.python, "-m", "paceline.launch.ray_job", str(spec.directory / JOB_FILE))
+        argv = (spec.python, "-P", "-m", "paceline.launch.ray_job", str(spec.directory / JOB_FILE))
         if address is None:
             gpus = None if spec.gpus_per_node is None else least * spec.gpus_per_node
             argv = cluster_command(spec, argv, cpus=sum(cpus), gpus=gpus)

@@ -89,7 +89,7 @@ def cluster_command(
             options += [f"--{name}", str(value)]
     if preflight:
         options += ["--preflight", shlex.join(preflight)]
-    return (spec.python, "-m", "paceline.launch.ray_node", *options, "--", *command)
+    return (spec.python, "-P", "-m", "paceline.launch.ray_node", *options, "--", *command)
 
 
 def main(argv: Sequence[str]) -> int:

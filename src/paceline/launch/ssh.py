@@ -608,7 +608,7 @@ def _script(spec: LaunchSpec, hosts: tuple[Host, ...], node_rank: int, options: 
         **spec.env,
     }
     python, workdir = shlex.quote(spec.python), shlex.quote(str(spec.workdir))
-    remote = ["-m", "paceline.launch.ssh_remote", "--silence", str(options.lost_after)]
+    remote = ["-P", "-m", "paceline.launch.ssh_remote", "--silence", str(options.lost_after)]
     if spec.run is not None and len(hosts) > 1:
         remote += ["--shared", str(spec.directory)]
     no_directory = shlex.quote(

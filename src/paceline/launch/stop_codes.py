@@ -39,7 +39,7 @@ _CANARY_S = 0.5
 
 def stop_codes_command(python: str, command: Sequence[str], mode: str | None = None) -> tuple[str, ...]:
     """Return the command that runs another one below this module: a rank's, or ``--shield``."""
-    return (python, "-m", "paceline.launch.stop_codes", *([mode] if mode else []), *command)
+    return (python, "-P", "-m", "paceline.launch.stop_codes", *([mode] if mode else []), *command)
 
 
 def leave_stop_code(code: int, *, asked: bool) -> int:

@@ -248,6 +248,6 @@ def _next_generation(directory: RunDirectory) -> int:
 
 if __name__ == "__main__":
     # With --on inprocess this is not a process of its own: the command line, or a script that calls fit().
-    if sys.orig_argv[1:3] == ["-m", "paceline.training.worker"]:
+    if sys.orig_argv[1:4] == ["-P", "-m", "paceline.training.worker"]:
         restart_with_hash_seed()
     sys.exit(main(sys.argv[1:]))

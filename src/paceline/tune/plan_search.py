@@ -97,7 +97,7 @@ def probe(search: Search) -> TaskProfile:
         directory = SearchDirectory(Path(name))
         directory.write(search)
         done = subprocess.run(
-            kill_with_parent_command([sys.executable, "-m", "paceline.tune.plan_search", name]),
+            kill_with_parent_command([sys.executable, "-P", "-m", "paceline.tune.plan_search", name]),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -580,7 +580,7 @@ def run(
     """
     import_ray()
     path = directory.path.absolute()
-    driver = (sys.executable, "-m", "paceline.tune.run_search", str(path), *(("--quiet",) if quiet else ()))
+    driver = (sys.executable, "-P", "-m", "paceline.tune.run_search", str(path), *(("--quiet",) if quiet else ()))
     if address is not None:
         print_status(f"the Ray cluster at {address} runs the trials; all its nodes must share {path}.")
         return _start(Command(title="search", argv=driver, env={"RAY_ADDRESS": address}))

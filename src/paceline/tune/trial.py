@@ -147,7 +147,7 @@ class TrialServer(ForkServer):
 
     def __init__(self) -> None:
         super().__init__(
-            kill_with_parent_command([sys.executable, "-m", "paceline.tune.trial"]),
+            kill_with_parent_command([sys.executable, "-P", "-m", "paceline.tune.trial"]),
             # A task of srun's that starts Ray is a rank of its step; a trial is a job of its own.
             with_hash_seed(variables_of_another_job(own_variables())),
         )

@@ -74,7 +74,7 @@ def test_the_mpi_controller_is_mpirun() -> None:
     assert (
         text(job(env_style="torch", nproc=(1,)), hosts="a:1,b:1", controller="mpi").splitlines()[-1]
         == "mpirun -np 2 --map-by slot:OVERSUBSCRIBE --bind-to none --host a:1,b:1 -x PATH /nowhere/python "
-        "-m paceline.launch.rank --env-style torch --master-addr a --master-port 28804 -- python train.py"
+        "-P -m paceline.launch.rank --env-style torch --master-addr a --master-port 28804 -- python train.py"
     )
 
 
@@ -85,7 +85,7 @@ def test_a_task() -> None:
         text(spec)
         == """\
 # Horovod starts 2 ranks
-horovodrun -np 2 --gloo --network-interface lo python -m paceline.launch.rank --env-style torch -- python \
+horovodrun -np 2 --gloo --network-interface lo python -P -m paceline.launch.rank --env-style torch -- python \
 -m paceline train fashion-mnist --run-dir /runs/a --strategy horovod
 """
     )

@@ -43,7 +43,7 @@ def test_open_mpi_here() -> None:
 # Open MPI starts 4 ranks
 OMP_NUM_THREADS=2 \\
   NOTE='it'"'"'s' \\
-  mpirun -np 4 --map-by slot:OVERSUBSCRIBE --bind-to none python -m paceline.launch.rank --env-style torch \
+  mpirun -np 4 --map-by slot:OVERSUBSCRIBE --bind-to none python -P -m paceline.launch.rank --env-style torch \
 --threads 2 -- python train.py --lr 0.1
 """
     )
@@ -62,7 +62,7 @@ GLOO_SOCKET_IFNAME=eth0 \\
   KEY=v \\
   mpirun --allow-run-as-root -np 3 --map-by slot:OVERSUBSCRIBE --bind-to none --host node0:2,node1:1 -x PATH \
 -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME -x UCX_NET_DEVICES -x KEY --mca btl_tcp_if_include eth0 \
---timeout 90 --mca pml ob1 python -m paceline.launch.rank --env-style torch --nproc 2,1 \
+--timeout 90 --mca pml ob1 python -P -m paceline.launch.rank --env-style torch --nproc 2,1 \
 --master-addr node0 --interface eth0 --master-port 28804 -- python train.py --lr 0.1
 """
     )
@@ -78,7 +78,7 @@ GLOO_SOCKET_IFNAME=eth0 \\
   NCCL_SOCKET_IFNAME=eth0 \\
   UCX_NET_DEVICES=eth0 \\
   MPIEXEC_TIMEOUT=60 \\
-  mpiexec.hydra -n 4 -bind-to none -hosts node0:2,node1:2 -iface eth0 python -m paceline.launch.rank \
+  mpiexec.hydra -n 4 -bind-to none -hosts node0:2,node1:2 -iface eth0 python -P -m paceline.launch.rank \
 --env-style torch --master-addr node0 --interface eth0 --master-port 4000 -- python train.py --lr 0.1
 """
     )
@@ -88,7 +88,7 @@ def test_a_program_that_asks_mpi_is_started_bare_unless_it_has_placeholders() ->
     bare = text(job(command=("./hello", "1"), env_style="mpi", nproc=(2,)))
     assert bare.endswith("--bind-to none ./hello 1\n")
     filled = text(job(command=("./hello", "{master_addr}"), env_style="mpi", nproc=(2,)))
-    assert filled.endswith("python -m paceline.launch.rank --env-style mpi -- ./hello '{master_addr}'\n")
+    assert filled.endswith("python -P -m paceline.launch.rank --env-style mpi -- ./hello '{master_addr}'\n")
 
 
 def test_a_task_stops_by_itself_and_is_given_no_limit() -> None:
@@ -101,7 +101,7 @@ def test_a_task_stops_by_itself_and_is_given_no_limit() -> None:
         == """\
 # Open MPI starts 2 ranks
 OMP_NUM_THREADS=1 \\
-  mpirun -np 2 --map-by slot:OVERSUBSCRIBE --bind-to none python -m paceline.launch.rank --env-style torch \
+  mpirun -np 2 --map-by slot:OVERSUBSCRIBE --bind-to none python -P -m paceline.launch.rank --env-style torch \
 --threads 1 -- python -m paceline train fashion-mnist --run-dir /runs/a --walltime 1min
 """
     )

@@ -39,7 +39,7 @@ def body(spec: LaunchSpec) -> str:
     return "\n".join(BODIES[spec.rank_launcher](spec, "", True))
 
 
-SHIELD = "python -m paceline.launch.stop_codes --shield"
+SHIELD = "python -P -m paceline.launch.stop_codes --shield"
 BEGIN = """\
 export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 {hosts}stopped=/jobs/hello-1/"stopped-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$$"
@@ -51,7 +51,7 @@ trap 'rm -r "$starters"' EXIT
 LISTENERS = """\
 # A step on all nodes passes Slurm's signals to the ranks, until the end of its input.
 exec {{ears}}> >(exec srun --overlap --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --gres=none \\
-  python -m paceline.launch.stop_codes --listen)
+  python -P -m paceline.launch.stop_codes --listen)
 listeners=$!
 """
 END = """
@@ -96,7 +96,7 @@ END
 chmod +x "$starters/srun"
 {LISTENERS.format(nodes=2)}\
 PATH="$starters:$PATH" {SHIELD} mpirun -np 4 --map-by \\
-  ppr:2:node:OVERSUBSCRIBE --bind-to none python -m paceline.launch.stop_codes ./hello &{END}"""
+  ppr:2:node:OVERSUBSCRIBE --bind-to none python -P -m paceline.launch.stop_codes ./hello &{END}"""
     )
 
 
@@ -107,7 +107,7 @@ def test_ranks_have_the_variables_of_torch_as_under_mpirun_elsewhere(tmp_path: P
         env_style = choose_env_style(launcher, None, "mpi")
         assert (env_style, choose_rank_launcher(launcher, "mpi", env_style, is_task=False)) == ("torch", "mpi")
     text = body(job(rank_launcher="mpi", env_style=env_style))
-    assert "--bind-to none python -m paceline.launch.rank --env-style torch --master-port" in joined(text)
+    assert "--bind-to none python -P -m paceline.launch.rank --env-style torch --master-port" in joined(text)
 
 
 def test_horovodrun_on_one_machine() -> None:
@@ -117,7 +117,7 @@ def test_horovodrun_on_one_machine() -> None:
     assert text.startswith(BEGIN.format(hosts=hosts))
     assert (
         f"""PATH="$starters:$PATH" {SHIELD} horovodrun -np 2 --gloo --network-interface ib0 -H "$hosts" env """
-        """"PATH=$PATH" python -m paceline.launch.stop_codes python train.py &"""
+        """"PATH=$PATH" python -P -m paceline.launch.stop_codes python train.py &"""
     ) in joined(text)
     assert text.endswith(END)
 

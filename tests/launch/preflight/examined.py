@@ -45,7 +45,7 @@ def begin(
     started = []
     for number in range(len(nodes)) if present is None else present:
         command = [
-            *(sys.executable, "-m", "paceline.launch.preflight.node", "--directory", directory / "meeting"),
+            *(sys.executable, "-P", "-m", "paceline.launch.preflight.node", "--directory", directory / "meeting"),
             *("--run-dir", directory / "run", "--nodes", str(len(nodes)), "--node-rank", str(number)),
             *("--master-addr", "node0", "--master-port", str(PORT), *options, *(own or {}).get(number, ())),
         ]

@@ -201,8 +201,8 @@ def test_what_preflight_runs_on_a_cluster(run_processes: Any, tmp_path: Path) ->
     lines = [" ".join(line.split()) for line in done.stdout.replace("\\\n", " ").splitlines()]
     [line] = [line for line in lines if "paceline.launch.node" in line]
     first, rest = line.split(" --preflight ", 1)
-    assert "/python -m paceline.launch.node" in first
-    assert rest.startswith("'/python -m paceline.launch.preflight.node --directory ")
+    assert "/python -P -m paceline.launch.node" in first
+    assert rest.startswith("'/python -P -m paceline.launch.preflight.node --directory ")
     assert "--preflight --nodes '" in rest
     assert rest.endswith("-- /bin/echo hello &")
 
@@ -304,7 +304,7 @@ def examined(done: Any) -> PreflightSpec:
     *_, job = yaml.safe_load_all(done.stdout)
     [container] = job["spec"]["template"]["spec"]["containers"]
     command = container["command"]
-    words = shlex.split(command[command.index("--preflight") + 1])[3:]
+    words = shlex.split(command[command.index("--preflight") + 1])[4:]
     placed = expand_placeholders(words, master_addr="pod-0", master_port=29500, node_rank=0, nodes=2)
     return parse_command(list(placed))[0]
 
@@ -346,7 +346,7 @@ def test_the_whole_job(run_processes: Any, tmp_path: Path) -> None:
         "GLOO_SOCKET_IFNAME=ib0 \\\n"
         "  NCCL_SOCKET_IFNAME=ib0 \\\n"
         "  UCX_NET_DEVICES=ib0 \\\n"
-        "  /python -m paceline.launch.preflight.node --directory /r/doctor --run-dir /r --nproc 8,4 "
+        "  /python -P -m paceline.launch.preflight.node --directory /r/doctor --run-dir /r --nproc 8,4 "
         "--keep-checkpoints 5 --timeout 120 --threads 2 --gpus-per-node 4 --interface ib0 "
         "--checkpoint-bytes 2147483648 --nodes 2 --node-rank 1 --master-addr node0 --master-port 29500\n"
     )
@@ -389,7 +389,7 @@ def test_a_preflight_that_is_stopped_leaves_nothing(
     doctor = PreflightSpec(directory=tmp_path / "preflight", run=tmp_path, preflight=True)
     popen = run_processes.start(
         [
-            *(sys.executable, "-m", "paceline.launch.node", "--rank-launcher", "spawn", "--nodes", "2"),
+            *(sys.executable, "-P", "-m", "paceline.launch.node", "--rank-launcher", "spawn", "--nodes", "2"),
             *("--preflight", shlex.join(doctor.command(sys.executable)), "--", "touch", "started"),
         ],
         env={

@@ -128,7 +128,7 @@ def test_a_job_uses_the_faster_network_of_its_preflight(machines: Machines) -> N
     words = ("--rank-launcher", "spawn", "--nodes", "2", "--env-style", "none", "--preflight", preflight)
     started = [
         node.start(
-            [sys.executable, "-m", "paceline.launch.node", *words, "--", "printenv", "GLOO_SOCKET_IFNAME"],
+            [sys.executable, "-P", "-m", "paceline.launch.node", *words, "--", "printenv", "GLOO_SOCKET_IFNAME"],
             env={"OMP_NUM_THREADS": "1", NODE_RANK: str(number), NODES: "2", HOSTS: "node0,node1"},
         )
         for number, node in enumerate(nodes)

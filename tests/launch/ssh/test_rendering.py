@@ -52,8 +52,8 @@ END
 python -c 'import paceline.launch' </dev/null || {{ echo 'paceline: python is not a Python with \
 Paceline. Install it there, in the same version; paceline launch takes \
 another interpreter as --python.' >&2; exit 2; }}
-exec python -m paceline.launch.ssh_remote --silence 30 -- \
-python -m paceline.launch.node --rank-launcher torchrun --nodes 2 --nproc 2 -- \
+exec python -P -m paceline.launch.ssh_remote --silence 30 -- \
+python -P -m paceline.launch.node --rank-launcher torchrun --nodes 2 --nproc 2 -- \
 python train.py --at '{{master_addr}}'
 END_
 """
@@ -78,8 +78,8 @@ def test_a_task(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     last = [line for line in done.stdout.splitlines() if line.startswith("exec ")]
     assert last == 2 * [
-        f"exec {sys.executable} -m paceline.launch.ssh_remote --silence 60 --shared {tmp_path}/a/job -- "
-        f"{sys.executable} -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 2 -- "
+        f"exec {sys.executable} -P -m paceline.launch.ssh_remote --silence 60 --shared {tmp_path}/a/job -- "
+        f"{sys.executable} -P -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 2 -- "
         f"{sys.executable} -m paceline train fashion-mnist --run-dir {tmp_path}/a"
     ]
 

@@ -202,7 +202,7 @@ class WorkerGroups:
         launcher = get_launcher("spawn")
         rendered = launcher.render(
             LaunchSpec(
-                command=(sys.executable, "-m", "paceline.insight.verify.worker", str(path)),
+                command=(sys.executable, "-P", "-m", "paceline.insight.verify.worker", str(path)),
                 nproc=(world_size,),
                 threads=trainings[0].options["threads"],
             )

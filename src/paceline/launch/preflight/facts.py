@@ -254,7 +254,7 @@ def import_torch_and(task: str) -> dict[str, Any]:
 def run_python(module: str, arguments: Sequence[str], *, time_limit_s: float) -> subprocess.CompletedProcess[str]:
     """Run a module of Paceline in a process that ends with this one."""
     return subprocess.run(
-        parent_death.kill_with_parent_command([sys.executable, "-m", module, *arguments]),
+        parent_death.kill_with_parent_command([sys.executable, "-P", "-m", module, *arguments]),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -163,7 +163,7 @@ class PreflightSpec:
 
     def command(self, python: str) -> tuple[str, ...]:
         """Return the command for each node; the launcher replaces its placeholders."""
-        words = [python, "-m", MODULE, "--directory", str(self.directory), "--run-dir", str(self.run)]
+        words = [python, "-P", "-m", MODULE, "--directory", str(self.directory), "--run-dir", str(self.run)]
         words += ["--nproc", ",".join(map(str, self.nproc)), "--keep-checkpoints", str(self.keep)]
         words += ["--timeout", f"{self.timeout_s:g}"]
         for name in ("threads", "gpus_per_node", "interface", "checkpoint_bytes"):
