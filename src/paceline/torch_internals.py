@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch._C._distributed_c10d import set_debug_level_from_env as set_debug_level_from_env
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_non_overlapping_and_dense_or_false
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -312,6 +313,57 @@ def watch_gradients(unit: FSDPModule, used: Callable[[list[nn.Parameter]], None]
         # The class's, which another watch may have replaced.
         post_backward = partial(type(group).post_backward, group)
         group.post_backward = _with_zero_gradients(group, post_backward, used)  # type: ignore[method-assign]
+
+
+def keep_order_of_input_gradients(unit: FSDPModule) -> None:
+    """Let an FSDP unit add the gradients of its first input in the order in which autograd adds them without FSDP.
+
+    torch puts a node between a unit and its inputs that ends the unit's backward. It adds the gradients from inside the
+    unit first, and its sum to those from outside, which rounds otherwise if both are more than one. A hook on the input
+    itself ends the unit's backward once all of them are added. Further inputs keep the node: where many units take one,
+    such as an encoder's output, each would stay gathered until the last of them is done.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group._register_post_backward_hook = _hook_on_first_input(group)  # type: ignore[assignment, method-assign]
+
+
+def _hook_on_first_input(group: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+    def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:  # backward recomputes the forward
+            return args, kwargs
+        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not found:
+            return args, kwargs
+        first, remaining = found[0], [2 if len({id(tensor) for tensor in found}) > 1 else 1]
+
+        def end_backward(*_: Any) -> None:
+            remaining[0] -= 1
+            if not remaining[0]:
+                group.post_backward()
+
+        first.register_hook(end_backward)  # type: ignore[no-untyped-call]
+        if remaining[0] == 1:
+            return args, kwargs
+        further = [tensor for tensor in found if tensor is not first]
+        others = iter(_EndOfBackward.apply(end_backward, *further))  # type: ignore[no-untyped-call]
+        is_other = {id(tensor) for tensor in further}
+        new: tuple[Any, Any] = tree_map(lambda leaf: next(others) if id(leaf) in is_other else leaf, (args, kwargs))
+        return new
+
+    return register
+
+
+class _EndOfBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, end_backward: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.end_backward = end_backward
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.end_backward()
+        return (None, *gradients)
 
 
 def _with_zero_gradients(

@@ -178,6 +178,41 @@ class Skipping(Points):
         return {"accuracy": right.float()}
 
 
+class Branches(nn.Module):
+    """One part of a block whose input other parts use too, as attention beside a feed-forward layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        first, second, third = (way(x) for way in self.ways)
+        return (first * second).tanh() * scale + third.sin()
+
+
+class SharedInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+        self.blocks = nn.ModuleList(nn.ModuleList([Branches(), Branches()]) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        scale = x.mean(dim=0, keepdim=True).sigmoid()
+        for left, right in self.blocks:
+            x = x + left(x, scale=scale) + right(x, scale=scale)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+@dataclass
+class Sharing(Points):
+    """Blocks of which several take one input, each more than once."""
+
+    def build_model(self) -> nn.Module:
+        return SharedInputs()
+
+
 @dataclass
 class Described:
     """What a model returns, in parts."""

@@ -54,6 +54,16 @@ EXACT: dict[str, dict[str, Any]] = {
         "fields": {"tied": True},
         "options": {"precision": "bf16", "fsdp_mixed_precision": True, "max_steps": 3},
     },
+    "shared-inputs": {"task": "Sharing", "options": {"fsdp_wrap": "Branches", "max_steps": 6}},
+    "shared-inputs-recomputed": {
+        "task": "Sharing",
+        "options": {
+            "fsdp_wrap": "Linear,Branches",
+            "max_steps": 6,
+            "checkpoint_activations": "block",
+            "checkpoint_blocks": "Branches",
+        },
+    },
     "best": {
         "task": "Points",
         "fields": {"num_val": 40, "num_test": 20},

@@ -27,6 +27,7 @@ from paceline.torch_internals import (
     ConvNd,
     ReduceScatter,
     all_gather_single,
+    keep_order_of_input_gradients,
     parameter_table,
     reduce_scatter_single,
     tree_leaves,
@@ -341,6 +342,7 @@ class FSDP(ExternalReduceStrategy):
             if not any(parameter.requires_grad for parameter in _own_parameters(unit)):
                 continue
             if self._exact:
+                keep_order_of_input_gradients(unit)
                 self._sums.append(TreeReduceScatter(num_microbatches, mesh.data, copies))
                 unit.set_custom_reduce_scatter(self._sums[-1])
             elif copies.world_size > 1:

@@ -16,14 +16,22 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertForTokenClassification,
+    BloomConfig,
+    BloomForCausalLM,
+    DataCollatorWithFlattening,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 import paceline
+from paceline.parallel.wrap_units import checkpoint_activations
 from paceline.runs.checkpointer import load
 from paceline.training.adapters.transformers import IGNORED, TransformersTask
 
@@ -94,6 +102,72 @@ def test_sums_over_any_microbatches_make_the_mean_that_the_model_computes_at_onc
         assert 0 <= value <= weight == sum(part.weight for part in parts)
 
 
+def causal(kind: str, attention: str) -> PreTrainedModel:
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": WORDS,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    gpt2 = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": WORDS, "resid_pdrop": 0.0}
+    torch.manual_seed(0)
+    model: PreTrainedModel = {
+        "llama": lambda: LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation=attention),
+        "qwen2": lambda: Qwen2ForCausalLM._from_config(Qwen2Config(**sizes), attn_implementation=attention),
+        "gpt2": lambda: GPT2LMHeadModel._from_config(GPT2Config(**gpt2), attn_implementation=attention),
+        "bloom": lambda: BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=WORDS)),
+    }[kind]()
+    return model
+
+
+def documents() -> list[dict[str, list[int]]]:
+    return [{"input_ids": torch.randint(3, WORDS, (length,)).tolist()} for length in (9, 4, 11)]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_packed_documents_do_not_see_each_other(kind: str, attention: str) -> None:
+    model, task, packer = causal(kind, attention), TransformersTask(), DataCollatorWithFlattening()
+    is_training = [module.training for module in model.modules()]
+    examples, state = documents(), torch.get_rng_state()
+    packed = task.loss(model, packer(examples))
+    assert [module.training for module in model.modules()] == is_training
+    if kind != "gpt2":  # it has dropout
+        assert torch.equal(torch.get_rng_state(), state)
+    model.eval()
+    packed = task.loss(model, packer(examples))
+    alone = [task.loss(model, packer([example])) for example in examples]
+    torch.testing.assert_close(packed.sum, sum(loss.sum for loss in alone))
+    assert packed.weight == sum(float(loss.weight) for loss in alone) == 21
+    in_evaluation, weight = task.metrics(model, packer(examples))["loss"]
+    assert (in_evaluation.item(), weight) == (packed.sum.item(), packed.weight)
+
+
+def test_documents_that_see_each_other_are_refused_at_the_first_packed_batch() -> None:
+    model, packer = causal("bloom", "eager"), DataCollatorWithFlattening()
+    TransformersTask().loss(model, packer(documents()[:1]))  # one document sees no other
+    with pytest.raises(paceline.TaskError, match=r"see each other: BloomForCausalLM with attention 'eager' computes"):
+        TransformersTask().loss(model, packer(documents()))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_activation_checkpointing_leaves_the_gradients_as_they_are(kind: str) -> None:
+    packed, gradients = DataCollatorWithFlattening()(documents()), []
+    for mode in ("none", "block", "selective"):
+        model = causal(kind, "sdpa")
+        if mode != "none":
+            checkpoint_activations(model, mode, "auto", to_the_end=False)
+        torch.manual_seed(1)
+        TransformersTask().loss(model, packed).sum.backward()
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
 def test_a_batch_without_labels_is_explained() -> None:
     with pytest.raises(paceline.TaskError, match=r"GPT2LMHeadModel returned no loss: the batch has input_ids"):
         TransformersTask().loss(gpt2(), {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)})
@@ -132,3 +206,50 @@ def test_any_number_of_processes_ends_with_the_same_tied_weights(run_processes: 
     *_, newest = sorted(p for p in (tmp_path / "one" / "checkpoints").iterdir() if p.name.startswith("step"))
     model = load(newest).state["model"]
     assert model["lm_head.weight"] is model["transformer.wte.weight"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "cohere"])
+@pytest.mark.parametrize(
+    ("alone", "sharded"),
+    [
+        ((), ("--fsdp-wrap", "500")),  # attention and feed-forward layers are units, as of a large model by default
+        (("--precision", "bf16"), ("--precision", "bf16", "--fsdp-mixed-precision")),
+    ],
+    ids=["fp32", "mixed"],
+)
+def test_fsdp_has_the_bits_of_one_process(
+    run_processes: Any, tmp_path: Path, kind: str, alone: tuple[str, ...], sharded: tuple[str, ...]
+) -> None:
+    task = f"{Path(__file__).with_name('causal_models.py')}:Causal"
+    options = ("--set", f"kind={kind}", "--threads", "1", "--max-steps", "3", "--num-workers", "0", "--quiet")
+    started = {
+        name: run_processes.start(
+            [sys.executable, "-m", "paceline", "train", task, *options, *more, "--run-dir", tmp_path / name]
+        )
+        for name, more in {"one": alone, "two": ("--nproc", "2", "--strategy", "fsdp", *sharded)}.items()
+    }
+    for popen in started.values():
+        finished = run_processes.finish(popen, timeout_s=150)
+        assert finished.returncode == 0, finished.stderr
+    one, two = (json.loads((tmp_path / name / "result.json").read_text())["model_sha256"] for name in ("one", "two"))
+    assert one == two
+
+
+def test_a_pipeline_is_refused_in_one_sentence(run_processes: Any, tmp_path: Path) -> None:
+    task = f"{Path(__file__).with_name('causal_models.py')}:Causal"
+    options = (
+        "--nproc",
+        "2",
+        "--strategy",
+        "pp",
+        "--threads",
+        "1",
+        "--num-workers",
+        "0",
+        "--run-dir",
+        tmp_path / "run",
+    )
+    done = run_processes.paceline("train", task, *options)
+    assert done.returncode == 2, done.stderr
+    assert "--strategy pp cannot find the blocks of a LlamaForCausalLM by itself." in done.stderr
+    assert "Traceback" not in done.stderr

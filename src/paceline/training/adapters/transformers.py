@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from paceline.core.callback import Callback, RunSchedule
 from paceline.core.errors import TaskError
 from paceline.core.task import Loss, Task
+from paceline.torch_internals import FakeTensor
 
 try:
     from transformers import PreTrainedModel, default_data_collator
@@ -27,6 +28,9 @@ except ModuleNotFoundError as error:
 
 IGNORED = -100
 """The label of what does not count."""
+
+_LEAST_INFLUENCE = 2.0**-14
+"""Of one document on another's logits, relative to the greatest; or a rounding, if that is larger (bfloat16)."""
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -50,6 +54,7 @@ class TransformersTask(Task):
     weight_decay: float = 0.0
     warmup: float = 0.0
     _collator: Collator | None = field(default=None, init=False, repr=False, compare=False)
+    _isolation_checked: bool = field(default=False, init=False, repr=False, compare=False)
 
     def build_collator(self) -> Collator:
         """Return what makes a batch of samples, such as ``DataCollatorForLanguageModeling(tokenizer)``."""
@@ -66,7 +71,9 @@ class TransformersTask(Task):
             return len(next(iter(batch.values())))  # question answering: a sample has two positions
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return len(labels)
-        return int((_predicted(model, labels) != IGNORED).sum())
+        predicted = _predicted(model, labels)
+        # Fake tensors, with which `paceline plan` measures memory, have no values.
+        return predicted.numel() if isinstance(labels, FakeTensor) else int((predicted != IGNORED).sum())
 
     # --- what Paceline calls
 
@@ -97,6 +104,12 @@ class TransformersTask(Task):
     def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
         return _Perplexity(_inside(self, model))
 
+    def pipeline_blocks(self, model: nn.Module) -> Sequence[Any] | None:
+        raise TaskError(
+            f"--strategy pp cannot find the blocks of a {type(_inside(self, model)).__name__} by itself. Define "
+            f"{type(self).__name__}.pipeline_blocks, or use --strategy fsdp."
+        )
+
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
         return self._forward(model, batch)[1]
 
@@ -116,7 +129,14 @@ class TransformersTask(Task):
     def _forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Loss]:
         inside = _inside(self, model)
         taken = inspect.signature(inside.forward).parameters
-        outputs = model(**{name: value for name, value in batch.items() if name in taken})
+        arguments = {name: value for name, value in batch.items() if name in taken}
+        if "use_cache" in taken:
+            # With a cache, transformers would not look for documents in the position ids.
+            arguments.setdefault("use_cache", False)
+        if not self._isolation_checked:
+            self._isolation_checked = True
+            _require_isolation(inside, batch, arguments)
+        outputs = model(**arguments)
         mean = outputs.get("loss")
         if mean is None:
             raise TaskError(
@@ -127,6 +147,51 @@ class TransformersTask(Task):
         # The mean over no labels is NaN.
         total = mean * weight if weight else outputs["logits"].sum() * 0.0
         return outputs, Loss(total, float(weight))
+
+
+def _require_isolation(model: PreTrainedModel, batch: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse packed documents if the model's output for one depends on those before it.
+
+    A model that is sharded over ranks needs the same calls on all of them, so they do not depend on the batch's values.
+
+    Raises:
+        TaskError: it does.
+    """
+    words, positions = batch.get("input_ids"), batch.get("position_ids")
+    if "attention_mask" in batch or not isinstance(words, torch.Tensor) or not isinstance(positions, torch.Tensor):
+        return
+    if words.dim() != 2 or words.shape[1] < 4 or _is_traced(words, model):
+        return
+    words, half = words[:1], words.shape[1] // 2
+    vocabulary = model.get_input_embeddings().num_embeddings
+    others = torch.cat([(words[:, :half] + 1) % vocabulary, words[:, half:]], dim=1)
+    restarting = torch.arange(words.shape[1], device=words.device) % half  # an odd length has a document of one word
+    options = {name: restarting[None] if name == "position_ids" else value for name, value in arguments.items()}
+    options = {name: value for name, value in options.items() if name in ("position_ids", "use_cache")}
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits, after_others = (model(input_ids=ids, **options).get("logits") for ids in (words, others))
+    finally:
+        for module in training:
+            module.training = True
+    is_packed = bool((positions.diff(dim=-1) < 0).any())
+    if not is_packed or logits is None or logits.dim() != 3 or logits.shape[1] != words.shape[1]:
+        return
+    second, difference = logits[:, half:].float(), (logits - after_others)[:, half:].float()
+    if difference.abs().max() > max(_LEAST_INFLUENCE, torch.finfo(logits.dtype).eps) * second.abs().max():
+        raise TaskError(
+            f"the documents of a packed batch see each other: {type(model).__name__} with attention "
+            f"{model.config._attn_implementation!r} computes another output for a document after others, though the "
+            "position ids restart. Use a model that isolates them, or a collator that pads and gives an "
+            "attention_mask."
+        )
+
+
+def _is_traced(words: torch.Tensor, model: nn.Module) -> bool:
+    """Return whether there are no values to compare: in ``paceline plan``, and where other ranks hold the layers."""
+    return isinstance(words, FakeTensor) or any(parameter.is_meta for parameter in model.parameters())
 
 
 class _Perplexity(Callback):
