@@ -302,7 +302,10 @@ def test_more_processes_than_microbatches(start: Callable[..., Any], run_process
             ("--nproc", "2", "--recover", "none"),
             ["RANK=0", "RANK=1", "MASTER_ADDR=127.0.0.1", ">>run/logs/rank-1.log"],
         ),
-        (("--nproc", "2", "--on", "torchrun"), ["torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2"]),
+        (
+            ("--nproc", "2", "--on", "torchrun"),
+            ["torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2"],
+        ),
     ],
 )
 def test_a_dry_run_says_what_would_run_and_touches_nothing(

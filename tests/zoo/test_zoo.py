@@ -40,8 +40,6 @@ STREAMS = {"sequences:Lines"}
 ONLY_FLOAT32 = {
     *("structured:Graphs", "structured:Table", "methods:Reinforcement", "methods:Distillation", "layers:Quantized"),
 }
-UNUSED = {"layers:Mixture", "generative:WassersteinGan", "methods:SeveralTasks"}
-"""Tasks of which a step may leave a parameter unused, whose gradient is zero here and None there."""
 
 
 class Ranks:
@@ -96,7 +94,6 @@ def test_a_task_has_the_same_bits_on_any_number_of_processes_and_after_a_kill(
     [
         pytest.param(task, marks=[] if number % 4 == 0 else [pytest.mark.matrix])
         for number, task in enumerate([*QUICK, *OTHERS])
-        if task not in UNUSED
     ],
 )
 def test_one_process_ends_with_the_weights_and_the_average_of_a_loop_in_plain_pytorch(
