@@ -280,6 +280,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     The temporary directory of these processes distinguishes what they name from what another worker's do.
     """
+    # Under nohup a test's processes would ignore the signal too; of a handler, those that are started know nothing.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     if session.config.getoption("numprocesses", None):
         _warm_starts.close()  # a worker of xdist that was forked warm could not start a process from nothing
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
