@@ -510,15 +510,16 @@ class _Server:
     def _divide(self, start: _Start) -> Template | None:
         """Fork a template for this new process, and return it; in the template itself, None."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        starter = os.getpid()
+        starter, name = os.getpid(), Path(start.argv[0]).name
+        _set_name(_TEMPLATE)  # before the fork: whoever lists this process's children must not see another one
         if os.fork():
+            _set_name(name)
             theirs.close()
             return Template(ours, start.env)
         ours.close()
         self._channel.close()
         self._channel = theirs
         parent_death.die_with_parent(parent=starter)
-        _set_name(_TEMPLATE)
         self._titles.write([_TEMPLATE], {})
         return None
 
