@@ -136,7 +136,7 @@ class GradientReducer:
             parameter.register_hook(_coalesce)  # type: ignore[no-untyped-call]
             for parameter in _embeddings(module, self._parameters)
         ]
-        self._writes: list[int] = []  # to each current gradient, before the current micro-batch
+        self._writes: list[int] = []  # to each current gradient, before the next or current micro-batch
         self._used = 0  # the parameters that this rank's micro-batches of the step have used, as a set of bits
         self._remaining: deque[tuple[int, Accumulate]] = deque()  # micro-batches of this step, the next one first
         self._absent: list[int] = []  # nodes of this rank without a micro-batch in this step
@@ -233,7 +233,6 @@ class GradientReducer:
             if len(self._remaining) == 1 and self._transport.overlaps:
                 self._missing = self._bucket_sizes.copy()
         self._merges = step.merges if len(self._remaining) == 1 else ()
-        self._writes = count_writes(self._gradients[self._grad_buffer])
 
     def require_gradients(self) -> None:
         """Reject a loss that has removed the gradients which earlier micro-batches left; call this before backward.
@@ -367,6 +366,7 @@ class GradientReducer:
         for parameter, gradient in zip(self._parameters, self._gradients[index], strict=True):
             parameter.grad = gradient
         self._grad_buffer = index
+        self._writes = count_writes(self._gradients[index])
 
     def _as_parameters(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [distributed_part(part, p) for part, p in zip(parts, self._parameters, strict=True)]
@@ -385,11 +385,11 @@ class GradientReducer:
 
     def _count_uses(self) -> None:
         """Note the parameters that the micro-batch has used: autograd wrote to their gradients, once."""
-        writes = count_writes(self._gradients[self._grad_buffer])
-        if writes == [before + 1 for before in self._writes]:  # most often it has used all
-            self._used |= (1 << len(writes)) - 1
+        earlier, self._writes = self._writes, count_writes(self._gradients[self._grad_buffer])
+        if self._writes == [before + 1 for before in earlier]:  # most often it has used all
+            self._used |= (1 << len(earlier)) - 1
             return
-        for index, (after, before) in enumerate(zip(writes, self._writes, strict=True)):
+        for index, (after, before) in enumerate(zip(self._writes, earlier, strict=True)):
             if after > before + 1:
                 raise _gradient_in_parts()
             if after > before:
