@@ -329,6 +329,17 @@ class TrainingState:
             state["outer"] = self.outer.state_dict()
         return state | {name: buffers.state_dict() for name, buffers in self.changed_buffers.items()}
 
+    def describe_precision(self) -> list[str]:
+        """Return a line about trained weights in half precision, which optimizers and sums follow."""
+        dtypes = {str(p.dtype).removeprefix("torch.") for _, p in self._trained if p.dtype.itemsize < 4}
+        if not dtypes:
+            return []
+        return [
+            f"the model has trained weights in {' and '.join(sorted(dtypes))}: they, the optimizer's moments and the "
+            "sums of gradients are in that precision, whatever --precision says. "
+            "model.float() in build_model trains in fp32."
+        ]
+
     def require_storable(self) -> None:
         """Reject values of the task, its callback or its model that no checkpoint can hold.
 

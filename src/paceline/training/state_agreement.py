@@ -66,7 +66,7 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
         # Only now, so that a model that cannot be built creates no run.
         if new:
             run_setup.create(run, run_id, parent)
-            for note in notes:
+            for note in [*notes, *trainer.state.describe_precision()]:
                 _log.info("%s", note)
         directory.append_event(
             "started",

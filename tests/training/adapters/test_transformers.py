@@ -235,6 +235,19 @@ def test_fsdp_has_the_bits_of_one_process(
     assert one == two
 
 
+def test_a_model_in_bfloat16_is_told(run_processes: Any, tmp_path: Path) -> None:
+    file = tmp_path / "halves.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom tests.training.adapters.causal_models import Causal\n"
+        "@dataclass\nclass Half(Causal):\n    def build_model(self):\n        return super().build_model().bfloat16()\n"
+    )
+    root = Path(__file__).parents[3]
+    options = ("--threads", "1", "--max-steps", "1", "--num-workers", "0", "--run-dir", tmp_path / "run")
+    done = run_processes.paceline("train", f"{file}:Half", *options, env={"PYTHONPATH": str(root)})
+    assert done.returncode == 0, done.stderr
+    assert "the model has trained weights in bfloat16: they, the optimizer's moments" in done.stdout + done.stderr
+
+
 def test_a_pipeline_is_refused_in_one_sentence(run_processes: Any, tmp_path: Path) -> None:
     task = f"{Path(__file__).with_name('causal_models.py')}:Causal"
     options = (
