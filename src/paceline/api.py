@@ -112,10 +112,33 @@ def fit(
 
     Raises:
         UserError: an option, the task or the data cannot work.
-        StopRequested: a signal asked for a stop; the state is saved, and the same call continues.
+        StopRequested: a signal asked for a stop; the state is saved, and the same call continues. A script that does
+            not catch it exits with its code, 75 or 130.
         LaunchError: a started process failed.
         PacelineError: the training failed.
     """
+    try:
+        return _fit(task, quiet, rank, world_size, init_url, options)
+    except StopRequested as stop:
+        raise _Stopped(stop) from None
+
+
+class _Stopped(StopRequested, SystemExit):
+    """A stop that ends a script as it ends ``paceline train``: with the code that schedulers wait for."""
+
+    def __init__(self, stop: StopRequested) -> None:
+        super().__init__(str(stop), stop.exit_code)
+        self.code = stop.exit_code
+
+
+def _fit(
+    task: Task,
+    quiet: bool,
+    rank: int | None,
+    world_size: int | None,
+    init_url: str | None,
+    options: Mapping[str, Any],
+) -> Result:
     if "set" in options:
         raise ConfigError("fit(): set is for the command line. Give hyperparameters to the task: Task(lr=0.1).")
     refuse_call_at_import("fit()")
@@ -134,7 +157,12 @@ def fit(
         and config.on in ("auto", "inprocess")
         and config.recover in ("auto", "none")
     ):
-        return Result.of(run(job, environment, task))
+        try:
+            return Result.of(run(job, environment, task))
+        except StopRequested as stop:
+            if environment.rank == 0 and not quiet:
+                print(f"paceline: {stop}", file=sys.stderr)
+            raise
     fields = task_fields(task)
     require_rebuildable(type(task), fields)
     code, directory = launch(dataclasses.replace(job, fields=fields))

@@ -116,6 +116,40 @@ def test_a_failure_of_a_started_process_is_raised(script: Path, run_processes: A
     assert not (script.parent / "run" / "result.json").exists()
 
 
+STOPPED = """
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import paceline
+from tasks import TwoOptimizers
+
+
+@dataclass
+class Stopped(TwoOptimizers):
+    def on_batch_begin(self, info):
+        if info.split == "train" and info.step == 2 and not Path("sent").exists():
+            Path("sent").touch()
+            os.kill(int(os.environ["STARTED"]), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("STARTED", str(os.getpid()))
+    paceline.fit(Stopped(), microbatches=2, nproc=int(sys.argv[1]), run_dir="run", epochs=500, threads=1)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_script_that_is_stopped_exits_as_the_command_does(processes: int, script: Path, run_processes: Any) -> None:
+    script.write_text(STOPPED)
+    finished = run_processes.run([sys.executable, script, str(processes)])
+    assert finished.returncode == 75, finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert finished.stderr.count("by SIGTERM; everything is saved. Continue with: paceline resume run") == 1
+
+
 def record(**metrics: float | None) -> dict[str, Any]:
     numbers = {
         "steps": 3,

@@ -190,7 +190,7 @@ def test_each_step_is_one_of_the_run_however_many_updates_it_makes(tmp_path: Pat
     assert (result["steps"], result["samples"]) == (3, 66)
     logged = [record["logged"] for record in records(tmp_path / "run")]
     assert [(row["at"], row["of"]) for row in logged] == [(0, 0.0), (1, 1 / 3), (2, 2 / 3)]
-    assert [record["lr"] for record in records(tmp_path / "run")] == [0.05, 0.025, 0.0125]
+    assert [record["lr"] for record in records(tmp_path / "run")] == [0.1, 0.05, 0.025]
     assert all(row["second"] != record["loss"] for row, record in zip(logged, records(tmp_path / "run"), strict=True))
 
 
