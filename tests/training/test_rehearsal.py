@@ -41,6 +41,14 @@ class Adding(Noting):
         return {**metrics, "added": 1.0}
 
 
+class Quantised(nn.Linear):
+    """Its state has more than its parameters, as that of 4-bit weights, and it cannot load that."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.absmax"] = torch.ones(1)
+
+
 @dataclass
 class Evaluated(paceline.Task):
     """With the mistake that a test chooses."""
@@ -49,7 +57,7 @@ class Evaluated(paceline.Task):
     folder: str = ""
 
     def build_model(self) -> nn.Module:
-        model = nn.Linear(2, 2)
+        model = (Quantised if self.mistake == "quantised" else nn.Linear)(2, 2)
         if self.mistake == "complex128":
             model.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
         return model
@@ -90,6 +98,7 @@ class Evaluated(paceline.Task):
             TaskError,
             "model: the state cannot be saved: at wide it holds",
         ),
+        ("quantised", {}, TaskError, "has 'weight.absmax', which is no parameter or buffer, and the model cannot load"),
     ],
 )
 def test_a_mistake_is_found_before_the_first_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -340,12 +341,32 @@ class TrainingState:
             "model.float() in build_model trains in fp32."
         ]
 
+    def _require_loadable(self) -> None:
+        """Reject a model that cannot load its own state, such as one with 4-bit weights of bitsandbytes."""
+        state = self.module.state_dict()
+        named = itertools.chain(
+            self.module.named_parameters(remove_duplicate=False), self.module.named_buffers(remove_duplicate=False)
+        )
+        own = {name for name, _ in named}
+        more = [name for name in state if name not in own and not name.endswith("_extra_state")]
+        if not more:
+            return
+        try:
+            self.module.load_state_dict(state)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            raise TaskError(
+                f"the state_dict of the model has {more[0]!r}, which is no parameter or buffer, and the model cannot "
+                f"load it: {str(error).splitlines()[-1].strip()} No checkpoint could be resumed. Quantised weights "
+                "have such states: train the model in bf16, or give its modules a load_state_dict that takes them."
+            ) from error
+
     def require_storable(self) -> None:
-        """Reject values of the task, its callback or its model that no checkpoint can hold.
+        """Reject values of the task, its callback or its model that no checkpoint can hold, or none give back.
 
         Raises:
             TaskError: names the place.
         """
+        self._require_loadable()
         for part, value in self.state_dict().items():
             if part in ("model", "ema"):
                 # A pipeline's rank holds the other stages without values.
