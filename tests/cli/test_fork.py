@@ -32,6 +32,7 @@ TASK = """
         lr: float = 0.1
         dropout: float = 0.2
         note: str | None = None
+        anneals: bool = True
 
         def build_model(self):
             return nn.Sequential(nn.Linear(13, 16), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(16, 3))
@@ -44,7 +45,7 @@ TASK = """
             return torch.optim.AdamW(model.parameters(), lr=self.lr)
 
         def build_scheduler(self, optimizer, total_steps):
-            return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
+            return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps) if self.anneals else None
 
         def loss(self, model, batch):
             points, labels = batch
@@ -103,6 +104,19 @@ def test_a_fork_trains_with_the_new_hyperparameters_from_its_checkpoint_on(train
     assert RunDirectory(new).read_complete_manifest()["forked"]["changed"] == {"lr": 0.1}
     again = json.loads(paceline("fork", "new", "--run-dir", "third", "--step", "15", "--set", "lr=0.1", "--json").out)
     assert (again["run_dir"], again["step"], again["changed"]) == ("third", 15, {"lr": 0.01})
+
+
+def test_a_fork_may_add_and_remove_a_scheduler(trained: Path, paceline: Paceline) -> None:
+    assert paceline("train", "annealed.py:Annealed", *OPTIONS, "--set", "anneals=false", "--run-dir", "flat").code == 0
+    for source, name, anneals in (("old", "without", "false"), ("flat", "with", "true")):
+        step = ("--step", str(FORKED_AT))
+        assert paceline("fork", source, "--run-dir", name, *step, "--set", f"anneals={anneals}").code == 0
+        assert paceline("resume", name, "--quiet").code == 0
+    annealed = learning_rates(trained)
+    expected = {step: annealed[step] if step > FORKED_AT else 0.1 for step in annealed}
+    assert learning_rates(trained.with_name("with")) == pytest.approx(expected)
+    removed = {step: annealed[step] if step <= FORKED_AT else 0.1 for step in annealed}
+    assert learning_rates(trained.with_name("without")) == pytest.approx(removed)
 
 
 def test_a_fork_has_the_same_bits_on_any_number_of_processes(

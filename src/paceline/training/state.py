@@ -439,10 +439,13 @@ class TrainingState:
         return group_names(unsorted, self.module)
 
     def _with_own_hyperparameters(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        optimizers, schedulers = dict(state["optimizers"]), dict(state["schedulers"])
+        optimizers, schedulers = dict(state["optimizers"]), {}
         for name, scheduler in self.schedulers.items():
-            if not isinstance(scheduler, ReduceLROnPlateau):  # which follows the evaluations, not the steps
-                _move_to(scheduler, schedulers[name]["last_epoch"])
+            saved = state["schedulers"].get(name)  # other hyperparameters may add or remove a scheduler
+            if isinstance(scheduler, ReduceLROnPlateau):  # which follows the evaluations, not the steps
+                schedulers[name] = saved or scheduler_state(scheduler)
+            else:
+                _move_to(scheduler, saved["last_epoch"] if saved else state["progress"]["step"])
                 schedulers[name] = scheduler_state(scheduler)
         for name, optimizer in self.optimizers.items():
             groups = [
