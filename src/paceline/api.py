@@ -131,6 +131,9 @@ class _Stopped(StopRequested, SystemExit):
         self.code = stop.exit_code
 
 
+_Stopped.__name__ = _Stopped.__qualname__ = StopRequested.__name__  # the documented one, in logs and tracebacks
+
+
 def _fit(
     task: Task,
     quiet: bool,

@@ -185,7 +185,7 @@ def _require_untouched(trainings: Any, name: str) -> None:
     state = newest(trainings.run(name))
     assert torch.equal(state["model"]["3.never"], torch.full((12,), 1.28))
     saved = {name for name, values in state["optimizers"]["main"]["state"].items() if values}
-    assert "3.always" in saved
+    assert "3.always" in saved or "hogwild" in name  # there the other process may have computed all steps
     assert saved.isdisjoint(f"3.{name}" for name in NEVER)
 
 
