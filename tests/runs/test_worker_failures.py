@@ -16,10 +16,15 @@ from paceline.core.errors import (
     RunDirectoryError,
     RunDirectoryWriteError,
     StopRequested,
-    SupersededError,
 )
 from paceline.runs.directory import RunDirectory
-from paceline.runs.failures import FailureRecord, explain_disk_error, read_failure, record_worker_failure
+from paceline.runs.failures import (
+    FailureRecord,
+    SupersededError,
+    explain_disk_error,
+    read_failure,
+    record_worker_failure,
+)
 
 
 @pytest.fixture

@@ -92,10 +92,6 @@ class CheckpointWriteError(CheckpointError):
     """A checkpoint could not be written. Earlier ones are untouched, and a retry may succeed."""
 
 
-class SupersededError(CheckpointError):
-    """A save that comes too late: a later group continued from an earlier state."""
-
-
 class NonFiniteLossError(PacelineError):
     """The loss of a step is NaN or infinite; nothing of that step was applied."""
 

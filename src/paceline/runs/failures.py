@@ -33,7 +33,6 @@ from paceline.core.errors import (
     PeerLostError,
     RunDirectoryError,
     StopRequested,
-    SupersededError,
     UserError,
 )
 from paceline.core.files import DISK_ERRORS, open_regular, parse_json, read_document, write_atomically
@@ -52,6 +51,10 @@ def describe_stop(event: Mapping[str, Any], directory: RunDirectory) -> str:
         f"stopped after step {event.get('step', 0)}, {reason}; everything is saved. "
         f"Continue with: paceline resume {directory.path}"
     )
+
+
+class SupersededError(CheckpointError):
+    """A save that comes too late: a later group continued from an earlier state."""
 
 
 @dataclass(frozen=True, kw_only=True)

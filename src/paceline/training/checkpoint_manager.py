@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError, SupersededError
+from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
 from paceline.core.options import parse_interval
 from paceline.data.ledger import LedgerEntry, LedgerWriter, last_recorded_version, superseded_at
 from paceline.parallel.reducer import StepSums
@@ -22,6 +22,7 @@ from paceline.runs.backup import Backup
 from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_store import holds_version, newest_verified
 from paceline.runs.checkpointer import Checkpointer
+from paceline.runs.failures import SupersededError
 from paceline.training.reproducibility import numerics_fingerprint
 from paceline.training.run_context import RunContext
 from paceline.training.schedule import is_due
