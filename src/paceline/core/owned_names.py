@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import process, util
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,14 @@ class Owner:
     def has_ended(self) -> bool:
         """Whether the process is known to have ended; nothing is known of other namespaces."""
         return self.namespace == _namespace() and _start_time(self.pid, zombie=False) != self.start
+
+
+@cache
+def boot_id() -> str:
+    """Return a short name of this boot of the machine, or "" if it has none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return ""
 
 
 def own_prefix(kind: str = "") -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -11,6 +10,7 @@ import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.files import fail_if_armed
+from paceline.core.owned_names import Owner, boot_id, own_prefix
 
 # --- Files that a manifest lists ---
 
@@ -373,29 +374,38 @@ _CHUNK_BYTES = 4 * 2**20  # hashed while it is still in the cache, then written
 Buffer = bytes | memoryview
 
 
+_LEFT_S = 24 * 3600.0
+
+
+def temporary_name() -> str:
+    """Return a name that tells the process of this machine to which it belongs.
+
+    Not a lock: clients of NFS, Lustre and CIFS hold locks on folders within one node only.
+    """
+    return f"{TEMPORARY}{boot_id()}-{own_prefix()}{secrets.token_hex(8)}"
+
+
+def is_left(path: Path) -> bool:
+    """Return whether the process that named a temporary file or directory has ended.
+
+    Of another machine's process nothing is known; it has ended if it has not touched the directory for a day.
+    """
+    boot, _, name = path.name.removeprefix(TEMPORARY).partition("-")
+    owner = Owner.parse(name)
+    if owner is not None and boot == boot_id():
+        return owner.has_ended
+    return abs(time.time() - path.lstat().st_mtime) > _LEFT_S
+
+
 @contextmanager
 def temporary_directory(parent: Path) -> Iterator[Path]:
-    """Create a directory, locked while in use, and remove it afterwards unless it was renamed."""
-    while True:
-        path = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
-        path.mkdir()
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue  # a clean-up removed it before it was locked
-        except OSError:
-            remove(path)
-            raise
-        with suppress(OSError):  # some network file systems have no locks; clean-up then leaves it alone
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink > 0 and path.exists():
-            break
-        os.close(descriptor)
+    """Create a directory, and remove it afterwards unless it was renamed."""
+    path = parent / temporary_name()
+    path.mkdir()
     try:
         yield path
     finally:
         remove(path)
-        os.close(descriptor)
 
 
 def write_file(path: Path, buffers: Iterable[Buffer]) -> FileRecord:

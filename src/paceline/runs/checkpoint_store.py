@@ -7,7 +7,6 @@ a final name is therefore complete.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -26,10 +25,12 @@ from paceline.runs.checkpoint_manifest import (
     CheckpointInfo,
     Manifest,
     chunks,
+    is_left,
     open_verified,
     read_manifest,
     remove,
     temporary_directory,
+    temporary_name,
     verify,
     write_file,
 )
@@ -232,26 +233,15 @@ def _info_of(path: Path, changed_ns: int) -> CheckpointInfo:
 
 
 def remove_stale(directory: Path) -> None:
-    """Delete the files of dead writers, as far as the disk allows.
-
-    A writer holds a lock on its directory until its process ends, even by a kill.
-    """
+    """Delete the files of writers that have ended, as far as the disk allows."""
     try:
         stale = [entry for entry in _entries(directory) if entry.name.startswith(TEMPORARY)]
     except OSError:
         return  # the next save reports the error
     for entry in stale:
-        # Skip what a live writer has locked or another clean-up has just deleted.
-        with suppress(OSError):
-            if entry.is_symlink():  # an unused LATEST link
-                entry.unlink(missing_ok=True)
-                continue
-            descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):  # another clean-up may delete it at the same time
+            if is_left(entry):
                 remove(entry)
-            finally:
-                os.close(descriptor)
 
 
 def scan(directory: Path) -> list[Path]:
@@ -310,7 +300,7 @@ def delete(path: Path) -> None:
     Raises:
         CheckpointError: it cannot be deleted.
     """
-    doomed = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    doomed = path.with_name(temporary_name())
     try:
         path.rename(doomed)
     except FileNotFoundError:
@@ -326,7 +316,7 @@ def write_latest(directory: Path) -> None:
     It is a link, because replacing a file by renaming makes ext4 flush its data first. The loop checks again
     afterwards, because another writer may have committed a newer one meanwhile.
     """
-    temporary = directory / f"{TEMPORARY}{secrets.token_hex(8)}"
+    temporary = directory / temporary_name()
     with suppress(OSError):
         while (newest := scan(directory)[:1]) and _read_hint(directory) != newest[0].name:
             temporary.symlink_to(newest[0].name)

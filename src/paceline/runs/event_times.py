@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import Any
+
+from paceline.core.owned_names import boot_id
 
 _STEP_S = 1.0  # differences below it are the clock's drift
 
 
 def stamp() -> dict[str, Any]:
     """Return the Unix time, and the seconds since this boot of the machine, which count no sleep."""
-    return {"time": round(time.time(), 3), "up": round(time.monotonic(), 3), "boot": _boot()}
+    return {"time": round(time.time(), 3), "up": round(time.monotonic(), 3), "boot": boot_id()}
 
 
 def without_steps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -36,10 +35,3 @@ def without_steps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             kept["time"] = round(at + offset, 3) if offset else at
         moved.append(kept)
     return moved[::-1]
-
-
-@cache
-def _boot() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return ""

@@ -11,17 +11,16 @@ Any static file server can serve a registry.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from paceline.core.errors import PackageError
-from paceline.core.files import fsync_directory, open_regular, write_atomically
+from paceline.core.files import fsync_directory, locked, open_regular, write_atomically
 from paceline.core.user_directories import user_directory
 from paceline.runs.checkpoint_manifest import temporary_directory, write_file
 from paceline.runs.checkpoint_store import remove_stale
@@ -171,14 +170,11 @@ class Registry:
         Raises:
             PackageError: the registry cannot be written.
         """
-        with _writable(self.path):
-            self.packages.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.packages, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        with ExitStack() as stack:
+            with _writable(self.path):
+                self.packages.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.path / "lock", shared=not exclusive))
             yield
-        finally:
-            os.close(descriptor)
 
     def find(self, reference: PackageReference) -> Tag | None:
         """Return a tag, or None if it does not exist.
@@ -327,16 +323,16 @@ class Registry:
     @contextmanager
     def _changing(self, reference: PackageReference) -> Iterator[Tag | None]:
         """Lock a tag, and yield it."""
-        with _writable(self.path):
-            self._file_of(reference).parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.tags / reference.name, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield self.find(reference)
-        finally:
-            os.close(descriptor)
-            with suppress(OSError):  # remove the directory of a name without tags
-                (self.tags / reference.name).rmdir()
+        with ExitStack() as stack:
+            with _writable(self.path):
+                self.tags.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.path / "tags.lock"))
+                self._file_of(reference).parent.mkdir(exist_ok=True)
+            try:
+                yield self.find(reference)
+            finally:
+                with suppress(OSError):  # remove the directory of a name without tags
+                    (self.tags / reference.name).rmdir()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import fcntl
 import hashlib
 import io
 import json
@@ -14,7 +13,7 @@ import shutil
 import sys
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import ConfigError, DataError, ServingError
-from paceline.core.files import fsync_directory, write_atomically
+from paceline.core.files import fsync_directory, locked, write_atomically
 from paceline.core.inference import TensorSpec
 from paceline.serving.batching import RequestFailure
 from paceline.serving.client import Client
@@ -353,19 +352,15 @@ class PredictionStore:
         if not output.absolute().parent.is_dir():
             raise ConfigError(f"--output {output}: the directory {output.absolute().parent} does not exist.")
         store = cls(output, job, rows, chunk_rows)
-        with store._explain_errors():
-            store._directory.mkdir(exist_ok=True)
-            descriptor = os.open(store._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"another process is writing predictions into {output}.") from None
+        with ExitStack() as stack:
             with store._explain_errors():
+                store._directory.mkdir(exist_ok=True)
+                try:
+                    stack.enter_context(locked(store._directory / "lock", wait=False))
+                except BlockingIOError:
+                    raise ConfigError(f"another process is writing predictions into {output}.") from None
                 store._load_job()
             yield store
-        finally:
-            os.close(descriptor)
 
     def _load_job(self) -> None:
         text = json.dumps(self._job, sort_keys=True).encode()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -188,6 +189,7 @@ def test_a_state_that_cannot_be_saved_names_the_place(checkpointer: Checkpointer
 
 def test_what_an_earlier_process_left_is_removed(tmp_path: Path, make_info: MakeInfo) -> None:
     (tmp_path / ".tmp-left").mkdir()
+    os.utime(tmp_path / ".tmp-left", (0, 0))  # of an earlier version, without the name of its process
     with closing(Checkpointer(tmp_path, keep=1)) as checkpointer:
         checkpointer.save(state_of(1), make_info(1))
     assert names(tmp_path) == ["LATEST", "step-00000001-v00000002"]

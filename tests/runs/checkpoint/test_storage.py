@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import CheckpointError
-from paceline.runs.checkpoint_manifest import CheckpointInfo, verify
+from paceline.core.owned_names import boot_id
+from paceline.runs.checkpoint_manifest import CheckpointInfo, temporary_directory, verify
 from paceline.runs.checkpoint_store import commit, newest_verified, prune, remove_stale
 
 MakeInfo = Callable[..., CheckpointInfo]
@@ -187,22 +188,27 @@ def test_unreadable_ones_do_not_push_out_good_ones(tmp_path: Path, commit_step: 
     assert names(tmp_path) == ["LATEST", good.name, bad.name]
 
 
+@pytest.mark.integration
 def test_only_what_dead_writers_left_is_removed(tmp_path: Path, commit_step: CommitStep) -> None:
     path = commit_step(tmp_path, 1)
-    for name in (".tmp-dead", ".tmp-alive"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    (tmp_path / ".tmp-hint").symlink_to(path.name)
-    (tmp_path / ".tmp-file").touch()
-    alive = os.open(tmp_path / ".tmp-alive", os.O_RDONLY)
-    try:
-        fcntl.flock(alive, fcntl.LOCK_EX)
+    naming = "from paceline.runs.checkpoint_manifest import temporary_name as n; print(n(), n(), n())"
+    done = subprocess.run([sys.executable, "-c", naming], capture_output=True, text=True, timeout=60, check=True)
+    dead, hint, file = done.stdout.split()
+    boot = boot_id()
+    elsewhere = dead.replace(boot, "0" * len(boot))
+    earlier = ".tmp-0123456789abcdef"
+    with temporary_directory(tmp_path) as alive:
+        for name in (dead, elsewhere, earlier, f"{earlier}0"):
+            (tmp_path / name).mkdir()
+        for directory in (alive, tmp_path / dead):
+            (directory / "model.safetensors").write_bytes(b"half")
+        (tmp_path / hint).symlink_to(path.name)
+        (tmp_path / file).touch()
+        two_days_ago = time.time() - 48 * 3600
+        os.utime(tmp_path / earlier, (two_days_ago, two_days_ago))
         remove_stale(tmp_path)
-        assert names(tmp_path) == [".tmp-alive", "LATEST", path.name]
-    finally:
-        os.close(alive)
-    remove_stale(tmp_path)
-    assert names(tmp_path) == ["LATEST", path.name]
+        kept = sorted([alive.name, elsewhere, f"{earlier}0"])
+        assert names(tmp_path) == sorted([*kept, "LATEST", path.name])
     remove_stale(tmp_path / "missing")
 
 
@@ -269,7 +275,9 @@ def crash_at_every_point(tmp_path: Path, prepare: Callable[[Path], None]) -> Ite
 def test_a_crash_at_any_call_leaves_the_old_or_the_new(tmp_path: Path, commit_step: CommitStep) -> None:
     def prepare(directory: Path) -> None:
         commit_step(directory, 1)
-        (directory / ".tmp-of-an-earlier-crash").mkdir()
+        left = directory / ".tmp-of-an-earlier-crash"
+        left.mkdir()
+        os.utime(left, (0, 0))
 
     steps = []
     for directory in crash_at_every_point(tmp_path, prepare):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,35 @@ def two(registry: Registry, put_package: PutPackage) -> tuple[str, str]:
     for digest in digests:
         registry.put_tag(PackageReference("demo", "prod"), digest)
     return digests
+
+
+@pytest.fixture
+def no_locks_on_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks on folders hold within one node of NFS, Lustre and CIFS only, so none may be relied on."""
+    flock = fcntl.flock
+
+    def flock_of_files(file: Any, operation: int) -> None:
+        descriptor = file if isinstance(file, int) else file.fileno()
+        assert stat.S_ISREG(os.fstat(descriptor).st_mode), "the lock of a folder"
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        assert mode == os.O_RDWR or not operation & fcntl.LOCK_EX, "NFSv4 locks a file that can be written"
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_of_files)
+
+
+@pytest.mark.usefixtures("no_locks_on_folders")
+def test_each_change_is_locked_by_a_file(registry: Registry, put_package: PutPackage) -> None:
+    digest = put_package(registry)
+    reference = PackageReference("demo", "prod")
+    registry.put_tag(reference, digest)
+    with registry.unchanging():
+        assert registry.resolve("demo@prod") == digest
+    with registry.draft() as whole:
+        (whole / "new").touch()
+        registry.put(whole, digest)
+    registry.remove_tag(reference)
+    assert sorted(path.name for path in registry.path.iterdir()) == ["lock", "packages", "tags", "tags.lock"]
 
 
 def test_every_way_to_name_a_package(registry: Registry, two: tuple[str, str]) -> None:
