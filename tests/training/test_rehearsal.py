@@ -98,7 +98,12 @@ class Evaluated(paceline.Task):
             TaskError,
             "model: the state cannot be saved: at wide it holds",
         ),
-        ("quantised", {}, TaskError, "has 'weight.absmax', which is no parameter or buffer, and the model cannot load"),
+        (
+            "quantised",
+            {},
+            TaskError,
+            "has 'weight.absmax', which is not a parameter or buffer, and the model cannot load",
+        ),
     ],
 )
 def test_a_mistake_is_found_before_the_first_step(
