@@ -355,9 +355,10 @@ class TrainingState:
             self.module.load_state_dict(state)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             raise TaskError(
-                f"the state_dict of the model has {more[0]!r}, which is not a parameter or buffer, and the model cannot "
-                f"load it: {str(error).splitlines()[-1].strip()} No checkpoint could be resumed. Quantised weights "
-                "have such states: train the model in bf16, or give its modules a load_state_dict that takes them."
+                f"the state_dict of the model has {more[0]!r}, which is not a parameter or buffer, and the model "
+                f"cannot load it: {str(error).splitlines()[-1].strip()} No checkpoint could be resumed. Quantised "
+                "weights have such states: train the model in bf16, or give its modules a load_state_dict that takes "
+                "them."
             ) from error
 
     def require_storable(self) -> None:
