@@ -30,6 +30,8 @@ from paceline.training.optimizer_state import (
     sort_parameters,
 )
 
+pytestmark = pytest.mark.matrix
+
 FORMAT_1 = Path(__file__).with_name("format1")
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FORMAT_1 / "expected.json").read_text())
 STEPS, SAVED = 6, 3
