@@ -244,6 +244,7 @@ RAY_ADDRESS=head:6379 \\
     assert own.commands[0].argv == (
         *(
             "python",
+            "-P",
             "-m",
             "paceline.launch.ray_node",
             "--directory",
