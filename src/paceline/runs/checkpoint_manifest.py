@@ -375,6 +375,7 @@ Buffer = bytes | memoryview
 
 
 _LEFT_S = 24 * 3600.0
+_in_use: set[str] = set()  # by this process, whose disk may fail when it removes one
 
 
 def temporary_name() -> str:
@@ -393,7 +394,7 @@ def is_left(path: Path) -> bool:
     boot, _, name = path.name.removeprefix(TEMPORARY).partition("-")
     owner = Owner.parse(name)
     if owner is not None and boot == boot_id():
-        return owner.has_ended
+        return path.name not in _in_use if owner == Owner.of(os.getpid()) else owner.has_ended
     return abs(time.time() - path.lstat().st_mtime) > _LEFT_S
 
 
@@ -401,11 +402,13 @@ def is_left(path: Path) -> bool:
 def temporary_directory(parent: Path) -> Iterator[Path]:
     """Create a directory, and remove it afterwards unless it was renamed."""
     path = parent / temporary_name()
-    path.mkdir()
+    _in_use.add(path.name)
     try:
+        path.mkdir()
         yield path
     finally:
         remove(path)
+        _in_use.discard(path.name)
 
 
 def write_file(path: Path, buffers: Iterable[Buffer]) -> FileRecord:
