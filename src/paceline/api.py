@@ -7,6 +7,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -87,6 +88,27 @@ class Result:
         return f"{self.run}: {self.steps} steps, {self.samples} samples{', ' + shown if shown else ''}"
 
 
+class _Stopped(StopRequested, SystemExit):
+    """A stop that ends a script as it ends ``paceline train``: with the code that schedulers wait for."""
+
+    def __init__(self, stop: StopRequested) -> None:
+        super().__init__(str(stop), stop.exit_code)
+        self.code = stop.exit_code
+
+
+_Stopped.__name__ = _Stopped.__qualname__ = StopRequested.__name__  # the documented one, in logs and tracebacks
+
+
+@contextmanager
+def _ends_script() -> Iterator[None]:
+    """Let a stop end a script that does not catch it."""
+    try:
+        yield
+    except StopRequested as stop:
+        raise _Stopped(stop) from None
+
+
+@_ends_script()
 def fit(
     task: Task,
     *,
@@ -117,31 +139,6 @@ def fit(
         LaunchError: a started process failed.
         PacelineError: the training failed.
     """
-    try:
-        return _fit(task, quiet, rank, world_size, init_url, options)
-    except StopRequested as stop:
-        raise _Stopped(stop) from None
-
-
-class _Stopped(StopRequested, SystemExit):
-    """A stop that ends a script as it ends ``paceline train``: with the code that schedulers wait for."""
-
-    def __init__(self, stop: StopRequested) -> None:
-        super().__init__(str(stop), stop.exit_code)
-        self.code = stop.exit_code
-
-
-_Stopped.__name__ = _Stopped.__qualname__ = StopRequested.__name__  # the documented one, in logs and tracebacks
-
-
-def _fit(
-    task: Task,
-    quiet: bool,
-    rank: int | None,
-    world_size: int | None,
-    init_url: str | None,
-    options: Mapping[str, Any],
-) -> Result:
     if "set" in options:
         raise ConfigError("fit(): set is for the command line. Give hyperparameters to the task: Task(lr=0.1).")
     refuse_call_at_import("fit()")

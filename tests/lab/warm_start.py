@@ -511,7 +511,7 @@ class _Server:
         """Fork a template for this new process, and return it; in the template itself, None."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         starter, name = os.getpid(), Path(start.argv[0]).name
-        _set_name(_TEMPLATE)  # before the fork: whoever lists this process's children must not see another one
+        _set_name(_TEMPLATE)  # before the fork, since a test may list the children of this process
         if os.fork():
             _set_name(name)
             theirs.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -17,7 +16,7 @@ from typing import NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
 
 from paceline.core.errors import PackageError
-from paceline.core.files import fsync_directory, open_regular
+from paceline.core.files import fsync_directory, locked, open_regular
 from paceline.runs.checkpoint_manifest import FileRecord
 from paceline.runs.package import verify_package
 from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
@@ -372,8 +371,7 @@ def _partial(registry: Registry, digest: str) -> Iterator[Path]:
     path = registry.partial_of(digest)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name(f".{digest}.lock").open("a+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(path.with_name(f".{digest}.lock")):
             path.mkdir(exist_ok=True)
             yield path
             shutil.rmtree(path, ignore_errors=True)  # only if it was not moved

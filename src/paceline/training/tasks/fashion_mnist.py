@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import hashlib
 import http.client
@@ -27,7 +26,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 from paceline.core.errors import DataError
-from paceline.core.files import fsync_directory
+from paceline.core.files import fsync_directory, locked
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.rich_console import Console
 from paceline.core.task import Defaults, Task
@@ -205,8 +204,7 @@ def _download(mirrors: Sequence[str], problems: list[str]) -> Path:
         _log.warning("%s", problem)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with (directory / ".lock").open("a+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(directory / ".lock"):
             missing = [file for pair in FILES.values() for file in pair if not _is_whole(directory, file)]
             # Only after waiting for the lock, whose previous holder has usually fetched everything.
             for file in missing:
