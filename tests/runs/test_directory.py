@@ -75,6 +75,21 @@ def test_events_are_appended_with_their_time(run: RunDirectory) -> None:
     assert events[0]["time"] <= events[1]["time"]
 
 
+def test_each_node_appends_to_a_file_of_its_own(run: RunDirectory) -> None:
+    theirs = [
+        {"time": at, "event": kind, "host": "elsewhere", "boot": "b"}
+        for at, kind in ((1.0, "created"), (9e9, "finished"))
+    ]
+    text = "".join(json.dumps(record) + "\n" for record in theirs)
+    run.events.write_text(text)
+    run.append_event("started")
+    run.append_event("view")
+    assert run.events.read_text() == text, "the other node may be appending to it"
+    first, own = run.event_files()
+    assert (first, own.name.partition("-")[0], len(own.read_text().splitlines())) == (run.events, "events", 2)
+    assert [event["event"] for event in run.read_events()] == ["created", "started", "view", "finished"]
+
+
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     assert read_json_lines(path) == []

@@ -70,7 +70,7 @@ waits for its disk.
 """
 
 
-def _append(path: Path, content: bytes) -> None:
+def append_lines(path: Path, content: bytes) -> None:
     """Add lines in one write, so that lines of several processes do not interleave."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -234,7 +234,7 @@ def _metrics_of(directory: RunDirectory) -> tuple[str, Mapping[str, Any]]:
 
 def _last_activity(directory: RunDirectory, created: float | None) -> float:
     times = [created or 0.0]
-    for path in (directory.events, directory.metrics, directory.result):
+    for path in (*directory.event_files(), directory.metrics, directory.result):
         with suppress(OSError):
             times.append(path.lstat().st_mtime)
     return max(times)
@@ -452,7 +452,7 @@ def _remove_run(item: Artifact) -> None:
     if is_active(directory):
         raise RunInUseError("it is active")
     with directory.locked():
-        if directory.events.exists() and directory.events.stat().st_mtime > item.time + 1:
+        if _last_activity(directory, None) > item.time + 1:
             raise RunInUseError("it was active meanwhile")
         doomed = _rename_doomed(item.path)
     # Only after the lock's file is closed: NFS keeps open files, and with them the directory.

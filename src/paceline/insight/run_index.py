@@ -493,7 +493,7 @@ def _name(path: Path) -> str:
 
 def _signature(directory: RunDirectory) -> _Signature:
     state: list[object] = [directory.is_running()]
-    state += map(_file_signature, (directory.manifest, directory.events, directory.metrics, directory.result))
+    state += map(_file_signature, (directory.manifest, *directory.event_files(), directory.metrics, directory.result))
     return tuple(state)
 
 
@@ -509,7 +509,7 @@ def _row(directory: RunDirectory) -> dict[str, Any]:
     """Return a run's row; if it cannot be read, a row with the problem."""
     summary = summarise(directory)
     try:
-        events, records = last_records(directory.events), last_records(directory.metrics)
+        events, records = directory.read_events(), last_records(directory.metrics)
         return _row_of(directory, summary, events, records, read_beats(directory))
     except FOREIGN as error:
         if summary.state != "damaged":

@@ -3,7 +3,7 @@
 ::
 
     run.toml          resolved options, task and fields, data, versions, numerics fingerprint
-    events.jsonl      created, started, checkpoint, stopped, failed, finished
+    events.jsonl      created, started, checkpoint, stopped, failed, finished; of other nodes: events-HOST-BOOT.jsonl
     metrics.jsonl     one record every --log-every steps, and one for each evaluation
     ledger/           the samples of each committed step
     initial.safetensors  with --init-from, the initial weights
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import heapq
 import json
 import os
 import secrets
@@ -38,7 +39,7 @@ import tomli_w
 
 from paceline.core.errors import RunDirectoryError, RunInUseError
 from paceline.core.files import (
-    _append,
+    append_lines,
     check_path,
     open_regular,
     parse_json,
@@ -47,7 +48,8 @@ from paceline.core.files import (
     read_json_lines,
     write_atomically,
 )
-from paceline.runs.event_times import stamp, without_steps
+from paceline.runs.event_files import event_files, event_line, own_event_file
+from paceline.runs.event_times import without_steps
 
 _MOST_EVENTS = 1000
 _YEAR_9999 = 253_402_300_799  # the last one of a calendar
@@ -70,7 +72,12 @@ class RunDirectory:
 
     @property
     def events(self) -> Path:
+        """The events of the node that began the run; see :meth:`event_files`."""
         return self.path / "events.jsonl"
+
+    def event_files(self) -> list[Path]:
+        """Return the files of events, one for each node; the first one may not exist."""
+        return event_files(self.events)
 
     @property
     def metrics(self) -> Path:
@@ -210,7 +217,7 @@ class RunDirectory:
 
     def _require_regular_files(self) -> None:
         """Refuse a directory in which another kind of file has a name of the run's: opening a pipe would hang."""
-        names = (self.manifest, self.events, self.metrics, self.result, self.lock, self.agent, self.agents)
+        names = (self.manifest, *self.event_files(), self.metrics, self.result, self.lock, self.agent, self.agents)
         ledger = self.ledger.iterdir() if self.ledger.is_dir() else ()
         for path in (*names, self.sample_lengths, self.initial, *ledger):
             if path.exists() and not path.is_file():
@@ -289,41 +296,31 @@ class RunDirectory:
         )
 
     def append_event(self, kind: str, **fields: Any) -> None:
-        """Append one record to ``events.jsonl``; queue records while the disk fails."""
-        line = json.dumps({**stamp(), "event": kind, **fields}) + "\n"
+        """Append one record to this node's file of events; queue records while the disk fails."""
         with _appending:
             waiting = _unwritten.setdefault(self.events.absolute(), [])
-            waiting.append(line)
+            waiting.append(event_line(kind, **fields))
             del waiting[:-_MOST_EVENTS]
         self.append_queued_events()
 
     def append_queued_events(self) -> None:
         """Append the records that the disk has not taken yet, if it takes them now."""
+        events = self.events.absolute()
         with _appending, suppress(OSError):
-            if waiting := _unwritten.get(self.events.absolute()):
-                _append(self.events, "".join(waiting).encode())
-                del _unwritten[self.events.absolute()]
+            if waiting := _unwritten.get(events):
+                append_lines(own_event_file(events), "".join(waiting).encode())
+                del _unwritten[events]
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return the records of ``events.jsonl`` that are not damaged: a run must not stop for the others.
+        """Return the records of all nodes that are not damaged: a run must not stop for the others.
 
-        Their times differ by the seconds that passed, also where the clock was set in between.
+        Those of a node are in the order in which it wrote them, and their times differ by the seconds that passed,
+        also where the clock was set in between. Those of several nodes are in the order of their times.
 
         Raises:
-            RunDirectoryError: it cannot be read.
+            RunDirectoryError: they cannot be read.
         """
-        try:
-            records = read_json_lines(self.events, errors="replace")
-        except OSError as error:
-            raise RunDirectoryError(f"{self.events} cannot be read: {error}. Move it away.") from error
-        intact = [
-            event
-            for event in records
-            if isinstance(event.get("event"), str)
-            and isinstance(event.get("time"), int | float)
-            and 0 <= event["time"] <= _YEAR_9999
-        ]
-        return without_steps(intact)
+        return list(heapq.merge(*map(_read_events, self.event_files()), key=lambda event: float(event["time"])))
 
     def is_running(self) -> bool:
         """Return whether a process on this node holds the run's lock."""
@@ -355,6 +352,21 @@ class RunDirectory:
         with closing(RunLock(self)) as lock:
             lock.take()
             yield
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    try:
+        records = read_json_lines(path, errors="replace")
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be read: {error}. Move it away.") from error
+    intact = [
+        event
+        for event in records
+        if isinstance(event.get("event"), str)
+        and isinstance(event.get("time"), int | float)
+        and 0 <= event["time"] <= _YEAR_9999
+    ]
+    return without_steps(intact)
 
 
 def _is_regular(path: Path) -> bool:

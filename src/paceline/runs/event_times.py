@@ -25,7 +25,7 @@ def without_steps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     moved: list[dict[str, Any]] = []
     later: dict[str, tuple[float, float, float]] = {}  # of each boot: Unix time and seconds of the next event, offset
     for event in reversed(events):
-        kept = {name: value for name, value in event.items() if name not in ("up", "boot")}
+        kept = {name: value for name, value in event.items() if name not in ("up", "boot", "host")}
         at, up, boot = event["time"], event.get("up"), event.get("boot")
         if isinstance(up, int | float) and isinstance(boot, str):
             next_at, next_up, offset = later.get(boot, (at, up, 0.0))

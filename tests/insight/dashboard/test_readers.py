@@ -345,8 +345,8 @@ def test_what_may_not_be_read_hides_no_other_run() -> None:
     ("file", "line", "state"),
     [
         ("events.jsonl", b"\xff\xfe\n", "running"),
-        ("events.jsonl", b'{"event": "view", "time": null}\n', "damaged"),
-        ("events.jsonl", b'{"event": "view", "time": "noon"}\n', "damaged"),
+        ("events.jsonl", b'{"event": "view", "time": null}\n', "running"),
+        ("events.jsonl", b'{"event": "view", "time": "noon"}\n', "running"),
         ("metrics.jsonl", b"\xff\xfe\n", "running"),
         ("metrics.jsonl", b'7\n[]\n{"kind": "train", "epoch": 0, "loss": null}\n', "running"),
         ("metrics.jsonl", b'{"kind": "train", "epoch": 0, "step": "last"}\n', "damaged"),
