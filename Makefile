@@ -114,10 +114,10 @@ install-dev: $(VENV)/.dev ## Install Paceline and what its tests and checks need
 test-packages: $(VENV)/.dev
 	@scripts/apt-install dataset-fashion-mnist g++ $$($(BIN)/python scripts/python_headers.py)
 
-# For tests on several machines, ip, tc, firewalls, clocks that differ, an ssh server and etcd; a browser for the pages;
-# a Slurm cluster with its accounting, and the command module of computing centres.
+# For tests on several machines, ip, tc, firewalls, clocks that differ, an ssh server, etcd and a file system of the
+# tests' own; a browser for the pages; a Slurm cluster with its accounting, and the command module of computing centres.
 system-packages:
-	@scripts/apt-install iproute2 nftables faketime openssh-client openssh-server etcd-server chromium chromium-driver \
+	@scripts/apt-install iproute2 nftables faketime openssh-client openssh-server etcd-server fuse3 chromium chromium-driver \
 		slurm-wlm munge slurmdbd slurm-wlm-mysql-plugin mariadb-server-core mariadb-client-core \
 		environment-modules
 
