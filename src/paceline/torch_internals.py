@@ -316,54 +316,47 @@ def watch_gradients(unit: FSDPModule, used: Callable[[list[nn.Parameter]], None]
 
 
 def keep_order_of_input_gradients(unit: FSDPModule) -> None:
-    """Let an FSDP unit add the gradients of its first input in the order in which autograd adds them without FSDP.
+    """Let an FSDP unit add the gradients of its inputs in the order in which autograd adds them without FSDP.
 
     torch puts a node between a unit and its inputs that ends the unit's backward. It adds the gradients from inside the
     unit first, and its sum to those from outside, which rounds otherwise if both are more than one. A hook on the input
-    itself ends the unit's backward once all of them are added. Further inputs keep the node: where many units take one,
-    such as an encoder's output, each would stay gathered until the last of them is done.
+    that was computed last ends it as well: autograd runs nodes in the reverse order of forward, so all of the unit's
+    nodes have run by then. Inputs that no operation has computed have no such place in the order: they keep the node.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is not None:
-        group._register_post_backward_hook = _hook_on_first_input(group)  # type: ignore[assignment, method-assign]
+        put_node = group._register_post_backward_hook
+        group._register_post_backward_hook = _hook_on_last_input(group, put_node)  # type: ignore[method-assign]
+        assert isinstance(unit, nn.Module)
+        unit.register_forward_hook(_return_no_input, prepend=True, with_kwargs=True)
 
 
-def _hook_on_first_input(group: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _hook_on_last_input(group: Any, put_node: Callable[..., _Arguments]) -> Callable[..., _Arguments]:
+    def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:  # backward recomputes the forward
             return args, kwargs
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if not found:
-            return args, kwargs
-        first, remaining = found[0], [2 if len({id(tensor) for tensor in found}) > 1 else 1]
-
-        def end_backward(*_: Any) -> None:
-            remaining[0] -= 1
-            if not remaining[0]:
-                group.post_backward()
-
-        first.register_hook(end_backward)  # type: ignore[no-untyped-call]
-        if remaining[0] == 1:
-            return args, kwargs
-        further = [tensor for tensor in found if tensor is not first]
-        others = iter(_EndOfBackward.apply(end_backward, *further))  # type: ignore[no-untyped-call]
-        is_other = {id(tensor) for tensor in further}
-        new: tuple[Any, Any] = tree_map(lambda leaf: next(others) if id(leaf) in is_other else leaf, (args, kwargs))
-        return new
+        inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        last = max((tensor for tensor in inputs if tensor.grad_fn), key=_position_in_forward, default=None)
+        if last is None:
+            return put_node(args, kwargs)
+        last.register_hook(lambda _: group.post_backward())  # type: ignore[no-untyped-call]
+        return args, kwargs
 
     return register
 
 
-class _EndOfBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, end_backward: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.end_backward = end_backward
-        return inputs
+def _return_no_input(unit: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+    """Return views of outputs that are inputs: the hook that begins a unit's backward would run after it has ended."""
+    inputs = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    return tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in inputs else leaf, outputs)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.end_backward()
-        return (None, *gradients)
+
+def _position_in_forward(tensor: torch.Tensor) -> int:
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn._sequence_nr()
 
 
 def _with_zero_gradients(

@@ -185,9 +185,9 @@ class Branches(nn.Module):
         super().__init__()
         self.ways = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, second, third = (way(x) for way in self.ways)
-        return (first * second).tanh() * scale + third.sin()
+        return (first * second).tanh() * scale + third.sin() * scale, scale
 
 
 class SharedInputs(nn.Module):
@@ -200,7 +200,9 @@ class SharedInputs(nn.Module):
         x = self.into(x)
         scale = x.mean(dim=0, keepdim=True).sigmoid()
         for left, right in self.blocks:
-            x = x + left(x, scale=scale) + right(x, scale=scale)
+            from_left, scale = left(x, scale=scale)
+            from_right, scale = right(x, scale=scale)
+            x = x + from_left + from_right
         logits: torch.Tensor = self.head(x)
         return logits
 

@@ -1,4 +1,4 @@
-"""Causal language models of ``transformers``, built from small configurations."""
+"""Language models of ``transformers``, built from small configurations."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import paceline
@@ -44,13 +46,17 @@ class Causal(TransformersTask):
     def build_model(self) -> PreTrainedModel:
         if self.kind == "gpt2":
             return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+        if self.kind == "t5":
+            config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0)
+            config.decoder_start_token_id = config.pad_token_id
+            return T5ForConditionalGeneration(config)
         kinds = {
             "llama": (LlamaForCausalLM, LlamaConfig),
             "qwen2": (Qwen2ForCausalLM, Qwen2Config),
             "cohere": (CohereForCausalLM, CohereConfig),
         }
-        model, config = kinds[self.kind]
-        return model(config(**SIZES))
+        model, settings = kinds[self.kind]
+        return model(settings(**SIZES))
 
     def build_dataset(self, split: str) -> Any:
         if split != "train":

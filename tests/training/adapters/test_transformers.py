@@ -208,7 +208,7 @@ def test_any_number_of_processes_ends_with_the_same_tied_weights(run_processes: 
     assert model["lm_head.weight"] is model["transformer.wte.weight"]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "cohere"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "cohere", "t5"])
 @pytest.mark.parametrize(
     ("alone", "sharded"),
     [
