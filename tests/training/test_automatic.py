@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -168,6 +169,36 @@ def test_where_no_fork_begins_it_names_what_to_give(deaf_forks: Path, monkeypatc
         (deaf_forks / name).touch()
     with pytest.raises(ConfigError, match=r"no forked process begins .* Give a strategy, such as --strategy ddp"):
         settled(1024 * MIB)
+
+
+class Group:
+    """Garbage, like a group of ranks that was left, whose end would wait for a thread that a fork does not have."""
+
+    def __init__(self, ended: Path) -> None:
+        self.ended, self.itself = ended, self
+
+    def __del__(self) -> None:
+        (self.ended / str(os.getpid())).touch()
+
+
+@dataclass
+class Collecting(Counted):
+    def build_model(self) -> nn.Module:
+        gc.collect()
+        return super().build_model()
+
+
+@pytest.mark.integration
+def test_garbage_of_before_is_not_collected_in_the_fork(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        Group(tmp_path)
+        choose_strategy(CONFIG, Collecting(), world_size=2, memory=1024 * MIB, device="cpu")
+        assert not list(tmp_path.iterdir())
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 def test_in_place_recovery_names_what_to_give() -> None:

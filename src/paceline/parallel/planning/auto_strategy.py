@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -162,6 +163,7 @@ def _call_in_child(function: Callable[[], T]) -> T:
     """
 
     def answer(sender: Connection) -> None:
+        gc.freeze()  # a process group that is garbage would wait for its threads, which are not in the fork
         sender.send(None)
         torch.set_num_threads(1)  # no thread of this process's pools is in the fork
         try:
