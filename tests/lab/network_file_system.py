@@ -35,6 +35,7 @@ from typing import Any, Literal
 import pytest
 
 _NOBODY = 65534
+_UTIME_NOW, _UTIME_OMIT = 0x3FFFFFFF, 0x3FFFFFFE  # of <sys/stat.h>, in place of nanoseconds
 _LOST = {"rename": errno.ENOENT, "unlink": errno.ENOENT, "mkdir": errno.EEXIST, "link": errno.EEXIST}
 """What a client that asks again is told, where the server has done it and the answer was lost."""
 
@@ -303,7 +304,10 @@ class Passthrough:
         os.truncate(self._below(path), size)
 
     def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
-        os.utime(self._below(path), ns=times or (time.time_ns(), time.time_ns()))
+        below = self._below(path)
+        found = os.lstat(below)
+        read, written = times or (_UTIME_NOW, _UTIME_NOW)
+        os.utime(below, ns=(_time(read, found.st_atime_ns), _time(written, found.st_mtime_ns)), follow_symlinks=False)
 
     def fsyncdir(self, path: str, datasync: int, descriptor: int) -> None:
         if error := self._reach(path).folder_fsync_error:
@@ -370,6 +374,10 @@ class Passthrough:
                 raise InterruptedError(errno.EINTR, "")
             time.sleep(0.01)
         self._forget(path)
+
+
+def _time(asked: int, before: int) -> int:
+    return {_UTIME_NOW: time.time_ns(), _UTIME_OMIT: before}.get(asked, asked)
 
 
 def _libfuse() -> Any:

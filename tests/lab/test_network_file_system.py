@@ -53,6 +53,19 @@ def test_files_are_the_same_on_both_nodes_and_nothing_stays_mounted(tmp_path: Pa
     assert not list(a.iterdir())
 
 
+def test_times_of_files_and_links(tmp_path: Path) -> None:
+    with network_file_system(tmp_path, nodes="a") as fs:
+        file, link = fs["a"].path / "file", fs["a"].path / "link"
+        file.touch()
+        os.utime(file, (1, 2))
+        assert file.stat()[-3:-1] == (1, 2)
+        os.utime(file)
+        assert abs(file.stat().st_mtime - time.time()) < 60
+        link.symlink_to("missing")
+        os.utime(link, (1, 2), follow_symlinks=False)
+        assert link.lstat().st_mtime == 2
+
+
 def test_a_mount_ends_with_a_failed_test(tmp_path: Path) -> None:
     def fail_while_away() -> None:
         with network_file_system(tmp_path) as fs:
