@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import io
 import json
@@ -14,8 +13,8 @@ import secrets
 import stat
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -116,27 +115,6 @@ def fsync_directory(path: Path) -> None:
 @functools.cache
 def _say_unsynced(cause: str) -> None:
     _log.warning("this file system cannot sync folders (%s): a power cut may take the newest files with it", cause)
-
-
-# --- Locks ---
-
-
-@contextmanager
-def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing.
-
-    Never of a folder: clients of NFS, Lustre and CIFS pass locks on files alone to their server.
-
-    Raises:
-        BlockingIOError: without ``wait``, another process holds it.
-        OSError: the file cannot be opened, or its file system has no locks.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(descriptor)
 
 
 # --- Reading files that other users or programs may have put there ---

@@ -61,9 +61,14 @@ class Owner:
         return f"paceline-{self.pid:x}-{self.start:x}-{self.namespace:x}-{self.scope:08x}-"
 
     @property
+    def is_visible(self) -> bool:
+        """Whether this process has the same PID namespace."""
+        return self.namespace == _namespace()
+
+    @property
     def has_ended(self) -> bool:
         """Whether the process is known to have ended; nothing is known of other namespaces."""
-        return self.namespace == _namespace() and _start_time(self.pid, zombie=False) != self.start
+        return self.is_visible and _start_time(self.pid, zombie=False) != self.start
 
 
 @cache

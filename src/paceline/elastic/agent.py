@@ -196,7 +196,7 @@ class Agent:
         self._retry_at = now + _RETRY_S
         if not self._lock.held:
             with suppress(OSError):
-                self._lock.try_to_take()
+                self._lock.try_to_take(succeeds=True)
         if self._control is None:
             try:
                 self._control = ControlSocket(self._directory, self._selector, self._requests)

@@ -24,13 +24,10 @@ from paceline.runs.checkpoint_store import parse_name, scan
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
-from paceline.runs.status import read_beats, run_directories, summarise
+from paceline.runs.status import run_directories, summarise
 
 # --- Inventory: the runs of a folder and the packages of a registry ---
 
-
-SILENT_S = 600.0
-"""A rank on another node with a heartbeat this recent may still be active; clocks differ."""
 
 FRESH_S = 600.0
 """A younger package may be about to get its tag."""
@@ -103,7 +100,7 @@ def _run(directory: RunDirectory) -> Artifact:
         kept_because = "damaged"
     if summary.state == "damaged":
         kept_because = "damaged"
-    elif is_active(directory):
+    elif directory.is_running():
         kept_because = "active"
     parent = manifest.get("parent", {})
     if not isinstance(parent, dict):
@@ -126,14 +123,6 @@ def _run(directory: RunDirectory) -> Artifact:
         versions=((str(parent["run"]), version),) if "run" in parent and isinstance(version, int) else (),
         kept_because=kept_because,
     )
-
-
-def is_active(directory: RunDirectory) -> bool:
-    """Return whether a process trains in a run, by its lock on this node and by heartbeats from others."""
-    if directory.is_running():
-        return True
-    now = time.time()
-    return any(not beat.left and abs(now - beat.time) < SILENT_S for beat in read_beats(directory))
 
 
 def packages_in(registry: Registry) -> list[Artifact]:
@@ -449,7 +438,7 @@ def _remove_run(item: Artifact) -> None:
     directory = RunDirectory(item.path)
     if item.path.is_symlink() or not item.path.is_dir():
         raise RunDirectoryError("it is not a directory any more")
-    if is_active(directory):
+    if directory.is_running():
         raise RunInUseError("it is active")
     with directory.locked():
         if _last_activity(directory, None) > item.time + 1:
@@ -463,7 +452,7 @@ def _remove_checkpoint(item: Artifact) -> None:
     directory = RunDirectory(item.path.parent.parent)
     if item.path.parent.is_symlink():
         raise RunDirectoryError("its folder has become a link")
-    if is_active(directory):
+    if directory.is_running():
         raise RunInUseError("its run is active")
     with directory.locked():
         checkpoint_admin.remove_checkpoints(item.path.parent, [item.path])

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.core.errors import RunDirectoryError
+from paceline.core.file_lock import is_locked
 from paceline.core.files import open_regular, parse_json, read_document
-from paceline.runs.directory import RunDirectory, is_locked
+from paceline.runs.directory import RunDirectory
 from paceline.runs.status import (
     FOREIGN,
     HeartbeatRecord,
@@ -525,7 +526,7 @@ def _row_of(
     beats: Sequence[HeartbeatRecord],
 ) -> dict[str, Any]:
     now = time.time()
-    state = state_of(summary, events, beats, now)
+    state = state_of(summary, events)
     is_active = state in _ACTIVE
     row = asdict(summary)
     del row["path"]
@@ -553,21 +554,15 @@ def _row_of(
     return row
 
 
-def state_of(
-    summary: RunSummary, events: Sequence[Mapping[str, Any]], beats: Sequence[HeartbeatRecord], now: float
-) -> str:
+def state_of(summary: RunSummary, events: Sequence[Mapping[str, Any]]) -> str:
     """Return the run's state in a word.
 
     In addition to the states of ``paceline runs``: "preempted" if something other than Ctrl-C or its search stopped
-    the run, "waiting" if its node reaches too few others. A run whose lock is on another node is active as long as its
-    ranks send heartbeats.
+    the run, "waiting" if its node reaches too few others.
     """
     state: str = summary.state
     if state == "stopped" and last_deciding(events).get("cause") not in ("SIGINT", "the search"):
         return "preempted"
-    # A beat from the future was written before the clock was set back.
-    if state == "crashed" and any(not beat.left and abs(now - beat.time) < SILENT_S for beat in beats):
-        state = "running"
     if state == "running" and events and events[-1].get("event") == "paused":
         return "waiting"
     return state

@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import heapq
 import json
 import os
@@ -38,10 +37,10 @@ from typing import Any
 import tomli_w
 
 from paceline.core.errors import RunDirectoryError, RunInUseError
+from paceline.core.file_lock import BRIEF_S, FileLock, describe_holder, is_locked
 from paceline.core.files import (
     append_lines,
     check_path,
-    open_regular,
     parse_json,
     parse_toml,
     read_document,
@@ -323,7 +322,7 @@ class RunDirectory:
         return list(heapq.merge(*map(_read_events, self.event_files()), key=lambda event: float(event["time"])))
 
     def is_running(self) -> bool:
-        """Return whether a process on this node holds the run's lock."""
+        """Return whether a process holds the run's lock, on this node or, by its recent heartbeat, on another."""
         return is_locked(self.lock)
 
     def require_unused(self) -> None:
@@ -339,7 +338,8 @@ class RunDirectory:
     def in_use(self) -> RunInUseError:
         """Return the error for a directory that another process is using."""
         return RunInUseError(
-            f"{self.path} is in use by another process. Wait for it to end, or choose another --run-dir DIR."
+            f"{self.path} is in use by {describe_holder(self.lock)}. Wait for it to end, or choose another --run-dir "
+            "DIR."
         )
 
     @contextmanager
@@ -383,41 +383,21 @@ def _other_file(error: OSError, directory: Path) -> str:
     return f" ({file})" if file is not None and Path(file) != directory else ""
 
 
-def is_locked(path: Path) -> bool:
-    """Return whether a process on this node holds the lock of a run or a search."""
-    try:
-        with open_regular(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-class RunLock:
+class RunLock(FileLock):
     """A run's lock, held from :meth:`take` until :meth:`close`.
-
-    A process that inherits the descriptor, before or after that, holds the lock too, until it ends.
 
     Args:
         directory: the run's.
-
-    Attributes:
-        held: whether this object took it.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
+        super().__init__(directory.lock)
         self._directory = directory
-        self._file = directory.lock.open("a+b")
-        self.held = False
-
-    def fileno(self) -> int:
-        """Return the descriptor, for inheritance."""
-        return self._file.fileno()
 
     def take(self) -> None:
         """Take the lock; wait for it while its holder is ending, as after ``kill -9`` on a busy machine.
+
+        A node that may be down is given up once it has been silent for :data:`paceline.core.file_lock.SILENT_S`.
 
         Raises:
             RunInUseError: another process holds it.
@@ -425,27 +405,22 @@ class RunLock:
         began, has_told = time.monotonic(), False
         while not self.try_to_take():
             waited_s = time.monotonic() - began
-            # is_running() in another process holds it briefly.
-            if waited_s > _ENDING_S or (waited_s > 0.1 and not _is_holder_ending(self._file.fileno())):
-                if self.try_to_take():  # it has ended meanwhile
-                    return
-                raise self._directory.in_use()
-            if waited_s > 1 and not has_told:
-                has_told = True
-                path = self._directory.path
-                print(f"paceline: waiting for the processes that used {path} to end.", file=sys.stderr, flush=True)
-            time.sleep(0.02)
+            if self.is_certain and waited_s > BRIEF_S:
+                if waited_s > _ENDING_S or not self._is_rival_ending():
+                    if self.try_to_take():  # it has ended meanwhile
+                        return
+                    raise self._directory.in_use()
+                if waited_s > 1 and not has_told:
+                    has_told = True
+                    path = self._directory.path
+                    print(f"paceline: waiting for the processes that used {path} to end.", file=sys.stderr, flush=True)
+            self.pause()
 
-    def try_to_take(self) -> bool:
-        """Take the lock unless another process holds it; return whether it is held now."""
-        with suppress(BlockingIOError):
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.held = True
-        return self.held
-
-    def close(self) -> None:
-        """Release this process's hold of the lock."""
-        self._file.close()
+    def _is_rival_ending(self) -> bool:
+        """Return whether the holder is a process of this machine that has ended, or has been killed."""
+        if self.rival is None:
+            return _is_holder_ending(self.fileno())
+        return self.rival.is_here(os.fstat(self.fileno())) and _is_ending(self.rival.owner.pid)
 
 
 _ENDING_S = 20.0  # a killed process frees its memory first, and then its files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import stat
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.core.errors import PackageError, UntrustedError
+from paceline.core.file_lock import locked
 from paceline.core.files import open_regular
 from paceline.core.printable import escape_controls
 from paceline.core.user_directories import user_directory
@@ -59,9 +59,11 @@ def trust(digest: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0) as file:
+        with (
+            locked(path.with_name(path.name + ".lock")),
+            os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0) as file,
+        ):
             _check(path, os.fstat(file.fileno()))
-            fcntl.flock(file, fcntl.LOCK_EX)
             content = file.read()
             if digest.encode() in content.split():
                 return

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.core.errors import PackageError
-from paceline.core.files import fsync_directory, locked, open_regular, write_atomically
+from paceline.core.file_lock import locked
+from paceline.core.files import fsync_directory, open_regular, write_atomically
 from paceline.core.user_directories import user_directory
 from paceline.runs.checkpoint_manifest import temporary_directory, write_file
 from paceline.runs.checkpoint_store import remove_stale

@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
 
 from paceline.core.errors import PackageError
-from paceline.core.files import fsync_directory, locked, open_regular
+from paceline.core.file_lock import locked
+from paceline.core.files import fsync_directory, open_regular
 from paceline.runs.checkpoint_manifest import FileRecord
 from paceline.runs.package import verify_package
 from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import ConfigError, DataError, ServingError
-from paceline.core.files import fsync_directory, locked, write_atomically
+from paceline.core.file_lock import locked
+from paceline.core.files import fsync_directory, write_atomically
 from paceline.core.inference import TensorSpec
 from paceline.serving.batching import RequestFailure
 from paceline.serving.client import Client
@@ -361,6 +362,8 @@ class PredictionStore:
                     raise ConfigError(f"another process is writing predictions into {output}.") from None
                 store._load_job()
             yield store
+        with suppress(OSError):  # it holds parts, or is gone; NFS keeps it until the lock's file is closed
+            store._directory.rmdir()
 
     def _load_job(self) -> None:
         text = json.dumps(self._job, sort_keys=True).encode()
@@ -413,7 +416,7 @@ class PredictionStore:
                 os.fsync(file.fileno())
             draft.rename(self._output)
             fsync_directory(self._output.absolute().parent)
-            shutil.rmtree(self._directory)
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.errors import ConfigError, RunDirectoryError, RunInUseError
+from paceline.core.file_lock import FileLock, describe_holder
 from paceline.core.files import write_atomically
 from paceline.core.options import parse_best, parse_duration_s
 from paceline.tune.space import Parameters, Space, Value, assignments, parse_space
@@ -229,7 +229,6 @@ SchedulerName = Literal["asha", "pbt", "none"]
 SamplerName = Literal["random", "tpe"]
 
 _LOCK_TIMEOUT_S = 30.0
-_POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,18 +461,14 @@ class SearchDirectory:
             RunInUseError: another process holds the lock.
         """
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        with self.lock.open("a+b") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise RunInUseError(
-                            f"{self.path} is in use by another process. Wait for it to end, or choose "
-                            "another --run-dir DIR."
-                        ) from None
-                    time.sleep(_POLL_S)
+        with closing(FileLock(self.lock)) as lock:
+            while not lock.try_to_take():
+                if time.monotonic() > deadline and lock.is_certain:
+                    raise RunInUseError(
+                        f"{self.path} is in use by {describe_holder(self.lock)}. Wait for it to end, or choose "
+                        "another --run-dir DIR."
+                    )
+                lock.pause()
             yield
 
     def read(self) -> Search:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.core.test_file_lock import lock_as_another_node
 from tests.insight.dashboard.made import beat, make_run, record
 from tests.runs.packages.conftest import manifest_of
 
@@ -181,10 +182,11 @@ def test_the_state_in_a_word(tmp_path: Path, events: list[dict[str, Any]], state
     assert [run["state"] for run in told["runs"]] == [state]
 
 
-def test_a_run_on_another_machine_is_at_work_while_it_beats(tmp_path: Path) -> None:
+def test_a_run_on_another_machine_is_active_while_it_beats(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", steps=3)
     for rank in (0, 1):
         beat(directory, rank, step=9)
+    lock_as_another_node(directory.lock)
     (run,) = Index([tmp_path]).rows()[1]["runs"]
     assert (run["state"], run["step"], run["steps_per_s"]) == ("running", 9, 2.5)
     with (directory.events).open("a") as file:

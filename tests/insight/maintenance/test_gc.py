@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import Processes
+from tests.core.test_file_lock import lock_as_another_node
 from tests.insight.dashboard.made import make_run
 from tests.serving.exporting.conftest import TASKS
 
@@ -174,15 +175,10 @@ def test_a_run_at_work_stays_and_one_that_was_taken_up_meanwhile(
     with RunDirectory(place / "runs/first").locked():
         plan = found(older_than="30d", only=("runs",))
         assert {"first": "active"}.items() <= {e["name"]: e["reason"] for e in plan["stays"]}.items()
-    beat = {"time": time.time(), "rank": 0, "world_size": 1, "host": "other", "pid": 1, "step": 3}
-    (place / "runs/first/heartbeats").mkdir(exist_ok=True)
-    for file in (place / "runs/first/heartbeats").iterdir():
-        file.unlink()
-    record = {**beat, "stepped": beat["time"], "steps_per_s": None, "left": False}
-    (place / "runs/first/heartbeats/rank-0.json").write_text(json.dumps(record))
+    claim = lock_as_another_node(RunDirectory(place / "runs/first").lock)
     plan = found(older_than="30d", only=("runs",))
     assert "first" in names(plan["stays"]), "another machine trains in it"
-    (place / "runs/first/heartbeats/rank-0.json").unlink()
+    claim.unlink()
     item = Artifact(
         kind="run",
         name="first",

@@ -26,7 +26,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 from paceline.core.errors import DataError
-from paceline.core.files import fsync_directory, locked
+from paceline.core.file_lock import locked
+from paceline.core.files import fsync_directory
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.rich_console import Console
 from paceline.core.task import Defaults, Task

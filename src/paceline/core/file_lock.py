@@ -1,0 +1,303 @@
+"""Locks of files that hold on all nodes of a shared file system, also where ``flock`` does not. No torch.
+
+NFSv3 with ``local_lock`` and Lustre with ``localflock`` lock within a node only; Lustre without ``flock`` and many
+object stores do not lock at all. Therefore a lock is a ``flock``, where there is one, and a *claim*: an empty file next
+to the lock's, whose name tells the process, and whose time of change is its heartbeat. A process makes its claim first
+and looks for others' then, so of two at least one sees the other's and withdraws its own. No name is used twice, so
+removing the claim of a process that has ended can hit no other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.files import open_regular
+from paceline.core.owned_names import Owner, boot_id, own_prefix
+
+BEAT_S = 10.0
+SILENT_S = 75.0
+"""A claim of another node that has not changed for so long is not held any more.
+
+NFS and gcsfuse may show a file as it was 60 s ago.
+"""
+
+_LONG_AGO_S = 600.0  # such a claim is not watched: clocks of nodes may be minutes apart, but hardly ten
+_RECENT_S = 120.0  # is_locked() does not wait, and clocks may differ
+BRIEF_S = 0.1
+"""is_locked() in another process holds a lock for less."""
+
+_LEAVE_S = 1.0
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_CLAIM = re.compile(r"([0-9a-f]*)-([0-9a-f]+)-([xs])-(paceline-.*)@(.*)")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the name of a claim tells.
+
+    Attributes:
+        path: of its file.
+        boot: of the machine.
+        device: the number of the mounted file system there.
+        shared: whether the lock is shared.
+        owner: the process.
+        host: the machine's name, for messages.
+    """
+
+    path: Path
+    boot: str
+    device: int
+    shared: bool
+    owner: Owner
+    host: str
+
+    def is_here(self, lock: os.stat_result) -> bool:
+        """Return whether its process has this kernel, and this mount of the file system, and so the same ``flock``."""
+        return self.boot == boot_id() != "" and self.device == lock.st_dev
+
+    def is_alive(self, lock: os.stat_result, has_locks: bool) -> bool | None:
+        """Return whether its process holds the lock, given that this one has the ``flock``, if any; None: unknown."""
+        if has_locks and self.is_here(lock):
+            return False
+        if self.boot == boot_id() != "" and self.owner.has_ended:
+            return False
+        return True if self.is_here(lock) and self.owner.is_visible else None
+
+
+def claims(path: Path) -> Iterator[Claim]:
+    """Yield the claims to the lock of a file."""
+    start = f".{path.name}."
+    for name in os.listdir(path.parent):
+        match = _CLAIM.fullmatch(name.removeprefix(start)) if name.startswith(start) else None
+        owner = None if match is None else Owner.parse(match[4])
+        if match is not None and owner is not None:
+            yield Claim(path.with_name(name), match[1], int(match[2], 16), match[3] == "s", owner, match[5])
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds a lock exclusively: one of another node, if its last heartbeat is recent."""
+    try:
+        with open_regular(path) as file:
+            has_locks = _flock(file.fileno(), fcntl.LOCK_SH)
+            status = os.fstat(file.fileno())
+        for claim in claims(path):
+            is_alive = not claim.shared and claim.is_alive(status, has_locks)
+            if is_alive or (is_alive is None and abs(time.time() - claim.path.stat().st_mtime) < _RECENT_S):
+                return True
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def describe_holder(path: Path) -> str:
+    """Return ``another process``, or of another node ``a process of HOST, seen 3 s ago``."""
+    with suppress(OSError):
+        status = path.stat()
+        for claim in claims(path):
+            if not claim.is_here(status):
+                return f"a process of {claim.host}, seen {_age_s(claim.path.stat().st_mtime, time.time()):.0f} s ago"
+    return "another process"
+
+
+class FileLock:
+    """A lock, held from :meth:`try_to_take` until :meth:`close`.
+
+    A process that inherits the descriptor, before or after that, holds a ``flock`` too, until it ends.
+
+    Args:
+        path: the lock's file, which is made if it is missing.
+        shared: whether others may share it.
+
+    Attributes:
+        held: whether this object took it.
+        rival: after an attempt: the claim of another process; None if only its ``flock`` is known.
+        is_certain: after an attempt: whether the other process holds the lock, and was not merely seen for the first
+            time.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        self._path = path
+        self._shared = shared
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._claim: Path | None = None
+        self._beats: dict[Path, tuple[float, float]] = {}  # of rivals: the last one, and when this process first saw it
+        self._has_told = False
+        self._leaving = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.held = False
+        self.rival: Claim | None = None
+        self.is_certain = True
+
+    def fileno(self) -> int:
+        """Return the descriptor, for inheritance."""
+        return self._descriptor
+
+    def try_to_take(self, *, succeeds: bool = False) -> bool:
+        """Take the lock unless another process holds it; return whether it is held now.
+
+        Args:
+            succeeds: the other nodes have agreed that this one follows the node that had it, whose claim ends now.
+
+        Raises:
+            OSError: the disk does not take the claim.
+        """
+        if self.held:
+            return True
+        self.rival, self.is_certain = None, True
+        try:
+            has_locks = _flock(self._descriptor, fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX)
+        except BlockingIOError:
+            return False
+        try:
+            # Look before it, too: a process that tries again and again shall not disturb the others.
+            if succeeds or self._is_free(has_locks):
+                self._make_claim()
+                self.held = succeeds or self._is_free(has_locks)
+        finally:
+            if not self.held:
+                self._withdraw()
+                if has_locks:
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        if self.held:
+            for other in self._others():
+                other.path.unlink(missing_ok=True)
+        return self.held
+
+    def pause(self) -> None:
+        """Sleep until the next attempt; for a random time, as two processes that met shall not meet again."""
+        time.sleep(random.uniform(0.01, 0.03) if self.is_certain else 0.5)
+
+    def close(self) -> None:
+        """Release this process's hold of the lock; a second call does nothing."""
+        self._withdraw()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _make_claim(self) -> None:
+        device, mode = os.fstat(self._descriptor).st_dev, "s" if self._shared else "x"
+        host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:63]
+        owner = f"{own_prefix()}{secrets.token_hex(4)}"
+        self._claim = self._path.with_name(f".{self._path.name}.{boot_id()}-{device:x}-{mode}-{owner}@{host}")
+        os.close(os.open(self._claim, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        self._thread = threading.Thread(target=self._beat, args=(self._claim,), name="paceline-lock", daemon=True)
+        self._leaving.clear()
+        self._thread.start()
+
+    def _withdraw(self) -> None:
+        if self._thread is not None:
+            self._leaving.set()
+            self._thread.join(_LEAVE_S)  # bounded, because a disk may hang
+            self._thread = None
+        if self._claim is not None:
+            with suppress(OSError):
+                self._claim.unlink()
+            self._claim = None
+
+    def _beat(self, claim: Path) -> None:
+        while not self._leaving.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(claim)  # to the server's time on NFS
+
+    def _others(self) -> list[Claim]:
+        """Return the claims that exclude this one."""
+        others = (claim for claim in claims(self._path) if claim.path != self._claim)
+        return [claim for claim in others if not (self._shared and claim.shared)]
+
+    def _is_free(self, has_locks: bool) -> bool:
+        """Return whether nothing holds the lock; otherwise record what does."""
+        status = os.fstat(self._descriptor)
+        for claim in self._others():
+            is_alive = claim.is_alive(status, has_locks)
+            if is_alive is None:
+                is_alive = self._is_beating(claim)
+            if is_alive is not False:
+                self.rival, self.is_certain = claim, is_alive is True
+                return False
+        return True
+
+    def _is_beating(self, claim: Claim) -> bool | None:
+        """Return whether a claim has changed since it was first seen; None: not yet, which may be too early to tell.
+
+        Clocks of nodes may differ, so this process measures how long a claim stays unchanged.
+        """
+        try:
+            with open_regular(claim.path) as file:  # opened, because NFS then asks its server
+                beat = os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return False
+        now = time.monotonic()
+        if claim.path not in self._beats:
+            os.utime(self._descriptor)
+            # On NFS both are the server's times.
+            age_s = _age_s(beat, os.fstat(self._descriptor).st_mtime)
+            self._beats[claim.path] = beat, now - (SILENT_S if age_s > _LONG_AGO_S else 0.0)
+        before, since = self._beats[claim.path]
+        if beat != before:
+            self._beats[claim.path] = beat, now
+            return True
+        if now - since > 1 and not self._has_told and now - since < SILENT_S:
+            self._has_told = True
+            print(
+                f"paceline: {self._path.parent} is in use by {describe_holder(self._path)}. Waiting up to "
+                f"{SILENT_S:.0f} s for another sign of it.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return False if now - since >= SILENT_S else None
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of a file, which is made if it is missing.
+
+    Never of a folder: clients of NFS, Lustre and CIFS pass locks on files alone to their server.
+
+    Raises:
+        BlockingIOError: without ``wait``, another process holds it.
+        OSError: the file cannot be opened, or the disk does not take a claim.
+    """
+    began = time.monotonic()
+    with closing(FileLock(path, shared=shared)) as lock:
+        while not lock.try_to_take():
+            if not wait and lock.is_certain and time.monotonic() - began > BRIEF_S:
+                raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
+            lock.pause()
+        yield
+
+
+def _flock(descriptor: int, operation: int) -> bool:
+    """Lock an open file without waiting; return False where the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _age_s(beat: float, now: float) -> float:
+    return max(0.0, now - beat)
