@@ -28,8 +28,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Keep the names of source files, whose links lead somewhere in the repository only."""
-    return re.sub(r"\[(`[^`]+`)\]\((?:\.\./)+src/[^)]*\)", r"\1", markdown)
+    """Keep the names of source files and design decisions, whose links lead somewhere in the repository only."""
+    return re.sub(r"\[(`[^`]+`)\]\((?:(?:\.\./)+src|decisions)/[^)]*\)", r"\1", markdown)
 
 
 def _options() -> str:
@@ -73,7 +73,6 @@ _OPTIONS_INTRODUCTION = """# Options
 
 *Bits* says whether an option decides the bits of the trained model: *always*; *by strategy*, if only some of
 its values or some strategies do; *rounding*, if models are equal within rounding; or *never*.
-[How options are classified](../decisions/options.md) explains these words.
 """
 
 
