@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import random
 import re
@@ -91,7 +92,7 @@ def is_locked(path: Path) -> bool:
     """Return whether a process holds a lock exclusively: one of another node, if its last heartbeat is recent."""
     try:
         with open_regular(path) as file:
-            has_locks = _flock(file.fileno(), fcntl.LOCK_SH)
+            has_locks = lock_now(file.fileno(), fcntl.LOCK_SH)
             status = os.fstat(file.fileno())
         for claim in claims(path):
             is_alive = not claim.shared and claim.is_alive(status, has_locks)
@@ -163,7 +164,7 @@ class FileLock:
             return True
         self.rival, self.is_certain = None, True
         try:
-            has_locks = _flock(self._descriptor, fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX)
+            has_locks = lock_now(self._descriptor, fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX)
         except BlockingIOError:
             return False
         try:
@@ -180,6 +181,19 @@ class FileLock:
             for other in self._others():
                 other.path.unlink(missing_ok=True)
         return self.held
+
+    def take_within(self, seconds: float) -> bool:
+        """Take the lock; wait for a process that holds it for so long, and for one that may be down until it is known.
+
+        Raises:
+            OSError: the disk does not take the claim.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.try_to_take():
+            if self.is_certain and time.monotonic() > deadline:
+                return False
+            self.pause()
+        return True
 
     def pause(self) -> None:
         """Sleep until the next attempt; for a random time, as two processes that met shall not meet again."""
@@ -275,16 +289,13 @@ def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[N
         BlockingIOError: without ``wait``, another process holds it.
         OSError: the file cannot be opened, or the disk does not take a claim.
     """
-    began = time.monotonic()
     with closing(FileLock(path, shared=shared)) as lock:
-        while not lock.try_to_take():
-            if not wait and lock.is_certain and time.monotonic() - began > BRIEF_S:
-                raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
-            lock.pause()
+        if not lock.take_within(math.inf if wait else BRIEF_S):
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
         yield
 
 
-def _flock(descriptor: int, operation: int) -> bool:
+def lock_now(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
     """Lock an open file without waiting; return False where the file system has no locks.
 
     Raises:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import selectors
 import shutil
+import threading
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -25,13 +26,21 @@ from paceline.elastic.control import ControlApi, ControlSocket
 from paceline.elastic.controller import Controller, SingleNodeController
 from paceline.elastic.node import NodeWorkers
 from paceline.elastic.recovery_log import print_status
-from paceline.runs.directory import RunLock
+from paceline.runs.directory import RunDirectory, RunLock
+from paceline.runs.file_system import probe
 
 if TYPE_CHECKING:
     from paceline.elastic.consensus.discovery import DiscoveryInfo
 
 _LONGEST_S = 60.0
 _RETRY_S = 0.5
+
+
+def _report_lacks(directory: RunDirectory) -> None:
+    """Tell what the nodes' file system lacks; in a thread, because a slow one takes seconds."""
+    with suppress(OSError):
+        for lack in probe(directory.path):
+            print_status(f"{directory.path} {lack.found}. {lack.advice}.")
 
 
 class Agent:
@@ -86,6 +95,8 @@ class Agent:
             inherited=(self._lock.fileno(),),
             interface="" if discovery is None else discovery.interface,
         )
+        if is_first and discovery is not None:
+            threading.Thread(target=_report_lacks, args=(directory,), name="paceline-probe", daemon=True).start()
         controller = self._controller = self._build_controller(spec, node, discovery)
         node.reports = controller
         self._requests = ControlApi(spec, directory, controller, node)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -460,15 +459,12 @@ class SearchDirectory:
         Raises:
             RunInUseError: another process holds the lock.
         """
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
         with closing(FileLock(self.lock)) as lock:
-            while not lock.try_to_take():
-                if time.monotonic() > deadline and lock.is_certain:
-                    raise RunInUseError(
-                        f"{self.path} is in use by {describe_holder(self.lock)}. Wait for it to end, or choose "
-                        "another --run-dir DIR."
-                    )
-                lock.pause()
+            if not lock.take_within(_LOCK_TIMEOUT_S):
+                raise RunInUseError(
+                    f"{self.path} is in use by {describe_holder(self.lock)}. Wait for it to end, or choose "
+                    "another --run-dir DIR."
+                )
             yield
 
     def read(self) -> Search:

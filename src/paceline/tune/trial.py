@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from paceline.core.config import config_from_mapping
 from paceline.core.environment import variables_of_another_job
-from paceline.core.errors import LaunchError, RunDirectoryError
+from paceline.core.errors import LaunchError
 from paceline.core.files import read_json_lines, write_atomically
 from paceline.core.fork_server import (
     Child,
@@ -38,7 +38,7 @@ from paceline.core.owned_names import make_directory
 from paceline.core.parent_death import die_with_parent, kill_with_parent_command
 from paceline.core.task_loading import parse_assignments
 from paceline.launch.ray import own_variables
-from paceline.runs.directory import RunDirectory
+from paceline.runs.directory import RunDirectory, RunLock
 from paceline.runs.failures import read_failure
 from paceline.runs.fork import fork_run
 from paceline.tune.history import TrialState
@@ -226,11 +226,10 @@ class RunningTrial:
 
     def _await_lock(self) -> None:
         """Wait for the end of an earlier process, which detects only now that its search is gone."""
-        deadline = time.monotonic() + _SAVE_S
-        while self._directory.is_running():
-            if time.monotonic() > deadline:
-                raise RunDirectoryError(f"{self._directory.path} is in use by another process.")
-            time.sleep(_POLL_S)
+        if self._directory.is_running():
+            with closing(RunLock(self._directory)) as lock:
+                if not lock.take_within(_SAVE_S):
+                    raise self._directory.in_use()
 
     def next(self) -> TrialReport:
         """Let it continue, and wait for its next evaluation or its end.

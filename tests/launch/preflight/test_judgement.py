@@ -72,10 +72,11 @@ def findings(*machines: dict[str, Any], **options: Any) -> PreflightResults:
             node: Storage(
                 path="/shared",
                 error=None,
-                hard_links=True,
+                lacks=[],
                 free=500 * GIB,
                 checkpoints=[],
                 seen=[other for other in range(count) if other != node],
+                unlocked=[],
             )
             for node in range(count)
         },
@@ -102,6 +103,17 @@ def only(found: PreflightResults) -> Check:
 
 def test_all_is_well() -> None:
     assert problems(findings(machine(0), machine(1), nproc=(2,))) == []
+
+
+def test_what_the_file_system_lacks() -> None:
+    found = findings(machine(0), machine(1), nproc=(2,))
+    found.storage[1].update(lacks=[["has no file locks", "Mount it so"]])
+    assert [(c.where, c.status, c.found, c.advice) for c in problems(found)] == [
+        ("node1", "warn", "/shared has no file locks", "Mount it so")
+    ]
+    found.storage[1].update(lacks=[], unlocked=[0])
+    found.storage[0].update(unlocked=[1])
+    assert (only(found).where, only(found).found) == ("all", "/shared holds locks within a node only")
 
 
 @pytest.mark.parametrize(

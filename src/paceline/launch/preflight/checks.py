@@ -19,6 +19,7 @@ from paceline.launch.preflight.spec import (
     is_very_slow,
     known_rates,
 )
+from paceline.runs.file_system import NODE_LOCKS, Lack
 
 # --- GPUs: present, healthy and equal ---
 
@@ -216,15 +217,15 @@ def _check_run_directory(results: PreflightResults) -> Iterable[Check]:
                 advice="Choose a directory that all nodes share (NFS, Lustre) with --run-dir, and mount it on "
                 "each of them",
             )
-        if not storage["hard_links"]:
-            passed = False
-            yield Check(
-                id="run-directory",
-                where=name,
-                status="warn",
-                found=f"{path} does not support hard links",
-                advice="Half of the nodes cannot continue after a network split: the quorum witness is a hard link",
-            )
+    lacking: dict[Lack, list[str]] = {}
+    for node, storage in results.storage.items():
+        for lack in [*map(Lack._make, storage["lacks"]), *([NODE_LOCKS] if storage["unlocked"] else [])]:
+            lacking.setdefault(lack, []).append(results.name(node))
+    for lack, names in lacking.items():
+        passed = False
+        where = "all" if 1 < len(names) == len(results.storage) else ", ".join(names)
+        found = f"{results.storage[0]['path']} {lack.found}"
+        yield Check(id="run-directory", where=where, status="warn", found=found, advice=lack.advice)
     if passed and results.storage:
         shared = "shared and writable" if len(results.storage) > 1 else "writable"
         yield Check(id="run-directory", where="all", status="pass", found=f"{results.storage[0]['path']} is {shared}")

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -194,6 +194,7 @@ class PreflightAgent:
     token: bytes
     _servers: list[ProbeServer] = field(default_factory=list)
     _marks: list[str] = field(default_factory=list)
+    _locks: ExitStack = field(default_factory=ExitStack)
 
     def perform(self, operation: str, arguments: Mapping[str, Any]) -> Any:
         """Perform an operation of the coordinator; arguments and result are JSON."""
@@ -213,6 +214,7 @@ class PreflightAgent:
         for server in self._servers:
             server.close()
         self._servers.clear()
+        self._locks.close()
         for name in self._marks:
             probes.remove_mark(self._run, name)
         self._marks.clear()
@@ -261,12 +263,11 @@ class PreflightAgent:
     def _mark(self, key: str) -> str | None:
         name = probes.mark_name(key, self.place.node_rank)
         self._marks.append(name)
-        return probes.leave_mark(self._run, name)
+        return probes.leave_mark(self._run, name, self._locks)
 
     def _look(self, key: str, error: str | None, others: list[int]) -> Any:
         names = {other: probes.mark_name(key, other) for other in others}
-        own = probes.mark_name(key, self.place.node_rank)
-        return probes.inspect_storage(self._run, self.spec.run, own, names, error)
+        return probes.inspect_storage(self._run, self.spec.run, names, error)
 
     def _all_reduce(self, first_rank: int, local_ranks: int, world_size: int, host: str, port: int) -> dict[str, Any]:
         """Run this node's ranks; return an error, if any, or the first rank's result."""

@@ -9,14 +9,16 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal, TypedDict
 
+from paceline.core.file_lock import lock_now
 from paceline.runs.checkpoint_admin import entries
 from paceline.runs.checkpoint_manifest import TEMPORARY
 from paceline.runs.directory import RunDirectory
+from paceline.runs.file_system import Lack, probe
 
 # --- Storage: do all nodes see one run directory, and how much space does it have? ---
 
@@ -32,15 +34,17 @@ class Storage(TypedDict):
 
     ``free`` is in bytes and includes unfinished checkpoints of killed writers, which the next writer removes.
     ``checkpoints`` are the sizes in bytes of the run's intact ones; ``seen`` are the nodes whose marks are
-    visible.
+    visible, and ``unlocked`` those whose marks this node could lock, though they are locked. ``lacks`` are what the
+    file system lacks, each with advice.
     """
 
     path: str
     error: str | None
-    hard_links: bool
+    lacks: Sequence[tuple[str, str]]
     free: int | None
     checkpoints: list[int]
     seen: list[int]
+    unlocked: list[int]
 
 
 def nearest_existing(path: Path) -> Path:
@@ -56,14 +60,15 @@ def mark_name(key: str, node_rank: int) -> str:
     return f".paceline-doctor-{key}-{node_rank}"
 
 
-def leave_mark(directory: Path, name: str) -> str | None:
-    """Write a file of 1 MiB like a checkpoint; return the error, if any."""
+def leave_mark(directory: Path, name: str, stack: ExitStack) -> str | None:
+    """Write a file of 1 MiB like a checkpoint, and lock it until ``stack`` ends; return the error, if any."""
     path = directory / name
     try:
-        with path.open("wb") as file:
-            file.write(bytes(_PIECE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        file = stack.enter_context(path.open("wb"))
+        file.write(bytes(_PIECE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        lock_now(file.fileno())
     except OSError as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -71,13 +76,12 @@ def leave_mark(directory: Path, name: str) -> str | None:
     return None
 
 
-def inspect_storage(directory: Path, run: Path, own: str, others: Mapping[int, str], error: str | None) -> Storage:
+def inspect_storage(directory: Path, run: Path, others: Mapping[int, str], error: str | None) -> Storage:
     """Wait a little for the other nodes' marks, and test what a run needs of a file system.
 
     Args:
         directory: the run's directory, or its nearest existing parent.
         run: the run's directory, which may not exist.
-        own: this node's mark.
         others: the other nodes' marks.
         error: why this node's mark could not be written.
     """
@@ -93,13 +97,17 @@ def inspect_storage(directory: Path, run: Path, own: str, others: Mapping[int, s
     sizes = []
     with suppress(OSError):
         sizes = [entry.size_bytes for entry in entries(checkpoints, None) if entry.problem is None]
+    lacks: list[Lack] = []
+    with suppress(OSError):
+        lacks = probe(directory) if error is None else []
     return Storage(
         path=str(directory),
         error=error,
-        hard_links=error is not None or _has_hard_links(directory / own),
+        lacks=lacks,
         free=free,
         checkpoints=sizes,
         seen=[node for node in others if node not in missing],
+        unlocked=[node for node, name in others.items() if node not in missing and _can_lock(directory / name)],
     )
 
 
@@ -119,14 +127,12 @@ def _unfinished_bytes(checkpoints: Path) -> int:
     return size
 
 
-def _has_hard_links(mark: Path) -> bool:
-    link = mark.with_name(f"{mark.name}-link")
+def _can_lock(mark: Path) -> bool:
     try:
-        link.hardlink_to(mark)
-    except OSError:
+        with mark.open("r+b") as file:
+            return lock_now(file.fileno())
+    except OSError:  # it is locked, or another user's
         return False
-    remove_mark(link.parent, link.name)
-    return True
 
 
 # --- Connections between nodes: reachability, round trips, bandwidth ---
