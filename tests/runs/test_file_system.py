@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,12 @@ from paceline.runs.file_system import probe
 def test_a_local_disk_lacks_nothing(tmp_path: Path) -> None:
     assert probe(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_times_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    utime = os.utime
+    monkeypatch.setattr(os, "utime", lambda path, times=(0, 0): utime(path, times))
+    assert [lack.found for lack in probe(tmp_path)] == ["does not renew the time of a file (it stays)"]
 
 
 @pytest.mark.system

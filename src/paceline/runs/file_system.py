@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -37,92 +38,81 @@ NODE_LOCKS = Lack(
 
 
 def probe(directory: Path) -> list[Lack]:
-    """Return what the file system of a directory lacks; it makes a file there, and removes it.
+    """Return what the file system of a directory lacks; it makes files there, and removes them.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: a file cannot be written.
     """
     path = directory / f".probe-{secrets.token_hex(4)}"
     link = path.with_name(f"{path.name}-link")
     try:
         path.write_bytes(bytes(mmap.PAGESIZE))
-        checks = (_probe_locks, _probe_links, _probe_mapping, _probe_sync, _probe_owner, _probe_latency)
-        return [lack for check in checks if (lack := check(path, link)) is not None]
+        return [*_refused(path, link), *_wrong(path, link)]
     finally:
         for file in (path, link):
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 
 
-def _probe_locks(path: Path, link: Path) -> Lack | None:
-    advice = "Mount Lustre with -o flock, start NFSv3's lock daemon; until then Paceline locks by files with heartbeats"
-    with path.open("r+b") as first, path.open("r+b") as second:
-        if not lock_now(first.fileno()):
-            return Lack("has no file locks", advice)
-        with suppress(BlockingIOError):
-            lock_now(second.fileno())
-            return Lack("lets two processes hold one lock", advice)
-    return None
+def _refused(path: Path, link: Path) -> Iterator[Lack]:
+    """Yield what the system answers with an error."""
 
-
-def _probe_links(path: Path, link: Path) -> Lack | None:
-    return _fails(
-        lambda: link.hardlink_to(path),
-        "does not support hard links",
-        "Half of the nodes cannot continue after a network split: the quorum witness is a hard link",
-    )
-
-
-def _probe_mapping(path: Path, link: Path) -> Lack | None:
-    def read() -> None:
+    def map_shared() -> None:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
             pass
 
-    return _fails(read, "cannot map files into memory", "Arrays there are read whole: keep large data on another disk")
-
-
-def _probe_sync(path: Path, link: Path) -> Lack | None:
-    def sync() -> None:
+    def sync_folder() -> None:
         descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    return _fails(
-        sync, "cannot sync folders", "A power cut may take the newest files with it: use --backup-to on another disk"
+    def renew_time() -> None:
+        os.utime(path, (0, 0))
+        os.utime(path)
+        if path.stat().st_mtime == 0:
+            raise OSError(errno.EINVAL, "it stays")
+
+    time_advice = "Start one command at a time for a run: nodes cannot see each other's heartbeats"
+    link_advice = "Half of the nodes cannot continue after a network split: the quorum witness is a hard link"
+    sync_advice = "A power cut may take the newest files with it: use --backup-to on another disk"
+    checks: tuple[tuple[Callable[[], object], str, str], ...] = (
+        (lambda: link.hardlink_to(path), "does not support hard links", link_advice),
+        (map_shared, "cannot map files into memory", "Keep large data on another disk: arrays are read whole here"),
+        (renew_time, "does not renew the time of a file", time_advice),
+        (sync_folder, "cannot sync folders", sync_advice),
     )
+    for check, found, advice in checks:
+        try:
+            check()
+        except OSError as error:
+            yield Lack(f"{found} ({error.strerror})", advice)
 
 
-def _probe_owner(path: Path, link: Path) -> Lack | None:
-    owner = path.stat().st_uid
-    if owner == os.geteuid():
-        return None
-    return Lack(
-        f"gives your files to user {owner}",
-        "Start the job as an ordinary user, or export it with no_root_squash: nodes accept a secret of their own "
-        "user only (or give --token-file)",
-    )
-
-
-def _probe_latency(path: Path, link: Path) -> Lack | None:
+def _wrong(path: Path, link: Path) -> Iterator[Lack]:
+    """Yield what the system does without an error, but not as expected."""
+    with path.open("r+b") as first, path.open("r+b") as second, suppress(BlockingIOError):
+        if not lock_now(first.fileno()) or lock_now(second.fileno()):
+            yield Lack(
+                "has no file locks",
+                "Mount Lustre with -o flock, start NFSv3's lock daemon; until then Paceline locks by files with "
+                "heartbeats",
+            )
+    if (owner := path.stat().st_uid) != os.geteuid():
+        yield Lack(
+            f"gives your files to user {owner}",
+            "Start the job as an ordinary user, or export it with no_root_squash: nodes accept a secret of their own "
+            "user only (or give --token-file)",
+        )
     taken_ms = []
-    for number in range(_TRIES):
+    for _ in range(_TRIES):
         began = time.perf_counter()
-        path.with_name(f"{path.name}-{number}").touch()
-        path.with_name(f"{path.name}-{number}").unlink()
+        link.unlink(missing_ok=True)
+        link.touch()
         taken_ms.append((time.perf_counter() - began) * 500)
-    if (fastest := min(taken_ms)) < SLOW_MS:
-        return None
-    return Lack(
-        f"takes {fastest:.0f} ms to create or remove a file",
-        "Save less often (--checkpoint-every), or keep the run on a faster disk",
-    )
-
-
-def _fails(call: Callable[[], object], found: str, advice: str) -> Lack | None:
-    try:
-        call()
-    except OSError as error:
-        return Lack(f"{found} ({error.strerror})", advice)
-    return None
+    if (fastest_ms := min(taken_ms)) > SLOW_MS:
+        yield Lack(
+            f"takes {fastest_ms:.0f} ms to create or remove a file",
+            "Save less often (--checkpoint-every), or keep the run on a faster disk",
+        )
