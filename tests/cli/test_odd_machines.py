@@ -93,3 +93,34 @@ def test_a_current_directory_that_is_gone_is_said_in_one_sentence(
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: the current directory cannot be used (No such file or directory)")
     assert done.stderr.count("\n") == 1
+
+
+_DROPPING = "table ip f { chain i { type filter hook input priority 0; tcp flags & (syn|ack) == syn drop; }; }"
+_OFFLINE = ("unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
+
+
+def test_a_firewall_that_drops_loopback_connections_is_named(
+    start: Callable[..., Any], run_processes: Any, tmp_path: Path
+) -> None:
+    _require(run_processes, (*_OFFLINE[:4], f'nft "{_DROPPING}" && exec "$@"', "sh"))
+    three = (*PYTHON, *TRAIN, "--nproc", "3", "--run-dir", "run", "--init-timeout", "5s")
+    done = run_processes.finish(start(*_OFFLINE[:4], f'ip link set lo up; nft "{_DROPPING}"; exec "$@"', "sh", *three))
+    assert done.returncode == 2
+    assert "cannot reach each other over 127.0.0.1: timed out. A firewall of this node drops" in done.stderr
+
+    # While the run lasts, a process is lost: the other two cannot connect to each other again.
+    loses = f"""
+        if os.environ["RANK"] == "2" and not os.path.exists("dropped"):
+            import subprocess
+
+            open("dropped", "x").close()
+            subprocess.run(["nft", {_DROPPING!r}], check=True)
+            os.kill(os.getpid(), 9)
+"""
+    (tmp_path / "small.py").write_text(
+        TASK.replace("def loss(self, model, batch):", f"def loss(self, model, batch):{loses}")
+    )
+    done = run_processes.finish(start(*_OFFLINE, *three))
+    assert done.returncode == 2, done.stderr
+    assert "could not connect to each other at 127.0.0.1 for 5s (--init-timeout)" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -135,15 +135,20 @@ def require_loopback() -> None:
     """Make sure that processes of this node reach each other.
 
     Raises:
-        ConfigError: the loopback interface is down, as in some sandboxes.
+        ConfigError: the loopback interface is down, as in some sandboxes, or a firewall drops its connections.
     """
     try:
         with socket.create_server((LOOPBACK, 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
             pass
     except OSError as error:
+        remedy = (
+            "A firewall of this node drops connections: allow those of the loopback interface"
+            if isinstance(error, TimeoutError)
+            else "Bring the loopback interface up (ip link set lo up)"
+        )
         raise ConfigError(
-            f"processes of this node cannot reach each other over {LOOPBACK}: {error.strerror or error}. Bring the "
-            "loopback interface up (ip link set lo up), or use one process: --nproc 1."
+            f"processes of this node cannot reach each other over {LOOPBACK}: {error.strerror or error}. {remedy}, or "
+            "use one process: --nproc 1."
         ) from error
 
 

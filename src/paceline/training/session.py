@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 
-from paceline.core.errors import PeerLostError, RunDirectoryError, StopRequested, TaskError
+from paceline.core.errors import ConfigError, PeerLostError, RunDirectoryError, StopRequested, TaskError
+from paceline.core.options import parse_duration_s
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.elastic.worker_group import open_process_group
 from paceline.parallel.device import LocalDevice, gpu_identity
@@ -215,6 +217,7 @@ class ElasticGroups:
         self._member, self._on_rank_0 = member, on_rank_0
         self._open_group = partial(open_process_group, member=member, local=local, comm_debug=comm_debug)
         self.device, self.processes, self.world_size = local.device, processes, world_size
+        self._unconnected_since = math.inf  # when it first failed to connect to a group, since it last did
 
     def load_manifest(self, directory: RunDirectory) -> dict[str, Any]:
         """Return the run's manifest and result; this process has no group yet."""
@@ -259,6 +262,7 @@ class ElasticGroups:
         result, why = None, "left it as asked, after a step"
         try:
             with self._open_group(place) as world:
+                self._unconnected_since = math.inf
                 try:
                     result = train_in_group(world, partial(self._member.joined, place.generation))
                 except PeerLostError as error:
@@ -269,7 +273,24 @@ class ElasticGroups:
         except PeerLostError as error:
             why = str(error)
             _clear_frames(error)
+            self._limit_attempts(place, trainer.run.config.init_timeout, why)
         return result, why
+
+    def _limit_attempts(self, place: Assignment, limit: str, why: str) -> None:
+        """Give up connecting to processes of this node; other nodes may come back at any time.
+
+        Raises:
+            ConfigError: no group was formed within the limit.
+        """
+        now = time.monotonic()
+        self._unconnected_since = min(self._unconnected_since, now)
+        is_one_node = place.local_world_size == place.world_size
+        if is_one_node and now - self._unconnected_since > parse_duration_s(limit, "init_timeout"):
+            raise ConfigError(
+                f"processes of this node could not connect to each other at {place.address} for {limit} "
+                f"(--init-timeout): {why}. A firewall of this node may drop connections: allow those of the loopback "
+                "interface, then resume the run."
+            )
 
 
 Groups = FixedGroup | ElasticGroups
