@@ -10,9 +10,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError
+from paceline.core.files import wait_to_see
 from paceline.core.job import WorkerConfig
 from paceline.core.option_sets import DEFAULTS, select
 from paceline.elastic.consensus.discovery import read_agents
+from paceline.elastic.recovery_log import print_status
 from paceline.launch.local_run import launch
 from paceline.runs.directory import RunDirectory
 
@@ -51,6 +53,8 @@ def join(
         Print the run's result as JSON, as the last line.
     """
     directory = RunDirectory(run)
+    if directory.path.is_dir() and not directory.has_result():
+        wait_to_see(directory.agents, print_status)
     _, file = read_agents(directory)
     try:
         job = WorkerConfig.from_toml(file)

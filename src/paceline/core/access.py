@@ -122,8 +122,8 @@ def _check_private(path: Path, status: os.stat_result) -> None:
         raise ConfigError(f"the token file {path} is not a regular file.")
     if status.st_uid != os.geteuid():
         raise ConfigError(
-            f"the token file {path} belongs to user {status.st_uid}, but this is user {os.geteuid()}. "
-            "Use a copy of your own."
+            f"the token file {path} belongs to user {status.st_uid}, but this is user {os.geteuid()}. Use a copy of "
+            f"your own{', on a disk that lets root own files (no root squash)' if os.geteuid() == 0 else ''}."
         )
     if mode != 0o600:
         raise ConfigError(

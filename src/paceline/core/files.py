@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import stat
+import time
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -115,6 +116,44 @@ def fsync_directory(path: Path) -> None:
 @functools.cache
 def _say_unsynced(cause: str) -> None:
     _log.warning("this file system cannot sync folders (%s): a power cut may take the newest files with it", cause)
+
+
+# --- Files that another node has written: clients of network file systems cache an absence for a while ---
+
+
+SEEN_S = 60.0
+"""For how long clients of NFS cache an absence by default (``acdirmax``)."""
+_LOOK_EVERY_S, _QUIET_S = 0.2, 2.0
+
+
+def look_anew(*folders: Path) -> None:
+    """Have this node see what others have changed in folders: at its own change, a client of NFS drops its cache."""
+    for folder in folders:
+        with suppress(OSError):  # absent, read-only or full
+            probe = folder / f".probe-{secrets.token_hex(4)}"
+            probe.touch(exist_ok=False)
+            probe.unlink()
+
+
+def wait_to_see(path: Path, tell: Callable[[str], object], limit_s: float = SEEN_S) -> bool:
+    """Wait until this node sees what another one has written; return whether it does.
+
+    Args:
+        path: the file or folder.
+        tell: receives one message, if this takes some seconds.
+        limit_s: the longest wait.
+    """
+    began, has_told = time.monotonic(), False
+    while not os.path.exists(path):  # unlike Path.exists(), it raises nothing
+        waited_s = time.monotonic() - began
+        if waited_s > limit_s:
+            return False
+        if waited_s > _QUIET_S and not has_told:
+            has_told = True
+            tell(f"waiting for {path} to appear on this node")
+        look_anew(path.parent)
+        time.sleep(_LOOK_EVERY_S)
+    return True
 
 
 # --- Reading files that other users or programs may have put there ---

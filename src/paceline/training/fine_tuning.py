@@ -165,7 +165,7 @@ def read_pretrained(run: RunContext, world: World) -> PretrainedWeights | None:
     parent, problem = None, None
     if world.rank == 0:
         try:
-            parent = load_pretrained_copy(run.directory) if run.directory.exists() else find_pretrained(source)
+            parent = load_pretrained_copy(run.directory) if run.manifest else find_pretrained(source)
         except PacelineError as error:
             problem = str(error)
     problem = world.broadcast_object(problem)

@@ -56,6 +56,7 @@ class RunContext:
         device: the device of this process.
         processes: how many processes share this node.
         directory: the run directory, at least on the node of rank 0.
+        manifest: the content of ``run.toml``, which another node may see late; empty until the run is created.
         deadline: when the job has to stop by itself.
         trial_scheduler: the socket of the scheduler that decides after each evaluation whether the run continues.
     """
@@ -67,19 +68,20 @@ class RunContext:
     device: torch.device
     processes: int
     directory: RunDirectory
+    manifest: dict[str, Any]
     signals: StopSignals
     deadline: Deadline
     quiet: bool
     trial_scheduler: str | None = None
 
-    @cached_property
+    @property
     def run_id(self) -> str:
-        """The run's unique id; ``run.toml`` holds it once the run is created."""
-        return str(self.directory.read_complete_manifest()["id"])
+        """The unique id of the run, which was created."""
+        return str(self.manifest["id"])
 
     def begins_fork_at(self, version: int) -> bool:
         """Return whether this run has other hyperparameters than the run whose state of this version it begins with."""
-        fork = Fork.of(self.directory.read_complete_manifest())
+        fork = Fork.of(self.manifest)
         return fork is not None and bool(fork.changed) and fork.version == version
 
     @cached_property

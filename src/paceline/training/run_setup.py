@@ -116,6 +116,7 @@ def setup_run(
         device=device,
         processes=processes,
         directory=directory,
+        manifest=dict(manifest or {}),
         signals=signals,
         deadline=Deadline(walltime_s, job.started),
         quiet=job.quiet,
@@ -151,6 +152,7 @@ def create(run: RunContext, run_id: str, parent: PretrainedWeights | None) -> No
         document["parent"] = save_pretrained_copy(run.directory, parent)
     save_lengths(run.directory.sample_lengths, run.data.order)
     run.directory.write_manifest(document)
+    run.manifest.update(document)
     run.directory.append_event("created", task=run.task_name)
 
 

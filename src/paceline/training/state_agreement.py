@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import CheckpointError
+from paceline.core.files import look_anew, wait_to_see
 from paceline.data.ledger import LedgerEntry, last_recorded_version
 from paceline.elastic.state_transfer import StateSource, elect_source, transfer_state
 from paceline.parallel.device import why_idle
@@ -37,6 +38,7 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     """Give every rank the state of the most advanced one, or else the newest saved one."""
     run, directory, world = trainer.run, trainer.run.directory, mesh.world
     compare_numerics(world, run.config, run.device)
+    _share_manifest(run, world)
     agreement = elect_source(world, valid=trainer.states.valid, version=trainer.states.version)
     if agreement.source is not None:
         state = trainer.states.export_state() if world.rank == agreement.source else None
@@ -50,7 +52,7 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     with suppress(CheckpointError):
         trainer.checkpointer.wait()  # the next lines read the checkpoints on disk
     world.barrier()
-    new = bool(world.broadcast_object(not directory.exists()))
+    new = not run.manifest
     run_id = str(world.broadcast_object(secrets.token_hex(8) if new else run.run_id))
     saved = newest_checkpoint(run, world, run_id)
     parent = read_pretrained(run, world) if saved is None else None
@@ -76,6 +78,17 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
             step=trainer.state.progress.step,
             total_steps=run.data.total_steps,
         )
+    if new:
+        run.manifest.update(world.broadcast_object(run.manifest))
+
+
+def _share_manifest(run: RunContext, world: World) -> None:
+    """Give every rank the run's manifest: it may be younger than a process, and its node may see it late."""
+    if world.rank == 0 and not run.manifest and run.directory.exists():
+        run.manifest.update(run.directory.read_complete_manifest())
+    known = world.all_gather_object(bool(run.manifest))
+    if any(known) and not all(known):
+        run.manifest.update(world.broadcast_object(run.manifest, known.index(True)))
 
 
 def _first_line(run: RunContext, world: World) -> str:
@@ -171,6 +184,8 @@ class _CheckpointSearch:
 
     def __init__(self, run: RunContext, world: World) -> None:
         self._run, self._world = run, world
+        if world.rank == 0:
+            look_anew(run.directory.path, run.directory.checkpoints)
         self._failed: list[str] = []
         self._may_restore = True
         self.num_passed_over = 0
@@ -206,6 +221,7 @@ class _CheckpointSearch:
 
 def _load_on_all_ranks(world: World, path: Path) -> tuple[Checkpoint | None, str]:
     """Load a checkpoint; None where it does not verify on every rank, and the reason."""
+    wait_to_see(path, _log.info)
     try:
         checkpoint, problem = load(path), ""
     except CheckpointError as error:
@@ -216,7 +232,7 @@ def _load_on_all_ranks(world: World, path: Path) -> tuple[Checkpoint | None, str
 
 def _restored(run: RunContext) -> tuple[Path | None, list[str]]:
     """Copy a backup back into the run; return it, or None if no backup verifies, and the reasons."""
-    if not run.directory.exists() or run.backup is None:
+    if not run.manifest or run.backup is None:
         return None, []
     path, reasons = restore(run.backup, run.directory.checkpoints)
     if path is not None:

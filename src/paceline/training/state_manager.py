@@ -52,7 +52,7 @@ class StateManager:
         self._layout: ParameterLayout = Replicated()
         # If each rank holds the complete state, it is built here, so that an error is raised before others wait for
         # this rank. A new run with pretrained weights has to wait for these.
-        waits = run.config.init_from is not None and not run.directory.exists()
+        waits = run.config.init_from is not None and not run.manifest
         self._state: TrainingState | None = None
         self._copy: Mapping[str, Any] | None = None  # of the state before a step, for undo_step()
         if not run.config.shards_state and not waits:

@@ -22,7 +22,7 @@ from paceline import __version__
 from paceline.core.access import TOKEN_BYTES, create_token, read_token
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.files import parse_json, read_document, write_atomically
+from paceline.core.files import SEEN_S, parse_json, read_document, wait_to_see, write_atomically
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.sockets import (
     address_towards,
@@ -234,15 +234,17 @@ def _token(spec: LaunchSpec, directory: RunDirectory, creates: bool) -> bytes:
     path = spec.token_file or _token_of(directory)
     if creates and spec.token_file is None and not path.exists():
         with suppress(ConfigError):  # another agent on this node was faster
-            return create_token(path)
+            create_token(path)
     deadline = time.monotonic() + spec.init_timeout_s
+    if spec.token_file is None:
+        wait_to_see(path, print_status, spec.init_timeout_s)
     while True:
         # Checked before the read, because the first agent may be writing it right now.
         was_whole = _is_whole(path)
         try:
             return read_token(path)
         except ConfigError:
-            # The first agent may not have written it yet, and a shared file system may be delayed.
+            # The first agent may not have written all of it yet.
             if spec.token_file is not None or time.monotonic() > deadline or was_whole:
                 raise
             time.sleep(_LOOK_EVERY_S)
@@ -269,7 +271,6 @@ def _versions() -> dict[str, str]:
 # --- The peers: connections, addresses and admission. No torch ---
 
 
-_SHOWS_S = 10.0  # maximum delay of a shared file system
 _LOOK_AGAIN_S = 5.0
 
 
@@ -409,8 +410,10 @@ class PeerDirectory:
             return self._witness.key == str(hello["lease"])
         witness = FileWitness(self._directory.path / "agents", str(hello["lease"]))
         if not witness.is_shared():
+            if self._unseen_until == math.inf:
+                self._unseen_until = time.monotonic() + SEEN_S
+                print_status(f"waiting for the run directory of {peer} to appear on this node, as {witness.path}")
             self._unseen_by = peer
-            self._unseen_until = min(self._unseen_until, time.monotonic() + _SHOWS_S)
             return False
         self._unseen_until = math.inf
         self._witness = witness

@@ -1,9 +1,9 @@
 """The quorum witness: breaks a tie between halves of a node set, once and for all, in a shared directory. No torch.
 
-A witness file is hard-linked into place: creating a link fails if the name exists, also on NFS, so there is one winner,
-and the file is complete before it has its name. It is never removed or changed. The directory has a random name that
-its creator tells the other nodes, so that a node can check that it sees the same directory, and files of an earlier job
-in the same place are ignored.
+A witness is a folder with one file, renamed into place: a rename fails where another folder with a file has the name,
+also on file systems without hard links, so there is one winner, and the file is complete before the folder has its
+name. It is never removed or changed. The directory has a random name that its creator tells the other nodes, so that a
+node can check that it sees the same directory, and files of an earlier job in the same place are ignored.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import json
 import os
 import re
 import secrets
-from contextlib import suppress
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import RunDirectoryError
-from paceline.core.files import fsync_directory, parse_json, read_document
+from paceline.core.files import fsync_directory, look_anew, parse_json, read_document
 from paceline.elastic.consensus.messages import NodeSet
 
+_FILE = "witness.json"
 _KEY = re.compile(r"[0-9a-f]{32}")
 
 
@@ -57,6 +58,7 @@ class FileWitness:
         """
         if not _KEY.fullmatch(self.key):
             return False
+        look_anew(self.path.parent, self.path)
         try:
             probe = self._directory / f".probe-{secrets.token_hex(8)}"
             probe.touch(exist_ok=False)
@@ -74,24 +76,27 @@ class FileWitness:
             RunDirectoryError: the directory cannot be written, or the witness file is invalid; no half may continue
                 then.
         """
-        witness_file = self._directory / f"roster-{node_set.config_epoch:08d}.json"
+        place = self._directory / f"roster-{node_set.config_epoch:08d}"
         draft = self._directory / f".draft-{secrets.token_hex(8)}"
         content = {"generation": node_set.config_epoch, "nodes": node_set.nodes, "winners": sorted(winners)}
+        refusal: OSError | None = None
         try:
             try:
-                with draft.open("xb") as file:
+                draft.mkdir()
+                with (draft / _FILE).open("xb") as file:
                     file.write(json.dumps(content).encode() + b"\n")
                     file.flush()
                     os.fsync(file.fileno())
-                # NFS may report a failure for a link that it has made, so only the file's content counts.
-                with suppress(FileExistsError):
-                    os.link(draft, witness_file)
+                fsync_directory(draft)
+                draft.rename(place)
+            except OSError as error:
+                refusal = error  # NFS may report a failure for a rename that it has made, so only the content counts
             finally:
-                draft.unlink(missing_ok=True)
+                shutil.rmtree(draft, ignore_errors=True)
             fsync_directory(self._directory)
-            return self._read(witness_file, node_set)
+            return self._read(place / _FILE, node_set)
         except OSError as error:
-            raise self._unusable(error) from error
+            raise self._unusable(refusal or error) from error
 
     def _read(self, witness_file: Path, node_set: NodeSet) -> frozenset[str]:
         try:

@@ -1,0 +1,77 @@
+"""Nodes that share a network file system: what one of them writes, another sees late, or otherwise than on a disk."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.elastic.recovery_nodes.runs import Run
+from tests.lab.machines import Lab, Machines, Node, NodeProcess
+from tests.lab.network_file_system import Mount, network_file_system
+
+from paceline.runs.directory import RunDirectory
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+_ABSENCE_S = 20.0
+
+
+class SharedRun(Run):
+    """A run in a network file system, which each machine sees at a mount of its own."""
+
+    def __init__(self, lab: Lab, wait_until: Callable[..., None], mounts: dict[str, Mount], backing: Path) -> None:
+        super().__init__(lab, wait_until)
+        self.mounts = mounts
+        self.directory = RunDirectory(backing / "run")
+
+    def at(self, node: Node) -> Path:
+        """The run's directory, as this machine sees it."""
+        return self.mounts[node.name].path / "run"
+
+    def paceline(self, node: Node, *arguments: str) -> NodeProcess:
+        return super().paceline(node, *(str(self.at(node)) if word == "run" else word for word in arguments))
+
+
+@pytest.fixture
+def shared(tmp_path: Path, machines: Machines, wait_until: Callable[..., None]) -> Iterator[SharedRun]:
+    """Two machines; each believes for a while that a file is absent."""
+    names = ("node0", "node1")
+    with network_file_system(tmp_path, names, absence_s=_ABSENCE_S) as mounts:  # before the machines, which copy it
+        yield SharedRun(machines(2)[0].lab, wait_until, mounts, tmp_path / "backing")
+
+
+def test_the_first_node_is_killed_at_the_start(shared: SharedRun, undisturbed: str) -> None:
+    """There are no hard links either, and nodes that append to one file overwrite each other's lines."""
+    for mount in shared.mounts.values():
+        mount.set(link_error=errno.EPERM, appends_overwrite=True)
+    first, second = shared.lab.nodes
+    shared.hold(2)
+    processes = [shared.train(node, "2", "1", "--node-rank", node.name[-1]) for node in (first, second)]
+    shared.wait_until((shared.path / "held-2").exists, "the second step")
+    first.kill()
+    survivor = processes[1]
+    shared.wait_for("takeover", lambda event: True, survivor)
+    shared.go_on()
+    assert survivor.wait(120) == 0, survivor.text
+    assert shared.result()["model_sha256"] == undisturbed
+    kinds = [event["event"] for event in shared.directory.read_events()]
+    assert len(shared.directory.event_files()) == 2
+    assert (kinds[-1], kinds.count("created"), kinds.count("takeover")) == ("finished", 1, 1)
+
+
+def test_a_node_that_believes_in_an_absence_joins(shared: SharedRun, undisturbed: str) -> None:
+    first, second = shared.lab.nodes
+    shared.at(first).mkdir()
+    assert not (shared.at(second) / "agents.json").exists()
+    assert not (shared.at(second) / "agents.token").exists()
+    shared.hold(2)
+    leading = shared.train(first, "1:2", "1")
+    shared.wait_until((shared.path / "held-2").exists, "the second step")
+    joining = shared.paceline(second, "join", "run")
+    shared.wait_for_joiners(1, leading, joining)
+    shared.go_on()
+    codes = [leading.wait(120), joining.wait(120)]
+    assert codes == [0, 0], (leading.text, joining.text)
+    assert "waiting for" in joining.text, "the absence was cached"
+    assert shared.result()["model_sha256"] == undisturbed
