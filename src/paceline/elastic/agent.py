@@ -13,7 +13,10 @@ import selectors
 import shutil
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,6 +27,7 @@ from paceline.core.owned_names import remove_leftovers
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.elastic.control import ControlApi, ControlSocket
 from paceline.elastic.controller import Controller, SingleNodeController
+from paceline.elastic.file_work import FileWork
 from paceline.elastic.node import NodeWorkers
 from paceline.elastic.recovery_log import print_status
 from paceline.runs.directory import RunDirectory, RunLock
@@ -63,6 +67,7 @@ class Agent:
         self._control: ControlSocket | None = None
         self._retry_at = 0.0  # when to try again to take the leader's resources, by the monotonic clock
         self._has_reported_no_control = False  # whether the lack of a control socket was reported
+        self._pending: dict[Callable[[], None], Future[None]] = {}
         self._stack = ExitStack()
         try:
             self._begin(spec, spec.job_file, forkserver)
@@ -83,6 +88,7 @@ class Agent:
         self._stack.enter_context(handle_signals(STOP_SIGNALS, self._on_signal))
         is_first = discovery is None or discovery.is_first
         self._lock = self._stack.enter_context(closing(RunLock(directory)))
+        self._stack.callback(self._finish_files)
         if is_first:
             self._take_run(discovery, spec.token_file)
         node = self._node = NodeWorkers(
@@ -90,6 +96,7 @@ class Agent:
             job_file,
             directory,
             self._selector,
+            self._files,
             heartbeat_s=spec.heartbeat_s,
             grace_s=spec.grace_s,
             inherited=(self._lock.fileno(),),
@@ -103,6 +110,7 @@ class Agent:
         controller.begin()
         if is_first:
             self._control = ControlSocket(directory, self._selector, self._requests)
+            self._control.publish()
 
     def _open_selector(self) -> None:
         """Open the loop's selector, and the descriptor by which signals and other threads wake it."""
@@ -110,6 +118,7 @@ class Agent:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stack.callback(os.close, self._wake)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+        self._files = FileWork(partial(os.eventfd_write, self._wake, 1))
 
     def _discover(self, spec: LaunchSpec) -> DiscoveryInfo:
         """Listen for the agents of the other nodes, and determine the addresses to connect to."""
@@ -187,7 +196,8 @@ class Agent:
         now = time.monotonic()
         node.expire(now)
         controller.expire(now)
-        self._directory.append_queued_events()
+        if self._directory.has_queued_events:
+            self._do_unless_pending(self._directory.append_queued_events)
         self._take_leadership(controller, now)
 
     def _take_leadership(self, controller: Controller, now: float) -> None:
@@ -206,15 +216,39 @@ class Agent:
         # The other nodes' heartbeats wake the loop often enough, so no deadline is needed.
         self._retry_at = now + _RETRY_S
         if not self._lock.held:
-            with suppress(OSError):
-                self._lock.try_to_take(succeeds=True)
+            self._do_unless_pending(self._try_to_take_lock)
         if self._control is None:
             try:
                 self._control = ControlSocket(self._directory, self._selector, self._requests)
+                self._files.do(partial(self._try_to_publish, self._control), self._on_published)
             except (OSError, RunDirectoryError) as error:
-                if not self._has_reported_no_control:
-                    print_status(f"other commands cannot reach this run yet: {error}")
-                self._has_reported_no_control = True
+                self._on_published(error)
+
+    def _do_unless_pending(self, work: Callable[[], None]) -> None:
+        """Have work on files done that is asked for again and again, while a disk may not answer."""
+        if work not in self._pending or self._pending[work].done():
+            self._pending[work] = self._files.do(work)
+
+    def _try_to_take_lock(self) -> None:
+        with suppress(OSError):
+            self._lock.try_to_take(succeeds=True)
+
+    def _try_to_publish(self, control: ControlSocket) -> Exception | None:
+        try:
+            control.publish()
+        except OSError as error:
+            return error
+        return None
+
+    def _on_published(self, error: Exception | None) -> None:
+        if error is None:
+            return
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if not self._has_reported_no_control:
+            print_status(f"other commands cannot reach this run yet: {error}")
+        self._has_reported_no_control = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -223,6 +257,7 @@ class Agent:
     def _on_wake(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+        self._files.deliver()
         while self._signals:
             number = self._signals.pop(0)
             assert self._controller is not None
@@ -230,6 +265,11 @@ class Agent:
                 self._controller.signalled(number)
             else:
                 self._controller.cancel()
+
+    def _finish_files(self) -> None:
+        """Finish all work on files, while the run is still locked."""
+        self._files.close()
+        self._directory.append_queued_events()
 
     def _end(self) -> None:
         """Release everything, after any error."""

@@ -117,7 +117,7 @@ class ControlSocket:
     """The agent's side; its descriptors are in the agent's selector, with handlers as their data.
 
     Args:
-        directory: the run's; contains ``agent.json`` until :meth:`close`.
+        directory: the run's; contains ``agent.json`` from :meth:`publish` until :meth:`close`.
         selector: the agent's.
         controlled: answers requests.
     """
@@ -136,10 +136,18 @@ class ControlSocket:
             self._listener.listen(_MOST_CLIENTS)
             self._listener.setblocking(False)
             selector.register(self._listener, selectors.EVENT_READ, self._on_client)
-            write_atomically(self._address_file, json.dumps({"pid": os.getpid(), "socket": str(path)}).encode())
         except BaseException:
             self.close()
             raise
+
+    def publish(self) -> None:
+        """Write where other commands find it.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        note = {"pid": os.getpid(), "socket": str(self._socket_directory / _NAME)}
+        write_atomically(self._address_file, json.dumps(note).encode())
 
     def __enter__(self) -> Self:
         return self

@@ -307,6 +307,7 @@ class JobController:
         self._hangs = HangDetector(directory)
         self._restart = RestartAllPolicy(self._pool)
         self._knows_microbatches = False  # whether the run is created
+        self._asks_microbatches = False  # whether its file is being read
         self._culprit_is_to_come = False  # the job ends, and the root cause has not been reported yet
         coordinator.hold()
 
@@ -348,13 +349,20 @@ class JobController:
 
         Until then it is that of the least number of nodes; nodes beyond that take part after a step.
         """
-        if self._knows_microbatches:
-            return
+        if not (self._knows_microbatches or self._asks_microbatches):
+            self._asks_microbatches = True
+            self._here.files.do(self._read_microbatches, self._on_microbatches)
+
+    def _read_microbatches(self) -> int | None:
         with suppress(OSError, RunDirectoryError, KeyError, TypeError, ValueError):
             if self._directory.exists():
-                most = int(self._directory.read_manifest()["config"]["microbatches"])
-                self._knows_microbatches = True
-                self._do(self.coordinator.allow(most))
+                return int(self._directory.read_manifest()["config"]["microbatches"])
+        return None
+
+    def _on_microbatches(self, most: int | None) -> None:
+        self._asks_microbatches, self._knows_microbatches = False, most is not None
+        if most is not None:
+            self._do(self.coordinator.allow(most))
 
     def settle(self) -> None:
         """Form the next group, if one is due and the agents agree on its nodes."""

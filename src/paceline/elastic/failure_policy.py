@@ -230,7 +230,7 @@ class FailurePolicy:
         exit_class = classify_exit(
             end.code,
             end.failure,
-            finished=self._directory.has_result(),
+            finished=end.code != 0 and self._directory.has_result(),
             stopping=stopping,
             progressed=self.budget.progressed,
             distrusted=end.local_index in self._distrusted,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ from paceline.core.hash_seed import with_hash_seed
 from paceline.core.launch_spec import Command
 from paceline.core.stack_dump import describe_unresponsive
 from paceline.elastic.coordinator import Status, WorkerSlot
+from paceline.elastic.file_work import FileWork
 from paceline.elastic.rendezvous_store import STORE_HOST, RendezvousStores
 from paceline.elastic.worker_channel import (
     Assignment,
@@ -119,9 +120,10 @@ class WorkerProcess:
         retired: whether the agent ordered it to end.
         failure: its error, if it could not be recorded in the run's directory.
         announced_code: its exit code, as it announced it; that of SIGKILL before.
+        is_prepared: whether it may be forked: its files are as they should be.
     """
 
-    def __init__(self, number: int, local_index: int, log: Path | None) -> None:
+    def __init__(self, number: int, local_index: int) -> None:
         self.number, self.local_index = number, local_index
         self.pid: int | None = None
         self.pidfd: int | None = None
@@ -143,9 +145,13 @@ class WorkerProcess:
         self.channel.setblocking(False)
         self._child_ends.callback(child_end.close)
         self.descriptors = [child_end.fileno()]
+        self.is_prepared = False
+
+    def prints_to(self, log: BinaryIO | None) -> None:
+        """Take over its log, which is now open; without one it prints to the terminal."""
+        self.is_prepared = True
         if log is not None:
-            with suppress(OSError):  # on a full disk it prints to the terminal
-                self.descriptors.append(self._child_ends.enter_context(log.open("ab")).fileno())
+            self.descriptors.append(self._child_ends.enter_context(log).fileno())
 
     def fileno(self) -> int:
         return self.channel.fileno()
@@ -238,6 +244,7 @@ class NodeWorkers:
         job_file: the workers' configuration.
         directory: for logs and error records.
         selector: of the agent's loop; handlers are the registered data.
+        files: works on the run's files.
         heartbeat_s: a member that is silent for this long is killed.
         grace_s: how long a worker may take to end after it has closed its channel.
         inherited: descriptors that all processes here keep.
@@ -245,6 +252,7 @@ class NodeWorkers:
 
     Attributes:
         reports: receives the events; set it before any order.
+        files: works on the run's files.
     """
 
     reports: NodeEvents
@@ -255,6 +263,7 @@ class NodeWorkers:
         job_file: Path,
         directory: RunDirectory,
         selector: selectors.BaseSelector,
+        files: FileWork,
         *,
         heartbeat_s: float,
         grace_s: float,
@@ -264,6 +273,7 @@ class NodeWorkers:
         self._rendered, self._job_file, self._directory, self._selector = fork_server, job_file, directory, selector
         self._heartbeat_s, self._grace_s, self._inherited = heartbeat_s, grace_s, inherited
         self._interface = interface
+        self.files = files
         self._workers: dict[int, WorkerProcess] = {}
         self._stop = 0  # the signal sent to all workers, including later ones
         self._stores = RendezvousStores(selector)
@@ -290,12 +300,24 @@ class NodeWorkers:
     # Orders.
 
     def start(self, number: int, local_index: int) -> None:
+        worker = self._workers[number] = WorkerProcess(number, local_index)
+        self._watch(worker, partial(self._on_message, worker))
+        self.files.do(partial(self._prepare_files, local_index), partial(self._on_prepared, worker))
+
+    def _prepare_files(self, local_index: int) -> BinaryIO | None:
+        """Remove the error of the worker's predecessor, and return its log; None if it prints to the terminal."""
         with suppress(OSError):  # the disk may fail meanwhile
             self._directory.error_of(local_index).unlink(missing_ok=True)
-        log = self._directory.log_of(local_index) if local_index > 0 else None
-        worker = self._workers[number] = WorkerProcess(number, local_index, log)
-        self._watch(worker, partial(self._on_message, worker))
-        self._fork(worker)
+        with suppress(OSError):
+            return self._directory.log_of(local_index).open("ab") if local_index > 0 else None
+        return None
+
+    def _on_prepared(self, worker: WorkerProcess, log: BinaryIO | None) -> None:
+        if worker.number in self._workers:
+            worker.prints_to(log)
+            self._fork(worker)
+        elif log is not None:
+            log.close()
 
     def send(self, number: int, order: Order) -> None:
         """Send an order to a worker, unless it has ended."""
@@ -435,7 +457,8 @@ class NodeWorkers:
         self._forkserver_due = time.monotonic() + pause
         for worker in list(self._workers.values()):
             if worker.pid is None:
-                self._fork(worker)
+                if worker.is_prepared:
+                    self._fork(worker)
             elif worker.ending:
                 if worker.beats:
                     self._on_message(worker)  # what it has announced
@@ -505,16 +528,18 @@ class NodeWorkers:
                 with suppress(KeyError):
                     self._selector.unregister(file)
         worker.close()
-        self.reports.ended(
-            Ended(
-                worker=worker.number,
-                local_index=worker.local_index,
-                pid=worker.pid,
-                code=code,
-                killed=worker.killed,
-                silent_s=round(time.monotonic() - worker.heard_at, 4),
-                step=worker.step,
-                retired=worker.retired,
-                failure=read_failure(self._directory.error_of(worker.local_index)) or worker.failure,
-            )
+        end = Ended(
+            worker=worker.number,
+            local_index=worker.local_index,
+            pid=worker.pid,
+            code=code,
+            killed=worker.killed,
+            silent_s=round(time.monotonic() - worker.heard_at, 4),
+            step=worker.step,
+            retired=worker.retired,
+            failure=worker.failure,
         )
+        self.files.do(partial(read_failure, self._directory.error_of(worker.local_index)), partial(self._report, end))
+
+    def _report(self, end: Ended, recorded: FailureRecord | None) -> None:
+        self.reports.ended(end if recorded is None else msgspec.structs.replace(end, failure=recorded))

@@ -11,12 +11,6 @@ from paceline.elastic.coordinator import WorkerGroup
 from paceline.runs.directory import RunDirectory
 
 
-def append_event(directory: RunDirectory, kind: str, **fields: object) -> None:
-    """Record an event; the workers continue even if the disk is full."""
-    with suppress(OSError):
-        directory.append_event(kind, **fields)
-
-
 def print_status(sentence: str) -> None:
     """Print a message for the user; stderr may be a file on a full disk too."""
     with suppress(OSError):
@@ -40,7 +34,7 @@ class RecoveryLog:
         self._joined: set[int] = set()  # members of the current group that have its state
 
     def record(self, kind: str, **fields: object) -> None:
-        append_event(self._directory, kind, **fields)
+        self._directory.queue_event(kind, **fields)
 
     def lost(self, since: float | None = None) -> None:
         """Record that the group is broken or left, now or at ``since`` by the monotonic clock."""

@@ -53,7 +53,7 @@ from paceline.runs.event_times import without_steps
 _MOST_EVENTS = 1000
 _YEAR_9999 = 253_402_300_799  # the last one of a calendar
 _unwritten: dict[Path, list[str]] = {}
-_appending = threading.Lock()
+_queueing, _appending = threading.Lock(), threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -296,19 +296,33 @@ class RunDirectory:
 
     def append_event(self, kind: str, **fields: Any) -> None:
         """Append one record to this node's file of events; queue records while the disk fails."""
-        with _appending:
+        self.queue_event(kind, **fields)
+        self.append_queued_events()
+
+    def queue_event(self, kind: str, **fields: Any) -> None:
+        """Queue a record, which gets the time of now, for :meth:`append_queued_events`; this touches no disk."""
+        with _queueing:
             waiting = _unwritten.setdefault(self.events.absolute(), [])
             waiting.append(event_line(kind, **fields))
             del waiting[:-_MOST_EVENTS]
-        self.append_queued_events()
+
+    @property
+    def has_queued_events(self) -> bool:
+        """Whether a record was not written yet."""
+        return bool(_unwritten.get(self.events.absolute()))
 
     def append_queued_events(self) -> None:
         """Append the records that the disk has not taken yet, if it takes them now."""
         events = self.events.absolute()
-        with _appending, suppress(OSError):
-            if waiting := _unwritten.get(events):
-                append_lines(own_event_file(events), "".join(waiting).encode())
-                del _unwritten[events]
+        with _appending:
+            with _queueing:
+                lines = _unwritten.pop(events, [])
+            try:
+                if lines:
+                    append_lines(own_event_file(events), "".join(lines).encode())
+            except OSError:
+                with _queueing:
+                    _unwritten[events] = [*lines, *_unwritten.get(events, [])]
 
     def read_events(self) -> list[dict[str, Any]]:
         """Return the records of all nodes that are not damaged: a run must not stop for the others.

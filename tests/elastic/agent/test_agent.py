@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from paceline.core.launch_spec import LaunchSpec
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory, record_agents
 from paceline.elastic.consensus.messages import NodeSet
 from paceline.elastic.consensus.witness import FileWitness
+from paceline.elastic.file_work import FileWork
 from paceline.runs.directory import RunDirectory
 
 DRIVER = Path(__file__).with_name("driver.py")
@@ -152,7 +153,8 @@ def test_a_stderr_on_a_full_disk_does_not_end_the_agent() -> None:
         assert popen.communicate(timeout=60)[0] == b"so does the agent\n"
 
 
-def peers(tmp_path: Path) -> PeerDirectory:
+@pytest.fixture
+def company(tmp_path: Path) -> Iterator[PeerDirectory]:
     """The peers of an agent whose witness directory is not there."""
     directory = RunDirectory(tmp_path)
     meeting = DiscoveryInfo(
@@ -167,11 +169,14 @@ def peers(tmp_path: Path) -> PeerDirectory:
         witness=FileWitness(tmp_path / "nowhere", "0" * 32),
     )
     spec = LaunchSpec(command=("worker",), job_file=tmp_path / "job.toml", log_directory=directory)
-    return PeerDirectory(spec, directory, meeting, None)
+    files = FileWork(lambda: None)
+    yield PeerDirectory(spec, directory, meeting, None, files)
+    files.close()
 
 
-def test_an_agent_of_another_start_of_the_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    company = peers(tmp_path)
+def test_an_agent_of_another_start_of_the_run_is_refused(
+    company: PeerDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert company.sees_directory_of("b", {"lease": "0" * 32})
     assert company.sees_directory_of("c", {})  # it does not know yet
     assert not capsys.readouterr().err
@@ -206,8 +211,7 @@ def test_another_runs_agent_at_an_old_port_is_a_stranger(job: Job, tmp_path: Pat
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_why_a_lease_cannot_be_taken_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    company = peers(tmp_path)
+def test_why_a_lease_cannot_be_taken_is_said_once(company: PeerDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(3):
         assert company.acquire_witness(NodeSet(1, ("a", "b")), frozenset("a")) is None
     assert capsys.readouterr().err.count("cannot be used: No such file or directory") == 1

@@ -41,6 +41,7 @@ class Job:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self._stop, selectors.EVENT_READ, lambda: None)
         self.socket = ControlSocket(directory, self.selector, self)
+        self.socket.publish()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.elastic.recovery_nodes.runs import Run
+from tests.elastic.recovery_nodes.runs import OPTIONS, Run
 from tests.lab.machines import Lab, Machines, Node, NodeProcess
 from tests.lab.network_file_system import Mount, network_file_system
 
 from paceline.runs.directory import RunDirectory
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(480)]
 _ABSENCE_S = 20.0
 
 
@@ -75,3 +75,20 @@ def test_a_node_that_believes_in_an_absence_joins(shared: SharedRun, undisturbed
     assert codes == [0, 0], (leading.text, joining.text)
     assert "waiting for" in joining.text, "the absence was cached"
     assert shared.result()["model_sha256"] == undisturbed
+
+
+def test_a_slow_file_system_removes_no_node(shared: SharedRun, undisturbed: str) -> None:
+    """Each operation on a name takes longer than on NFS across a continent; a silent node is lost after two seconds."""
+    for mount in shared.mounts.values():
+        mount.set(slow_s=0.1)
+    meet = ("--rdzv-endpoint", f"{shared.lab.nodes[0].address}:29500", "--nodes", "2", "--node-rank")
+    words = ("train", "small.py:Small", *OPTIONS, "--run-dir", "run", "--nproc", "1", *meet)
+    processes = [shared.paceline(node, *words, node.name[-1]) for node in shared.lab.nodes]
+    codes = [process.wait(400) for process in processes]
+    texts = [process.text for process in processes]
+    assert codes == [0, 0], texts
+    assert shared.result()["model_sha256"] == undisturbed
+    assert not {"node lost", "takeover", "paused", "fault"} & {
+        event["event"] for event in shared.directory.read_events()
+    }
+    assert not any("token" in text for text in texts)

@@ -54,7 +54,7 @@ from paceline.elastic.consensus.paxos import PaxosMembership
 from paceline.elastic.consensus.transport import PeerNetwork
 from paceline.elastic.controller import JobController, last_generation, make_coordinator
 from paceline.elastic.node import Ended, NodeWorkers, Said
-from paceline.elastic.recovery_log import append_event, print_status
+from paceline.elastic.recovery_log import print_status
 from paceline.elastic.worker_channel import GroupBroken
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, NodeRemovedError
@@ -339,7 +339,7 @@ class ConsensusDriver:
         for name in [name for name in cut_from | self._told if cut_from.get(name) != self._told.get(name)]:
             unreachable = cut_from.get(name, ())
             self._peers.send(name, Excluded(unreachable))
-            append_event(self._directory, "excluded" if unreachable else "included", node=name, cut=list(unreachable))
+            self._directory.queue_event("excluded" if unreachable else "included", node=name, cut=list(unreachable))
             if unreachable:
                 print_status(f"{name} waits, because it and {', '.join(unreachable)} cannot reach each other.")
             else:
@@ -437,7 +437,7 @@ class ConsensusDriver:
             case Pause(reason):
                 self._pause(reason)
             case CannotReform(reason):
-                append_event(self._directory, "coordinator", answers=not reason, why=reason)
+                self._directory.queue_event("coordinator", answers=not reason, why=reason)
                 print_status(f"{reason}." if reason else "the coordinator answers again.")
             case Request():
                 self._act(self._membership.perform(action))
@@ -459,7 +459,7 @@ class ConsensusDriver:
             coordinator.take_over(term.number * _NUMBERS_A_TERM, places, has_begun=has_begun)
             if not has_begun:
                 self._start_by = min(self._start_by, time.monotonic() + self._spec.init_timeout_s)
-            append_event(self._directory, "takeover", node=self._name, term=term.number)
+            self._directory.queue_event("takeover", node=self._name, term=term.number)
         self.node_set = node_set
         self._links, self._told = LinkMap(self._name), {}
         self.leader = JobController(
@@ -479,7 +479,7 @@ class ConsensusDriver:
         added = set(node_set.nodes) - set(self.node_set.nodes)
         self.node_set = node_set
         if removed or added:
-            append_event(self._directory, "machines", nodes=list(node_set.nodes))
+            self._directory.queue_event("machines", nodes=list(node_set.nodes))
         self._resumed()
         for name in removed:
             if self.leader is not None:
@@ -502,7 +502,7 @@ class ConsensusDriver:
         self.leader = None
         if reason != self._paused:
             self._paused = reason
-            append_event(self._directory, "paused", node=self._name, why=reason)
+            self._directory.queue_event("paused", node=self._name, why=reason)
             print_status(f"the run pauses: {reason}.")
 
     def excluded(self, unreachable: tuple[str, ...]) -> None:
@@ -551,7 +551,7 @@ class AgentController:
         self._network = PeerNetwork(
             selector, discovery.listener, discovery.token, discovery.hello, self, spec.heartbeat_s
         )
-        self._peers = PeerDirectory(spec, directory, discovery, self._network)
+        self._peers = PeerDirectory(spec, directory, discovery, self._network, node.files)
         self._consensus = ConsensusDriver(spec, directory, node, self._peers, selector, self._leave)
         self._code: int | None = None
         self._removed = ""  # why the other nodes have removed this one, so that it joins again

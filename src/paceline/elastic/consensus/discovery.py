@@ -8,15 +8,15 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline import __version__
 from paceline.core.access import TOKEN_BYTES, create_token, read_token
@@ -35,6 +35,7 @@ from paceline.core.sockets import (
 from paceline.elastic.consensus.messages import AddressBook, Message, NodeSet, write
 from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork, agent_name, is_agent
 from paceline.elastic.consensus.witness import FileWitness
+from paceline.elastic.file_work import FileWork
 from paceline.elastic.recovery_log import print_status
 from paceline.runs.directory import RunDirectory
 
@@ -272,6 +273,8 @@ def _versions() -> dict[str, str]:
 
 
 _LOOK_AGAIN_S = 5.0
+_SOON_S = 0.5  # less than the other agents' timeout
+T = TypeVar("T")
 
 
 class PeerDirectory:
@@ -282,6 +285,7 @@ class PeerDirectory:
         directory: the run's, shared by all nodes.
         discovery: the result of the search for the others.
         network: the links to them.
+        files: works on the run's files.
 
     Attributes:
         name: this agent's.
@@ -290,9 +294,16 @@ class PeerDirectory:
     """
 
     def __init__(
-        self, spec: LaunchSpec, directory: RunDirectory, discovery: DiscoveryInfo, network: PeerNetwork
+        self,
+        spec: LaunchSpec,
+        directory: RunDirectory,
+        discovery: DiscoveryInfo,
+        network: PeerNetwork,
+        files: FileWork,
     ) -> None:
         self._spec, self._directory, self._discovery, self._network = spec, directory, discovery, network
+        self._files = files
+        self._asked: dict[object, Future[Any]] = {}  # of the witness, and not answered in time yet
         self.name = discovery.name
         self.address = discovery.address
         self.is_first = discovery.is_first
@@ -409,7 +420,7 @@ class PeerDirectory:
                 print_status(f"{peer} belongs to another start of this run, which this node does not take part in.")
             return self._witness.key == str(hello["lease"])
         witness = FileWitness(self._directory.path / "agents", str(hello["lease"]))
-        if not witness.is_shared():
+        if not self._soon(witness, witness.is_shared):
             if self._unseen_until == math.inf:
                 self._unseen_until = time.monotonic() + SEEN_S
                 print_status(f"waiting for the run directory of {peer} to appear on this node, as {witness.path}")
@@ -430,7 +441,7 @@ class PeerDirectory:
         if self._witness is None:
             return None
         try:
-            held_by = self._witness.acquire(node_set, winners)
+            held_by = self._soon((node_set, winners), partial(self._witness.acquire, node_set, winners))
         except RunDirectoryError as error:
             if str(error) != self._no_witness:  # retried every second, e.g. while a disk is full
                 self._no_witness = str(error)
@@ -438,6 +449,17 @@ class PeerDirectory:
             return None
         self._no_witness = ""
         return held_by
+
+    def _soon(self, question: Hashable, work: Callable[[], T]) -> T | None:
+        """Return what ``work`` returns, or None if that takes long: then the caller asks the same question again."""
+        if question not in self._asked:
+            self._asked[question] = self._files.do(work)
+        answer: Future[T] = self._asked[question]
+        wait([answer], _SOON_S)
+        if not answer.done():
+            return None
+        del self._asked[question]
+        return answer.result()
 
     # The leader's part: admission, and the address book.
 
@@ -479,11 +501,14 @@ class PeerDirectory:
 
     def _record_agents(self) -> None:
         assert self._spec.job_file is not None
-        record_agents(self._directory, self._book, self._spec.job_file)
+        self._files.do(partial(self._try_to_record, list(self._book), self._spec.job_file))
+
+    def _try_to_record(self, agents: Sequence[Agent], job_file: Path) -> None:
+        with suppress(OSError):
+            record_agents(self._directory, agents, job_file)
 
     def _share_book(self, nodes: Iterable[str]) -> None:
-        with suppress(OSError):
-            self._record_agents()
+        self._record_agents()
         for peer in nodes:
             self.send(peer, AddressBook(tuple(self._book)))
 

@@ -264,7 +264,9 @@ class AuthenticatedConnection:
     def _how_it_closed(self) -> str:
         if self.hello is not None:
             return "the other side closed it in the middle of a message" if self._unread else "the other side closed it"
-        return "the other side closed it during the handshake: do both have the same token file?"
+        closed = "the other side closed it during the handshake"
+        # A listener proves that it has the token only to a side that has done so.
+        return closed if self._side == "listener" else f"{closed}: do both have the same token file?"
 
     # Frames.
 
