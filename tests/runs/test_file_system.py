@@ -35,7 +35,6 @@ def test_times_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ({}, {}, []),
         ({}, {"lock_error": errno.ENOSYS}, ["has no file locks"]),
         ({}, {"lock_error": errno.ENOLCK}, ["has no file locks"]),
-        ({}, {"link_error": errno.EPERM}, ["does not support hard links (Operation not permitted)"]),
         ({}, {"folder_fsync_error": errno.EINVAL}, ["cannot sync folders (Invalid argument)"]),
         ({"maps_shared": False}, {}, ["cannot map files into memory (No such device)"]),
         ({"squashes_root": True}, {}, ["gives your files to user 65534"]),

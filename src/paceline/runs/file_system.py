@@ -44,17 +44,17 @@ def probe(directory: Path) -> list[Lack]:
         OSError: a file cannot be written.
     """
     path = directory / f".probe-{secrets.token_hex(4)}"
-    link = path.with_name(f"{path.name}-link")
+    other = path.with_name(f"{path.name}-other")
     try:
         path.write_bytes(bytes(mmap.PAGESIZE))
-        return [*_refused(path, link), *_wrong(path, link)]
+        return [*_refused(path), *_wrong(path, other)]
     finally:
-        for file in (path, link):
+        for file in (path, other):
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 
 
-def _refused(path: Path, link: Path) -> Iterator[Lack]:
+def _refused(path: Path) -> Iterator[Lack]:
     """Yield what the system answers with an error."""
 
     def map_shared() -> None:
@@ -75,10 +75,8 @@ def _refused(path: Path, link: Path) -> Iterator[Lack]:
             raise OSError(errno.EINVAL, "it stays")
 
     time_advice = "Start one command at a time for a run: nodes cannot see each other's heartbeats"
-    link_advice = "Half of the nodes cannot continue after a network split: the quorum witness is a hard link"
     sync_advice = "A power cut may take the newest files with it: use --backup-to on another disk"
     checks: tuple[tuple[Callable[[], object], str, str], ...] = (
-        (lambda: link.hardlink_to(path), "does not support hard links", link_advice),
         (map_shared, "cannot map files into memory", "Keep large data on another disk: arrays are read whole here"),
         (renew_time, "does not renew the time of a file", time_advice),
         (sync_folder, "cannot sync folders", sync_advice),
@@ -90,7 +88,7 @@ def _refused(path: Path, link: Path) -> Iterator[Lack]:
             yield Lack(f"{found} ({error.strerror})", advice)
 
 
-def _wrong(path: Path, link: Path) -> Iterator[Lack]:
+def _wrong(path: Path, other: Path) -> Iterator[Lack]:
     """Yield what the system does without an error, but not as expected."""
     with path.open("r+b") as first, path.open("r+b") as second, suppress(BlockingIOError):
         if not lock_now(first.fileno()) or lock_now(second.fileno()):
@@ -108,8 +106,8 @@ def _wrong(path: Path, link: Path) -> Iterator[Lack]:
     taken_ms = []
     for _ in range(_TRIES):
         began = time.perf_counter()
-        link.unlink(missing_ok=True)
-        link.touch()
+        other.unlink(missing_ok=True)
+        other.touch()
         taken_ms.append((time.perf_counter() - began) * 500)
     if (fastest_ms := min(taken_ms)) > SLOW_MS:
         yield Lack(

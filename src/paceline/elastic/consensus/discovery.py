@@ -273,7 +273,6 @@ def _versions() -> dict[str, str]:
 
 
 _LOOK_AGAIN_S = 5.0
-_SOON_S = 0.5  # less than the other agents' timeout
 T = TypeVar("T")
 
 
@@ -455,7 +454,7 @@ class PeerDirectory:
         if question not in self._asked:
             self._asked[question] = self._files.do(work)
         answer: Future[T] = self._asked[question]
-        wait([answer], _SOON_S)
+        wait([answer], self._spec.heartbeat_s / 2)  # this node must not be silent for longer
         if not answer.done():
             return None
         del self._asked[question]
