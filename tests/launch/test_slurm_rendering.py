@@ -157,7 +157,7 @@ def test_a_task_with_an_agent_on_each_machine() -> None:
 #SBATCH --signal=USR1@60
 #SBATCH --no-kill
 #SBATCH --requeue
-# CPUs: the site's default for each GPU (DefCpuPerGPU), else one for each process. --cpus-per-task N sets another.
+# CPUs: the site's default per GPU (DefCpuPerGPU), if any; else one per process. --cpus-per-task N sets another.
 
 rm -f /home/me/runs/a/job/exit-code
 # Bash returns from wait on a signal, although the step continues.
@@ -383,7 +383,7 @@ def test_a_script_that_starts_its_own_processes() -> None:
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --no-requeue
-# CPUs: the site's default for each GPU (DefCpuPerGPU), else one for each process. --cpus-per-task N sets another.
+# CPUs: the site's default per GPU (DefCpuPerGPU), if any; else one per process. --cpus-per-task N sets another.
 
 rm -f /home/me/jobs/train/exit-code
 # Bash returns from wait on a signal, although the step continues.
@@ -560,7 +560,7 @@ def test_the_layout_of_an_allocation(
 def test_gpus_bring_the_sites_own_number_of_cpus() -> None:
     two = {"nodes": (2, 2), "nproc": (4,), "gpus_per_node": 4}
     script = text(SCRIPT, **two)
-    assert "#SBATCH --ntasks-per-node=4\n#SBATCH --gres=gpu:4\n# CPUs: the site's default for each GPU" in script
+    assert "#SBATCH --ntasks-per-node=4\n#SBATCH --gres=gpu:4\n# CPUs: the site's default per GPU" in script
     assert "--cpus-per-task=$share" in script
     script = text(SCRIPT, cpus_per_task=2, **two)
     assert "#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=8\n#SBATCH --gres=gpu:4\n\n" in script

@@ -2,9 +2,9 @@
 
 NFSv3 with ``local_lock`` and Lustre with ``localflock`` lock within a node only; Lustre without ``flock`` and many
 object stores do not lock at all. Therefore a lock is a ``flock``, where there is one, and a *claim*: an empty file next
-to the lock's, whose name tells the process, and whose time of change is its heartbeat. A process makes its claim first
-and looks for others' then, so of two at least one sees the other's and withdraws its own. No name is used twice, so
-removing the claim of a process that has ended can hit no other.
+to the lock's, whose name tells the process, and whose time of change is its heartbeat. A process first makes
+its claim and then looks for claims of other processes: of two processes that do this at once, at least one sees the
+other's claim and withdraws. No name is used twice, so removing the claim of an ended process removes no other claim.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The seed of Python's hashes, which decides the order of a ``set`` of strings: the same in every process of a run.
 
-Python reads it as it starts, so a process that trains, and was started without one, starts once more with it. A seed
-that the user has set is kept, and so is ``random``.
+Python reads the seed when it starts, so a process that trains and has no seed restarts itself with one. A seed that the
+user has set stays, and so does ``random``.
 """
 
 from __future__ import annotations

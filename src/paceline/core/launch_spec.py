@@ -66,8 +66,8 @@ class LaunchSpec:
         rdzv_id: a name that all nodes of the job share.
         hosts: the host names of the nodes, in their order, as far as they are known; perhaps the first one alone.
         joins: this node joins a running job.
-        leaves_stop_codes: each rank runs below :mod:`paceline.launch.stop_codes`, which passes Slurm's signals on, and
-            leaves its exit code for the job's script.
+        leaves_stop_codes: :mod:`paceline.launch.stop_codes` runs each rank. It passes Slurm's signals on to the rank,
+            and writes the rank's exit code to a file for the job's script.
         log_directory: the run in which ranks above 0 log, and failures are recorded; None: all print to the terminal.
 
     The response to the death of a worker, by Paceline's agent or torchrun:
@@ -241,7 +241,7 @@ class Command:
         stdin: what it reads.
         rank: of a process that is a rank.
         log: takes its output; default: this process's terminal.
-        serves: it serves the others and never ends by itself, so it is ended after them.
+        serves: the process serves the others and never ends; Paceline ends it after the others.
     """
 
     title: str

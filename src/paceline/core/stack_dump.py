@@ -56,7 +56,7 @@ class UserFrame:
 
     Attributes:
         where: the innermost call of the user's code, else of Paceline's; "" if unknown.
-        inside: the innermost call of all, if it is another one.
+        inside: the innermost call of the thread, if ``where`` is not the innermost.
         collective: the torch.distributed function in which the user's code, or a split layer, waits; "" for none.
         is_users: whether ``where`` is in the user's code.
     """

@@ -197,9 +197,9 @@ class TensorGather:
         """Return consecutive parts of the rows, of these sizes: for each tensor its parts, in memory aligned as new.
 
         Kernels choose their code, and so the bits of their results, by the alignment of their operands (oneMKL's matrix
-        products do). A view into one gather starts where the parts before it end, which are others for another number
-        of ranks. So parts are views only if each row fills whole units of the allocator's alignment; the rule does not
-        depend on the sizes, because compiled code can differ for views and other tensors.
+        products do). A view into one gather starts where the part before it ends, and those parts differ with the
+        number of ranks. So parts are views only if each row fills whole units of the allocator's alignment; the rule
+        does not depend on the sizes, because compiled code can differ for views and other tensors.
         """
         # One split per tensor, not one slice per part: a slice costs 2 us.
         return [

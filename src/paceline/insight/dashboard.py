@@ -49,7 +49,7 @@ class DashboardAccess:
     Args:
         host: address that the server listens on.
         port: of the server.
-        token: the secret of visitors; None asks for none.
+        token: the secret that visitors must send; None: the server requires no token.
 
     Raises:
         ConfigError: other machines could reach the host, and there is no token.
@@ -349,7 +349,7 @@ class DashboardServer:
         roots: folders of runs, or runs.
         host: address to listen on.
         port: 0 picks a free one.
-        token: the secret of visitors; None asks for none.
+        token: the secret that visitors must send; None: the server requires no token.
 
     Raises:
         ConfigError: the address is not available, or other machines could reach it without a token.

@@ -65,7 +65,7 @@ class LocalRun:
     def launch(self) -> int:
         """Start the run and wait for its end; return the exit code.
 
-        A node that the others of its job have removed, because they could not reach it, joins them again.
+        If the other nodes have removed this one because they could not reach it, it joins the job again.
 
         Raises:
             RunDirectoryError: the run directory cannot be written, or another process uses it.

@@ -86,7 +86,7 @@ def _shell_words(spec: LaunchSpec, mode: str) -> str:
 
 
 def _rank_command(spec: LaunchSpec) -> tuple[str, ...]:
-    """Return the command of each rank of mpirun or horovodrun, which leaves its exit code."""
+    """Return the command that mpirun or horovodrun starts for each rank; it writes the rank's exit code to a file."""
     command = command_of_a_rank(spec)
     return stop_codes_command(spec.python, command) if command == spec.command else command
 
@@ -281,7 +281,7 @@ fi
 
 _ALL_CPUS = "# CPUs: all of each node. --cpus-per-task N sets another number."
 _DEFAULT_CPUS = (
-    "# CPUs: the site's default for each GPU (DefCpuPerGPU), else one for each process. --cpus-per-task N sets another."
+    "# CPUs: the site's default per GPU (DefCpuPerGPU), if any; else one per process. --cpus-per-task N sets another."
 )
 _BEFORE_MODULES = re.compile(r"\s*(module|ml)\s+(purge|reset|restore|use|unuse)\b")
 

@@ -28,9 +28,9 @@ from paceline.core.signals import WORKER_STOP_SIGNALS, handle_signals
 STOP_CODES = "PACELINE_STOP_CODES"
 """The variable that names the directory; set by the job's script.
 
-Its files: ``code-*``, the exit code of a rank that was asked to stop, until torchrun starts it again; ``failed-*``,
-that of the rank which failed first, one for each restart by torchrun; ``rank-NODE-PID``, the program above a rank that
-runs.
+Its files: ``code-*`` has the exit code of a rank that was asked to stop; the rank removes it when torchrun restarts it.
+``failed-*`` has the exit code of the rank that failed first, in a file for each restart by torchrun. ``rank-NODE-PID``
+stands for the program above a running rank.
 """
 
 _SLURM_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

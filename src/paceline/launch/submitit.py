@@ -175,7 +175,7 @@ class SubmititJob(JobHandle):
             executor: "slurm" or "local".
             folder: submitit's.
             tasks: over all nodes.
-            is_command: it runs a command, which ends by itself when it is asked to.
+            is_command: the job runs a command, which ends when it gets a stop signal.
         """
         reference: dict[str, Any] = {
             "id": number,

@@ -37,7 +37,7 @@ class AccessPolicy:
     replaced only by programs of this machine.
 
     Args:
-        tokens: of the clients; None asks for none.
+        tokens: of the clients; None: the server requires no token.
         cors_origins: whose pages in a browser may use the server, in addition to its own page.
     """
 

@@ -15,10 +15,11 @@ The rules:
   from the leader waits: the leader, which still has its key, removes it.
 - *The larger part leads.* A leader that is cut from more of the nodes that etcd hears of than it reaches resigns, and a
   node takes the lead only if it reaches half of these.
-- *Groups.* A group of workers acts as long as all its nodes act in it, so it is dead for ever once one of them has left
-  it. The leader writes a group's nodes to ``run`` before it forms the group, and only once a node of the one written
-  there before is *clear*: it has promised this leader's term, and acts in no group. So no group is formed before a node
-  of every earlier one has left that one. Nothing here depends on clocks: etcd leases only decide when to try.
+- *Groups.* A group of workers acts as long as all its nodes act in it: once a node has left, it is dead for ever.
+  Before the leader forms a group, it writes the group's nodes to ``run``, and it does so only once a node of the group
+  written there before is *clear*: the node has promised this leader's term, and acts in no group. So a node of every
+  earlier group has left it before a new group forms. Nothing here depends on clocks: etcd leases only decide when to
+  try.
 - *Without etcd* groups of the same nodes can still be formed, because ``run`` need not change; others wait.
 """
 

@@ -47,7 +47,7 @@ class EtcdCredentials:
     """How etcd knows this user, and this user knows etcd.
 
     Attributes:
-        user: "" if etcd asks for no user.
+        user: "" if etcd requires no user.
         password: of that user.
         cacert: a file with the certificates to trust; "" for the system's.
         cert: a file with the client's certificate; "" for none.

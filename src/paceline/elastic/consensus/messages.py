@@ -242,7 +242,7 @@ class PeersReached(AgentMessage, frozen=True, tag="reaches"):
 
 
 class Excluded(AgentMessage, frozen=True, tag="excluded"):
-    """Leader to follower: these nodes and its own cannot reach each other, so its workers wait; empty: no longer."""
+    """Leader to follower: your node cannot reach these nodes, so your workers wait; empty: they continue."""
 
     unreachable: tuple[str, ...]
 
