@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from paceline.core.standard_streams import open_closed_streams
@@ -13,6 +14,7 @@ _TRAIN = ("train", "resume", "join", "tune", "verify", "chaos")
 def main() -> int:
     """Run the command line; return the exit code."""
     open_closed_streams()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a parent has it ignored, exit codes of children are lost
     try:
         if sys.argv[1:2] and sys.argv[1] in _TRAIN:
             from paceline.core.hash_seed import restart_with_hash_seed

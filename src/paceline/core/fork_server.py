@@ -314,10 +314,12 @@ def run_fork_server(
     """
     for number in WORKER_STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it hands that on, and nothing could be reaped
     with _end_with_client(descriptor):
         preload()
     # What is here now stays; a child that collects garbage need not copy it.
     gc.collect()
     gc.freeze()
-    child = ForkServerProcess(socket.socket(fileno=descriptor), prepare, kill_groups=kill_groups).serve()
+    with socket.socket(fileno=descriptor) as requests:
+        child = ForkServerProcess(requests, prepare, kill_groups=kill_groups).serve()
     return 0 if child is None else child()

@@ -22,6 +22,8 @@ from multiprocessing import process, util
 from pathlib import Path
 from typing import Any
 
+from paceline.core.errors import ConfigError
+
 SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_SOCKET_PATH = 107  # bytes, of sockaddr_un
 _NAME = re.compile(r"(?:sem\.)?paceline-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]{8})-")
@@ -80,9 +82,14 @@ def boot_id() -> str:
 
 
 def own_prefix(kind: str = "") -> str:
-    """Return a prefix for the names of this process's own files, such as ``TemporaryDirectory(prefix=...)``."""
+    """Return a prefix for the names of this process's own files, such as ``TemporaryDirectory(prefix=...)``.
+
+    Raises:
+        ConfigError: the machine has no ``/proc``.
+    """
     owner = Owner.of(os.getpid())
-    assert owner is not None
+    if owner is None:
+        raise ConfigError("/proc, by which Paceline knows its processes, is not mounted here: mount -t proc proc /proc")
     return f"{owner.prefix}{kind}-" if kind else owner.prefix
 
 

@@ -40,7 +40,8 @@ def user_directory(kind: Literal["cache", "config", "data", "state"]) -> Path:
     if home is not None and _can_be_made(home / in_home / "paceline"):
         return home / in_home / "paceline"
     directory = private_directory()
-    _say(home, directory)
+    if kind in ("data", "state"):  # what is found again later; and a command's processes ask for the others
+        _say(home, directory)
     return directory / kind
 
 
