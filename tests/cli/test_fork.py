@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -135,11 +136,14 @@ def test_a_fork_has_the_same_bits_on_any_number_of_processes(
 
 
 def test_what_a_killed_command_left_behind_is_no_part_of_the_fork(trained: Path, paceline: Paceline) -> None:
-    left = trained.with_name(".new.fork")
-    left.mkdir()
-    (left / "result.json").write_text("{}")
+    left, foreign = trained.with_name(".tmp-left"), trained.with_name(".tmp-foreign")
+    for draft in (left, foreign):
+        draft.mkdir()
+        (draft / "result.json").write_text("{}")
+    os.utime(left, (0, 0))
     assert paceline("fork", "old", "--run-dir", "new", "--step", "10").code == 0
     assert not left.exists()
+    assert foreign.exists(), "another node may be writing it"
     assert not trained.with_name("new").joinpath("result.json").exists()
 
 

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -349,7 +349,7 @@ class Passthrough:
             raise OSError(now.close_error, "")
 
     def flush(self, path: str, descriptor: int) -> None:
-        with suppress(KeyError):  # already released
+        if descriptor in self._confirmed:
             self.fsync(path, 0, descriptor)
 
     def release(self, path: str, descriptor: int) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 import tomllib
@@ -92,7 +93,7 @@ def write_atomically(path: Path, content: bytes, *, private: bool = False) -> No
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        rename(temporary, path)
     except OSError:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -116,6 +117,60 @@ def fsync_directory(path: Path) -> None:
 @functools.cache
 def _say_unsynced(cause: str) -> None:
     _log.warning("this file system cannot sync folders (%s): a power cut may take the newest files with it", cause)
+
+
+# --- Operations whose answer may be lost ---
+#
+# A client of a network file system asks again when an answer is lost, and reports the second answer: that there is no
+# file to rename or remove, or that the new name is taken. So these functions check which file has the name.
+
+
+def rename(source: str | Path, target: str | Path, *, directory: int | None = None) -> None:
+    """Rename a file or a directory, which replaces a file or an empty directory.
+
+    Args:
+        source: what only this process renames.
+        target: its new name.
+        directory: a descriptor of the directory that both are relative to.
+
+    Raises:
+        OSError: it was not renamed.
+    """
+    before = os.stat(source, dir_fd=directory, follow_symlinks=False)
+    try:
+        os.rename(source, target, src_dir_fd=directory, dst_dir_fd=directory)
+    except FileNotFoundError as error:
+        try:
+            after = os.stat(target, dir_fd=directory, follow_symlinks=False)
+        except OSError:
+            raise error from None
+        if not os.path.samestat(before, after):
+            raise
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name.
+
+    Raises:
+        FileExistsError: another file has that name.
+        OSError: it was not linked.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        if not os.path.samefile(source, target):
+            raise
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory with everything in it.
+
+    Raises:
+        OSError: some of it is still there.
+    """
+    shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        shutil.rmtree(path)
 
 
 # --- Files that another node has written: clients of network file systems cache an absence for a while ---

@@ -160,7 +160,7 @@ def copy_until(source: Path, target: Path, version: int) -> None:
     Raises:
         RunDirectoryError: a line is malformed.
     """
-    target.mkdir()
+    target.mkdir(exist_ok=True)
     for generation in generations(source):
         file = _read_header(source, generation)
         if file is not None and (file.parent_version is None or file.parent_version < version):

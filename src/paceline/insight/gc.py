@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.errors import CheckpointError, ConfigError, PackageError, RunDirectoryError, RunInUseError
-from paceline.core.files import fsync_directory
+from paceline.core.files import fsync_directory, remove_directory, rename
 from paceline.core.options import parse_best
 from paceline.runs import checkpoint_admin
 from paceline.runs.checkpoint_admin import OnRead, choose_removals
@@ -470,7 +470,7 @@ def _remove_package(item: Artifact, registry: Registry) -> None:
 
 def _delete(doomed: Path) -> None:
     try:
-        shutil.rmtree(doomed)
+        remove_directory(doomed)
     except OSError as error:
         raise RunDirectoryError(f"it was renamed to {doomed}, but cannot be deleted: {error.strerror}") from error
 
@@ -480,7 +480,7 @@ def _rename_doomed(path: Path) -> Path:
     doomed = path.with_name(f"{_DOOMED_PREFIX}{secrets.token_hex(8)}")
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.rename(path.name, doomed.name, src_dir_fd=parent, dst_dir_fd=parent)
+        rename(path.name, doomed.name, directory=parent)
     finally:
         os.close(parent)
     fsync_directory(path.parent)

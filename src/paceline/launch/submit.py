@@ -142,7 +142,7 @@ def room_for_record() -> Iterator[None]:
             made += (path for path in (jobs_directory(), *jobs_directory().parents) if not path.exists())
             probe = make_jobs_directory() / f".probe-{secrets.token_hex(4)}"
             write_atomically(probe, bytes(_LONG))
-            probe.unlink()
+            probe.unlink(missing_ok=True)
         yield
     except BaseException:  # Ctrl-C too
         for directory in made:

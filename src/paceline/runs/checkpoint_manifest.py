@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -404,7 +405,7 @@ def temporary_directory(parent: Path) -> Iterator[Path]:
     path = parent / temporary_name()
     _in_use.add(path.name)
     try:
-        path.mkdir()
+        path.mkdir(exist_ok=True)  # the name is unique: if it is taken, an answer was lost
         yield path
     finally:
         remove(path)
@@ -427,6 +428,20 @@ def write_file(path: Path, buffers: Iterable[Buffer]) -> FileRecord:
                     chunk = chunk[os.write(file.fileno(), chunk) :]
         os.fsync(file.fileno())
     return FileRecord(size, digest.hexdigest())
+
+
+def require_complete(directory: Path, records: Mapping[str, FileRecord]) -> None:
+    """Require that a directory holds these files, in their sizes, and no other: called just before it is published.
+
+    Raises:
+        OSError: another program has removed or changed one.
+    """
+    with os.scandir(directory) as entries:
+        sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+    expected = {name: record.size for name, record in records.items()}
+    for name in sorted(sizes.keys() | expected.keys()):
+        if sizes.get(name) != expected.get(name):
+            raise OSError(errno.EIO, f"another program has removed or changed {name}", str(directory))
 
 
 def chunks(file: io.BufferedReader) -> Iterator[bytes]:

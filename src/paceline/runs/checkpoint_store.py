@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
-from paceline.core.files import fsync_directory
+from paceline.core.files import fsync_directory, rename
 from paceline.runs.checkpoint_manifest import (
     MANIFEST,
     TEMPORARY,
@@ -29,6 +29,7 @@ from paceline.runs.checkpoint_manifest import (
     open_verified,
     read_manifest,
     remove,
+    require_complete,
     temporary_directory,
     temporary_name,
     verify,
@@ -144,8 +145,9 @@ def commit(
             records = {name: write_file(temporary / name, buffers) for name, buffers in contents}
             if before_commit is not None:
                 before_commit()
-            write_file(temporary / MANIFEST, [Manifest(info, records).to_bytes()])
+            own = write_file(temporary / MANIFEST, [Manifest(info, records).to_bytes()])
             fsync_directory(temporary)
+            require_complete(temporary, {**records, MANIFEST: own})
             _publish(temporary, target)
         fsync_directory(directory)
     except (OSError, RunDirectoryWriteError) as error:
@@ -302,7 +304,7 @@ def delete(path: Path) -> None:
     """
     doomed = path.with_name(temporary_name())
     try:
-        path.rename(doomed)
+        rename(path, doomed)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -194,7 +194,7 @@ class RunDirectory:
             self.logs.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{secrets.token_hex(4)}"
             probe.write_bytes(b"")
-            probe.unlink()
+            probe.unlink(missing_ok=True)
             self._require_regular_files()
         except OSError as error:
             raise self.unwritable(error) from error

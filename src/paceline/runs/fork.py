@@ -7,7 +7,6 @@ continues it as any other run, and its audit covers the steps from before the fo
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import time
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.core.errors import CheckpointError, ConfigError, RunDirectoryError
+from paceline.core.files import rename
 from paceline.core.task_loading import TaskReference, recorded_spec, task_fields
 from paceline.data.ledger import copy_until
-from paceline.runs.checkpoint_manifest import CheckpointInfo, verify
-from paceline.runs.checkpoint_store import copy, find_version, newest_verified, parse_name, scan
+from paceline.runs.checkpoint_manifest import CheckpointInfo, temporary_directory, verify
+from paceline.runs.checkpoint_store import copy, find_version, newest_verified, parse_name, remove_stale, scan
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metrics import keep_until
 
@@ -149,15 +149,16 @@ def _steps_of(source: RunDirectory) -> dict[int, Path]:
 @contextmanager
 def _new_directory(target: RunDirectory) -> Iterator[RunDirectory]:
     """Yield a directory that becomes ``target`` at the end, unless there was an error."""
-    draft = RunDirectory(target.path.with_name(f".{target.path.name}.fork"))
+    parent = target.path.parent
     try:
         if target.path.exists():
             raise RunDirectoryError(f"{target.path} exists already. Choose another directory with --run-dir DIR.")
-        shutil.rmtree(draft.path, ignore_errors=True)  # of a command that was killed
-        draft.create()
-        yield draft
-        os.rename(draft.path, target.path)
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(parent)
+        with temporary_directory(parent) as path:
+            draft = RunDirectory(path)
+            draft.create()
+            yield draft
+            rename(path, target.path)
     except OSError as error:
         raise target.unwritable(error) from error
-    finally:
-        shutil.rmtree(draft.path, ignore_errors=True)

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from paceline.core.errors import PackageError
 from paceline.core.file_lock import locked
-from paceline.core.files import fsync_directory, open_regular, write_atomically
+from paceline.core.files import fsync_directory, open_regular, rename, write_atomically
 from paceline.core.user_directories import user_directory
-from paceline.runs.checkpoint_manifest import temporary_directory, write_file
+from paceline.runs.checkpoint_manifest import require_complete, temporary_directory, write_file
 from paceline.runs.checkpoint_store import remove_stale
 from paceline.runs.package_manifest import MANIFEST, PackageManifest, canonical_json, parse_object, plain_name
 
@@ -267,7 +267,7 @@ class Registry:
         with self._changing(reference) as before:
             if before is None:
                 raise PackageError(f"there is no {reference} in the registry {self.path}.")
-            self._file_of(reference).unlink()
+            self._file_of(reference).unlink(missing_ok=True)  # it was there, so only the answer was lost
             return before
 
     @contextmanager
@@ -290,8 +290,9 @@ class Registry:
             PackageError: the registry cannot be written.
         """
         with _writable(self.path):
-            write_file(draft / MANIFEST, [manifest.to_bytes()])
+            own = write_file(draft / MANIFEST, [manifest.to_bytes()])
             fsync_directory(draft)
+            require_complete(draft, {**manifest.files, MANIFEST: own})
             target = self.path_of(manifest.digest)
             try:
                 draft.rename(target)
@@ -309,8 +310,8 @@ class Registry:
         """
         with self.unchanging(), _writable(self.path), temporary_directory(self.packages) as old:
             with suppress(FileNotFoundError):
-                self.path_of(digest).rename(old / digest)
-            whole.rename(self.path_of(digest))
+                rename(self.path_of(digest), old / digest)
+            rename(whole, self.path_of(digest))
             fsync_directory(self.packages)
 
     def _file_of(self, reference: PackageReference) -> Path:

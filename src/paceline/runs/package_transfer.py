@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 from paceline.core.errors import PackageError
 from paceline.core.file_lock import locked
-from paceline.core.files import fsync_directory, open_regular
+from paceline.core.files import fsync_directory, open_regular, remove_directory
 from paceline.runs.checkpoint_manifest import FileRecord
 from paceline.runs.package import verify_package
 from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
@@ -385,6 +385,6 @@ def _partial(registry: Registry, digest: str) -> Iterator[Path]:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        remove_directory(path)
     else:
         path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from paceline.core.errors import ConfigError
-from paceline.core.files import read_document
+from paceline.core.files import link, read_document, rename
 from paceline.core.option_sets import select
 from paceline.core.plugins import BUILT_IN, load
 from paceline.runs.directory import RunDirectory
@@ -179,12 +179,12 @@ class MlflowTracker:
         own = note.with_name(f".{note.name}-{parent}")
         own.write_text(json.dumps({"run": parent}))
         try:
-            os.link(own, note)
+            link(own, note)
         except FileExistsError:  # a trial that started at the same time was first
             self._client.delete_run(parent)
             return str(json.loads(read_document(note))["run"])
         finally:
-            own.unlink()
+            own.unlink(missing_ok=True)
         return parent
 
     def _experiment(self, run: RunInfo) -> str:
@@ -552,7 +552,7 @@ class TrackerWriter:
         url = getattr(self._tracker, "url", None)
         url = _CREDENTIALS.sub("//", url) if isinstance(url, str) else None
         temporary.write_text(json.dumps({"run": run_id, "url": url, "sent": self._sent}))
-        temporary.replace(self._path)
+        rename(temporary, self._path)
 
     def _read_note(self) -> dict[str, Any]:
         try:

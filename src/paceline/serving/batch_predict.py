@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import errno
 import hashlib
 import io
 import json
 import math
 import os
+import secrets
 import shutil
 import sys
 import zipfile
@@ -22,7 +24,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, DataError, ServingError
 from paceline.core.file_lock import locked
-from paceline.core.files import fsync_directory, write_atomically
+from paceline.core.files import fsync_directory, rename, write_atomically
 from paceline.core.inference import TensorSpec
 from paceline.serving.batching import RequestFailure
 from paceline.serving.client import Client
@@ -155,7 +157,7 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
         if kind in _PICTURES:
             raw: Any = {_only_input(spec, path): _picture(path, spec)}
         elif kind == ".npy":
-            raw = {_only_input(spec, path): np.load(path, mmap_mode="r", allow_pickle=False)}
+            raw = {_only_input(spec, path): _array(path)}
         elif kind == ".npz":
             with np.load(path, allow_pickle=False) as archive:
                 raw = {name: archive[name] for name in archive.files}
@@ -180,6 +182,16 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     return _conform(path, raw, spec)
+
+
+def _array(path: Path) -> Array:
+    """Map a ``.npy``, or read it whole where the file system maps no files."""
+    array: Array
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        array = np.load(path, allow_pickle=False)
+    return array
 
 
 def _read_json(path: Path) -> Any:
@@ -348,22 +360,29 @@ class PredictionStore:
         """
         if output.suffix not in FORMATS:
             raise ConfigError(f"--output must end in one of {', '.join(FORMATS)}, but is {output}.")
-        if output.exists():
-            raise ConfigError(f"--output {output} already exists. Remove it, or choose another file.")
         if not output.absolute().parent.is_dir():
             raise ConfigError(f"--output {output}: the directory {output.absolute().parent} does not exist.")
         store = cls(output, job, rows, chunk_rows)
+        store._require_new()
         with ExitStack() as stack:
             with store._explain_errors():
                 store._directory.mkdir(exist_ok=True)
                 try:
                     stack.enter_context(locked(store._directory / "lock", wait=False))
+                    store._require_new()
+                    store._load_job()
                 except BlockingIOError:
                     raise ConfigError(f"another process is writing predictions into {output}.") from None
-                store._load_job()
+                except FileNotFoundError:
+                    store._require_new()  # another process has finished meanwhile, and removed the directory
+                    raise
             yield store
         with suppress(OSError):  # it holds parts, or is gone; NFS keeps it until the lock's file is closed
             store._directory.rmdir()
+
+    def _require_new(self) -> None:
+        if self._output.exists():
+            raise ConfigError(f"--output {self._output} already exists. Remove it, or choose another file.")
 
     def _load_job(self) -> None:
         text = json.dumps(self._job, sort_keys=True).encode()
@@ -381,14 +400,23 @@ class PredictionStore:
         return self._directory / f"part-{number:08d}.npz"
 
     def _is_whole(self, number: int) -> bool:
-        start, stop = self.chunks[number]
-        with suppress(OSError, ValueError, zipfile.BadZipFile):
-            return rows_of(self._load(number)) == stop - start
+        with suppress(OSError):
+            self._load(number)
+            return True
         return False
 
     def _load(self, number: int) -> dict[str, Array]:
-        with np.load(self._part(number), allow_pickle=False) as part:
-            return {name: part[name] for name in part.files}
+        """Read a chunk's outputs.
+
+        Raises:
+            OSError: they are missing or damaged.
+        """
+        start, stop = self.chunks[number]
+        with suppress(ValueError, zipfile.BadZipFile), np.load(self._part(number), allow_pickle=False) as part:
+            outputs = {name: part[name] for name in part.files}
+            if rows_of(outputs) == stop - start:
+                return outputs
+        raise OSError(errno.EIO, f"{self._part(number).name} is damaged", str(self._part(number)))
 
     def write(self, number: int, outputs: Arrays) -> None:
         """Store a chunk's outputs.
@@ -408,13 +436,16 @@ class PredictionStore:
             DataError: it cannot be written.
         """
         parts = (self._load(number) for number in range(len(self.chunks)))
-        draft = self._directory / f"result{self._output.suffix}"
+        draft = self._directory / f"result-{secrets.token_hex(4)}{self._output.suffix}"
         with self._explain_errors():
             with draft.open("wb") as file:
                 write(file, self._output.suffix, parts, spec, rows)
                 file.flush()
                 os.fsync(file.fileno())
-            draft.rename(self._output)
+                size = file.tell()
+            if draft.stat().st_size != size:
+                raise OSError(errno.EIO, "another program has changed it", str(draft))
+            rename(draft, self._output)
             fsync_directory(self._output.absolute().parent)
             shutil.rmtree(self._directory, ignore_errors=True)
 

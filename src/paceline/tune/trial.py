@@ -211,7 +211,7 @@ class RunningTrial:
             fields = parse_assignments(self._order.options["set"])
             fork_run(RunDirectory(Path(self._order.parent)), self._directory, fields)
         for old in self._directory.logs.glob("rank-*.error.json"):
-            old.unlink()
+            old.unlink(missing_ok=True)
         config = config_from_mapping(dict(self._order.options), "tune.json")
         job = WorkerConfig(
             config=config,

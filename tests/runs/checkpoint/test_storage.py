@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import CheckpointError, CheckpointWriteError
 from paceline.core.owned_names import boot_id
 from paceline.runs.checkpoint_manifest import CheckpointInfo, temporary_directory, verify
 from paceline.runs.checkpoint_store import commit, newest_verified, prune, remove_stale
@@ -340,3 +340,13 @@ def test_a_read_only_disk_is_told(small_disk: Path, commit_step: CommitStep) -> 
     with pytest.raises(CheckpointError, match=r"cannot delete the old checkpoint .*: Read-only file system"):
         prune(small_disk, 1, newest)
     assert newest_verified(small_disk).path == newest
+
+
+def test_a_checkpoint_from_which_something_is_missing_is_not_committed(tmp_path: Path, make_info: MakeInfo) -> None:
+    def remove_one() -> None:
+        next(tmp_path.glob(".tmp-*/state.json")).unlink()
+
+    contents = [("model.safetensors", [b"head"]), ("state.json", [b"{}"])]
+    with pytest.raises(CheckpointWriteError, match=r"another program has removed or changed state\.json"):
+        commit(tmp_path, make_info(1), contents, before_commit=remove_one)
+    assert names(tmp_path) == []

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs.packages.conftest import PutPackage
+from tests.runs.packages.conftest import PutPackage, manifest_of
 
 from paceline.cli import main
 from paceline.core.errors import PackageError
+from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import PackageReference, Registry, parse_reference, registry_path
 
@@ -55,6 +56,15 @@ def test_each_change_is_locked_by_a_file(registry: Registry, put_package: PutPac
         registry.put(whole, digest)
     registry.remove_tag(reference)
     assert sorted(path.name for path in registry.path.iterdir()) == ["lock", "packages", "tags", "tags.lock"]
+
+
+def test_a_draft_from_which_something_is_missing_is_not_published(registry: Registry) -> None:
+    with registry.draft() as draft:
+        files = {name: write_file(draft / name, [b"content"]) for name in ("README.md", "weights.safetensors")}
+        (draft / "README.md").unlink()
+        with pytest.raises(PackageError, match=r"another program has removed or changed README\.md"):
+            registry.commit(draft, manifest_of(files=files))
+    assert registry.digests() == []
 
 
 def test_every_way_to_name_a_package(registry: Registry, two: tuple[str, str]) -> None:

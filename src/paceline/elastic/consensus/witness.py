@@ -45,7 +45,7 @@ class FileWitness:
         """
         witness = cls(path, secrets.token_hex(16))
         try:
-            witness._directory.mkdir(parents=True)
+            witness._directory.mkdir(parents=True, exist_ok=True)
             fsync_directory(path)
         except OSError as error:
             raise witness._unusable(error) from error
@@ -62,7 +62,7 @@ class FileWitness:
         try:
             probe = self._directory / f".probe-{secrets.token_hex(8)}"
             probe.touch(exist_ok=False)
-            probe.unlink()
+            probe.unlink(missing_ok=True)
         except OSError:
             return False
         return True
@@ -82,7 +82,7 @@ class FileWitness:
         refusal: OSError | None = None
         try:
             try:
-                draft.mkdir()
+                draft.mkdir(exist_ok=True)
                 with (draft / _FILE).open("xb") as file:
                     file.write(json.dumps(content).encode() + b"\n")
                     file.flush()

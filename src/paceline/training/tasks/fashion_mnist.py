@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.core.errors import DataError
 from paceline.core.file_lock import locked
-from paceline.core.files import fsync_directory
+from paceline.core.files import fsync_directory, rename
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.rich_console import Console
 from paceline.core.task import Defaults, Task
@@ -236,7 +236,7 @@ def _fetch(file: IdxFile, directory: Path, mirrors: Sequence[str], problems: lis
             except (OSError, http.client.HTTPException, DataError) as error:
                 problems.append(f"{url}: {error}")
                 continue
-            temporary.replace(directory / file.name)
+            rename(temporary, directory / file.name)
             fsync_directory(directory)
             return
     finally:
