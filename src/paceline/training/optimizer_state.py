@@ -151,7 +151,7 @@ def require_shapes(state: Mapping[str, Any], model: Mapping[str, Any]) -> None:
             model[name].shape for name in of_names
         ):
             raise ValueError(
-                f"it knows the parameters of the optimizer by their order alone, which was another one: {key} of "
+                f"it lists the optimizer's parameters without names, in another order than the task: {key} of "
                 f"{wrong[0]!r} has the shape {tuple(of_names[wrong[0]].shape)}, not {tuple(model[wrong[0]].shape)}"
             )
 

@@ -226,7 +226,7 @@ def test_a_record_that_is_gone_is_not_written_again() -> None:
     a, b = agent("a"), agent("b")
     [cannot] = a.answered(None, Snapshot())
     assert cannot == CannotReform(
-        "etcd holds no record of this run any more. The run trains on, and cannot re-form until it answers"
+        "etcd holds no record of this run any more. Training continues; no new worker group can form until it answers"
     )
     b.lost("a", closed=True)
     [pause] = b.answered(Read(), Snapshot())

@@ -63,7 +63,7 @@ def test_two_of_three_members_are_down_when_a_machine_is_lost(run: Run, undistur
         run.wait_for("paused", lambda event: "does not answer" in event["why"], survivor)
     else:
         run.wait_for("node lost", lambda event: True, survivor)
-        assert "The run trains on, and cannot re-form until it answers" in survivor.text
+        assert "Training continues; no new worker group can form until it answers" in survivor.text
     assert run.generation() == generation
     etcd.restart(0, 1)
     run.hold(18)

@@ -217,7 +217,7 @@ class EtcdLeadership:
 
     def _on_unavailable(self, reason: str) -> None:
         if self.role == "leading" and not self._trouble:
-            self._do(CannotReform(f"{reason}. The run trains on, and cannot re-form until it answers"))
+            self._do(CannotReform(f"{reason}. Training continues; no new worker group can form until it answers"))
         self._trouble = reason
         if self.role in ("waiting", "claiming", "paused"):
             self._pause(reason)
