@@ -216,13 +216,20 @@ class RunDirectory:
 
     def _require_regular_files(self) -> None:
         """Refuse a directory in which another kind of file has a name of the run's: opening a pipe would hang."""
-        names = (self.manifest, *self.event_files(), self.metrics, self.result, self.lock, self.agent, self.agents)
-        ledger = self.ledger.iterdir() if self.ledger.is_dir() else ()
-        for path in (*names, self.sample_lengths, self.initial, *ledger):
-            if path.exists() and not path.is_file():
-                raise RunDirectoryError(f"{path} is not a regular file. Remove it, or choose another --run-dir DIR.")
-            if path.exists() and not os.access(path, os.W_OK, effective_ids=True):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        files = (self.manifest, *self.event_files(), self.metrics, self.result, self.lock, self.agent, self.agents)
+        names = {path.name for path in (*files, self.sample_lengths, self.initial)}
+        # Listed, because a network file system takes a moment for each name that is looked up.
+        with os.scandir(self.path) as entries:
+            found = [entry for entry in entries if entry.name in names]
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.ledger) as entries:
+            found += entries
+        for entry in found:
+            if not entry.is_file():
+                raise RunDirectoryError(
+                    f"{entry.path} is not a regular file. Remove it, or choose another --run-dir DIR."
+                )
+            if not os.access(entry.path, os.W_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), entry.path)
 
     def unwritable(self, error: OSError) -> RunDirectoryError:
         """Return the error for a directory that cannot be written."""

@@ -209,7 +209,8 @@ def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: Ex
         agree(f"{key}/resume", checked)
     # Rank 0 names the run; on another machine the same path must lead there, or to a place for logs.
     directory = RunDirectory(Path(world.broadcast_object(str(own.path))))
-    directory.create()
+    if world.rank != 0:
+        directory.create()
     return world, directory
 
 
