@@ -48,7 +48,7 @@ def test_the_readme_fits_in_1500_words() -> None:
 def test_ci_runs_the_readmes_test_command() -> None:
     assert "make test" in README
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    commands = re.findall(r"^ *(?:make --no-print-directory|run_layer) (\S+)", run, flags=re.MULTILINE)
+    commands = re.findall(r'^ *(?:make --no-print-directory|run_layer) ([^\s"]+)', run, flags=re.MULTILINE)
     # `make test` comes before packages that it does not install itself.
     torch_of_its_own = "VENV=.venv-torch-newest"
     assert commands == ["install-dev", "test", "system-packages", torch_of_its_own, "check", "test-systems"]
