@@ -124,3 +124,37 @@ def test_a_firewall_that_drops_loopback_connections_is_named(
     assert done.returncode == 2, done.stderr
     assert "could not connect to each other at 127.0.0.1 for 5s (--init-timeout)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_files_of_another_user_are_named_in_one_sentence(
+    start: Callable[..., Any], run_processes: Any, tmp_path: Path
+) -> None:
+    _require(run_processes, _NAMELESS)
+    for path in ("run", "run/logs", "registry/tags"):
+        (tmp_path / path).mkdir(parents=True, mode=0o777)
+    for path in ("run/run.toml", "run/events.jsonl"):
+        (tmp_path / path).touch()
+    for path in ("run", "registry"):
+        (tmp_path / path).chmod(0)
+    variables = (f"TMPDIR={tmp_path}", f"PACELINE_REGISTRY={tmp_path / 'registry'}")
+    for words in (("logs", "run"), ("runs", "show", "run"), ("registry", "ls")):
+        done = run_processes.finish(start(*_NAMELESS, *variables, *PYTHON, "-m", "paceline", *words))
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("paceline: cannot use "), done.stderr
+        assert ": Permission denied. Check its owner" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_directory_that_is_a_link_to_itself(start: Callable[..., Any], run_processes: Any, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    done = run_processes.finish(start(*PYTHON, *TRAIN, "--run-dir", "loop"))
+    assert done.returncode == 2
+    assert "paceline: cannot use loop/run.toml: Too many levels of symbolic links." in done.stderr
+
+
+def test_a_limit_on_open_files_is_named(start: Callable[..., Any], run_processes: Any) -> None:
+    limited = ("sh", "-c", 'ulimit -n 10; exec "$@"', "sh")
+    done = run_processes.finish(start(*limited, *PYTHON, *TRAIN, "--run-dir", "run"))
+    assert done.returncode == 1
+    assert "raise the limit (ulimit -n 65536)" in done.stderr
+    assert "Traceback" not in done.stderr

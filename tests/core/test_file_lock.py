@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.lab.network_file_system import network_file_system
 
 from paceline.core import file_lock
 from paceline.core.file_lock import FileLock, claims, describe_holder, is_locked, locked
@@ -193,3 +194,23 @@ def test_names_of_others_are_no_claims(lock: Path) -> None:
     assert list(claims(lock)) == []
     with locked(lock, wait=False):
         pass
+
+
+@pytest.mark.system
+def test_a_lock_service_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(file_lock, "_SLOW_S", 0.1)
+    with network_file_system(tmp_path, nodes="a") as fs:
+        fs["a"].set(locks_wait=True)
+        with closing(FileLock(fs["a"].path / "run.lock")) as lock:
+            waiting = threading.Thread(target=lock.try_to_take)
+            waiting.start()
+            told = ""
+            while "waiting to lock" not in told and waiting.is_alive():
+                time.sleep(0.01)
+                told += capsys.readouterr().err
+            assert f"{fs['a'].path / 'run.lock'}: its file system does not answer." in told
+            fs["a"].set()
+            waiting.join()
+            assert lock.held

@@ -48,6 +48,7 @@ class Switches:
         only: everything below but ``slow_s`` and ``stale`` concerns paths that contain this text; "" is all.
         lost: operations that are done and reported as failed.
         lock_error: of a lock on a file.
+        locks_wait: nobody answers who asks for a lock on a file.
         link_error: of a hard link.
         folder_fsync_error: of a folder's fsync.
         write_error: of a write.
@@ -62,6 +63,7 @@ class Switches:
     only: str = ""
     lost: Sequence[str] = ()
     lock_error: int = 0
+    locks_wait: bool = False
     link_error: int = 0
     folder_fsync_error: int = 0
     write_error: int = 0
@@ -365,8 +367,9 @@ class Passthrough:
         give_up = time.monotonic() + (0.1 if operation & fcntl.LOCK_NB else math.inf)
         while True:
             try:
-                fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-                break
+                if not self._reach(path).locks_wait:
+                    fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+                    break
             except BlockingIOError:
                 if time.monotonic() > give_up:
                     raise

@@ -21,7 +21,9 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import (
     FailureRecord,
     SupersededError,
+    describe,
     explain_disk_error,
+    failure_of,
     read_failure,
     record_worker_failure,
 )
@@ -111,3 +113,9 @@ def test_shared_memory_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest
         text = str(explain_disk_error(error, RunDirectory(tmp_path / "run")))
     assert text.startswith(f"cannot write {shared_memory}: No space left on device. ")
     assert "Give more shared memory (docker run --shm-size=8g" in text
+
+
+def test_a_limit_on_processes_is_explained() -> None:
+    failure = failure_of(0, RuntimeError("can't start new thread"))
+    assert "(ulimit -u, pids.max)" in describe(failure, None)
+    assert "ulimit" not in describe(failure_of(0, RuntimeError("no such thread")), None)

@@ -26,7 +26,7 @@ from cyclopts import (
 )
 
 from paceline import __version__
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import check_path
 from paceline.core.printable import PrintableStream, escape_controls
 
@@ -96,6 +96,8 @@ for _index, (_name, (_group, _target, _help)) in enumerate(_COMMANDS.items()):
 app["--help"].group = app["--version"].group = Group("", show=False)
 _HELP_FLAGS = ("--help", "-h", "--help-all")
 _LINES = "\n\t"
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
+"""Errors of a disk that say something about a file's owner, mode or place, and nothing about this code."""
 _COMPUTING = ("train", "resume", "launch", "join", "tune", "verify", "chaos", "bench", "doctor", "plan")
 """Commands in which the user's own code prints, with the colours and redrawn lines that it likes."""
 
@@ -144,22 +146,32 @@ def _run(arguments: list[str]) -> int:
         except (PacelineError, CycloptsError) as error:
             if not interrupts.seen:
                 return _report(error)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 _discard_output()
                 print(f"paceline: {error.strerror}. Free some space, and repeat the command.", file=sys.stderr)
                 return PacelineError.exit_code
-            if error.errno == errno.ENAMETOOLONG:
-                longest = max(str(error.filename or "").split(os.sep), key=len)
-                return _report(ConfigError(f"a file's name has at most 255 bytes; shorten {longest!r:.80}."))
             if not interrupts.seen:
-                raise
-        except Exception:
-            if not interrupts.seen:
-                raise
+                return _report(_of_this_machine(error))
         except KeyboardInterrupt:
             pass
         return 130
+
+
+def _of_this_machine(error: Exception) -> PacelineError:
+    """Return what to do about an error of files or limits; raise any other one again."""
+    from paceline.runs.failures import advise
+
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        longest = max(str(error.filename or "").split(os.sep), key=len)
+        return ConfigError(f"a file's name has at most 255 bytes; shorten {longest!r:.80}.")
+    if isinstance(error, OSError) and error.errno in _DENIED and error.filename is not None:
+        return ConfigError(
+            f"cannot use {error.filename}: {error.strerror}. Check its owner and path, or choose another."
+        )
+    if advice := advise(error):
+        return LaunchError(f"{error}. {advice}")
+    raise error
 
 
 def _call(arguments: list[str]) -> int:

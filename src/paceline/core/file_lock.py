@@ -41,6 +41,7 @@ BRIEF_S = 0.1
 """is_locked() in another process holds a lock for less."""
 
 _LEAVE_S = 1.0
+_SLOW_S = 5.0
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _CLAIM = re.compile(r"([0-9a-f]*)-([0-9a-f]+)-([xs])-(paceline-.*)@(.*)")
 
@@ -212,9 +213,10 @@ class FileLock:
         owner = f"{own_prefix()}{secrets.token_hex(4)}"
         self._claim = self._path.with_name(f".{self._path.name}.{boot_id()}-{device:x}-{mode}-{owner}@{host}")
         os.close(os.open(self._claim, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
-        self._thread = threading.Thread(target=self._beat, args=(self._claim,), name="paceline-lock", daemon=True)
         self._leaving.clear()
-        self._thread.start()
+        thread = threading.Thread(target=self._beat, args=(self._claim,), name="paceline-lock", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _withdraw(self) -> None:
         if self._thread is not None:
@@ -301,13 +303,30 @@ def lock_now(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
     Raises:
         BlockingIOError: another process holds it.
     """
+    # A mount whose lock service is away does not answer even this.
+    slow = threading.Timer(_SLOW_S, _tell_of_wait, (descriptor,))
+    slow.daemon = True
+    slow.start()
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         return False
+    finally:
+        slow.cancel()
+        slow.join()
     return True
+
+
+def _tell_of_wait(descriptor: int) -> None:
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    print(
+        f"paceline: waiting to lock {path}: its file system does not answer. Check the mount's lock service (NFS 3: "
+        "rpc.statd on both sides), or use a directory on another file system.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _age_s(beat: float, now: float) -> float:

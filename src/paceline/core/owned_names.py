@@ -9,6 +9,7 @@ with its owner, in hexadecimal digits::
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -205,7 +206,9 @@ def _remove_torch_memory(member: str) -> None:
 def _start_time(pid: int, *, zombie: bool = True) -> int | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # this says nothing about that process
         return None
     fields = stat.rpartition(")")[2].split()
     return int(fields[19]) if zombie or fields[0] not in "ZX" else None

@@ -9,6 +9,7 @@ import socket
 
 import psutil
 
+from paceline.core.access import is_loopback
 from paceline.core.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -114,6 +115,31 @@ def interface_of(address: str) -> str:
         if any(entry.address == address for entry in entries):
             return name
     raise ConfigError(f"no network interface of this node has the address {address}. Give --interface.")
+
+
+def own_address(host: str) -> str:
+    """Return the IPv4 address that other nodes have for this node's name.
+
+    Many distributions map a host's own name to 127.0.1.1 in ``/etc/hosts``; the others cannot reach that.
+
+    Raises:
+        ConfigError: the name is a loopback address here, and this node has several other addresses, or none.
+    """
+    address = socket.gethostbyname(host)
+    if not is_loopback(address) or is_loopback(host):
+        return address
+    others = {
+        name: entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and not is_loopback(entry.address)
+    }
+    if len(others) != 1:
+        raise ConfigError(
+            f"{host} is {address} on this node (see /etc/hosts), where other nodes cannot reach it. Give --interface"
+            f"{', one of ' + ', '.join(others) if others else ''}."
+        )
+    return next(iter(others.values()))
 
 
 def address_towards(host: str, port: int) -> str:

@@ -92,12 +92,30 @@ _LIBRARIES = (
 )
 
 
-# Of torch's allocator, of the CUDA runtime, and of its libraries.
-_GPU_OUT_OF_MEMORY = re.compile(r"CUDA (error: )?out of memory|\w+_STATUS_ALLOC_FAILED|NCCL ran out of GPU memory")
-_LESS_MEMORY = (
-    "To need less memory on the GPU: more --microbatches (each is smaller), --checkpoint-activations block, or on "
-    "several GPUs --strategy zero1 or fsdp."
+_ADVICE = (
+    (
+        # Of torch's allocator, of the CUDA runtime, and of its libraries.
+        re.compile(r"CUDA (error: )?out of memory|\w+_STATUS_ALLOC_FAILED|NCCL ran out of GPU memory"),
+        "To need less memory on the GPU: more --microbatches (each is smaller), --checkpoint-activations block, or on "
+        "several GPUs --strategy zero1 or fsdp.",
+    ),
+    (
+        # Of Python's threads and forks, of C++.
+        re.compile(r"can't start new thread|Resource temporarily unavailable"),
+        "Your user or this container may have no more processes and threads: raise the limit (ulimit -u, pids.max), or "
+        "use fewer: --nproc, --threads, --num-workers.",
+    ),
+    (
+        re.compile(r"\[Errno 24\]"),
+        "A process may have no more open files: raise the limit (ulimit -n 65536).",
+    ),
 )
+"""What to do about errors of libraries, by their messages."""
+
+
+def advise(error: BaseException) -> str | None:
+    """Return what to do about an error of this machine's limits; None for other errors."""
+    return next((advice for reason, advice in _ADVICE if reason.search(str(error))), None)
 
 
 def failure_of(rank: int, error: BaseException) -> FailureRecord:
@@ -262,8 +280,7 @@ def describe(failure: FailureRecord, directory: RunDirectory | None) -> str:
         # The user's own code, not a library that it called.
         user_locations = [line for line in locations if not any(path in line for path in _LIBRARIES)]
         lines += [f"  {(user_locations or locations)[-1]}"] if locations else []
-        if _GPU_OUT_OF_MEMORY.search(failure.message):
-            lines.append(f"  {_LESS_MEMORY}")
+        lines += [f"  {advice}" for reason, advice in _ADVICE if reason.search(failure.message)]
     if directory is not None and failure.rank >= 0:
         lines.append(f"  log: {directory.log_of(failure.rank)}")
     return "\n".join(lines)

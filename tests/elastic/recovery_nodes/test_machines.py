@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from tests.elastic.recovery_nodes.runs import BOTH, Run
+from tests.elastic.recovery_nodes.runs import BOTH, OPTIONS, PATIENT, Run
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -138,4 +138,18 @@ def test_whoever_does_not_hold_the_token_is_not_let_in(run: Run, undisturbed: st
     assert joining.wait(60) != 0
     run.go_on()
     assert leading.wait(90) == 0, leading.text
+    assert run.result()["model_sha256"] == undisturbed
+
+
+def test_each_machine_may_have_its_own_name_on_loopback(run: Run, undisturbed: str) -> None:
+    """As Debian's /etc/hosts has it."""
+    processes = []
+    for node in run.lab.nodes:
+        others = "".join(f"{other.address} {other.name}\n" for other in run.lab.nodes if other is not node)
+        hosts = run.path / f"hosts-{node.name}"
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {node.name}\n{others}")
+        assert node.run(["mount", "--bind", hosts, "/etc/hosts"]).returncode == 0
+        meet = ("--rdzv-endpoint", f"{run.lab.nodes[0].name}:29500", "--nodes", "2", "--run-dir", "run")
+        processes.append(run.paceline(node, "train", "small.py:Small", *OPTIONS, *PATIENT, *meet))
+    assert [process.wait(120) for process in processes] == [0, 0], processes[0].text
     assert run.result()["model_sha256"] == undisturbed

@@ -31,6 +31,7 @@ from paceline.core.sockets import (
     interface_of,
     is_ours,
     meeting_address,
+    own_address,
 )
 from paceline.elastic.consensus.messages import AddressBook, Message, NodeSet, write
 from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork, agent_name, is_agent
@@ -97,6 +98,8 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
         endpoints = [address for _, address in read_agents(directory)[0]]
     host, port = endpoints[0]
     address = _own_address(spec, host, port)
+    if spec.interface is None and is_ours(host):
+        endpoints[0] = address, port
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
     coordinator = "embedded" if spec.coordinator is None else spec.coordinator.partition(":")[0]
     versions = {**_versions(), "task": spec.task_digest, "coordinator": coordinator}
@@ -143,7 +146,7 @@ def _own_address(spec: LaunchSpec, host: str, port: int) -> str:
         try:
             if spec.interface is not None:
                 return interface_address(spec.interface)
-            return socket.gethostbyname(host) if is_ours(host) else address_towards(host, port)
+            return own_address(host) if is_ours(host) else address_towards(host, port)
         except ConfigError as error:
             comes_later = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_NETWORK
             if spec.interface is not None:
