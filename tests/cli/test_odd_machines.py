@@ -158,3 +158,10 @@ def test_a_limit_on_open_files_is_named(start: Callable[..., Any], run_processes
     assert done.returncode == 1
     assert "raise the limit (ulimit -n 65536)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_search_without_the_loopback_interface_is_refused(start: Callable[..., Any], run_processes: Any) -> None:
+    _require(run_processes, ("unshare", "--net"))
+    done = run_processes.finish(start("unshare", "--net", *PYTHON, "-m", "paceline", "tune", "small.py:Small"))
+    assert done.returncode == 2
+    assert "cannot reach each other over 127.0.0.1" in done.stderr

@@ -27,6 +27,7 @@ from paceline.core.option_sets import CLASSIFICATIONS, select
 from paceline.core.options import Interval, check_bounds, flag, parse_best, parse_interval
 from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import kill_with_parent_command
+from paceline.core.sockets import require_loopback
 from paceline.core.task import Task
 from paceline.core.task_loading import build_task, load_task_class, parse_assignments, split_spec
 from paceline.launch.launcher import Command, LaunchSpec
@@ -555,12 +556,14 @@ def find_cluster(address: str | None) -> str | None:
         address: HOST:PORT; default: RAY_ADDRESS.
 
     Raises:
-        ConfigError: it has another form.
+        ConfigError: it has another form, or this machine's processes cannot reach each other.
         LaunchError: no cluster answers there.
     """
     address = address or os.environ.get("RAY_ADDRESS") or None
     if address is not None:
         require_answer(address, "--ray-address")
+    else:
+        require_loopback()  # without it, Ray tries again and again
     return address
 
 
