@@ -149,7 +149,7 @@ def test_cpus_of_several_models_train_together_with_a_warning(caplog: pytest.Log
 @pytest.mark.usefixtures("pretended_gpu")
 def test_gpus_that_compute_differently_are_an_error_that_names_them() -> None:
     own = numerics_fingerprint(EXACT, CUDA)
-    told = [["cuda", own | {"driver": "570.1", "cudnn": 92000}], ["cuda", own | {"driver": "580.2", "cudnn": 92000}]]
+    told = [["cuda", own | {"driver": "570.1", "cudnn": 1}], ["cuda", own | {"driver": "580.2", "cudnn": 1}]]
     with pytest.raises(ConfigError) as raised:
         compare_numerics(cast(World, Ranks(*told)), EXACT, CUDA)
     assert "driver: not set on rank 0, 570.1 on rank 1, 580.2 on rank 2" in str(raised.value)

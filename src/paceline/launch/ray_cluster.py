@@ -158,11 +158,20 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Make a temporary directory with a short name, private because Ray's files in it are readable by all."""
+    """Make a temporary directory with a short name, private because Ray's files in it are readable by all.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
     parent = tempfile.gettempdir()
-    with tempfile.TemporaryDirectory(
-        prefix="paceline-ray-",
-        dir=parent if len(parent) <= _LONGEST_TEMPORARY else "/tmp",
-        ignore_cleanup_errors=True,
-    ) as name:
+    if len(parent) > _LONGEST_TEMPORARY:
+        parent = "/tmp"
+    try:
+        made = tempfile.TemporaryDirectory(prefix="paceline-ray-", dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise LaunchError(
+            f"Ray's sockets need a directory with a short name, and {parent} cannot be written: {error.strerror}. Set "
+            f"TMPDIR to one of at most {_LONGEST_TEMPORARY} characters."
+        ) from error
+    with made as name:
         yield Path(name) / "r"
