@@ -235,6 +235,29 @@ MACHINES = (
 )
 
 
+ALWAYS = {
+    "a user without a name and a home",
+    "a full home",
+    "TMPDIR is full",
+    "/tmp is read-only",
+    "/dev/shm has 64 KiB",
+    "64 open files",
+    "files of at most 512 bytes",
+    "a locale that is not there",
+    "PYTHONWARNINGS=error",
+    "RANK is left over",
+    "the shell of an allocation of Slurm",
+    "no /proc",
+    "no loopback, two processes",
+    "stdout is a full disk",
+    "SIGCHLD is ignored by the parent",
+    "a newline, quotes and % in a name",
+    "a disk that becomes read-only",
+    "a task in a zip",
+}
+"""Code of our own deals with these; the others are slow tests."""
+
+
 @pytest.fixture(scope="module")
 def ordinary(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """An ordinary machine's folder, with a run that ended, and the hash of the model."""
@@ -247,7 +270,13 @@ def ordinary(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) ->
     return folder, json.loads((folder / "ended/result.json").read_text())["model_sha256"]
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param(machine, id=machine.name, marks=() if machine.name in ALWAYS else pytest.mark.slow)
+        for machine in MACHINES
+    ],
+)
 def test_what_ends_has_the_bits_of_an_ordinary_machine_and_what_does_not_says_why(
     machine: Machine, ordinary: tuple[Path, str], run_processes: Any, tmp_path: Path
 ) -> None:

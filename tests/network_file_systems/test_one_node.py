@@ -31,7 +31,10 @@ def steps_done(node: Node) -> int:
 
 
 @pytest.mark.timeout(900)  # a dozen commands
-@pytest.mark.parametrize("operation", ["rename", "mkdir", "unlink", "link"])
+@pytest.mark.parametrize(
+    "operation",
+    ["rename", "mkdir", pytest.param("unlink", marks=pytest.mark.slow), pytest.param("link", marks=pytest.mark.slow)],
+)
 def test_answers_that_are_lost(operation: str, tmp_path: Path, node: Callable[[Mount], Node], trained: Path) -> None:
     with network_file_system(tmp_path, nodes="a") as fs:
         a = node(fs["a"])
@@ -63,7 +66,15 @@ def test_answers_that_are_lost(operation: str, tmp_path: Path, node: Callable[[M
         assert not list(a.path.glob(".*"))
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "error",
+    [
+        errno.EDQUOT,
+        pytest.param(errno.ENOSPC, marks=pytest.mark.slow),
+        pytest.param(errno.EIO, marks=pytest.mark.slow),
+    ],
+    ids=errno.errorcode.get,
+)
 def test_writes_of_the_ledger_that_a_close_reports_as_lost(
     error: int, tmp_path: Path, node: Callable[[Mount], Node], trained: Path, wait_until: Callable[..., None]
 ) -> None:
@@ -84,8 +95,8 @@ def test_writes_of_the_ledger_that_a_close_reports_as_lost(
     [
         {"stale": 1},
         {"away": True, "away_error": errno.ETIMEDOUT},
-        {"away": True, "away_error": errno.EHOSTDOWN},
-        {"away": True, "away_error": errno.ESTALE},
+        pytest.param({"away": True, "away_error": errno.EHOSTDOWN}, marks=pytest.mark.slow),
+        pytest.param({"away": True, "away_error": errno.ESTALE}, marks=pytest.mark.slow),
         {"away": True},
     ],
     ids=["stale", "ETIMEDOUT", "EHOSTDOWN", "ESTALE", "silent"],
@@ -109,7 +120,9 @@ def test_a_server_that_is_away_in_the_middle_of_a_run(
         a.require_trained(trained)
 
 
-@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "error", [errno.EINVAL, pytest.param(errno.ENOTSUP, marks=pytest.mark.slow)], ids=errno.errorcode.get
+)
 def test_folders_that_cannot_be_synced(
     error: int, tmp_path: Path, node: Callable[[Mount], Node], trained: Path
 ) -> None:

@@ -23,8 +23,13 @@ from paceline.runs.package_registry import PackageReference, Registry
 pytestmark = pytest.mark.system
 
 Nodes = tuple[Node, Node]
-ERRORS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-LOCKS = ["shared", "node", *(pytest.param(error, id=errno.errorcode[error]) for error in ERRORS)]
+LOCKS = [
+    "shared",
+    "node",
+    pytest.param(errno.ENOSYS, id="ENOSYS"),
+    pytest.param(errno.EOPNOTSUPP, id="EOPNOTSUPP", marks=pytest.mark.slow),
+    pytest.param(errno.ENOLCK, id="ENOLCK", marks=pytest.mark.slow),
+]
 ROWS = 20_000
 
 
