@@ -26,6 +26,8 @@ from paceline.training.schedule import SyncSchedule
 from paceline.training.state import TrainProgress
 from paceline.training.stop_signals import StopSignals
 
+pytestmark = pytest.mark.matrix
+
 APART: dict[str, dict[str, Any]] = {
     # 7 steps an epoch, the last of which is short: rounds of 3, 3 and 1.
     "plain": {"task": "Points", "options": {"local_sgd_steps": 3}},

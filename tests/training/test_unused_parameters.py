@@ -17,6 +17,8 @@ from torch import nn
 import paceline
 from paceline.core.callback import BatchInfo
 
+pytestmark = pytest.mark.matrix
+
 NEVER = ("never", "uncalled.weight", "uncalled.bias")
 FIELDS = {"adamw": {"adamw": True}, "sgd": {"adamw": False}}
 ON_ONE: dict[str, dict[str, Any]] = {
