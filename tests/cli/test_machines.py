@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -35,10 +36,14 @@ NEW = (
     *("unshare", "--user", "--map-user=12345", "--map-group=12345", "--keep-caps"),
     *("--mount", "--net", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"),
 )
-BUILT = """ip link set lo up; mount --bind . /mnt; cd /mnt; mount -o remount,bind,ro /
-for folder in /tmp /dev/shm; do mount -t tmpfs none $folder; done"""
+ROOT = Path(__file__).parents[2]
+CODE = shlex.quote(str(ROOT))
+# The code may lie in /tmp itself.
+BUILT = f"""ip link set lo up; mount --rbind {CODE} /media; mount --bind . /mnt; cd /mnt; mount -o remount,bind,ro /
+for folder in /tmp /dev/shm; do mount -t tmpfs none $folder; done
+[ -e {CODE} ] || {{ mkdir -p {CODE} && mount --rbind /media {CODE}; }}"""
 USER = "exec setpriv --inh-caps=-all --ambient-caps=-all"
-SRC = Path(__file__).parents[2] / "src"
+SRC = ROOT / "src"
 SIZE = "--max-steps 3 --threads 1 --seed 3"
 ONE = f'paceline train small.py:Small {SIZE} --nproc 1 --run-dir="$RUN"'
 TWO = f'paceline train small.py:Small {SIZE} --nproc 2 --run-dir="$RUN"'
