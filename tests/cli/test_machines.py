@@ -242,18 +242,13 @@ MACHINES = (
 
 ALWAYS = {
     "a user without a name and a home",
-    "a full home",
-    "TMPDIR is full",
     "/tmp is read-only",
     "/dev/shm has 64 KiB",
     "64 open files",
-    "files of at most 512 bytes",
     "a locale that is not there",
     "PYTHONWARNINGS=error",
     "RANK is left over",
-    "the shell of an allocation of Slurm",
     "no /proc",
-    "no loopback, two processes",
     "stdout is a full disk",
     "SIGCHLD is ignored by the parent",
     "a newline, quotes and % in a name",

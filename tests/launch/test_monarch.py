@@ -346,6 +346,7 @@ def test_a_script_over_tls(certificate: dict[str, str], run_processes: Any, wait
     assert done.stdout == "0 b\n"
 
 
+@pytest.mark.slow
 def test_a_lost_host_ends_a_script(
     hosts: Callable[[int], dict[str, psutil.Process]],
     run_processes: Any,

@@ -293,6 +293,7 @@ def test_a_script_on_the_pods_of_a_kubernetes_job(mesh_pods: MeshPods, tmp_path:
     assert sorted(done.stdout.splitlines()) == ["machine 0 | node2 0 2 0", "machine 1 | node1 1 2 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.k8s
 def test_a_lost_pod_of_a_kubernetes_job_is_replaced(
     mesh_pods: MeshPods, run_processes: Any, wait_until: Callable[..., None], tmp_path: Path

@@ -114,7 +114,7 @@ def test_ssh_takes_a_machine_that_comes_three_times(
 
 @pytest.mark.ssh
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("loss", ["killed", "without power"])
+@pytest.mark.parametrize("loss", ["killed", pytest.param("without power", marks=pytest.mark.slow)])
 def test_ssh_ends_when_the_machine_with_torchruns_store_is_lost(
     ssh_machines: Callable[[int], SshLab], wait_until: Callable[..., None], loss: str
 ) -> None:
@@ -142,6 +142,7 @@ def test_ssh_needs_the_first_machine_to_begin(ssh_machines: Callable[[int], SshL
     assert said in launcher.text
 
 
+@pytest.mark.slow
 @pytest.mark.ssh
 def test_ssh_is_stopped_as_asked_after_the_loss_of_a_machine(
     ssh_machines: Callable[[int], SshLab], wait_until: Callable[..., None]

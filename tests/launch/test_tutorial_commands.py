@@ -144,6 +144,7 @@ def test_the_directives_of_a_batch_script(slurm_cluster: SlurmCluster, tmp_path:
 @pytest.mark.ray
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_search_that_reads_the_variables_of_a_batch_script(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "mnist_pytorch_trainable.py").write_text(TRAINABLE)
     done = slurm_cluster.run(

@@ -73,6 +73,11 @@ PATIENT = ("--hang-timeout", "never", "--heartbeat", "8")
 BOTH = pytest.mark.parametrize("coordinator", ["embedded", "etcd"], indirect=True)
 """For tests of what holds in whichever way the leader and the nodes are decided on."""
 
+EMBEDDED_FIRST = pytest.mark.parametrize(
+    "coordinator", ["embedded", pytest.param("etcd", marks=pytest.mark.slow)], indirect=True
+)
+"""The same, where etcd decides as it does in other tests."""
+
 
 class Run:
     """A run on the machines of a lab; it stands still at the step that :meth:`hold` names.

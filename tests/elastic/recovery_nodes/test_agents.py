@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.conftest import children
-from tests.elastic.recovery_nodes.runs import BOTH, Run
+from tests.elastic.recovery_nodes.runs import EMBEDDED_FIRST, Run
 from tests.lab.machines import Machines, Node, NodeProcess
 from tests.small_disk import small_disk
 
@@ -60,7 +60,7 @@ def holds_lock(run: Run, process: NodeProcess) -> bool:
     return str(process.tree()[0].pid) in holders
 
 
-@BOTH
+@EMBEDDED_FIRST
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     processes = run.begin(nproc="1")
@@ -82,7 +82,7 @@ def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> No
     assert finish(run, undisturbed, survivor)["world_size"] == 1
 
 
-@BOTH
+@EMBEDDED_FIRST
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_agent_that_was_stopped_finds_itself_left_out(run: Run, undisturbed: str, victim: int) -> None:
     """And joins again."""
@@ -106,7 +106,7 @@ def rejoin(run: Run, winner: NodeProcess, loser: NodeProcess, nproc: int = 1) ->
     run.step_until("view", lambda event: event["nodes"] == 2 and event["generation"] > generation, winner, loser)
 
 
-@BOTH
+@EMBEDDED_FIRST
 def test_a_side_that_was_cut_off_finds_itself_left_out(run: Run, undisturbed: str) -> None:
     """And joins again once it is reached, with as many processes as before."""
     processes = run.begin(nproc="2,1")
@@ -120,7 +120,7 @@ def test_a_side_that_was_cut_off_finds_itself_left_out(run: Run, undisturbed: st
     assert finish(run, undisturbed, winner, loser)["world_size"] == 3
 
 
-@BOTH
+@EMBEDDED_FIRST
 @pytest.mark.parametrize("run", [3], indirect=True)
 def test_of_two_machines_that_cannot_reach_each_other_one_waits(run: Run, undisturbed: str) -> None:
     """Though both reach the leading one; it takes part again once the network has healed."""
@@ -168,7 +168,7 @@ def test_random_pairs_are_cut_and_all_take_part_again(run: Run, undisturbed: str
     assert finish(run, undisturbed, *processes)["world_size"] == 3
 
 
-@BOTH
+@EMBEDDED_FIRST
 @pytest.mark.parametrize("run", [3], indirect=True)
 def test_a_leading_machine_that_is_cut_from_both_others_is_left_out(run: Run, undisturbed: str) -> None:
     """Though it still reaches etcd."""
@@ -183,7 +183,7 @@ def test_a_leading_machine_that_is_cut_from_both_others_is_left_out(run: Run, un
     assert finish(run, undisturbed, *processes)["world_size"] in (2, 3)
 
 
-@BOTH
+@EMBEDDED_FIRST
 @pytest.mark.parametrize("run", [3], indirect=True)
 def test_two_leaders_are_killed_one_after_the_other(run: Run, undisturbed: str) -> None:
     """Three become two by a majority; two become one by the lease."""
@@ -247,7 +247,7 @@ def test_a_full_disk_does_not_end_who_takes_over(
         assert finish(run, undisturbed, *survivors)["world_size"] == 2
 
 
-@BOTH
+@EMBEDDED_FIRST
 def test_machines_lose_each_other_while_a_view_forms(run: Run, undisturbed: str) -> None:
     processes = run.begin(nproc="1")
     run.kill_worker(run.lab.nodes[1])

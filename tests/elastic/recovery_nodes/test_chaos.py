@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 from tests.elastic.recovery_nodes.chaos import Chaos, Fault, plan, steps_of, table
-from tests.elastic.recovery_nodes.runs import BOTH, OPTIONS, TASK, Run
+from tests.elastic.recovery_nodes.runs import EMBEDDED_FIRST, OPTIONS, TASK, Run
 
 pytestmark = [pytest.mark.chaos, pytest.mark.parametrize("run", [3], indirect=True)]
 
 
-@BOTH
+@EMBEDDED_FIRST
 @pytest.mark.timeout(600)
 def test_a_fault_of_each_kind(run: Run, tmp_path: Path) -> None:
     check(run, plan(seed=1, rounds=1), tmp_path)
 
 
-@BOTH
+@EMBEDDED_FIRST
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_thirty_faults(run: Run, tmp_path: Path) -> None:

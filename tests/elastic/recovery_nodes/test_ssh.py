@@ -49,6 +49,7 @@ def test_a_run_is_cancelled_continued_and_loses_its_first_machine(
     assert (result["model_sha256"], result["world_size"]) == (undisturbed, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_machines_that_come_late_or_come_back_take_part(
     ssh_machines: Callable[[int], SshLab], wait_until: Callable[..., None], undisturbed: str
