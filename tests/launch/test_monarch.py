@@ -403,6 +403,7 @@ def test_hosts_that_do_not_answer_are_named(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_lost_host_of_a_task_is_replaced(
     machines: Machines, run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
 ) -> None:

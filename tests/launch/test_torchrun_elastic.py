@@ -194,6 +194,7 @@ def cluster(slurm_cluster: SlurmCluster, tmp_path: Path) -> Cluster:
 
 @pytest.mark.slurm
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_slurm_goes_on_without_a_lost_node(cluster: Cluster) -> None:
     job = cluster.submit(*ELASTIC, "--", "works.py")
     cluster.groups.wait_for_all()

@@ -137,7 +137,7 @@ def test_where_locks_hold_within_a_node(machines: Sequence[Machine]) -> None:
     assert list(claims(directory.lock)) == []
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize("nproc", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_without_locks(tmp_path: Path, run_processes: Processes, nproc: str) -> None:
     with network_file_system(tmp_path, nodes="a") as mounts:
         path = mounts["a"].path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from tests.elastic.recovery_nodes.runs import BOTH, OPTIONS, PATIENT, Run
+from tests.elastic.recovery_nodes.runs import BOTH, EMBEDDED_FIRST, OPTIONS, PATIENT, Run
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -28,7 +28,7 @@ def test_a_machine_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     assert [event["event"] for event in lost] == (["takeover"] if victim == 0 else ["node lost"])
 
 
-@BOTH
+@EMBEDDED_FIRST
 def test_of_two_sides_only_one_goes_on(run: Run, undisturbed: str) -> None:
     processes = run.begin()
     run.lab.nodes[1].cut()
@@ -45,7 +45,7 @@ def test_of_two_sides_only_one_goes_on(run: Run, undisturbed: str) -> None:
     assert (result["model_sha256"], result["world_size"]) == (undisturbed, 2)
 
 
-@BOTH
+@EMBEDDED_FIRST
 @pytest.mark.parametrize("run", [3], indirect=True)
 def test_machines_come_and_go(run: Run, undisturbed: str) -> None:
     """One begins; two join by the directory alone; one is seen off, and one is asked to leave by a signal."""
