@@ -37,7 +37,7 @@ import pytest
 _NOBODY = 65534
 _UTIME_NOW, _UTIME_OMIT = 0x3FFFFFFF, 0x3FFFFFFE  # of <sys/stat.h>, in place of nanoseconds
 _LOST = {"rename": errno.ENOENT, "unlink": errno.ENOENT, "mkdir": errno.EEXIST, "link": errno.EEXIST}
-"""What a client that asks again is told, where the server has done it and the answer was lost."""
+"""The error that a client reports when it repeats a fulfilled request whose answer was lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Switches:
         only: everything below but ``slow_s`` and ``stale`` concerns paths that contain this text; "" is all.
         lost: operations that are done and reported as failed.
         lock_error: of a lock on a file.
-        locks_wait: nobody answers who asks for a lock on a file.
+        locks_wait: the server never answers a request for a lock on a file.
         link_error: of a hard link.
         folder_fsync_error: of a folder's fsync.
         write_error: of a write.
@@ -117,7 +117,7 @@ def network_file_system(
             file.
         absence_s: for so long it believes that a name is absent.
         maps_shared: whether files can be mapped with ``MAP_SHARED``.
-        squashes_root: root's files belong to nobody, and root may do what nobody may.
+        squashes_root: the server takes root for the user ``nobody``: owner of root's files, with that user's rights.
     """
     reason = why_not()
     if reason is not None:
@@ -178,7 +178,7 @@ class Passthrough:
         backing: the folder below.
         local_locks: leave locks to this machine's kernel, which knows of one mount only.
         cache_s: see :func:`network_file_system`.
-        squash: be nobody.
+        squash: run as the user ``nobody``.
     """
 
     use_ns = True
@@ -202,7 +202,7 @@ class Passthrough:
 
     def init_with_config(self, connection: Any, config: Any) -> None:
         config.use_ino = 1  # both mounts call a file by the number that it has below
-        os.chdir(self._backing)  # which `nobody` could not reach by its path
+        os.chdir(self._backing)  # by its path, the user `nobody` could not reach it
         os.umask(0)
         if self._squash:
             os.setgroups([])

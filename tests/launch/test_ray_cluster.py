@@ -11,6 +11,6 @@ from paceline.launch.ray_cluster import private_directory
 
 
 def test_where_no_folder_can_be_made_it_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # nobody can write there
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # where no user can create a folder
     with pytest.raises(LaunchError, match=r"/proc cannot be written: .* Set TMPDIR"), private_directory():
         pass

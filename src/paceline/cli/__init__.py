@@ -169,8 +169,8 @@ def _of_this_machine(error: Exception) -> PacelineError:
         return ConfigError(
             f"cannot use {error.filename}: {error.strerror}. Check its owner and path, or choose another."
         )
-    if advice := advise(error):
-        return LaunchError(f"{error}. {advice}")
+    if advice := advise(str(error)):
+        return LaunchError(f"{error}. {advice[0]}")
     raise error
 
 

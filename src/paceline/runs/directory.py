@@ -47,7 +47,7 @@ from paceline.core.files import (
     read_json_lines,
     write_atomically,
 )
-from paceline.runs.event_files import event_files, event_line, own_event_file
+from paceline.runs.event_files import event_files, event_line, is_event_file, own_event_file
 from paceline.runs.event_times import without_steps
 
 _MOST_EVENTS = 1000
@@ -216,11 +216,11 @@ class RunDirectory:
 
     def _require_regular_files(self) -> None:
         """Refuse a directory in which another kind of file has a name of the run's: opening a pipe would hang."""
-        files = (self.manifest, *self.event_files(), self.metrics, self.result, self.lock, self.agent, self.agents)
+        files = (self.manifest, self.metrics, self.result, self.lock, self.agent, self.agents)
         names = {path.name for path in (*files, self.sample_lengths, self.initial)}
         # Listed, because a network file system takes a moment for each name that is looked up.
         with os.scandir(self.path) as entries:
-            found = [entry for entry in entries if entry.name in names]
+            found = [entry for entry in entries if entry.name in names or is_event_file(entry.name)]
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.ledger) as entries:
             found += entries
         for entry in found:
@@ -358,10 +358,7 @@ class RunDirectory:
 
     def in_use(self) -> RunInUseError:
         """Return the error for a directory that another process is using."""
-        return RunInUseError(
-            f"{self.path} is in use by {describe_holder(self.lock)}. Wait for it to end, or choose another --run-dir "
-            "DIR."
-        )
+        return in_use(self.lock)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -373,6 +370,13 @@ class RunDirectory:
         with closing(RunLock(self)) as lock:
             lock.take()
             yield
+
+
+def in_use(lock: Path) -> RunInUseError:
+    """Return the error for the directory of a run or a search whose lock another process holds."""
+    return RunInUseError(
+        f"{lock.parent} is in use by {describe_holder(lock)}. Wait for it to end, or choose another --run-dir DIR."
+    )
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:

@@ -33,8 +33,12 @@ def event_files(events: Path) -> list[Path]:
         names = os.listdir(events.parent)
     except OSError:  # which reading ``events`` reports
         names = []
-    pattern = f"{events.stem}-*{events.suffix}"
-    return [events, *(events.with_name(name) for name in sorted(fnmatch.filter(names, pattern)))]
+    return [events, *(events.with_name(name) for name in sorted(names) if is_event_file(name) and name != events.name)]
+
+
+def is_event_file(name: str) -> bool:
+    """Return whether a node has its events in a file of this name."""
+    return name == "events.jsonl" or fnmatch.fnmatchcase(name, "events-*.jsonl")
 
 
 @functools.cache

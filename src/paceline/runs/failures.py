@@ -113,9 +113,9 @@ _ADVICE = (
 """What to do about errors of libraries, by their messages."""
 
 
-def advise(error: BaseException) -> str | None:
-    """Return what to do about an error of this machine's limits; None for other errors."""
-    return next((advice for reason, advice in _ADVICE if reason.search(str(error))), None)
+def advise(message: str) -> list[str]:
+    """Return what to do about an error of this machine's limits, by its message; nothing for other errors."""
+    return [advice for reason, advice in _ADVICE if reason.search(message)]
 
 
 def failure_of(rank: int, error: BaseException) -> FailureRecord:
@@ -280,7 +280,7 @@ def describe(failure: FailureRecord, directory: RunDirectory | None) -> str:
         # The user's own code, not a library that it called.
         user_locations = [line for line in locations if not any(path in line for path in _LIBRARIES)]
         lines += [f"  {(user_locations or locations)[-1]}"] if locations else []
-        lines += [f"  {advice}" for reason, advice in _ADVICE if reason.search(failure.message)]
+        lines += [f"  {advice}" for advice in advise(failure.message)]
     if directory is not None and failure.rank >= 0:
         lines.append(f"  log: {directory.log_of(failure.rank)}")
     return "\n".join(lines)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.config import RunConfig, config_from_mapping
-from paceline.core.errors import ConfigError, RunDirectoryError, RunInUseError
-from paceline.core.file_lock import FileLock, describe_holder
+from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.file_lock import FileLock
 from paceline.core.files import write_atomically
 from paceline.core.options import parse_best, parse_duration_s
+from paceline.runs.directory import in_use
 from paceline.tune.space import Parameters, Space, Value, assignments, parse_space
 
 # --- Budgets: ``2h``, ``100trials``, ``50gpu-h``, ``$200`` ---
@@ -461,10 +462,7 @@ class SearchDirectory:
         """
         with closing(FileLock(self.lock)) as lock:
             if not lock.take_within(_LOCK_TIMEOUT_S):
-                raise RunInUseError(
-                    f"{self.path} is in use by {describe_holder(self.lock)}. Wait for it to end, or choose "
-                    "another --run-dir DIR."
-                )
+                raise in_use(self.lock)
             yield
 
     def read(self) -> Search:
