@@ -157,6 +157,39 @@ def shares(
 
 
 @app.command
+def scaling(
+    task: str,
+    *options: Annotated[str, Parameter(allow_leading_hyphen=True, help="After --: further options of paceline train.")],
+    nproc: Annotated[
+        tuple[int, ...],
+        Parameter(consume_multiple=True, negative="", help="Numbers of processes a node; ratios are to the least."),
+    ] = (1, 2),
+    batch_per_process: Annotated[
+        int | None, Parameter(help="Samples a process and step (weak scaling). Default: the same global batch for all.")
+    ] = None,
+    steps: Annotated[int, Parameter(help="Steps to measure.")] = 100,
+    warmup: Annotated[int, Parameter(help="Steps before those.")] = 20,
+    rounds: Rounds = 1,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Throughput, speed-up and efficiency of a task of your own by the number of processes."""
+    from benchmarks.scaling import bench_scaling
+
+    result = bench_scaling(
+        task,
+        nproc=nproc,
+        batch_per_process=batch_per_process,
+        steps=steps,
+        warmup=warmup,
+        rounds=rounds,
+        options=options,
+        progress=_progress,
+    )
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
 def coordinators(*, rounds: Rounds = 5, json: Json = False, markdown: Markdown = False) -> int:
     """Nodes killed and frozen: how soon the others continue, with the embedded coordinator and with etcd."""
     from benchmarks.coordinators import bench_coordinators

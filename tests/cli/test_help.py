@@ -43,13 +43,13 @@ GROUPS = {
     "Other": ("version",),
 }
 COMMANDS = tuple(command for commands in GROUPS.values() for command in commands)
-SUBCOMMANDS = (*("runs show", "runs pipeline", "bench comm", "bench scaling", "registry pull", "checkpoint ls"),)
-WITH_RUN_OPTIONS = ("train", "resume", "tune", "chaos", "verify", "bench scaling")
+SUBCOMMANDS = (*("runs show", "runs pipeline", "bench comm", "registry pull", "checkpoint ls"),)
+WITH_RUN_OPTIONS = ("train", "resume", "tune", "chaos", "verify")
 COMMON_OF_TRAIN = (
     *("--set", "--epochs", "--max-steps", "--global-batch-size", "--precision", "--seed", "--nproc"),
     *("--nodes", "--on", "--strategy", "--device", "--checkpoint-every", "--run-dir", "--config", "--dry-run"),
 )
-WITH_LAUNCHERS = ("train", "resume", "launch", "doctor", "bench scaling")
+WITH_LAUNCHERS = ("train", "resume", "launch", "doctor")
 HELPS = [
     [],
     *([command] for command in COMMANDS),
@@ -148,7 +148,7 @@ def test_every_option_is_explained(said: dict[str, tuple[int, str]], command: st
     assert not {f"--no-{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)} & set(words)
 
 
-@pytest.mark.parametrize("command", ["tune", "chaos", "verify", "bench scaling"])
+@pytest.mark.parametrize("command", ["tune", "chaos", "verify"])
 def test_the_options_of_train_are_named_in_a_line(said: dict[str, tuple[int, str]], command: str) -> None:
     text = said[f"{command} --help"][1]
     assert "Options of paceline train, shown by --help-all: " in text
@@ -185,7 +185,7 @@ def test_help_anywhere_is_help(said: dict[str, tuple[int, str]]) -> None:
 
 @pytest.mark.parametrize(
     ("command", "arguments"),
-    [("train", "TASK"), ("resume", "RUN"), ("tune", "TASK"), ("launch", "-- COMMAND..."), ("bench scaling", "TASK")],
+    [("train", "TASK"), ("resume", "RUN"), ("tune", "TASK"), ("launch", "-- COMMAND...")],
 )
 def test_the_usage_names_the_arguments(said: dict[str, tuple[int, str]], command: str, arguments: str) -> None:
     first = said[f"{command} --help"][1].splitlines()[0]

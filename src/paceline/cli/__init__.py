@@ -66,7 +66,7 @@ _COMMANDS = {
     "verify": (_PROVE, "verify:verify", "Train under every strategy, and compare with one process."),
     "chaos": (_PROVE, "chaos:chaos", "Train under injected faults, and prove that nothing is lost."),
     "revalidate": (_PROVE, "revalidate:revalidate", "Recompute and compare a run's or package's recorded metrics."),
-    "bench": (_PROVE, "bench:app", "Measure collectives, and how a task scales, on your machines."),
+    "bench": (_PROVE, "bench:app", "Measure collectives on your machines."),
     "tune": (_TUNE, "tune:tune", "Search for a task's best hyperparameters in parallel trials."),
     "export": (_SERVE, "export:export", "Export a run's model as a package."),
     "registry": (_SERVE, "registry:app", "List, tag, copy and roll back packages."),
@@ -87,6 +87,14 @@ _USAGE = {
     "verify": "[OPTIONS] TASK",
 }
 """Usage lines of the commands with the most options, for which cyclopts would inspect every option again."""
+
+_MOVED = {
+    ("bench", "scaling"): (
+        "paceline bench scaling has left the package; in a checkout of the repository, type: "
+        "python -m benchmarks scaling TASK --nproc 1 2 4 -- OPTIONS"
+    ),
+}
+"""Former commands, and what to type instead."""
 
 _GROUPS = {name: Group(name, sort_key=n) for n, name in enumerate(dict.fromkeys(g for g, _, _ in _COMMANDS.values()))}
 for _index, (_name, (_group, _target, _help)) in enumerate(_COMMANDS.items()):
@@ -175,6 +183,9 @@ def _of_this_machine(error: Exception) -> PacelineError:
 
 
 def _call(arguments: list[str]) -> int:
+    for words, remedy in _MOVED.items():
+        if tuple(arguments[: len(words)]) == words:
+            raise ConfigError(remedy)
     try:
         code: object = 0
         if _is_help_request(arguments):

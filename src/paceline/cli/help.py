@@ -22,8 +22,8 @@ _WITHOUT_GROUP = "Parameters"
 _LOCAL_LAUNCHERS = ("auto", "inprocess", "embedded", "spawn", "torchrun")
 """Values of ``--on`` with few options of their own, which ``--help`` shows below the common ones."""
 
-_JOBS = ("train", "resume", "launch", "bench scaling")
-_OPTIONS_OF_TRAIN = ("tune", "chaos", "verify", "bench scaling")
+_JOBS = ("train", "resume", "launch")
+_OPTIONS_OF_TRAIN = ("tune", "chaos", "verify")
 _LONGEST_COMMAND = len("checkpoint")
 _EMPTY_DEFAULTS = ("False", "()", '""')
 
@@ -42,8 +42,7 @@ class _Formatter(DefaultFormatter):
     """Prints the first groups of options, and notes the names of the others."""
 
     def __init__(self, words: Sequence[str], *, everything: bool) -> None:
-        pair = " ".join(words[:2])
-        self._command = pair if pair in _JOBS else " ".join(words[:1])
+        self._command = " ".join(words[:1])
         super().__init__(column_specs=None if self._command else _command_columns)
         self._everything = everything
         self._hidden_groups: set[str] = set()

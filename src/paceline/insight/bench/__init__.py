@@ -1,1 +1,1 @@
-"""Measurements on a user's own machines: collectives, and how a task scales with processes."""
+"""Measurements of collectives on a user's own machines."""
