@@ -453,11 +453,11 @@ def chunks(file: io.BufferedReader) -> Iterator[bytes]:
 
 def remove(path: Path) -> None:
     """Delete a file or a directory, as far as the disk allows."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
+    with suppress(OSError):
+        try:
             path.unlink(missing_ok=True)
+        except (IsADirectoryError, PermissionError):  # a directory, whose removal POSIX calls not permitted
+            shutil.rmtree(path, ignore_errors=True)
 
 
 # --- Compatibility of a checkpoint with this run and process ---

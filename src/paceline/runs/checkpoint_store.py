@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -237,7 +238,7 @@ def _info_of(path: Path, changed_ns: int) -> CheckpointInfo:
 def remove_stale(directory: Path) -> None:
     """Delete the files of writers that have ended, as far as the disk allows."""
     try:
-        stale = [entry for entry in _entries(directory) if entry.name.startswith(TEMPORARY)]
+        stale = [directory / entry.name for entry in _entries(directory) if entry.name.startswith(TEMPORARY)]
     except OSError:
         return  # the next save reports the error
     for entry in stale:
@@ -251,14 +252,15 @@ def scan(directory: Path) -> list[Path]:
     checkpoints = []
     for entry in _entries(directory):
         match = _NAME.fullmatch(entry.name)
-        if match and entry.is_dir() and not entry.is_symlink():
-            checkpoints.append((int(match[2]), int(match[1]), entry))
+        if match and entry.is_dir(follow_symlinks=False):  # mostly known from the listing: no request to a server
+            checkpoints.append((int(match[2]), int(match[1]), directory / entry.name))
     return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
 
-def _entries(directory: Path) -> list[Path]:
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
     try:
-        return list(directory.iterdir())
+        with os.scandir(directory) as entries:
+            return list(entries)
     except (FileNotFoundError, NotADirectoryError):  # the next save creates it or reports the error
         return []
 
@@ -275,8 +277,8 @@ def _verify_named(path: Path) -> Manifest:
 
 def _is_good(target: Path) -> bool:
     try:
-        return not target.is_symlink() and _verify_named(target) is not None
-    except CheckpointError:
+        return stat.S_ISDIR(target.lstat().st_mode) and _verify_named(target) is not None
+    except (CheckpointError, FileNotFoundError):
         return False
 
 
@@ -315,16 +317,15 @@ def delete(path: Path) -> None:
 def write_latest(directory: Path) -> None:
     """Point the link ``LATEST`` at the newest checkpoint; failures are ignored, because nothing relies on it.
 
-    It is a link, because replacing a file by renaming makes ext4 flush its data first. The loop checks again
-    afterwards, because another writer may have committed a newer one meanwhile.
+    It is a link, because replacing a file by renaming makes ext4 flush its data first.
     """
     temporary = directory / temporary_name()
-    with suppress(OSError):
-        while (newest := scan(directory)[:1]) and _read_hint(directory) != newest[0].name:
-            temporary.symlink_to(newest[0].name)
+    try:
+        for newest in scan(directory)[:1]:
+            temporary.symlink_to(newest.name)
             temporary.replace(directory / LATEST)
-    with suppress(OSError):
-        temporary.unlink(missing_ok=True)
+    except OSError:
+        remove(temporary)
 
 
 def _read_hint(directory: Path) -> str | None:
