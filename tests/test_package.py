@@ -66,7 +66,6 @@ COMMANDS = [
     "logs",
     "audit",
     "report",
-    "revalidate",
     "checkpoint",
     "bench",
     "version",

@@ -178,7 +178,7 @@ def test_a_child_keeps_its_parent(here: Path, capfd: pytest.CaptureFixture[str])
 def test_adapters_are_merged_for_a_child_and_in_a_package(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lora = "rank=2,target=0|2"
     assert _paceline(_train("adapted", "--init-from", "parent@last", "--lora", lora, "--max-steps", "3")) == 0
-    assert _paceline(["revalidate", "adapted"]) == 0, "the merged model is the one that was evaluated"
+    assert _paceline(["report", "--check", "adapted"]) == 0, "the merged model is the one that was evaluated"
     assert _paceline(_train("grandchild", "--init-from", "adapted@last", "--max-steps", "1")) == 0
     state = load(select_checkpoint(Path("adapted/checkpoints"), "last")).state["model"]
     a, b = (state[f"0.lora_{letter}.default.weight"] for letter in "AB")

@@ -36,7 +36,7 @@ print(json.dumps([said, "torch" in sys.modules]))
 GROUPS = {
     "Start": ("train", "resume", "fork", "launch", "join", "scale", "plan", "doctor"),
     "Look": ("runs", "logs", "dashboard", "report", "jobs", "status", "cancel"),
-    "Prove": ("audit", "verify", "chaos", "revalidate", "bench"),
+    "Prove": ("audit", "verify", "chaos", "bench"),
     "Tune": ("tune",),
     "Serve": ("export", "registry", "serve", "deploy", "predict"),
     "Keep clean": ("gc", "checkpoint"),

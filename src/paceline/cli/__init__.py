@@ -58,14 +58,13 @@ _COMMANDS = {
     "runs": (_LOOK, "runs:app", "List runs with state and results; show one run's history."),
     "logs": (_LOOK, "logs:logs", "Show what each rank of a run printed."),
     "dashboard": (_LOOK, "dashboard:dashboard", "Show runs and jobs live on a local web page."),
-    "report": (_LOOK, "report:report", "Analyse and compare the results of runs."),
+    "report": (_LOOK, "report:report", "Analyse and compare runs; check recorded metrics."),
     "jobs": (_LOOK, "jobs:jobs", "List submitted jobs."),
     "status": (_LOOK, "jobs:status", "Show a job's state."),
     "cancel": (_LOOK, "jobs:cancel", "Cancel a job."),
     "audit": (_PROVE, "audit:audit", "Prove from a run's ledger that it saw each sample once."),
     "verify": (_PROVE, "verify:verify", "Train under every strategy, and compare with one process."),
     "chaos": (_PROVE, "chaos:chaos", "Train under injected faults, and prove that nothing is lost."),
-    "revalidate": (_PROVE, "revalidate:revalidate", "Recompute and compare a run's or package's recorded metrics."),
     "bench": (_PROVE, "bench:app", "Measure collectives on your machines."),
     "tune": (_TUNE, "tune:tune", "Search for a task's best hyperparameters in parallel trials."),
     "export": (_SERVE, "export:export", "Export a run's model as a package."),
@@ -89,6 +88,7 @@ _USAGE = {
 """Usage lines of the commands with the most options, for which cyclopts would inspect every option again."""
 
 _MOVED = {
+    ("revalidate",): "paceline revalidate is now an option of report: paceline report RUN|PACKAGE --check",
     ("bench", "scaling"): (
         "paceline bench scaling has left the package; in a checkout of the repository, type: "
         "python -m benchmarks scaling TASK --nproc 1 2 4 -- OPTIONS"

@@ -242,7 +242,7 @@ def _use(manifest: PackageManifest) -> str:
     inputs = ", ".join(f"{key}={value.dtype}" for key, value in manifest.inputs.items())
     lines = [
         f"With the package in a registry, as `{name}` (its inputs: {inputs}):",
-        f"```console\n$ paceline serve {name}\n$ paceline predict {name} FILE\n$ paceline revalidate {name}\n```",
+        f"```console\n$ paceline serve {name}\n$ paceline predict {name} FILE\n$ paceline report --check {name}\n```",
     ]
     if "onnx" in manifest.programs and len(manifest.inputs) == 1:
         lines.append(
