@@ -28,6 +28,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 RESTART_EXIT_CODE = 75
 """The exit code of a process that saved its state after a stop request: restart it to continue."""
 
@@ -141,3 +143,10 @@ class StopRequested(PacelineError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def join_names(found: Iterable[str], most: int = 6) -> str:
+    """Join names with commas for a message; of many, name the first and the number of the others."""
+    kept = list(found)
+    more = len(kept) - most
+    return ", ".join(kept[:most]) + (f" and {more} more" if more > 0 else "")

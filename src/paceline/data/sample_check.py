@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.core.impurities import Impurity, impurity
+
 _BUDGET_S = 0.2  # then no further sample is read for the check
 MOST_SAMPLES = 8
 """The samples that one check compares."""
@@ -38,7 +40,7 @@ class SampleCheck:
 
     reference: int
     num_samples: int = 0
-    problem: str | None = None
+    problem: Impurity | None = None
     seconds: float = 0.0
 
 
@@ -52,7 +54,7 @@ def check_samples(read: ReadSample, epoch: int, rows: Sequence[int], reference: 
         reference: rows that every process reads, as in epoch 0, for :attr:`SampleCheck.reference`.
     """
     started = time.monotonic()
-    first: dict[int, tuple[bytes, bytes]] = {}
+    first: dict[int, tuple[bytes, dict[str, bytes]]] = {}
     for row in dict.fromkeys(rows):
         if len(first) >= 2 and time.monotonic() - started > _BUDGET_S:
             break
@@ -61,15 +63,10 @@ def check_samples(read: ReadSample, epoch: int, rows: Sequence[int], reference: 
     for row in reversed(first):
         sample, generators = _observe(read, epoch, row)
         if sample != first[row][0]:
-            problem = (
-                f"sample {row} had other values when it was read again in another order. The dataset draws from a "
-                "generator of its own, or remembers what it read before."
-            )
+            what = f"sample {row} had other values when it was read again in another order"
+            problem = impurity("unkeyed-randomness", about="sample", what=what)
         elif generators != first[row][1]:
-            problem = (
-                f"sample {row} drew other random numbers when it was read again, although it had the same values. The "
-                "dataset keeps what it drew, such as an augmented sample in a cache."
-            )
+            problem = impurity("cached-randomness", about="sample", what=f"sample {row}")
         if problem is not None:
             break
     number = reference_of(read(0, row) for row in reference)
@@ -84,13 +81,16 @@ def reference_of(samples: Iterable[Any]) -> int:
     return int.from_bytes(digest.digest(), "little") + 1
 
 
-def _observe(read: ReadSample, epoch: int, row: int) -> tuple[bytes, bytes]:
-    """Read a sample; return digests of its values, and of the random generators afterwards."""
-    sample = digest_of(read(epoch, row))
-    digest = hashlib.blake2b(repr(random.getstate()).encode())
-    _update(digest, np.random.get_state(legacy=False))
-    digest.update(torch.get_rng_state().numpy().data)
-    return sample, digest.digest()
+def _observe(read: ReadSample, epoch: int, row: int) -> tuple[bytes, dict[str, bytes]]:
+    """Read a sample; return a digest of its values, and those of the random generators afterwards."""
+    return digest_of(read(epoch, row)), generator_digests()
+
+
+def generator_digests() -> dict[str, bytes]:
+    """Return digests of the states of the global random generators, by name."""
+    numpy_state = np.random.get_state(legacy=False)
+    states = {"torch": torch.get_rng_state(), "random": repr(random.getstate()), "numpy": numpy_state}
+    return {name: digest_of(state) for name, state in states.items()}
 
 
 def digest_of(value: Any) -> bytes:

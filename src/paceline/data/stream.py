@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from paceline.core.errors import ConfigError, DataError
+from paceline.core.impurities import impurity
 from paceline.data.order import derive_key
 from paceline.data.sample_check import SampleCheck, reference_of
 from paceline.data.samples import (
@@ -26,11 +27,6 @@ from paceline.data.set_epoch import set_epoch
 
 _ITEM = 17
 """Domain of the keys, distinct from those of ``paceline.data.order`` and ``samples``."""
-_OTHER_SAMPLES = (
-    "the first samples had other values when the stream was opened again. It draws from a generator of its own, or "
-    "counts how often it was opened: seed its shuffles, or draw from the global generators, which Paceline seeds (in "
-    "webdataset: shuffle(1000, rng=random))."
-)
 
 
 class StreamReader(Protocol):
@@ -271,7 +267,7 @@ class StreamLoader:
             else:
                 shard = self._open(k, epoch)
                 if self.checked is not None and k == epoch == 0 and reference_of(shard.ahead) != self.checked.reference:
-                    self.checked = replace(self.checked, problem=_OTHER_SAMPLES)
+                    self.checked = replace(self.checked, problem=impurity("reshuffled-stream"))
                 if 0 < len(shard.ahead) < self._min_microbatch_size:
                     raise DataError(
                         f"{self._split} stream, shard {k} contains only {len(shard.ahead)} samples, but a "

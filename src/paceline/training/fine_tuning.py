@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.core.config import RunConfig, config_from_mapping
-from paceline.core.errors import CheckpointError, ConfigError, PacelineError, PackageError
+from paceline.core.errors import CheckpointError, ConfigError, PacelineError, PackageError, join_names
 from paceline.core.files import write_atomically
 from paceline.core.fine_tuning_config import ALL_LINEAR, Lora
 from paceline.core.task import Task
@@ -31,7 +31,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
 from paceline.runs.rank_log import silence_loggers
 from paceline.torch_internals import PYTREE_LOGGER, NormBase
-from paceline.training.optim import join_names, matches, require_match
+from paceline.training.optim import matches, require_match
 from paceline.training.reproducibility import build_split, seed_adapters
 from paceline.training.run_context import RunContext
 

@@ -16,16 +16,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import SGD, Optimizer, SparseAdam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, join_names
 from paceline.core.fine_tuning_config import parse_lr_scale
 from paceline.parallel.sharded_state import ShardedOptimizer, is_distributed, local_shard
 from paceline.torch_internals import PartsGradScaler, foreach_copy_
 from paceline.training.optimizer_state import is_numbered, named_state, numbered_state
 
 # --- Patterns that name layers or parameters, with ``*`` for any: ``--lr-scale``, ``--freeze`` ---
-
-
-_MOST_NAMES = 6
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -56,13 +53,6 @@ def require_match(option: str, pattern: str, module: nn.Module, others: Iterable
         else f"Its layers with parameters: {join_names(layers or parameters)}."
     )
     raise ConfigError(f"{option} {pattern}: nothing in the model has such a name. {hint}")
-
-
-def join_names(found: Iterable[str], most: int = _MOST_NAMES) -> str:
-    """Join names with commas; of many, name the first and the number of the others."""
-    kept = list(found)
-    more = len(kept) - most
-    return ", ".join(kept[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 # --- The moving average of the weights ---

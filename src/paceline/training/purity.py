@@ -18,8 +18,10 @@ import hashlib
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.core.task import Task
+from paceline.core.errors import join_names
+from paceline.core.impurities import Impurity, impurity
+from paceline.core.task import Loss, Task
 from paceline.data.sample_check import SampleCheck
 from paceline.data.samples import Loader, MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
@@ -37,13 +41,12 @@ from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import bytes_of
 from paceline.training.control import ControlFlags
-from paceline.training.purity_record import Impurity
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
 from paceline.training.step import MicrobatchRunner
 from paceline.training.step_hooks import StepHook
 
-_NAMED = 3  # differences that a message names
+_AT_FIRST = " than those with which the run began"
 
 # --- The bits of tensors ---
 
@@ -68,15 +71,6 @@ def bits_by_name(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     return {name: tensor_bits(tensor) for name, tensor in named if not tensor.is_meta}
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    return [name for name in after if before.get(name) != after[name]]
-
-
-def _list(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMED])
-    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
-
-
 # --- Plain attributes of the task and of the model's modules ---
 
 
@@ -85,7 +79,9 @@ _NO_OWNERS = (nn.Module, Optimizer, Dataset, DataLoader, type, types.ModuleType,
 _FOREIGN = ("torch", "numpy", "builtins", "collections", "paceline", "lightning", "pytorch_lightning", "torchmetrics")
 _MOST_ITEMS = 64
 _MOST_NUMBERS = 2**20  # a larger tensor or array is rather data
-_Scalar = bool | int | float | str | bytes | complex | None
+_SCALARS = (bool, int, float, str, bytes, complex, type(None))
+_ITEMS = (list, tuple, set, frozenset, deque, dict)
+_NUMBERS = (torch.Tensor, np.ndarray, np.generic)
 
 
 class Attributes:
@@ -93,12 +89,8 @@ class Attributes:
 
     def __init__(self, task: Task, module: nn.Module) -> None:
         self._owners = dict(_owners(task, module))
-        self._values: dict[tuple[str, str], Any] = {}
-        self._tokens: dict[str, tuple[str, Any]] = {}
-        for path, owner in self._owners.items():
-            for name, value, token in _plain(owner):
-                self._values[path, name] = value
-                self._tokens[f"{path}.{name}"] = token
+        self._values = {(path, name): value for path, owner in self._owners.items() for name, value in _plain(owner)}
+        self._tokens = {f"{path}.{name}": _token(value) for (path, name), value in self._values.items()}
         self._lengths = {key: len(value) for key, value in self._values.items() if isinstance(value, list)}
 
     def changed_since(self, before: Attributes) -> list[str]:
@@ -107,19 +99,18 @@ class Attributes:
 
     def is_counter(self, path: str) -> bool:
         """Return whether the value at ``path`` is a whole number."""
-        kind = self._tokens.get(path, ("", None))[0]
-        return kind == "int"
+        return self._tokens[path][0] is int
 
     def restore(self) -> None:
         """Bind the values of that moment again, and remove what was added since; a check must not count."""
         for path, owner in self._owners.items():
-            for name in [name for name, _, _ in _plain(owner) if (path, name) not in self._values]:
+            for name in [name for name, _ in _plain(owner) if (path, name) not in self._values]:
                 del vars(owner)[name]
         for (path, name), value in self._values.items():
             own = vars(self._owners[path])
             if isinstance(value, list):
                 del value[self._lengths[path, name] :]
-            elif isinstance(value, _Scalar | torch.Tensor) and own.get(name) is not value:
+            elif isinstance(value, (*_SCALARS, torch.Tensor)) and own.get(name) is not value:
                 own[name] = value
 
 
@@ -142,65 +133,120 @@ def _is_own(value: Any) -> bool:
     )
 
 
-def _plain(owner: Any) -> Iterator[tuple[str, Any, tuple[str, Any]]]:
-    """Yield the owner's plain attributes: name, value and token."""
+def _plain(owner: Any) -> Iterator[tuple[str, Any]]:
     for name, value in vars(owner).items():
         if isinstance(owner, nn.Module) and name in _MODULE_ATTRIBUTES:
             continue
-        token = _token(value)
-        if token[0]:
-            yield name, value, token
+        size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 0)
+        if isinstance(value, (*_SCALARS, *_ITEMS)) or (isinstance(value, _NUMBERS) and size <= _MOST_NUMBERS):
+            yield name, value
 
 
-def _token(value: Any) -> tuple[str, Any]:
-    """Return the kind of a value, and something that is equal for equal values; no kind for one that is not plain."""
-    if isinstance(value, _Scalar):
-        return type(value).__name__, repr(value)
-    if isinstance(value, torch.Tensor) and value.numel() <= _MOST_NUMBERS:
-        return "tensor", None if value.is_meta or value.layout is not torch.strided else tensor_bits(value)
-    if isinstance(value, np.ndarray | np.generic) and value.size <= _MOST_NUMBERS:
-        return "array", hashlib.blake2b(value.tobytes()).digest()
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        items = list(value)[:_MOST_ITEMS]
-        return type(value).__name__, (len(value), [_token(item) for item in items if isinstance(item, _Scalar)])
-    if isinstance(value, dict):
-        items = list(value.items())[:_MOST_ITEMS]
-        return "dict", (len(value), [(repr(key), _token(item)) for key, item in items if isinstance(item, _Scalar)])
-    return "", None
+def _token(value: Any) -> tuple[type, Any]:
+    """Return the type of a plain value, and something that is equal for equal values."""
+    token: Any = None
+    if isinstance(value, _ITEMS):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        shown = [(repr(key), _token(item)) for key, item in islice(items, _MOST_ITEMS) if isinstance(item, _SCALARS)]
+        token = len(value), shown
+    elif isinstance(value, torch.Tensor):
+        token = None if value.is_meta or value.layout is not torch.strided else tensor_bits(value)
+    elif isinstance(value, _SCALARS):
+        token = repr(value)
+    else:
+        token = hashlib.blake2b(value.tobytes()).digest()
+    return type(value), token
 
 
 # --- One micro-batch, computed twice ---
 
 
-@dataclass(frozen=True)
-class _Observation:
-    """What the computation of a micro-batch gave."""
+Observation = tuple[tuple[float, float], dict[str, int], dict[str, int]]
 
-    loss: tuple[float, float]  # the sums of losses and weights
-    gradients: Mapping[str, int]
-    buffers: Mapping[str, int]
 
-    def differs(self, other: _Observation) -> str | None:
-        """Describe the first difference; None if there is none. NaNs are equal."""
-        if repr(self.loss) != repr(other.loss):
-            return f"gave two losses, {self.loss[0]:.9g} and {other.loss[0]:.9g}"
-        if names := _changed(self.buffers, other.buffers):
-            return f"left two values in {_list(names)}"
-        if names := _changed(self.gradients, other.gradients):
-            return f"gave two gradients of {_list(names)}"
-        return None
+def observe(loss: Loss, module: nn.Module) -> Observation:
+    """Return sum and weight of a micro-batch's loss, and the bits of the buffers and gradients after its backward."""
+    gradients = ((name, p.grad) for name, p in module.named_parameters() if p.grad is not None)
+    pair = float(loss.sum.detach()), float(loss.weight)
+    return pair, bits_by_name(module.named_buffers()), bits_by_name(gradients)
+
+
+def compute_twice(
+    where: str,
+    task: Task,
+    module: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    parameters: Mapping[str, int],
+    compute: Callable[[], Observation],
+) -> list[Impurity]:
+    """Compute a micro-batch twice, and return what differs; the plain attributes keep their values.
+
+    Args:
+        where: names the micro-batch.
+        task: with attributes that must not change.
+        module: the task's model.
+        optimizers: with options that must not change.
+        parameters: the bits of the model's before.
+        compute: computes the micro-batch's loss and gradients, each time from the same random keys and buffers.
+    """
+    before, options = Attributes(task, module), _options(optimizers)
+    first = compute()
+    between = Attributes(task, module)
+    second = compute()
+    after = Attributes(task, module)
+    before.restore()
+    if found := changed_parameters(module, parameters):
+        return found
+    if names := _changed(options, _options(optimizers)):
+        found = [impurity("optimizer", names)]
+    changed = after.changed_since(between)
+    if (difference := _difference(first, second)) is not None:
+        what = f"{where}, computed twice, {difference}"
+        # On a GPU, an operation may have no deterministic version.
+        certain = next(module.parameters()).device.type == "cpu"
+        if suspects := changed or after.changed_since(before):
+            return [*found, impurity("hidden-state", suspects, what=what, certain=certain)]
+        return [*found, impurity("unkeyed-randomness", about="loss", what=what, certain=certain)]
+    if counters := [path for path in changed if after.is_counter(path)]:
+        return [*found, impurity("counter", counters)]
+    return [*found, impurity("attribute", changed, certain=False)] if changed else found
+
+
+def changed_parameters(module: nn.Module, before: Mapping[str, int]) -> list[Impurity]:
+    """Return the parameters that forward or backward changed, as one finding, if there are any."""
+    names = _changed(before, bits_by_name(module.named_parameters()))
+    return [impurity("forward", names)] if names else []
+
+
+def _difference(first: Observation, second: Observation) -> str | None:
+    """Describe the first difference; None if there is none. NaNs are equal."""
+    if repr(first[0]) != repr(second[0]):
+        return f"gave two losses, {first[0][0]:.9g} and {second[0][0]:.9g}"
+    for what, one, other in zip(("left two values in", "gave two gradients of"), first[1:], second[1:], strict=True):
+        if names := _changed(one, other):
+            return f"{what} {join_names(names, 3)}"
+    return None
+
+
+def _options(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
+    return {
+        f"{option} of group {number} in optimizer {name}": value
+        for name, optimizer in optimizers.items()
+        for number, group in enumerate(optimizer.param_groups)
+        for option, value in group.items()
+        if isinstance(value, int | float)
+    }
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return [name for name in after if before.get(name) != after[name]]
+
+
+# --- The guard of a process's steps ---
 
 
 class PurityCheck(StepHook):
-    """Checks the first steps of this process, and from time to time another one.
-
-    Args:
-        run: the run.
-        world: the ranks.
-        state: this rank's.
-        loader: of the training data.
-        runner: computes a micro-batch.
-    """
+    """Checks the first steps of this process, and from time to time another one."""
 
     def __init__(
         self, run: RunContext, world: World, state: TrainingState, loader: Loader, runner: MicrobatchRunner
@@ -218,16 +264,16 @@ class PurityCheck(StepHook):
         with self._run.purity.steps.check():
             if "deepspeed" not in self._run.config.strategies:  # it moves parameters in and out within a step
                 self._parameters = bits_by_name(self._state.module.named_parameters())
-            if isinstance(strategy, ReducerStrategy) and microbatches and self._is_deterministic:
+            deterministic = self._run.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+            if isinstance(strategy, ReducerStrategy) and microbatches and deterministic:
                 self._compute_twice(strategy, microbatches[0])
 
     def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Compare the parameters with those before."""
-        if self._parameters is None:
-            return
-        self._run.purity.checks["forward"] += 1
-        self._compare_parameters()
-        self._parameters = None
+        if self._parameters is not None:
+            self._run.purity.checks["forward"] += 1
+            self._add(changed_parameters(self._state.module, self._parameters))
+            self._parameters = None
 
     def report(self, flags: ControlFlags) -> ControlFlags:
         """Report, once, which samples this rank reads, and whether there is something to settle."""
@@ -250,14 +296,10 @@ class PurityCheck(StepHook):
             purity.checks["data"] = 1
         is_other = not flags.impure and flags.samples_fingerprint not in (0, progress.data_fingerprint)
         if is_other:
-            purity.add(self._other_data(between_ranks=flags.samples_fingerprint < 0))
+            self._add([self._other_data(between_ranks=flags.samples_fingerprint < 0)])
         if is_other or flags.impure:  # the same on all ranks
             purity.settle(self._world, self._run.directory)
         return replace(flags, impure=False, samples_fingerprint=0)
-
-    @property
-    def _is_deterministic(self) -> bool:
-        return self._run.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
     def _take_sample_check(self) -> None:
         checked = self._loader.checked
@@ -265,129 +307,43 @@ class PurityCheck(StepHook):
             return
         self._last_sample_check, self._samples = checked, checked.reference
         self._run.purity.checks["samples"] += checked.num_samples
-        if checked.problem is not None:
-            name = type(self._run.data.train).__name__
-            self._run.purity.add(Impurity("sample", f"{name}: {checked.problem}"))
+        if (found := checked.problem) is not None:
+            self._add([replace(found, message=f"{type(self._run.data.train).__name__}: {found.message}")])
 
     def _other_data(self, *, between_ranks: bool) -> Impurity:
-        name = type(self._run.data.train).__name__
-        who = "two ranks read" if between_ranks else "this process reads"
-        than = "" if between_ranks else " than those with which the run began"
-        if self._run.data.stream is not None:
-            return Impurity(
-                "data",
-                f"{name}: {who} other samples at the beginning of the stream{than}. Every rank must read the whole "
-                "stream, since Paceline gives each micro-batch to one rank: leave out the split by rank (get_rank, "
-                "RANK, split_dataset_by_node, split_by_node), and seed every shuffle.",
-            )
-        return Impurity(
-            "data",
-            f"{name}: {who} other values in the same samples{than}. Files differ, or build_dataset draws from a "
-            f"generator that nothing seeds.",
-        )
+        data = self._run.data
+        who, than = ("two ranks read", "") if between_ranks else ("this process reads", _AT_FIRST)
+        kind = "data" if data.stream is None else "split-stream"
+        return impurity(kind, what=f"{type(data.train).__name__}: {who}", than=than)
 
     def _compute_twice(self, strategy: ReducerStrategy, microbatch: MicroBatch) -> None:
-        run, module = self._run, self._state.module
+        run, state = self._run, self._state
         try:
             # The task may change its batch.
             copies = [replace(microbatch, batch=copy.deepcopy(microbatch.batch)) for _ in range(2)]
         except Exception:
             return
-        before = Attributes(run.task, module)
-        options = self._optimizer_options()
-        self._world.progress_tracker.move("forward")
-        first = self._compute(strategy, copies[0])
-        between = Attributes(run.task, module)
-        second = self._compute(strategy, copies[1])
-        after = Attributes(run.task, module)
-        before.restore()
-        run.purity.checks["microbatches"] += 1
-        changed = after.changed_since(between)
-        counters = [path for path in changed if after.is_counter(path)]
-        difference = first.differs(second)
-        where = f"micro-batch {microbatch.index} of step {self._state.progress.step + 1}, computed twice,"
-        if self._compare_parameters():
-            return
-        if names := _changed(options, self._optimizer_options()):
-            run.purity.add(
-                Impurity(
-                    "optimizer",
-                    f"a micro-batch changed {_list(names)}: in a short step a rank may have no micro-batch. Use "
-                    "build_scheduler, or a callback's on_step_begin.",
-                    about=" ".join(names),
-                )
-            )
-        if difference is not None:
-            suspects = changed or after.changed_since(before)
-            meanwhile = f", while {_list(suspects)} changed" if suspects else ""
-            certain = run.device.type == "cpu"  # on a GPU an operation may have no deterministic version
-            run.purity.add(
-                Impurity("microbatch", f"{where} {difference}{meanwhile}.", certain, about=" ".join(suspects))
-            )
-        elif counters:
-            run.purity.add(
-                Impurity(
-                    "attribute",
-                    f"{_list(counters)} counted a micro-batch twice that was computed twice. Each rank counts its own "
-                    "micro-batches, and begins again after a restart; on_batch_begin gives step, epoch and progress.",
-                    about=" ".join(counters),
-                )
-            )
-        elif changed:
-            run.purity.add(
-                Impurity(
-                    "attribute",
-                    f"{_list(changed)} changed whenever a micro-batch was computed. Each rank has values of its own "
-                    "there, and a restart loses them.",
-                    certain=False,
-                    about=" ".join(changed),
-                )
-            )
 
-    def _optimizer_options(self) -> dict[str, float]:
-        return {
-            f"{option} of group {number} in optimizer {name}": value
-            for name, optimizer in self._state.optimizers.items()
-            for number, group in enumerate(optimizer.param_groups)
-            for option, value in group.items()
-            if isinstance(value, int | float)
-        }
+        def compute() -> Observation:
+            copied, observed = copies.pop(), list[Observation]()
 
-    def _compare_parameters(self) -> bool:
-        """Look for parameters that forward or backward changed; return whether there are any."""
+            def forward_backward() -> None:
+                loss = self._runner.loss(strategy.model, copied)
+                strategy.backward(state.scale_loss(loss.sum))
+                observed.append(observe(loss, state.module))
+
+            strategy.reducer.rehearse(forward_backward)
+            return observed[0]
+
         assert self._parameters is not None
-        now = bits_by_name(self._state.module.named_parameters())
-        names = _changed(self._parameters, now)
-        if names:
-            self._parameters = now
-            self._run.purity.add(
-                Impurity(
-                    "forward",
-                    f"forward or backward changed the parameters {_list(names)}: each rank changes its replica by its "
-                    f"own micro-batches. Change them in a callback's on_step_end.",
-                    about=" ".join(names),
-                )
-            )
-        return bool(names)
+        self._world.progress_tracker.move("forward")
+        where = f"micro-batch {microbatch.index} of step {state.progress.step + 1}"
+        self._add(compute_twice(where, run.task, state.module, state.optimizers, self._parameters, compute))
+        run.purity.checks["microbatches"] += 1
 
-    def _compute(self, strategy: ReducerStrategy, microbatch: MicroBatch) -> _Observation:
-        module = self._state.module
-        observed: list[_Observation] = []
-
-        def forward_backward() -> None:
-            loss = self._runner.loss(strategy.model, microbatch)
-            strategy.backward(self._state.scale_loss(loss.sum))
-            gradients = ((n, p.grad) for n, p in module.named_parameters() if p.grad is not None)
-            observed.append(
-                _Observation(
-                    (float(loss.sum.detach()), float(loss.weight)),
-                    bits_by_name(gradients),
-                    bits_by_name(module.named_buffers()),
-                )
-            )
-
-        strategy.reducer.rehearse(forward_backward)
-        return observed[0]
+    def _add(self, found: Iterable[Impurity]) -> None:
+        for each in found:
+            self._run.purity.add(each)
 
 
 # --- The replicas of all ranks, before a save or an evaluation ---
@@ -406,31 +362,17 @@ def compare_replicas(run: RunContext, world: World, state: TrainingState) -> Non
         return
     everyone: list[dict[str, int]] = world.all_gather_object(mine)
     names = [name for name in mine if len({bits.get(name) for bits in everyone}) > 1]
-    run.purity.add(
-        Impurity(
-            "replicas",
-            f"after step {state.progress.step} the ranks have different bits in {_list(names)}. A callback, an "
-            "optimizer or a scheduler does something else on each rank.",
-        )
-    )
+    run.purity.add(impurity("replicas", names, what=f"after step {state.progress.step}"))
 
 
-def check_buffers(run: RunContext, module: nn.Module, before: Mapping[str, int]) -> None:
-    """Look for buffers that an evaluation changed, each rank's by its own part of the data.
-
-    Args:
-        run: the run.
-        module: the evaluated model.
-        before: the bits of its buffers before the evaluation.
-    """
-    if names := _changed(before, bits_by_name(module.named_buffers())):
-        run.purity.add(
-            Impurity(
-                "evaluation",
-                f"an evaluation changed the buffers {_list(names)}, on each rank by its own part of the data. Leave "
-                "the model in evaluation mode there.",
-            )
-        )
+@contextmanager
+def watch_evaluation(run: RunContext, module: nn.Module) -> Iterator[None]:
+    """Look for buffers that the evaluation in the context changes, each rank's by its own part of the data."""
+    checks = run.config.purity != "off"
+    before = bits_by_name(module.named_buffers()) if checks else {}
+    yield
+    if checks and (names := _changed(before, bits_by_name(module.named_buffers()))):
+        run.purity.add(impurity("evaluation", names))
 
 
 def _tensors(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,10 +31,10 @@ from paceline.parallel.world import ParallelDims, World
 from paceline.runs.directory import RunDirectory, backup_path
 from paceline.runs.fork import Fork
 from paceline.runs.monitor import Monitor
+from paceline.runs.purity import PurityRecord
 from paceline.runs.trackers import RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH
 from paceline.training.evaluation import Evaluator
-from paceline.training.purity_record import PurityRecord
 from paceline.training.reproducibility import build_split
 from paceline.training.resolve import DataSetup
 from paceline.training.schedule import Deadline, Schedule

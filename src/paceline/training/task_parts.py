@@ -13,9 +13,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.callback import Callback, RunSchedule
-from paceline.core.errors import TaskError
+from paceline.core.errors import TaskError, join_names
 from paceline.core.task import Task
-from paceline.training.optim import join_names
 
 
 def build_task_model(task: Task) -> nn.Module:

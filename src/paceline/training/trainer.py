@@ -26,7 +26,7 @@ from paceline.training.control import ControlFlags, StopCause
 from paceline.training.evaluation import EvaluationStopped, Validation
 from paceline.training.group_context import Carryover, Engine, GroupContext
 from paceline.training.local_sgd import require_order
-from paceline.training.purity import bits_by_name, check_buffers
+from paceline.training.purity import watch_evaluation
 from paceline.training.reproducibility import deterministic_kernels, seed_step, seed_transition, seed_update
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import require_verifiable
@@ -252,10 +252,8 @@ class Trainer:
             return
         module = self.state.evaluated_module
         before = [buffer.clone() for buffer in module.buffers()]
-        bits = {} if self.run.config.purity == "off" else bits_by_name(module.named_buffers())
-        self.validation.rehearse(mesh, self.state, is_collective=self.states.is_collective)
-        if bits:
-            check_buffers(self.run, module, bits)
+        with watch_evaluation(self.run, module):
+            self.validation.rehearse(mesh, self.state, is_collective=self.states.is_collective)
         with torch.no_grad():
             for buffer, value in zip(module.buffers(), before, strict=True):
                 buffer.copy_(value)
@@ -355,12 +353,11 @@ class Trainer:
     def _evaluate(self, group: GroupContext) -> bool:
         group.world.progress_tracker.begin("evaluation")
         group.check_purity()
-        module = self.state.evaluated_module
-        buffers = {} if self.run.config.purity == "off" else bits_by_name(module.named_buffers())
         try:
-            metrics = self.validation.measure(
-                group.mesh, self.state, group.monitor, group.stop_reason, is_collective=self.states.is_collective
-            )
+            with watch_evaluation(self.run, self.state.evaluated_module):
+                metrics = self.validation.measure(
+                    group.mesh, self.state, group.monitor, group.stop_reason, is_collective=self.states.is_collective
+                )
         except EvaluationStopped as stopped:
             # It changed nothing, and the resumed run repeats it.
             self._save_and_stop(group, stopped.cause)
@@ -369,8 +366,6 @@ class Trainer:
         except Exception:
             self._save_alone(group)
             raise
-        if buffers:
-            check_buffers(self.run, module, buffers)
         with self.states.mutating():
             seed_transition(self.run.config.seed, self.state.progress.version + 1)
             improved = self.validation.apply(metrics, self.state, group.monitor)

@@ -127,6 +127,16 @@ class OwnGenerator(Right):
         return paceline.Loss(total * (1 + 0.1 * noise), weight)
 
 
+@dataclass
+class Counts(Right):
+    calls: int = 0
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
+        self.calls += 1
+        total, weight = super().loss(model, batch)
+        return paceline.Loss(total * min(1.0, self.calls / 100), weight)
+
+
 class Noisy(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.random = dataset, random.Random(0)

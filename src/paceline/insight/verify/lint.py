@@ -1,4 +1,4 @@
-"""Checks of a task's arithmetic that need no second strategy."""
+"""Checks of a task that need no second strategy: its arithmetic, and whether it is a function of its inputs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import random
+import re
 import sys
 import sysconfig
 import warnings
@@ -19,37 +20,33 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset
 
 import paceline
 from paceline.core.callback import BatchInfo, RunSchedule
 from paceline.core.config import RunConfig
+from paceline.core.impurities import Impurity, impurity
 from paceline.core.task import Loss, Task
 from paceline.data.order import derive_key
+from paceline.data.sample_check import MOST_SAMPLES, check_samples, digest_of, generator_digests
 from paceline.data.samples import seed_everything
 from paceline.insight.verify.verify import Finding
-from paceline.torch_internals import BatchNorm, tree_leaves
+from paceline.torch_internals import BatchNorm
 from paceline.training.evaluation import as_loss
+from paceline.training.purity import Observation, bits_by_name, compute_twice, observe
 from paceline.training.reproducibility import build_split, seed_microbatch, seed_model
-from paceline.training.task_parts import build_task_callback, build_task_model
+from paceline.training.task_parts import build_task_callback, build_task_model, build_task_optimizers
 
-# --- Source locations in the user's code ---
+_log = logging.getLogger(__name__)
+
+# --- Lines of the user's code ---
 
 
 _PACELINE = str(Path(paceline.__file__).parent) + "/"
-_LIBRARIES = (
-    "<",
-    str(Path(torch.__file__).parent) + "/",
-    sysconfig.get_path("stdlib") + "/",
-    sysconfig.get_path("purelib") + "/",
-    sysconfig.get_path("platlib") + "/",
-)
+_LIBRARIES = ("<", *(f"{path}/" for path in [Path(torch.__file__).parent, *sysconfig.get_paths().values()]))
 
 
 def is_own(path: str) -> bool:
@@ -59,53 +56,19 @@ def is_own(path: str) -> bool:
     return not path.startswith(_LIBRARIES)
 
 
-def own_caller(frame: FrameType | None) -> str | None:
-    """Return FILE:LINE of the innermost frame in the user's code, if any."""
-    while frame is not None:
-        if is_own(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
-
-
-def definition(method: Callable[..., Any]) -> str | None:
-    """Return FILE:LINE of a method's definition, if it is the user's."""
-    code = inspect.unwrap(getattr(method, "__func__", method)).__code__
-    return f"{code.co_filename}:{code.co_firstlineno}" if is_own(code.co_filename) else None
-
-
-class LastMean(TorchFunctionMode):
-    """A recorder of where many numbers were last reduced to one: in a loss, that is its mean.
-
-    Attributes:
-        place: FILE:LINE.
-    """
-
-    place: str | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dim() == 0:
-            tensors = [value for value in args if isinstance(value, torch.Tensor)]
-            if any(value.numel() > 1 for value in tensors):
-                self.place = own_caller(sys._getframe(1)) or self.place
-        return result
-
-
 @contextmanager
-def watch_calls(is_relevant: Callable[[FrameType, str, Any], bool]) -> Iterator[list[str]]:
-    """Collect FILE:LINE of the user's code at each relevant call.
-
-    Args:
-        is_relevant: decides about a profiler's event (see :func:`sys.setprofile`).
-    """
+def watch_calls(is_relevant: Callable[[Any, FrameType], bool]) -> Iterator[list[str]]:
+    """Collect FILE:LINE of the user's code at each relevant call, given the built-in or the code that is called."""
     places: list[str] = []
 
     def on_event(frame: FrameType, event: str, argument: Any) -> None:
-        if event in ("call", "c_call") and is_relevant(frame, event, argument):
-            place = own_caller(frame if event == "c_call" else frame.f_back)
-            if place is not None and place not in places:
-                places.append(place)
+        if event not in ("call", "c_call") or not is_relevant(argument if event == "c_call" else frame.f_code, frame):
+            return
+        caller = frame if event == "c_call" else frame.f_back
+        while caller is not None and not is_own(caller.f_code.co_filename):
+            caller = caller.f_back
+        if caller is not None:
+            places.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
 
     previous = sys.getprofile()
     sys.setprofile(on_event)
@@ -113,6 +76,33 @@ def watch_calls(is_relevant: Callable[[FrameType, str, Any], bool]) -> Iterator[
         yield places
     finally:
         sys.setprofile(previous)
+
+
+def _is_unkeyed_draw(called: Any, frame: FrameType) -> bool:
+    """Return whether a generator other than the global ones draws; numpy's cannot be observed."""
+    owner = getattr(called, "__self__", None)
+    return called is os.urandom or (isinstance(owner, random.Random) and owner is not getattr(random, "_inst", None))
+
+
+def _is_seeding(called: Any, frame: FrameType) -> bool:
+    return getattr(called, "__name__", getattr(called, "co_name", "")) in ("seed", "manual_seed")
+
+
+def _is_reduction(called: Any, frame: FrameType) -> bool:
+    return re.search("mean|sum|loss|entropy|norm", getattr(called, "__name__", "")) is not None
+
+
+def _reads_rank(called: Any, frame: FrameType) -> bool:
+    if called is os.environ.__class__.__getitem__.__code__:
+        return frame.f_locals.get("key") in _RANK_VARIABLES
+    return called in (dist.get_rank.__code__, dist.get_world_size.__code__)
+
+
+def _locate(found: Impurity, method: Callable[..., Any], places: Sequence[str] = ()) -> Finding:
+    """Add the place of the last watched call; without one, that of the method's definition, if it is the user's."""
+    code = inspect.unwrap(getattr(method, "__func__", method)).__code__
+    defined = f"{code.co_filename}:{code.co_firstlineno}" if is_own(code.co_filename) else None
+    return Finding(lint=found.kind, message=found.message, place=places[-1] if places else defined)
 
 
 # --- The context of the checks: the task, its model, and some of its samples ---
@@ -124,17 +114,11 @@ _LINT_KEY = 97
 
 
 class LintContext:
-    """A task to check.
-
-    Attributes:
-        task: a copy of its own, which the checks may change.
-        config: of the runs, with ``microbatches``, ``global_batch_size`` and ``max_steps``.
-    """
+    """A task to check: a copy of its own, which the checks may change, and the options of the runs."""
 
     def __init__(self, task: Task, config: RunConfig) -> None:
-        self.task = task
-        self.config = config
-        self._splits: dict[str, Any] = {}
+        self.task, self.config = task, config
+        self.steps = config.max_steps or 1
 
     def build(self) -> nn.Module:
         """Return the model as every rank builds it."""
@@ -143,31 +127,21 @@ class LintContext:
 
     @cached_property
     def _module(self) -> nn.Module:
-        module, steps = self.build(), self.config.max_steps or 1
+        module = self.build()
         # A task may keep the objects that it builds, and use them in its loss.
-        self.task.build_callback(module, RunSchedule(total_steps=steps, steps_per_epoch=steps))
-        for optimizer in self.optimizers(module):
-            self.task.build_scheduler(optimizer, steps)
+        self.task.build_callback(module, RunSchedule(total_steps=self.steps, steps_per_epoch=self.steps))
+        for optimizer in build_task_optimizers(self.task, module).values():
+            self.task.build_scheduler(optimizer, self.steps)
         return module
-
-    def optimizers(self, module: nn.Module) -> list[Optimizer]:
-        """Return the task's optimizers of a model."""
-        built = self.task.build_optimizer(module)
-        return [*built.values()] if isinstance(built, Mapping) else [built]
 
     def model(self, *, training: bool) -> nn.Module:
         """Return a copy of the model, always in the same state."""
         return copy.deepcopy(self._module).train(training)
 
     @cached_property
-    def dataset(self) -> Any:
-        return self.split("train")
-
-    def split(self, name: str) -> Any:
-        """Return the dataset of a split, which is built once."""
-        if name not in self._splits:
-            self._splits[name] = build_split(self.task, self.config.seed, name)
-        return self._splits[name]
+    def splits(self) -> Mapping[str, Any]:
+        """The datasets."""
+        return {name: build_split(self.task, self.config.seed, name) for name in _SPLITS}
 
     def sample(self, dataset: Any, number: int) -> Any:
         """Return a sample, with the randomness keyed by its number."""
@@ -176,475 +150,268 @@ class LintContext:
 
     @cached_property
     def groups(self) -> list[list[Any]]:
-        """Return lists of samples from all over the training data; none for a stream that ends."""
-        dataset = self.dataset
-        num_samples = _SAMPLES * _GROUPS
-        if hasattr(type(dataset), "__getitem__") and hasattr(dataset, "__len__"):
-            size = len(dataset)
-            numbers = (
-                [index * size // num_samples for index in range(num_samples)] if size >= num_samples else range(size)
-            )
-            samples = [self.sample(dataset, number) for number in numbers]
-        elif isinstance(dataset, torch.utils.data.IterableDataset):
-            samples = list(islice(iter(dataset), num_samples))
+        """Lists of samples from all over the training data; none for a stream that ends."""
+        dataset, most = self.splits["train"], _SAMPLES * _GROUPS
+        if (size := _length(dataset)) is not None:
+            count = min(size, most)
+            samples = [self.sample(dataset, index * size // count) for index in range(count)]
         else:
-            samples = []
+            is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+            samples = list(islice(iter(dataset), most)) if is_stream else []
         groups = [samples[start : start + _SAMPLES] for start in range(0, len(samples), _SAMPLES)]
         return [group for group in groups if len(group) >= 4]
 
-    def batch(self, samples: Sequence[Any]) -> Any:
-        """Collate samples as for the task's methods."""
-        return self.task.collate(list(samples))
+    def batch(self, samples: Sequence[Any], *, microbatch: int = 0, split: str = "train") -> Any:
+        """Collate samples, and announce them to the task."""
+        batch = self.task.collate(list(samples))
+        seed_microbatch(self.config.seed, 0, microbatch)
+        self.task.on_batch_begin(BatchInfo(split=split, step=0, number=microbatch, samples=len(samples)))
+        return batch
 
     def loss(self, model: nn.Module, samples: Sequence[Any], *, microbatch: int = 0) -> Loss:
         """Return the loss of a batch of these samples, with the randomness of a micro-batch."""
-        batch = self.batch(samples)
-        seed_microbatch(self.config.seed, 0, microbatch)
-        self.task.on_batch_begin(BatchInfo(split="train", step=0, number=microbatch, samples=len(samples)))
+        batch = self.batch(samples, microbatch=microbatch)
         return as_loss(self.task, self.task.loss(model, batch), len(samples))
 
 
-def same(left: Any, right: Any) -> bool:
-    """Return whether two nested values are bitwise equal."""
-    left_leaves, right_leaves = tree_leaves(left), tree_leaves(right)
-    return len(left_leaves) == len(right_leaves) and all(
-        _equal(a, b) for a, b in zip(left_leaves, right_leaves, strict=True)
-    )
+def _length(dataset: Any) -> int | None:
+    """Return the length of a dataset that is read by number; None for another."""
+    is_map = hasattr(type(dataset), "__getitem__") and hasattr(dataset, "__len__")
+    return len(dataset) if is_map else None
 
 
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.shape == right.shape and bool(torch.equal(left, right))
-    try:
-        return bool((left == right) if not hasattr(left, "shape") else (left == right).all())
-    except (TypeError, ValueError, AttributeError):
-        return True  # not comparable
-
-
-# --- Means of means: compare a batch with its unequal parts ---
+# --- The task's arithmetic ---
 
 
 _RELATIVE = 1e-4
+_MAX_PADDING = 16
+_MIN_VALUES = 16
 
 
 @torch.no_grad()
 def check_loss_mean(context: LintContext) -> Iterator[Finding]:
     """Check that the loss is not a mean over items of which samples have different numbers."""
     model = context.model(training=False)
-    for samples in context.groups:
-        with LastMean() as mean:
+    for samples in context.groups[:1]:
+        with watch_calls(_is_reduction) as places:
             whole = context.loss(model, samples)
-        if not same(whole, context.loss(model, samples)):
+        if digest_of(whole) != digest_of(context.loss(model, samples)):
             return  # another check reports unkeyed randomness
-        parts = [context.loss(model, part) for part in _parts(samples)]
-        expected, found = _mean([whole]), _mean(parts)
-        if _differ(expected, found):
-            has_weight = isinstance(context.task.loss(model, context.batch(samples)), Loss)
-            advice = (
-                "its weight does not match its sum"
-                if has_weight
-                else "it is a mean over items of which samples have different numbers (tokens, valid labels): "
-                "return paceline.Loss(sum, weight)"
-            )
-            yield Finding(
-                lint="mean-of-means",
-                message=f"the loss of a batch is {expected:.6g}, but its parts combine to {found:.6g}: {advice}"
-                "; or samples depend on each other, so that the loss depends on the number of micro-batches.",
-                place=mean.place or definition(context.task.loss),
-            )
-            return
+        for what in _uneven(context, lambda part: {"loss": context.loss(model, part)}).values():
+            yield _locate(impurity("mean-of-means", what=what), context.task.loss, places)
 
 
 @torch.no_grad()
 def check_metrics(context: LintContext) -> Iterator[Finding]:
     """Check that metrics are not means over blocks of different sizes."""
     model = context.model(training=False)
-    whole_names = set(context.task.build_metrics())
-    reported: set[str] = set()
+    for name, what in _uneven(context, lambda samples: _pairs(context, model, samples)).items():
+        if name not in context.task.build_metrics():
+            yield _locate(impurity("unequal-counts", [repr(name)], what=what), context.task.metrics)
+
+
+def _uneven(context: LintContext, measure: Callable[[Sequence[Any]], Mapping[str, Loss]]) -> dict[str, str]:
+    """Compare the means of batches with those of their two unequal parts; return those that differ."""
+    uneven: dict[str, str] = {}
     for samples in context.groups:
-        whole = _pairs(context, model, samples)
-        parts = [_pairs(context, model, part) for part in _parts(samples)]
-        for name, pair in whole.items():
-            part_values = [part[name] for part in parts if name in part]
-            if name in reported or name in whole_names or len(part_values) < len(parts):
-                continue
-            expected, found = _mean([pair]), _mean(part_values)
-            if _differ(expected, found):
-                reported.add(name)
-                yield Finding(
-                    lint="unequal-counts",
-                    message=f"the metric {name!r} of a batch is {expected:.6g}, but its parts combine to "
-                    f"{found:.6g}: it is averaged over unequal counts. Return one value per sample, or "
-                    "(sum, weight).",
-                    place=definition(context.task.metrics),
-                )
-
-
-def _parts(samples: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    cut = max(1, len(samples) // 3)
-    return samples[:cut], samples[cut:]
-
-
-def _pairs(context: LintContext, model: Any, samples: Sequence[Any]) -> dict[str, Loss]:
-    pairs = {}
-    batch = context.batch(samples)
-    context.task.on_batch_begin(BatchInfo(split="val", step=0, number=0, samples=len(samples)))
-    for name, value in context.task.metrics(model, batch).items():
-        if isinstance(value, torch.Tensor) and value.shape == (len(samples),):
-            pairs[name] = Loss(value.double().sum(), len(samples))
-        elif isinstance(value, tuple) and len(value) == 2:
-            pairs[name] = Loss(torch.as_tensor(float(value[0])), float(value[1]))
-    return pairs
+        cut = max(1, len(samples) // 3)
+        whole, *parts = (measure(part) for part in (samples, samples[:cut], samples[cut:]))
+        for name in whole.keys() & parts[0].keys() & parts[1].keys():
+            expected, found = _mean([whole[name]]), _mean([part[name] for part in parts])
+            if abs(expected - found) > _RELATIVE * max(abs(expected), abs(found)):
+                uneven.setdefault(name, f"{expected:.6g}, but its parts combine to {found:.6g}")
+    return uneven
 
 
 def _mean(losses: Sequence[Loss]) -> float:
     weight = sum(float(loss.weight) for loss in losses)
-    total = sum(float(loss.sum) for loss in losses)
-    return total / weight if weight else 0.0
+    return sum(float(loss.sum) for loss in losses) / weight if weight else 0.0
 
 
-def _differ(left: float, right: float) -> bool:
-    return abs(left - right) > _RELATIVE * max(abs(left), abs(right))
-
-
-# --- Duplicated samples in an evaluation ---
-
-
-_MAX_PADDING = 16
+def _pairs(context: LintContext, model: Any, samples: Sequence[Any]) -> dict[str, Loss]:
+    pairs = {}
+    for name, value in context.task.metrics(model, context.batch(samples, split="val")).items():
+        if isinstance(value, torch.Tensor) and value.shape == (len(samples),):
+            pairs[name] = Loss(value.double().sum(), len(samples))
+        elif isinstance(value, tuple) and len(value) == 2:
+            pairs[name] = Loss(*value)
+    return pairs
 
 
 def check_duplicates(context: LintContext) -> Iterator[Finding]:
     """Check that a split was not padded with its first samples."""
     for split in ("val", "test"):
-        dataset = context.split(split)
-        num_duplicates = _repeated(context, dataset)
-        if num_duplicates:
-            yield Finding(
-                lint="duplicated-samples",
-                message=f"{num_duplicates} of the {split} data's {len(dataset)} samples occur twice, and count "
-                "twice in its metrics. Return each sample once: Paceline distributes them without padding.",
-                place=definition(context.task.build_dataset),
-            )
+        dataset = context.splits[split]
+        if number := _duplicates(dataset):
+            what = f"{number} of the {split} data's {len(dataset)}"
+            yield _locate(impurity("duplicated-samples", what=what), context.task.build_dataset)
 
 
-def _repeated(context: LintContext, dataset: Any) -> int:
-    if not hasattr(type(dataset), "__getitem__") or not hasattr(dataset, "__len__"):
-        return 0
-    inner: Any = dataset
+def _duplicates(dataset: Any) -> int:
+    inner = dataset
     while isinstance(inner, Subset):
-        num_duplicates = len(inner.indices) - len(set(map(int, inner.indices)))
-        if num_duplicates:
-            return num_duplicates
+        if number := len(inner.indices) - len(set(map(int, inner.indices))):
+            return number
         inner = inner.dataset
-    size = len(dataset)
-    max_padding = min(_MAX_PADDING, size // 2)
-    if max_padding < 1 or same(context.sample(dataset, 0), context.sample(dataset, 1)):
+    size = _length(dataset) or 0
+    most = min(_MAX_PADDING, size // 2)
+    first, last = ([digest_of(dataset[start + k]) for k in range(most)] for start in (0, size - most))
+    if len(set(first)) < 2:
         return 0
-    for padding in range(max_padding, 0, -1):
-        pairs = ((dataset[size - padding + index], dataset[index]) for index in range(padding))
-        if all(same(last, first) for last, first in pairs):
-            return padding
-    return 0
-
-
-# --- Untrained parameters, batch norm over too few values, schedulers stepped by the task
-
-
-_MIN_VALUES = 16
-_MAX_NAMED = 3
-
-
-def check_gradients(context: LintContext) -> Iterator[Finding]:
-    """Check that every trained parameter has a gradient and an optimizer."""
-    if not context.groups:
-        return
-    model = context.model(training=True)
-    for number, samples in enumerate(context.groups):
-        context.loss(model, samples, microbatch=number).sum.backward()  # type: ignore[no-untyped-call]
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    unused = [name for name, parameter in trained.items() if parameter.grad is None]
-    if unused:
-        yield Finding(
-            lint="unused-parameters",
-            message=f"{_describe_parameters(unused)} get no gradient from the loss, so no optimizer changes them. "
-            "Remove them, or freeze them with requires_grad_(False).",
-            place=definition(context.task.build_model),
-        )
-    optimized = {id(p) for o in context.optimizers(model) for group in o.param_groups for p in group["params"]}
-    forgotten = [name for name, parameter in trained.items() if id(parameter) not in optimized]
-    if forgotten:
-        yield Finding(
-            lint="unused-parameters",
-            message=f"{_describe_parameters(forgotten)} are in no optimizer: they are never updated. Add them, or "
-            "freeze them with requires_grad_(False).",
-            place=definition(context.task.build_optimizer),
-        )
+    return next((number for number in range(most, 0, -1) if last[-number:] == first[:number]), 0)
 
 
 @torch.no_grad()
 def check_batch_norm(context: LintContext) -> Iterator[Finding]:
     """Check that a micro-batch has enough values for batch statistics."""
-    model = context.model(training=True)
+    task, config, model = context.task, context.config, context.model(training=True)
     norms = {name: child for name, child in model.named_modules() if isinstance(child, BatchNorm)}
     samples = [sample for group in context.groups for sample in group]
-    microbatches, batch = context.config.microbatches, context.config.global_batch_size
-    assert isinstance(microbatches, int)
-    assert batch is not None
-    size = max(batch // microbatches, min(batch, context.task.min_microbatch_size))
-    if not norms or not samples:
-        return
-    few: dict[str, int] = {}
+    assert isinstance(config.microbatches, int)
+    assert config.global_batch_size is not None
+    size = max(config.global_batch_size // config.microbatches, min(config.global_batch_size, task.min_microbatch_size))
+    values: dict[str, int] = {}
 
     def record(name: str, inputs: Sequence[Any]) -> None:
-        per_sample = inputs[0].numel() / inputs[0].shape[1] / len(samples)
-        values = int(per_sample * size)
-        if values < _MIN_VALUES:
-            few[name] = values
+        values[name] = int(inputs[0].numel() / inputs[0].shape[1] / len(samples) * size)
 
     for name, child in norms.items():
         child.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
-    context.loss(model, samples)
-    if few:
-        name, values = min(few.items(), key=lambda item: item[1])
-        yield Finding(
-            lint="tiny-batch-norm",
-            message=f"batch norm {name!r} computes its mean and variance over {values} values of a micro-batch "
-            f"of {size} samples. Use fewer --microbatches, a larger --global-batch-size, or a norm that does not "
-            "depend on the batch (GroupNorm, LayerNorm).",
-            place=definition(context.task.build_model),
-        )
+    if norms and samples:
+        context.loss(model, samples)
+    least = min(values, key=values.__getitem__, default=None)
+    if least is not None and values[least] < _MIN_VALUES:
+        what = f"{values[least]} values of a micro-batch of {size} samples"
+        yield _locate(impurity("tiny-batch-norm", [repr(least)], what=what), task.build_model)
 
 
 def check_schedulers(context: LintContext) -> Iterator[Finding]:
     """Check that the task does not step its scheduler in the loss or callback."""
-    task = copy.copy(context.task)
-    model = context.model(training=True)
-    steps = context.config.max_steps or 1
-    callback = build_task_callback(task, model, RunSchedule(total_steps=steps, steps_per_epoch=steps))
-    places: list[str | None] = []
-    stepping = LintContext(task, context.config)
-    for optimizer in stepping.optimizers(model):
-        scheduler = task.build_scheduler(optimizer, steps)
-        if scheduler is not None:
-            scheduler.step = _record_calls(scheduler.step, places)
-    callback.on_step_begin(0, 0)
-    for samples in context.groups:
-        stepping.loss(model, samples)
-    callback.on_before_optimizer_step()
+    context = LintContext(copy.copy(context.task), context.config)  # of which the callback may change the model
+    task, model = context.task, context.model(training=True)
+    callback = build_task_callback(task, model, RunSchedule(total_steps=context.steps, steps_per_epoch=context.steps))
+    optimizers = build_task_optimizers(task, model).values()
+    schedulers = [task.build_scheduler(optimizer, context.steps) for optimizer in optimizers]
+    codes = [inspect.unwrap(type(s).step).__code__ for s in schedulers if s is not None]
+    with watch_calls(lambda called, _: called in codes) as places:
+        callback.on_step_begin(0, 0)
+        for samples in context.groups:
+            context.loss(model, samples)
+        callback.on_before_optimizer_step()
     if places:
-        yield Finding(
-            lint="scheduler-steps",
-            message="the task steps its scheduler itself in each micro-batch, and Paceline again in each step. Leave "
-            "that to Paceline, and return the scheduler from build_scheduler.",
-            place=next((place for place in places if place), definition(context.task.build_scheduler)),
-        )
+        yield _locate(impurity("scheduler-steps"), task.build_scheduler, places)
 
 
-def _record_calls(step: Callable[..., Any], places: list[str | None]) -> Callable[..., Any]:
-    def wrapper(*arguments: Any, **named: Any) -> Any:
-        places.append(own_caller(sys._getframe(1)))
-        return step(*arguments, **named)
-
-    return wrapper
+# --- Whether the task is a function of its inputs ---
 
 
-def _describe_parameters(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"the parameters {', '.join(names[:_MAX_NAMED])}{more}"
-
-
-# --- Random numbers that are not keyed, or equal in every micro-batch ---
-
-
-_SEEDED = "Paceline keys the global generators of torch, Python and numpy by sample or micro-batch: use those."
-
-
-@torch.no_grad()
-def check_loss_randomness(context: LintContext) -> Iterator[Finding]:
-    """Check that a repeated micro-batch has the same loss, and that micro-batches draw different numbers."""
+def check_microbatches(context: LintContext) -> Iterator[Finding]:
+    """Compute a micro-batch twice, as the purity guard does, and others for their random numbers and gradients."""
     if not context.groups:
         return
-    samples = context.groups[0]
-    with watch_calls(_is_unkeyed_draw) as draws:
-        first = context.loss(context.model(training=True), samples)
-    repeated = context.loss(context.model(training=True), samples)
-    if not same(first, repeated):
-        yield Finding(
-            lint="unkeyed-randomness",
-            message="the loss of the same micro-batch of the same step differs each time: it uses a generator of its "
-            f"own, so its value depends on which rank computed how many micro-batches before. {_SEEDED}",
-            place=draws[-1] if draws else definition(context.task.loss),
-        )
-    with watch_calls(_is_seeding) as seedings:
-        context.loss(context.model(training=True), samples, microbatch=0)
-    first_states = _states()
-    context.loss(context.model(training=True), samples, microbatch=1)
-    for name, state in _states().items():
-        if same(state, first_states[name]):
-            yield Finding(
-                lint="shared-randomness",
-                message=f"the loss seeds {name} itself: every micro-batch on every rank uses the same numbers (for "
-                f"example, the same dropout mask). Do not seed there. {_SEEDED}",
-                place=seedings[-1] if seedings else definition(context.task.loss),
-            )
+    task, module = context.task, context.model(training=True)
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    optimizers, parameters = build_task_optimizers(task, module), bits_by_name(module.named_parameters())
+
+    def compute(group: int = 0, microbatch: int = 0) -> Observation:
+        module.zero_grad()
+        with torch.no_grad():
+            for buffer, value in zip(module.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+        loss = context.loss(module, context.groups[group], microbatch=microbatch)
+        loss.sum.backward()  # type: ignore[no-untyped-call]
+        return observe(loss, module)
+
+    with watch_calls(_is_unkeyed_draw) as places:
+        found = compute_twice("micro-batch 0 of step 1", task, module, optimizers, parameters, compute)
+    yield from (_locate(each, task.loss, places) for each in found)
+
+    with watch_calls(_is_seeding) as places:
+        states = [(compute(microbatch=number), generator_digests())[1] for number in range(2)]
+    if names := [name for name, state in states[0].items() if state == states[1][name]]:
+        yield _locate(impurity("shared-randomness", names), task.loss, places)
+
+    used = {name for group in range(len(context.groups)) for name in compute(group, group)[2]}
+    groups = (group for optimizer in optimizers.values() for group in optimizer.param_groups)
+    optimized = {id(parameter) for group in groups for parameter in group["params"]}
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    unused, forgotten = trained.keys() - used, [name for name, p in trained.items() if id(p) not in optimized]
+    if unused:
+        what = "get no gradient from the loss, so no optimizer changes them"
+        yield _locate(impurity("unused-parameters", sorted(unused), what=what), task.build_model)
+    if forgotten:
+        what = "are in no optimizer: they are never updated"
+        yield _locate(impurity("unused-parameters", forgotten, what=what), task.build_optimizer)
 
 
 def check_data(context: LintContext) -> Iterator[Finding]:
-    """Check that a repeated read of a sample returns the same sample."""
-    dataset = context.dataset
-    if not hasattr(type(dataset), "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
-        return
+    """Read samples twice, as the purity guard does."""
+    dataset = context.splits["train"]
+    rows = range(min(MOST_SAMPLES, _length(dataset) or 0))
     with watch_calls(_is_unkeyed_draw) as draws:
-        first = context.sample(dataset, 0)
-    if not same(first, context.sample(dataset, 0)):
-        yield Finding(
-            lint="unkeyed-randomness",
-            message="the same sample of the training data differs each time: it uses a generator of its own, so it "
-            f"depends on what was read before. {_SEEDED}",
-            place=draws[-1] if draws else definition(type(dataset).__getitem__),
-        )
-
-
-def _states() -> dict[str, Any]:
-    numpy_state: Any = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "random": torch.tensor([value % 2**32 for value in random.getstate()[1]]),
-        "numpy": torch.from_numpy(numpy_state[1].astype(np.int64)),
-    }
-
-
-def _is_unkeyed_draw(frame: FrameType, event: str, argument: Any) -> bool:
-    """Return whether an event is a call to a generator other than the global ones; numpy's cannot be observed."""
-    if event != "c_call":
-        return False
-    owner = getattr(argument, "__self__", None)
-    if isinstance(owner, random.Random):
-        return owner is not getattr(random, "_inst", None)
-    return argument is os.urandom
-
-
-def _is_seeding(frame: FrameType, event: str, argument: Any) -> bool:
-    if event == "c_call":
-        return getattr(argument, "__name__", "") in ("seed", "manual_seed")
-    return frame.f_code is torch.manual_seed.__code__ or frame.f_code is random.Random.seed.__code__
-
-
-# --- Dependence on the rank, and so on the number of processes ---
+        problem = check_samples(lambda _, row: context.sample(dataset, row), 0, rows, ()).problem
+    if problem is not None:
+        yield _locate(problem, type(dataset).__getitem__, draws)
 
 
 _VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
 _RANK_VARIABLES = {*_VARIABLES, "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}
-_RANK_FUNCTIONS = {dist.get_rank.__code__, dist.get_world_size.__code__}
-_DESCRIPTIONS = {
-    "model": "the model that build_model returns",
-    "train": "the training data",
-    "val": "the validation data",
-    "test": "the test data",
-    "rates": "the learning rates",
-    "loss": "the loss",
-}
 _STEPS = 3
+_SPLITS = {"train": "training", "val": "validation", "test": "test"}
 
 
 def check_ranks(context: LintContext) -> Iterator[Finding]:
-    """Check that rank 1 of 2 builds and computes the same as rank 0 of 1."""
-    first = _build_results(context)
-    with _second_of_two(), watch_calls(_reads_rank) as places:
-        # Use a new context, since a context caches the objects that it builds.
-        second = _build_results(LintContext(context.task, context.config))
-    wrong = [name for name, value in first.items() if not same(value, second[name])]
-    if len(wrong) > 1 and "loss" in wrong:
-        wrong.remove("loss")  # a consequence of the others
-    if wrong and places:
-        splits = any(name in ("train", "val", "test") for name in wrong)
-        advice = (
-            "Return all samples: Paceline distributes them, and samples would be lost or seen twice."
-            if splits
-            else "Do not use the rank: the result would depend on the number of processes."
-        )
-        yield Finding(
-            lint="reads-the-rank",
-            message=f"{_join_descriptions(wrong)} differ{'s' if len(wrong) == 1 else ''} between ranks. {advice}",
-            place=places[0],
-        )
-
-
-def _join_descriptions(names: list[str]) -> str:
-    words = [_DESCRIPTIONS[name] for name in names]
-    return " and ".join([", ".join(words[:-1]), words[-1]] if words[:-1] else words)
-
-
-def _build_results(context: LintContext) -> dict[str, Any]:
-    """Return everything that a rank builds, and the loss of one batch."""
-    model = context.build()
-    first = {"model": dict(model.state_dict())}
-    sizes = {split: _outline(context, split) for split in ("train", "val", "test")}
-    rates = []
-    for optimizer in context.optimizers(model):
-        scheduler = context.task.build_scheduler(optimizer, max(_STEPS, context.config.max_steps or 1))
-        rates.append([group["lr"] for group in optimizer.param_groups])
-        for _ in range(_STEPS if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) else 0):
-            optimizer.step()  # without gradients, so nothing changes
-            if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                scheduler.step()
-            rates.append([group["lr"] for group in optimizer.param_groups])
-    loss: Any = ()
-    if context.groups:
-        with torch.no_grad():
-            loss = tuple(context.loss(context.model(training=True), context.groups[0]))
-    return {**first, **sizes, "rates": rates, "loss": loss}
-
-
-def _outline(context: LintContext, split: str) -> Any:
-    """Return the size of a split and its first sample."""
-    dataset = context.split(split)
-    if not hasattr(type(dataset), "__getitem__") or not hasattr(dataset, "__len__"):
-        return None
-    return [len(dataset), context.sample(dataset, 0) if len(dataset) else None]
-
-
-@contextmanager
-def _second_of_two() -> Iterator[None]:
-    """Make this process rank 1 of 2, with torch's fake process group, which needs no peer."""
+    """Check that rank 1 of 2, with torch's fake process group, builds and computes the same as rank 0 of 1."""
     from paceline.torch_internals import FakeStore
 
+    first = _build_results(context)
     with mock.patch.dict(os.environ, _VARIABLES):
         dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
         try:
-            yield
+            with watch_calls(_reads_rank) as places:
+                # Use a new context, since a context caches the objects that it builds.
+                second = _build_results(LintContext(context.task, context.config))
         finally:
             dist.destroy_process_group()
+    wrong = [name for name, value in first.items() if value != second[name]]
+    if wrong and places:
+        # If more than the loss differs, the loss is a consequence.
+        names = wrong if len(wrong) == 1 else [name for name in wrong if name != "the loss"]
+        yield _locate(impurity("reads-the-rank", names), context.task.loss, places)
 
 
-def _reads_rank(frame: FrameType, event: str, argument: Any) -> bool:
-    if event != "call":
-        return False
-    if frame.f_code is os.environ.__class__.__getitem__.__code__:
-        return frame.f_locals.get("key") in _RANK_VARIABLES
-    return frame.f_code in _RANK_FUNCTIONS
+def _build_results(context: LintContext) -> dict[str, bytes]:
+    """Return digests of everything that a rank builds, and of the loss of one batch."""
+    model = context.build()
+    results: dict[str, Any] = {"the model that build_model returns": dict(model.state_dict())}
+    for split, dataset in context.splits.items():
+        size = _length(dataset)
+        results[f"the {_SPLITS[split]} data"] = size, context.sample(dataset, 0) if size else None
+    rates = results["the learning rates"] = []
+    for optimizer in build_task_optimizers(context.task, model).values():
+        scheduler = context.task.build_scheduler(optimizer, max(_STEPS, context.steps))
+        for _ in range(_STEPS):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()  # without gradients, so nothing changes
+            if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+                scheduler.step()
+    if context.groups:
+        with torch.no_grad():
+            results["the loss"] = context.loss(context.model(training=True), context.groups[0])
+    return {name: digest_of(result) for name, result in results.items()}
 
 
 # --- All checks ---
 
 
-_log = logging.getLogger(__name__)
-
-LINTS = (
-    check_loss_mean,
-    check_metrics,
-    check_loss_randomness,
-    check_data,
-    check_gradients,
-    check_batch_norm,
-    check_schedulers,
-    check_duplicates,
-    check_ranks,
+CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
+    *(check_loss_mean, check_metrics, check_microbatches, check_data),
+    *(check_batch_norm, check_schedulers, check_duplicates, check_ranks),
 )
 
 
 def lint(task: Task, config: RunConfig) -> list[Finding]:
-    """Return probable mistakes in a task's arithmetic.
+    """Return probable mistakes in a task.
 
     Args:
         task: an instance that nothing else uses.
@@ -652,7 +419,7 @@ def lint(task: Task, config: RunConfig) -> list[Finding]:
     """
     context = LintContext(task, config)
     findings: list[Finding] = []
-    for check in LINTS:
+    for check in CHECKS:
         try:
             with warnings.catch_warnings():
                 # Ignore warnings about steps outside of training, such as a scheduler's before the optimizer's.
@@ -661,10 +428,6 @@ def lint(task: Task, config: RunConfig) -> list[Finding]:
         except Exception as error:
             # A check that fails here fails in training too, or needs the trainer: the runs will report it.
             _log.debug("lint", exc_info=error)
-            findings.append(
-                Finding(
-                    lint="not-looked-at",
-                    message=f"{check.__name__} failed: {type(error).__name__}: {error}",
-                )
-            )
+            message = f"{check.__name__} failed: {type(error).__name__}: {error}"
+            findings.append(Finding(lint="not-looked-at", message=message))
     return findings

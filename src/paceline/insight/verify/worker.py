@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
+from paceline.core.callback import BatchInfo, Callback, RunSchedule
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import LaunchError, StopRequested
@@ -149,16 +149,7 @@ class ReferenceReader:
         if key not in self._names:
             return None
         expected: torch.Tensor = self._file.get_tensor(key)
-        value = tensor.detach().cpu().double()
-        if value.shape != expected.shape:
-            return math.inf
-        if not value.numel():
-            return 0.0
-        scale = max(_rms(expected), self._rms.get(kind, 0.0))
-        distance = _rms(value - expected)
-        if not math.isfinite(distance):
-            return math.inf
-        return distance / scale if scale else distance
+        return _distance(tensor.detach().cpu().double(), expected, self._rms.get(kind, 0.0))
 
     def _open(self, step: int) -> None:
         self._step, self._names = step, frozenset()
@@ -286,6 +277,12 @@ class _InstrumentedTask(Task):
             return super().loss(model, cast_inputs(batch))
 
 
+_DELEGATED = (
+    *("attach", "on_epoch_begin", "on_gradients_reduced", "on_epoch_end", "on_fit_end", "close"),
+    *("state_dict", "load_state_dict"),
+)
+
+
 class Recorder(Callback):
     """A recorder of each step's loss, gradients and weights that also calls the task's own callback."""
 
@@ -294,6 +291,8 @@ class Recorder(Callback):
         self._step = 0
         self._gradients: dict[str, Any] = {}
         self._calls = 0
+        for name in _DELEGATED:
+            setattr(self, name, getattr(inner, name))
         if watch.forward is not None:
             for name, child in module.named_modules():
                 child.register_forward_hook(lambda _, __, output, name=name: self._forward(name, output))
@@ -367,35 +366,9 @@ class Recorder(Callback):
                 assert watch.forward is not None
                 watch.forward.write(json.dumps(line) + "\n")
 
-    # Everything else is delegated to the task's own callback.
-
     @property
     def should_stop(self) -> bool:  # type: ignore[override]
         return self._inner.should_stop
-
-    def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
-        self._inner.attach(group, step=step, epoch=epoch)
-
-    def on_epoch_begin(self, epoch: int) -> None:
-        self._inner.on_epoch_begin(epoch)
-
-    def on_gradients_reduced(self, *, due: bool) -> Mapping[str, float]:
-        return self._inner.on_gradients_reduced(due=due)
-
-    def on_epoch_end(self, epoch: int) -> None:
-        self._inner.on_epoch_end(epoch)
-
-    def on_fit_end(self) -> None:
-        self._inner.on_fit_end()
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._inner.load_state_dict(state)
 
 
 def _projection(tensor: torch.Tensor) -> float:
