@@ -77,7 +77,7 @@ def test_names_of_running_processes_and_of_other_namespaces_stay(
         assert gc(tmp_path, keep_last=1, json=True) == 0
         assert {str(paths[2]), str(link)} <= set(json.loads(capsys.readouterr().out)["leftovers"])
         assert gc(tmp_path, keep_last=1, yes=True) == 0
-        assert "files that killed processes left" in capsys.readouterr().out
+        assert "files of killed processes removed" in capsys.readouterr().out
         assert [path.exists() for path in paths] == [True, True, False]
         assert not link.is_symlink()
     finally:

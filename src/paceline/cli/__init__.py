@@ -72,7 +72,7 @@ _COMMANDS = {
     "serve": (_SERVE, "serve:serve", "Serve packages over HTTP (Open Inference Protocol v2)."),
     "deploy": (_SERVE, "deploy:deploy", "Replace the package of a running server."),
     "predict": (_SERVE, "predict:predict", "Predict with a package or a server."),
-    "gc": (_CLEAN, "gc:gc", "Remove old runs, checkpoints and packages."),
+    "gc": (_CLEAN, "gc:gc", "Remove old runs and packages."),
     "checkpoint": (_CLEAN, "checkpoint:app", "List, verify and remove a run's checkpoints."),
     "version": (_OTHER, "version:version", "Print the versions of Paceline and its dependencies."),
 }
