@@ -19,6 +19,7 @@ RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r requirements/torch
 RUN pip install --no-deps --require-hashes -r requirements/run.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
+COPY plugins plugins
 RUN pip install --no-deps --no-build-isolation . && pip check
 
 # Your own code, in an image that begins with FROM this one: COPY . /work

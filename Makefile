@@ -52,10 +52,11 @@ test-torch: ## Run the tests of what uses torch with another release: VERSION=2.
 		tests/data tests/parallel tests/training tests/elastic tests/serving $(ARGS)
 
 .PHONY: check
-check: install-dev ## Check style, formatting, prose, types and import rules
+check: install-dev ## Check style, formatting, prose, sizes, types and import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/check_prose.py
+	$(BIN)/python scripts/package_size.py --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -102,7 +103,7 @@ lock: ## Renew requirements/*.lock from pyproject.toml
 .PHONY: clean
 clean: ## Remove .venv and everything that the tools made; runs/ is kept
 	rm -rf $(VENV) site dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find src benchmarks tests scripts examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src plugins benchmarks tests scripts examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- installing: each stamp is newer than what it was installed from ---------------------------
 

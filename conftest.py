@@ -1,3 +1,9 @@
 """The plugins that every run of the tests uses."""
 
-pytest_plugins = ["tests.plugins.ci_skips", "tests.plugins.gpu", "tests.plugins.layers", "tests.gpu_stand_in.fixture"]
+pytest_plugins = [
+    "tests.plugins.ci_skips",
+    "tests.plugins.gpu",
+    "tests.plugins.layers",
+    "tests.processes",
+    "tests.gpu_stand_in.fixture",
+]

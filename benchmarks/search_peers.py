@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.core.parent_death import die_with_parent
 from paceline.launch.ray_cluster import private_directory
-from paceline.tune.plan_search import own_cpus
+from paceline_tune.plan_search import own_cpus
 
 _REDUCTION = 4
 
@@ -52,7 +52,7 @@ class SearchJob:
 def ask(job: SearchJob, trial: Any) -> dict[str, Any]:
     """Ask a trial of Optuna's for the parameters of the task's space."""
     from paceline.core.task_loading import load_task_class
-    from paceline.tune.space import parse_space
+    from paceline_tune.space import parse_space
 
     parameters: dict[str, Any] = {}
     for dimension in parse_space(load_task_class(job.task).defaults.search, 0).dimensions:

@@ -18,7 +18,7 @@ from benchmarks.rounds import Sample, Variant
 from benchmarks.search_peers import SearchJob, command
 from paceline.core.errors import LaunchError
 from paceline.core.parent_death import kill_with_parent_command
-from paceline.tune.plan_search import own_cpus
+from paceline_tune.plan_search import own_cpus
 
 _TASK = "fashion-mnist-mlp"
 _METRIC = "accuracy"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 
+from paceline.core.built_in import COMMANDS
 from paceline.core.standard_streams import open_closed_streams
-
-_TRAIN = ("train", "resume", "join", "tune", "verify", "chaos")
-"""The commands that train, in this process or in those that it starts."""
 
 
 def main() -> int:
@@ -16,7 +14,7 @@ def main() -> int:
     open_closed_streams()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a parent has it ignored, exit codes of children are lost
     try:
-        if sys.argv[1:2] and sys.argv[1] in _TRAIN:
+        if sys.argv[1:2] and sys.argv[1] in COMMANDS and COMMANDS[sys.argv[1]].trains:
             from paceline.core.hash_seed import restart_with_hash_seed
 
             restart_with_hash_seed()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 from benchmarks.engine_processes import ENGINES
 from benchmarks.engines import TITLES, bench_engines

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import Processes, runs
+from tests.processes import Processes, runs
 
 from benchmarks.gpu import checks, machine, pages, speed
 from benchmarks.gpu.__main__ import unpack_site

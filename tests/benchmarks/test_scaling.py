@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 from benchmarks.scaling import bench_scaling
 from paceline.core.errors import ConfigError

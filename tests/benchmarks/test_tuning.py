@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 from benchmarks.__main__ import show
 from benchmarks.tuning import TuningFigures

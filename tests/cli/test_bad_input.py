@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("numerics")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("tune", "--resume", "a", "b"), "To continue a search: paceline tune --resume b."),
+        (("tune", "--resume", "a", "b"), "To continue a search: paceline tune --resume SEARCH."),
         (("launch", "--nproc_per_node", "2", "--", "x.py"), "--nproc_per_node is torchrun's. Use --nproc."),
         (("launch", "--image", "i", "--", "x.py", "--on", "slurm"), "--image is an option of --on kubernetes"),
     ],

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import Processes
+from tests.processes import Processes
 
 RUN_TOML = """
 [task]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.cli.faulty import Paceline, assert_refused, sha256
-from tests.conftest import Processes
+from tests.processes import Processes
 
 from paceline.core.files import read_json_lines
 from paceline.data.audit import audit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 from paceline.core.errors import TaskError
 from paceline.runs.directory import RunDirectory

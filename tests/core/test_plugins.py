@@ -11,14 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
 from tests.docs.test_code_blocks import ROOT, code_blocks
+from tests.processes import Processes
 
 from paceline.core import plugins
+from paceline.core.built_in import BUILT_IN
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
 from paceline.core.parallel_config import STRATEGIES, StrategyName, find_traits
-from paceline.core.plugins import BUILT_IN, all_names, find_plugins, import_object
+from paceline.core.plugins import all_names, find_plugins, import_object
 from paceline.core.process_config import LauncherName
 from paceline.core.task_loading import check_spec, load_task_class
 from paceline.launch.launcher import get_launcher

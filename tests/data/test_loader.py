@@ -26,7 +26,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import runs
+from tests.processes import runs
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from paceline.core.errors import DataError

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 pytestmark = pytest.mark.docs
 

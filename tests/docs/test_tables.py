@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from tests.conftest import Processes
+from tests.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "coming-from").glob("*.md"))]

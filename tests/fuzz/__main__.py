@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
-from tests.conftest import processes_in
 from tests.fuzz.targets import TARGETS, CaseHangs, World, run_case
 from tests.fuzz.world import make_world
+from tests.processes import processes_in
 
 _KEPT = Path(".fuzz")
 _FAILED = _KEPT / "failed.json"

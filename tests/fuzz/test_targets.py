@@ -8,10 +8,10 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
 from tests.fuzz.damage import ODD_VALUES, copy_tree, damage_json, damage_tree
 from tests.fuzz.targets import TARGETS, World, read_registry, read_run, run_case, time_limit
 from tests.fuzz.world import make_world
+from tests.processes import Processes
 
 CASES = 5
 CONTENTS = {

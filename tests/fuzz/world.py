@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.conftest import Processes
 from tests.fuzz.targets import World
+from tests.processes import Processes
 from tests.serving.conftest import start_server
 from tests.serving.packages import put
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 TASK = f"{Path(__file__).with_name('tasks.py')}:Mixed"

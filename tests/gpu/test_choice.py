@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.conftest import Processes
 from tests.gpu.conftest import ONE_UNDER_AN_AGENT, TWO_ON_ONE_GPU, Trainer
+from tests.processes import Processes
 
 from benchmarks.gpu.rows import report
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-from tests.conftest import Processes
 from tests.gpu.conftest import TASK, Trainer
+from tests.processes import Processes
 from torch import distributed as dist
 
 from benchmarks.gpu.rows import report

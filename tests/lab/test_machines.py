@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import _warm_starts, runs
 from tests.lab.machines import Lab, Machines, Node
+from tests.processes import _warm_starts, runs
 
 SUMS = """
 import os, sys

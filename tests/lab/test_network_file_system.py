@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
 from tests.lab.network_file_system import network_file_system
+from tests.processes import Processes
 
 pytestmark = pytest.mark.system
 

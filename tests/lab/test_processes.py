@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 
 def test_a_command_that_does_not_end_fails_with_the_stacks_of_its_processes(run_processes: Processes) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import _warm_starts, runs
 from tests.lab.warm_start import START_NONE, Program, is_template, parse
+from tests.processes import _warm_starts, runs
 
 from paceline.core import parent_death
 

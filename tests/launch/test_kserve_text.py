@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes import client
-from tests.conftest import Processes
 from tests.lab.kubernetes_api import unknown_fields
+from tests.processes import Processes
 
 from paceline.core.errors import ConfigError
 from paceline.launch.kubernetes_manifests import InferenceService

@@ -17,9 +17,9 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from tests.conftest import children, runs
 from tests.elastic.recovery_nodes.runs import OPTIONS, PATIENT, TASK, Run
 from tests.lab.machines import Machines
+from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError
 from paceline.launch.launcher import LaunchSpec, get_launcher

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import children, runs
+from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError
 from paceline.core.sockets import job_port

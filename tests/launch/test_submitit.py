@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import Processes, children
 from tests.launch.submitit_programs import ADD, COUNT, NETWORK
+from tests.processes import Processes, children
 
 import paceline
 from paceline.core.errors import ConfigError, TaskError

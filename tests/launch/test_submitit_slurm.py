@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
 from tests.lab.slurm_cluster import SlurmCluster
 from tests.launch.submitit_programs import ADD
+from tests.processes import Processes
 
 pytestmark = pytest.mark.slurm
 

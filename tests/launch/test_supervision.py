@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import children, runs
+from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.launch.launcher import LaunchSpec, get_launcher

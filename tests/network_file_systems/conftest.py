@@ -11,8 +11,8 @@ from subprocess import CompletedProcess, Popen
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
 from tests.lab.network_file_system import Mount
+from tests.processes import Processes
 
 from paceline.runs.checkpoint_manifest import verify
 from paceline.runs.checkpoint_store import scan

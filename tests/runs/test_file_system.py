@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
 from tests.lab.network_file_system import network_file_system
+from tests.processes import Processes
 
 from paceline.launch.preflight.probes import inspect_storage, leave_mark, remove_mark
 from paceline.runs.file_system import probe

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.conftest import Processes
 from tests.lab.network_file_system import Mount, network_file_system
+from tests.processes import Processes
 
 from paceline.core.file_lock import SILENT_S, claims
 from paceline.data.audit import audit

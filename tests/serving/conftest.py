@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.serving.packages import put
 
 START_TIMEOUT_S = 120

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.serving.conftest import Server, json_request
 from tests.serving.load import PATH
 

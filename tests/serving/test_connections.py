@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.serving.conftest import Server, json_request, metrics, start_server
 from tests.serving.load import PATH
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as triton
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.serving.conftest import Server, json_request
 from torch import nn
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.serving.conftest import Server, json_request, metrics, start_server
 from tests.serving.load import PATH, Load
 from tests.serving.packages import put_module

@@ -17,7 +17,7 @@ import schemathesis
 import schemathesis.specs.openapi.schemas
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.serving.conftest import Server
 from tests.serving.load import PATH
 

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.serving.conftest import Server, json_request
 from tests.serving.load import PATH
 from tritonclient.grpc import service_pb2, service_pb2_grpc

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from safetensors.torch import save
-from tests.conftest import Processes, children
+from tests.processes import Processes, children
 from tests.serving import puppet
 from tests.serving.conftest import Server, start_server
 from tests.serving.packages import put_files

@@ -20,8 +20,8 @@ from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
-from tests.conftest import Processes, share
 from tests.insight.dashboard.browser import browser, complaints, requested, show_as, why_not
+from tests.processes import Processes, share
 from tests.serving.conftest import Server, start_server
 from tests.serving.page_models import VISIT_SUM, Clothes, put_clothes, put_colours, put_points, put_visits
 

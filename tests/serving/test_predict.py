@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.serving.conftest import Server
 from tests.small_disk import small_disk
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import Processes, children
+from tests.processes import Processes, children
 from tests.serving.conftest import Server, metrics
 from tests.serving.load import Load
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from tests.conftest import Processes
 from tests.lab.machines import Machines, Node
+from tests.processes import Processes
 from tests.serving.conftest import json_request, start_server
 from tests.serving.load import PATH
 

@@ -21,7 +21,7 @@ import pytest
 import tokenizers
 import tritonclient.grpc
 import tritonclient.http
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.serving.conftest import Server, start_server
 from tests.serving.packages import put_files
 from tests.serving.page_models import NOTES, VISIT, VISIT_ROW, VISIT_SUM, Visit, put_visits

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.training.tasks import Points
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel

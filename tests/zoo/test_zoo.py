@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 DRIVER = Path(__file__).with_name("driver.py")
 QUICK = (

@@ -26,6 +26,7 @@ from cyclopts import (
 )
 
 from paceline import __version__
+from paceline.core.built_in import COMMANDS
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import check_path
 from paceline.core.printable import PrintableStream, escape_controls
@@ -44,49 +45,6 @@ app = App(
     default_parameter=Parameter(validator=_check_paths),
     help_format="plaintext",  # Markdown's renderer takes longer to import than all of ours
 )
-_START, _LOOK, _PROVE, _TUNE = "Start", "Look", "Prove", "Tune"
-_SERVE, _CLEAN, _OTHER = "Serve", "Keep clean", "Other"
-_COMMANDS = {
-    "train": (_START, "train:train", "Train a task on one process or many."),
-    "resume": (_START, "train:resume", "Continue a run at its exact next sample."),
-    "fork": (_START, "fork:fork", "Continue from a run's checkpoint with other hyperparameters."),
-    "launch": (_START, "launch:launch", "Start any program on one process or many nodes."),
-    "join": (_START, "join:join", "Add this machine to a running job."),
-    "scale": (_START, "scale:scale", "Change the number of processes of a running job."),
-    "plan": (_START, "plan:plan", "Predict each strategy's memory and step time; recommend one."),
-    "doctor": (_START, "doctor:doctor", "Check a job's nodes and network before the job runs."),
-    "runs": (_LOOK, "runs:app", "List runs with state and results; show one run's history."),
-    "logs": (_LOOK, "logs:logs", "Show what each rank of a run printed."),
-    "dashboard": (_LOOK, "dashboard:dashboard", "Show runs and jobs live on a local web page."),
-    "report": (_LOOK, "report:report", "Analyse and compare runs; check recorded metrics."),
-    "jobs": (_LOOK, "jobs:jobs", "List submitted jobs."),
-    "status": (_LOOK, "jobs:status", "Show a job's state."),
-    "cancel": (_LOOK, "jobs:cancel", "Cancel a job."),
-    "audit": (_PROVE, "audit:audit", "Prove from a run's ledger that it saw each sample once."),
-    "verify": (_PROVE, "verify:verify", "Train under every strategy, and compare with one process."),
-    "chaos": (_PROVE, "chaos:chaos", "Train under injected faults, and prove that nothing is lost."),
-    "bench": (_PROVE, "bench:app", "Measure collectives on your machines."),
-    "tune": (_TUNE, "tune:tune", "Search for a task's best hyperparameters in parallel trials."),
-    "export": (_SERVE, "export:export", "Export a run's model as a package."),
-    "registry": (_SERVE, "registry:app", "List, tag, copy and roll back packages."),
-    "serve": (_SERVE, "serve:serve", "Serve packages over HTTP (Open Inference Protocol v2)."),
-    "deploy": (_SERVE, "deploy:deploy", "Replace the package of a running server."),
-    "predict": (_SERVE, "predict:predict", "Predict with a package or a server."),
-    "gc": (_CLEAN, "gc:gc", "Remove old runs and packages."),
-    "checkpoint": (_CLEAN, "checkpoint:app", "List, verify and remove a run's checkpoints."),
-    "version": (_OTHER, "version:version", "Print the versions of Paceline and its dependencies."),
-}
-_USAGE = {
-    "train": "[OPTIONS] TASK",
-    "resume": "[OPTIONS] RUN",
-    "tune": "[OPTIONS] TASK",
-    "launch": "--on NAME [OPTIONS] -- COMMAND...",
-    "doctor": "[OPTIONS] [TASK]",
-    "chaos": "[OPTIONS] TASK",
-    "verify": "[OPTIONS] TASK",
-}
-"""Usage lines of the commands with the most options, for which cyclopts would inspect every option again."""
-
 _MOVED = {
     ("revalidate",): "paceline revalidate is now an option of report: paceline report RUN|PACKAGE --check",
     ("bench", "scaling"): (
@@ -96,25 +54,23 @@ _MOVED = {
 }
 """Former commands, and what to type instead."""
 
-_GROUPS = {name: Group(name, sort_key=n) for n, name in enumerate(dict.fromkeys(g for g, _, _ in _COMMANDS.values()))}
-for _index, (_name, (_group, _target, _help)) in enumerate(_COMMANDS.items()):
-    _more = {"usage": f"Usage: paceline {_name} {_USAGE[_name]}"} if _name in _USAGE else {}
-    app.command(f"paceline.cli.{_target}", name=_name, help=_help, group=_GROUPS[_group], sort_key=_index, **_more)
+_GROUPS = {name: Group(name, sort_key=n) for n, name in enumerate(dict.fromkeys(c.group for c in COMMANDS.values()))}
+for _index, (_name, _its) in enumerate(COMMANDS.items()):
+    _more = {} if _its.usage is None else {"usage": f"Usage: paceline {_name} {_its.usage}"}
+    app.command(_its.place, name=_name, help=_its.help, group=_GROUPS[_its.group], sort_key=_index, **_more)
 # The last line of the list of commands describes --help.
 app["--help"].group = app["--version"].group = Group("", show=False)
 _HELP_FLAGS = ("--help", "-h", "--help-all")
 _LINES = "\n\t"
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
 """Errors of a disk that say something about a file's owner, mode or place, and nothing about this code."""
-_COMPUTING = ("train", "resume", "launch", "join", "tune", "verify", "chaos", "bench", "doctor", "plan")
-"""Commands in which the user's own code prints, with the colours and redrawn lines that it likes."""
 
 
 def main() -> int:
     """Run the command line; return the exit code."""
     arguments = _user_arguments(sys.argv[1:])
     with ExitStack() as stack:
-        if arguments[:1] and arguments[0] not in _COMPUTING:
+        if arguments[:1] and not (arguments[0] in COMMANDS and COMMANDS[arguments[0]].computes):
             stack.enter_context(redirect_stdout(cast("TextIO", PrintableStream(sys.stdout))))
             stack.enter_context(redirect_stderr(cast("TextIO", PrintableStream(sys.stderr))))
         return _run(arguments)
@@ -170,6 +126,11 @@ def _of_this_machine(error: Exception) -> PacelineError:
     """Return what to do about an error of files or limits; raise any other one again."""
     from paceline.runs.failures import advise
 
+    if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("paceline_"):
+        return ConfigError(
+            f"this needs {error.name}, a part of Paceline that is not installed here. Install all of it: "
+            "pip install paceline"
+        )
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         longest = max(str(error.filename or "").split(os.sep), key=len)
         return ConfigError(f"a file's name has at most 255 bytes; shorten {longest!r:.80}.")
@@ -268,7 +229,7 @@ def _own_arguments(words: list[str]) -> list[str]:
 def _is_help_request(words: list[str]) -> bool:
     """Return whether the user asked for a command's help, so that its options need not be parsed."""
     own = _own_arguments(words)
-    return any(flag in own for flag in _HELP_FLAGS) and (own[0] in _HELP_FLAGS or own[0] in _COMMANDS)
+    return any(flag in own for flag in _HELP_FLAGS) and (own[0] in _HELP_FLAGS or own[0] in COMMANDS)
 
 
 def _explain_unknown_option(error: UnknownOptionError) -> str:
@@ -304,23 +265,13 @@ def _command(error: CycloptsError) -> list[str]:
     return list(error.command_chain or ())
 
 
-def _explain_unused(error: UnusedCliTokensError) -> str:
-    import shlex
-
-    words = error.unused_tokens or []
-    problem = f"unexpected argument: {' '.join(map(repr, words))}."
-    if _command(error) == ["tune"] and "--resume" in (error.root_input_tokens or []) and len(words) == 1:
-        # The directory of the search has its task, so only one of the two is given.
-        return f"{problem} To continue a search: paceline tune --resume {shlex.quote(words[0])}."
-    return problem
-
-
 def _explain(error: CycloptsError) -> str:
     """Return a sentence that says what is wrong with the command line."""
     from paceline.core.config import RunConfig, config_from_mapping
 
     if isinstance(error, UnusedCliTokensError):
-        return _explain_unused(error)
+        problem = f"unexpected argument: {' '.join(map(repr, error.unused_tokens or []))}."
+        return " ".join([problem, *(COMMANDS[name].one_argument for name in _command(error)[:1])]).rstrip()
     if isinstance(error, UnknownOptionError):
         return _explain_unknown_option(error)
     if isinstance(error, MissingArgumentError) and error.argument is not None:

@@ -12,6 +12,8 @@ from cyclopts.help.formatters import DefaultFormatter
 from cyclopts.help.specs import ColumnSpec, get_default_command_columns
 from rich.text import Text
 
+from paceline.core.built_in import COMMANDS
+
 if TYPE_CHECKING:
     from cyclopts import App
     from rich.console import Console, ConsoleOptions
@@ -23,7 +25,6 @@ _LOCAL_LAUNCHERS = ("auto", "inprocess", "embedded", "spawn", "torchrun")
 """Values of ``--on`` with few options of their own, which ``--help`` shows below the common ones."""
 
 _JOBS = ("train", "resume", "launch")
-_OPTIONS_OF_TRAIN = ("tune", "chaos", "verify")
 _LONGEST_COMMAND = len("checkpoint")
 _EMPTY_DEFAULTS = ("False", "()", '""')
 
@@ -74,7 +75,8 @@ class _Formatter(DefaultFormatter):
         names = [name for name in self._omitted if not name.startswith("--on ")]
         if len(names) < len(self._omitted):
             names.append(f"--on NAME (paceline {self._command} --on NAME --help)")
-        label = "Options of paceline train" if self._command in _OPTIONS_OF_TRAIN else "More options"
+        is_train = COMMANDS[self._command].takes_run_options
+        label = "Options of paceline train" if is_train else "More options"
         return f"{label}, shown by --help-all: {', '.join(names)}."
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:

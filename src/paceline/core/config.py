@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.core.built_in import BUILT_IN
 from paceline.core.errors import ConfigError
 from paceline.core.files import check_path, parse_toml
 from paceline.core.fine_tuning_config import FineTuningOptions
@@ -25,7 +26,7 @@ from paceline.core.options import (
     parse_interval,
     parse_shuffle,
 )
-from paceline.core.plugins import BUILT_IN, all_names, plugin_names
+from paceline.core.plugins import all_names, plugin_names
 
 # --- The configuration of a run: its fields, with those of its base classes, are the options of every entry point ---
 #

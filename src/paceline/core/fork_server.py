@@ -1,8 +1,7 @@
 """A fork server: a process that has imported the modules of others, and forks them on request. No torch here.
 
-Importing torch takes seconds, forking takes milliseconds. Three parts use it: an agent forks workers
-(:mod:`paceline.elastic.forkserver`), a search forks trials (:mod:`paceline.tune.trial`), and a model server
-forks replicas (:mod:`paceline.serving.fork_server`). Each has a program of its own, which calls
+Importing torch takes seconds, forking takes milliseconds. An agent forks workers (:mod:`paceline.elastic.forkserver`),
+a search forks trials, and a model server forks replicas. Each has a program of its own, which calls
 :func:`run_fork_server`, and starts it with :class:`ForkServer`.
 
 Requests come over a socket pair, one JSON object with descriptors (``SCM_RIGHTS``) in each packet::

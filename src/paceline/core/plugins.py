@@ -10,55 +10,10 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NewType
+from typing import Any, NewType
 
+from paceline.core.built_in import BUILT_IN, Group
 from paceline.core.errors import ConfigError
-
-Group = Literal["paceline.launchers", "paceline.strategies", "paceline.trackers", "paceline.tasks"]
-"""The group in which an entry point is registered."""
-
-BUILT_IN: Mapping[Group, Mapping[str, str]] = {
-    "paceline.launchers": {
-        "inprocess": "paceline.launch.local:InProcess",
-        "spawn": "paceline.launch.local:Spawn",
-        "torchrun": "paceline.launch.torchrun:Torchrun",
-        "slurm": "paceline.launch.slurm:Slurm",
-        "submitit": "paceline.launch.submitit:Submitit",
-        "ray": "paceline.launch.ray:Ray",
-        "monarch": "paceline.launch.monarch:Monarch",
-        "mpi": "paceline.launch.mpi:MpiLauncher",
-        "horovod": "paceline.launch.horovod:HorovodLauncher",
-        "ssh": "paceline.launch.ssh:Ssh",
-        "kubernetes": "paceline.launch.kubernetes:Kubernetes",
-        "sagemaker": "paceline.launch.sagemaker:SageMaker",
-        "azureml": "paceline.launch.clouds:AzureML",
-        "google": "paceline.launch.clouds:Google",
-    },
-    "paceline.strategies": {
-        "single": "paceline.parallel.data_parallel:Single",
-        "dp": "paceline.parallel.dp_threads:DataParallel",
-        "ddp": "paceline.parallel.data_parallel:DDP",
-        "zero1": "paceline.parallel.zero1:ZeRO1",
-        "fsdp": "paceline.parallel.fsdp:FSDP",
-        "tp": "paceline.parallel.tensor_parallel:TP",
-        "pp": "paceline.parallel.pipeline.pipeline:Pipeline",
-        "deepspeed": "paceline.parallel.deepspeed:DeepSpeed",
-        "horovod": "paceline.parallel.horovod:Horovod",
-        "ps": "paceline.parallel.parameter_server:ParameterServer",
-        # A rank computes whole steps by itself; its trainer shares the model.
-        "hogwild": "paceline.parallel.data_parallel:DDP",
-    },
-    "paceline.trackers": {
-        "mlflow": "paceline.runs.trackers:MlflowTracker",
-        "wandb": "paceline.runs.trackers:WandbTracker",
-    },
-    "paceline.tasks": {
-        "fashion-mnist": "paceline.training.tasks.fashion_mnist:FashionMNIST",
-        "fashion-mnist-mlp": "paceline.training.tasks.fashion_mnist:FashionMNISTMLP",
-        "transformer": "paceline.training.tasks.transformer:Transformer",
-    },
-}
-"""The class of each name of ours, as an entry point's value: ``module:Class``."""
 
 LauncherPlugin = NewType("LauncherPlugin", str)
 StrategyPlugin = NewType("StrategyPlugin", str)

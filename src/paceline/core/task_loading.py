@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.core.built_in import BUILT_IN
 from paceline.core.errors import TaskError
 from paceline.core.field_values import convert, encode, is_same
-from paceline.core.plugins import BUILT_IN, Plugin, all_names, find_plugin, load
+from paceline.core.plugins import Plugin, all_names, find_plugin, load
 from paceline.core.task import Task
 
 BUILT_IN_TASKS = BUILT_IN["paceline.tasks"]

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.built_in import BUILT_IN
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag
-from paceline.core.plugins import BUILT_IN, import_object, load
+from paceline.core.plugins import import_object, load
 from paceline.core.process_config import EnvStyle as EnvStyle
 from paceline.core.process_config import RankLauncher as RankLauncher
 

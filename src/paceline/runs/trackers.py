@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from paceline.core.built_in import BUILT_IN
 from paceline.core.errors import ConfigError
 from paceline.core.files import link, read_document, rename
 from paceline.core.option_sets import select
-from paceline.core.plugins import BUILT_IN, load
+from paceline.core.plugins import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metrics import final_scalars, scalars
 from paceline.runs.status import search_of

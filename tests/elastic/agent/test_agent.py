@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import children, runs
 from tests.lab.listening_agent import listening_agent
+from tests.processes import children, runs
 
 from paceline.core.launch_spec import LaunchSpec
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory, record_agents

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
 from tests.lab.etcd import why_not
+from tests.processes import Processes
 
 from paceline.core.environment import EtcdEndpoints, parse_coordinator
 from paceline.core.errors import ConfigError

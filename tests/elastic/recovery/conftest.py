@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 from paceline.data.audit import AuditReport, audit
 from paceline.runs.directory import RunDirectory

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import children
+from tests.processes import children
 
 from paceline.core.access import create_token
 from paceline.training.stop_signals import StopSignals

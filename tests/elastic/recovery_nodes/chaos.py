@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import psutil
-from tests.conftest import children
 from tests.elastic.recovery_nodes.runs import OPTIONS, Run
 from tests.lab.etcd import EtcdCluster
 from tests.lab.machines import Node, NodeProcess
+from tests.processes import children
 
 from paceline.core.errors import PacelineError
 from paceline.data.audit import audit

@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import children
 from tests.elastic.recovery_nodes.runs import EMBEDDED_FIRST, Run
 from tests.lab.machines import Machines, Node, NodeProcess
+from tests.processes import children
 from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.timeout(240)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import Processes
+from tests.processes import Processes
 from torch._C._distributed_c10d import HashStore
 
 from paceline.core.environment import Environment

@@ -13,8 +13,8 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from tests.conftest import Processes
 from tests.insight.dashboard.made import make_run, record
+from tests.processes import Processes
 
 from paceline.cli.runs import runs
 from paceline.core.errors import ConfigError, RunDirectoryError

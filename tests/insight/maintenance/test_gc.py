@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
 from tests.core.test_file_lock import lock_as_another_node
 from tests.insight.dashboard.made import make_run
+from tests.processes import Processes
 from tests.runs.packages.conftest import manifest_of
 
 from paceline.cli.gc import gc

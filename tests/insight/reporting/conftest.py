@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 TASKS = Path(__file__).with_name("tasks.py")
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 from paceline.cli.report import report
 from paceline.core.errors import ConfigError, RunDirectoryError

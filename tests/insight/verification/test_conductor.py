@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import children
+from tests.processes import children
 
 from paceline.core.errors import ConfigError
 from paceline.insight.verify.cases import (

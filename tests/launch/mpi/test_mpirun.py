@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import runs
+from tests.processes import runs
 
 pytestmark = pytest.mark.mpi
 

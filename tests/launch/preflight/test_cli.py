@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from tests.conftest import children
 from tests.lab.machines import Machines
 from tests.launch.preflight.examined import found, not_passed
+from tests.processes import children
 from tests.small_disk import small_disk
 
 from paceline.launch.preflight.spec import CHECKS, PreflightReport, PreflightSpec, parse_command

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
 from tests.lab.sshd import SshLab
+from tests.processes import Processes
 
 from paceline.core.errors import ConfigError
 from paceline.launch.launcher import LaunchSpec, get_launcher

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
 from tests.lab.slurm_cluster import SlurmCluster
 from tests.lab.sshd import SshLab
+from tests.processes import Processes
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]

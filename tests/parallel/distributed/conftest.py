@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 HERE = Path(__file__).parent
 WORLD_SIZES = (1, 2, 3, 4)

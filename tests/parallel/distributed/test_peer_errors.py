@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import Processes
+from tests.processes import Processes
 from torch import distributed as dist
 
 from paceline.core.errors import ConfigError, PeerLostError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError

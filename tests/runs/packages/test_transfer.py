@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.runs.packages.conftest import PutPackage
 
 from paceline.core.errors import PackageError

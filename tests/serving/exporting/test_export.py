@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from tests.conftest import Processes
+from tests.processes import Processes
 from tests.serving.exporting.conftest import TASKS
 from tests.serving.exporting.tasks import Shapes
 from torch import nn

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.runs.checkpoint_store import parse_name, scan
 from paceline.runs.directory import RunDirectory
-from paceline.tune.trial import RunningTrial, TrialCommand, TrialDiedError, TrialReport, TrialServer
+from paceline_tune.trial import RunningTrial, TrialCommand, TrialDiedError, TrialReport, TrialServer
 
 pytestmark = pytest.mark.integration
 

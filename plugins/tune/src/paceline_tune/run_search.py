@@ -27,8 +27,8 @@ from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.launch.ray_cluster import connect, import_ray
 from paceline.runs.metrics import finite, has_tensorboard
 from paceline.runs.trackers import conclude_mlflow_search
-from paceline.tune.charts import draw
-from paceline.tune.history import (
+from paceline_tune.charts import draw
+from paceline_tune.history import (
     MAX_FAILED,
     SearchJournal,
     TrialResult,
@@ -38,9 +38,9 @@ from paceline.tune.history import (
     write_hparams,
     write_result,
 )
-from paceline.tune.search import WARN_AT, Search, SearchCost, SearchDirectory, estimate, show_seconds
-from paceline.tune.status import SearchStatus, render
-from paceline.tune.trial import last_line
+from paceline_tune.search import WARN_AT, Search, SearchCost, SearchDirectory, estimate, show_seconds
+from paceline_tune.status import SearchStatus, render
+from paceline_tune.trial import last_line
 
 # --- Monitoring: write the journal, show the status, and enforce the budget ---
 
@@ -339,7 +339,7 @@ def _error_of(trial: Any) -> str:
     return "its process or node ended without a reason"
 
 
-# --- The driver, in the Ray cluster of RAY_ADDRESS: ``python -m paceline.tune.run_search DIRECTORY`` ---
+# --- The driver, in the Ray cluster of RAY_ADDRESS: ``python -m paceline_tune.run_search DIRECTORY`` ---
 #
 # Ray Tune places the trials and ASHA stops them early. The search's own journal records them; files that Tune
 # writes are never read, because they contain pickles.
@@ -366,7 +366,7 @@ def main(argv: Sequence[str]) -> int:
     It is 0 once all trials have ended successfully, 75 or 130 if the search was stopped, and 1 if a trial failed
     or none has a value of the metric.
     """
-    parser = argparse.ArgumentParser(prog="python -m paceline.tune.run_search", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m paceline_tune.run_search", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--quiet", action="store_true")
     options = parser.parse_args(argv)
@@ -474,7 +474,7 @@ def _tune(
 ) -> None:
     from ray import tune
 
-    from paceline.tune.ray_adapter import JournalSearcher, TrialRun, make_scheduler
+    from paceline_tune.ray_adapter import JournalSearcher, TrialRun, make_scheduler
 
     # Ray's warnings and tracebacks help to debug Ray; the monitor reports how trials end.
     log = logging.FileHandler(directory.path / "ray.log", delay=True)

@@ -21,8 +21,8 @@ from paceline.core.files import ResilientAppendFile, read_json_lines, write_atom
 from paceline.core.option_sets import select
 from paceline.launch.submit import task_command
 from paceline.runs.directory import RunDirectory
-from paceline.tune.search import Search, SearchCost, SearchDirectory
-from paceline.tune.space import Value, assignments
+from paceline_tune.search import Search, SearchCost, SearchDirectory
+from paceline_tune.space import Value, assignments
 
 # --- The journal: one line per result, in the order in which trials were compared ---
 #

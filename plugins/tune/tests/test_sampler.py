@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from paceline.tune.history import SearchHistory, SearchJournal, TrialResult, TrialState, read_trials
-from paceline.tune.sampler import suggest
-from paceline.tune.search import Search, SearchDirectory
-from paceline.tune.space import Parameters
+from paceline_tune.history import SearchHistory, SearchJournal, TrialResult, TrialState, read_trials
+from paceline_tune.sampler import suggest
+from paceline_tune.search import Search, SearchDirectory
+from paceline_tune.space import Parameters
 
 SEARCH = Search(
     options={"task": "fashion-mnist-mlp", "seed": 3},
@@ -124,7 +124,7 @@ def test_the_searcher_waits_for_room_and_repeats_what_was_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
-    from paceline.tune.ray_adapter import JournalSearcher
+    from paceline_tune.ray_adapter import JournalSearcher
 
     search = replace(SEARCH, repeats=2)
 

@@ -36,15 +36,15 @@ from paceline.launch.ray_node import cluster_command
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
 from paceline.runs.trackers import require as require_trackers
-from paceline.tune.history import MAX_FAILED, SearchHistory, describe_failure, describe_failures
-from paceline.tune.sampler import import_optuna
-from paceline.tune.search import CostEstimate, Search, SearchCost, SearchDirectory, estimate, require_room, show_seconds
-from paceline.tune.space import FORMS, Dimension, Value
+from paceline_tune.history import MAX_FAILED, SearchHistory, describe_failure, describe_failures
+from paceline_tune.sampler import import_optuna
+from paceline_tune.search import CostEstimate, Search, SearchCost, SearchDirectory, estimate, require_room, show_seconds
+from paceline_tune.space import FORMS, Dimension, Value
 
 if TYPE_CHECKING:
-    from paceline.tune.trial import TrialReport, TrialServer
+    from paceline_tune.trial import TrialReport, TrialServer
 
-# --- Profile a task for a few steps before a search: ``python -m paceline.tune.plan_search FILE`` ---
+# --- Profile a task for a few steps before a search: ``python -m paceline_tune.plan_search FILE`` ---
 #
 # It prints a line of JSON: the task's metrics, the length of a trial and the time of its steps and evaluations,
 # or an error. It is a run with the first configuration's parameters in a temporary directory, stopped at its first
@@ -98,7 +98,7 @@ def probe(search: Search) -> TaskProfile:
         directory = SearchDirectory(Path(name))
         directory.write(search)
         done = subprocess.run(
-            kill_with_parent_command([sys.executable, "-P", "-m", "paceline.tune.plan_search", name]),
+            kill_with_parent_command([sys.executable, "-P", "-m", "paceline_tune.plan_search", name]),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
-    from paceline.tune.trial import TrialServer
+    from paceline_tune.trial import TrialServer
 
     require_trackers(search.config.log_to)
     task_class = load_task_class(str(search.options["task"]))
@@ -188,7 +188,7 @@ def _run_first_steps(
     server: TrialServer, options: Mapping[str, Any], run: RunDirectory, directory: SearchDirectory
 ) -> tuple[TrialReport, float, float]:
     """Run a configuration to its first evaluation; return the report, and the Unix times of its begin and its end."""
-    from paceline.tune.trial import RunningTrial, TrialCommand, TrialReport
+    from paceline_tune.trial import RunningTrial, TrialCommand, TrialReport
 
     # Without trackers and backups, which would keep a run that is deleted after it was measured.
     first = {
@@ -583,7 +583,7 @@ def run(
     """
     import_ray()
     path = directory.path.absolute()
-    driver = (sys.executable, "-P", "-m", "paceline.tune.run_search", str(path), *(("--quiet",) if quiet else ()))
+    driver = (sys.executable, "-P", "-m", "paceline_tune.run_search", str(path), *(("--quiet",) if quiet else ()))
     if address is not None:
         print_status(f"the Ray cluster at {address} runs the trials; all its nodes must share {path}.")
         return _start(Command(title="search", argv=driver, env={"RAY_ADDRESS": address}))

@@ -17,7 +17,7 @@ from paceline.core.options import parse_best
 
 if TYPE_CHECKING:
     from paceline.core.rich_console import Console
-    from paceline.tune.search import Search, SearchDirectory
+    from paceline_tune.search import Search, SearchDirectory
 
 Options: Any = run_options(without=("resume",))
 Flag = Annotated[bool, Parameter(negative="")]
@@ -105,9 +105,9 @@ def tune(
     quiet
         Show no progress.
     """
-    from paceline.tune import plan_search
-    from paceline.tune.history import read_trials
-    from paceline.tune.search import SearchDirectory
+    from paceline_tune import plan_search
+    from paceline_tune.history import read_trials
+    from paceline_tune.search import SearchDirectory
 
     new = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
     changes: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
@@ -202,7 +202,7 @@ def _make_search(
     from paceline.core.gpus import preferred_device
     from paceline.core.options import parse_nproc
     from paceline.core.task_loading import check_spec
-    from paceline.tune.search import Search
+    from paceline_tune.search import Search
 
     check_spec(task)
     config = config_from_mapping({**options, "task": task}, "the command line")
@@ -242,8 +242,8 @@ def _goal(text: str) -> tuple[str, float]:
 
 
 def _print_result(search: Search, directory: SearchDirectory, code: int, *, json: bool) -> int:
-    from paceline.tune.history import read_trials
-    from paceline.tune.status import SearchStatus, render
+    from paceline_tune.history import read_trials
+    from paceline_tune.status import SearchStatus, render
 
     if not directory.result.exists():
         return code or 1

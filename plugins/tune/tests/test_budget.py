@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.tune.search import SearchCost, estimate, parse_budget, require_room
+from paceline_tune.search import SearchCost, estimate, parse_budget, require_room
 
 COST = SearchCost(seconds=1800, trials=7, gpu_hours=4)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.tune.plan_search import estimate_search, measure_search, probe
-from paceline.tune.search import Search
+from paceline_tune.plan_search import estimate_search, measure_search, probe
+from paceline_tune.search import Search
 
 SEARCH = Search(
     options={

@@ -15,11 +15,11 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
 from paceline.core.errors import ConfigError
-from paceline.tune.history import SearchJournal, TrialResult, TrialState
-from paceline.tune.population import choose_successor, is_comparable
-from paceline.tune.sampler import suggest
-from paceline.tune.search import Search, SearchDirectory
-from paceline.tune.trial import RunningTrial, TrialCommand, TrialReport, TrialServer
+from paceline_tune.history import SearchJournal, TrialResult, TrialState
+from paceline_tune.population import choose_successor, is_comparable
+from paceline_tune.sampler import suggest
+from paceline_tune.search import Search, SearchDirectory
+from paceline_tune.trial import RunningTrial, TrialCommand, TrialReport, TrialServer
 
 # --- Trials: an actor that runs one trial after another ---
 
@@ -31,7 +31,7 @@ TIME = "iteration"
 class TrialRun(Trainable):  # type: ignore[misc]
     """One trial of a search; afterwards its actor, which has imported torch, runs the next one.
 
-    ``config`` is suggested by :class:`~paceline.tune.ray_adapter.JournalSearcher`: ``number``, ``order``,
+    ``config`` is suggested by :class:`~paceline_tune.ray_adapter.JournalSearcher`: ``number``, ``order``,
     ``metric``, ``mode`` and ``stop``.
     """
 

@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from paceline.core.errors import LaunchError
-from paceline.tune.history import SearchHistory
-from paceline.tune.search import Search
-from paceline.tune.space import Dimension, Parameters, Value
+from paceline_tune.history import SearchHistory
+from paceline_tune.search import Search
+from paceline_tune.space import Dimension, Parameters, Value
 
 _MAX_TRIES = 20
 

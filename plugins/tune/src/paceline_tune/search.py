@@ -18,7 +18,7 @@ from paceline.core.file_lock import FileLock
 from paceline.core.files import write_atomically
 from paceline.core.options import parse_best, parse_duration_s
 from paceline.runs.directory import in_use
-from paceline.tune.space import Parameters, Space, Value, assignments, parse_space
+from paceline_tune.space import Parameters, Space, Value, assignments, parse_space
 
 # --- Budgets: ``2h``, ``100trials``, ``50gpu-h``, ``$200`` ---
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline.tune.history import SearchJournal, TrialResult, read_trials
-from paceline.tune.run_search import main
-from paceline.tune.search import Search, SearchDirectory
+from paceline_tune.history import SearchJournal, TrialResult, read_trials
+from paceline_tune.run_search import main
+from paceline_tune.search import Search, SearchDirectory
 
 pytestmark = pytest.mark.ray
 
@@ -45,7 +45,7 @@ def observe(search: Search, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
     import ray
 
-    from paceline.tune.run_search import SearchMonitor
+    from paceline_tune.run_search import SearchMonitor
 
     path.mkdir(exist_ok=True)
     directory = SearchDirectory(path)
@@ -93,7 +93,7 @@ def test_a_running_trials_gpus_count_before_it_says_anything(tmp_path: Path, mon
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that the observer sees."""
     now = [1000.0]
-    monkeypatch.setattr("paceline.tune.run_search.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("paceline_tune.run_search.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -244,8 +244,8 @@ def test_a_budget_that_is_spent_before_there_is_a_best_trial_is_no_success(
     ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": machine}], shutdown=lambda: None)
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setattr("paceline.tune.run_search.import_ray", lambda: ray)
-    monkeypatch.setattr("paceline.tune.run_search.connect", lambda *arguments: None)
+    monkeypatch.setattr("paceline_tune.run_search.import_ray", lambda: ray)
+    monkeypatch.setattr("paceline_tune.run_search.connect", lambda *arguments: None)
     monkeypatch.setattr("os.environ", dict(os.environ))
     directory = SearchDirectory(tmp_path / "search")
     directory.write(replace(SEARCH, budget="1h"))

@@ -12,11 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import Processes
 from tests.lab.machines import Machines
 from tests.lab.slurm_cluster import SlurmCluster
+from tests.processes import Processes
 
-from paceline.tune.history import read_trials
+from paceline_tune.history import read_trials
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 

@@ -14,9 +14,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.tune.history import SearchHistory, Trial
-from paceline.tune.search import Search
-from paceline.tune.space import Dimension, Parameters, Space, Value
+from paceline_tune.history import SearchHistory, Trial
+from paceline_tune.search import Search
+from paceline_tune.space import Dimension, Parameters, Space, Value
 
 _SHARE = 4  # one in this many members is replaced, and as many are continued by others
 _DRAWN_AGAIN = 0.25  # probability, for each value

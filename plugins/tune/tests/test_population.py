@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import Processes
-from tests.tune.test_tune import TASK, TIME_LIMIT_S, wait_for_lines
+from plugins.tune.tests.test_tune import TASK, TIME_LIMIT_S, wait_for_lines
+from tests.processes import Processes
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import read_json_lines
 from paceline.data.audit import audit
 from paceline.runs.directory import RunDirectory
-from paceline.tune.history import SearchHistory, Spent, Suggestion, TrialResult, read_trials
-from paceline.tune.plan_search import check
-from paceline.tune.population import choose_successor, explore, is_comparable
-from paceline.tune.search import Search, SearchDirectory
-from paceline.tune.space import parse_space
+from paceline_tune.history import SearchHistory, Spent, Suggestion, TrialResult, read_trials
+from paceline_tune.plan_search import check
+from paceline_tune.population import choose_successor, explore, is_comparable
+from paceline_tune.search import Search, SearchDirectory
+from paceline_tune.space import parse_space
 
 SEARCH = Search(
     options={"task": "x:Y", "seed": 3},

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Processes
+from tests.processes import Processes
 
 from paceline.core.files import read_json_lines
 from paceline.runs.checkpoint_store import parse_name, scan
 from paceline.runs.directory import RunDirectory
-from paceline.tune.history import ENDED, read_trials
+from paceline_tune.history import ENDED, read_trials
 
 pytestmark = pytest.mark.ray
 
@@ -219,7 +219,7 @@ def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: P
         (("--search", "lr=log:1e-3:1", "--ray-address", "head"), "--ray-address must be HOST:PORT"),
         (("--resume",), "--resume needs the search's directory"),
         (("--resume", "a b"), "there is no search in a b. Give it by paceline tune --resume DIR or"),
-        ((TASK, "--resume", "a b"), "'a b'. To continue a search: paceline tune --resume 'a b'."),
+        ((TASK, "--resume", "a b"), "'a b'. To continue a search: paceline tune --resume SEARCH."),
         (("--resume", "runs/none"), "there is no search in runs/none. Give it by paceline tune --resume DIR or"),
         (("--resume", "--run-dir", "x", "--scheduler", "asha"), "continues the search with its recorded options"),
         (("--resume", "--run-dir", "x", "--grace-period", "1"), "continues the search with its recorded options"),

@@ -41,11 +41,11 @@ from paceline.launch.ray import own_variables
 from paceline.runs.directory import RunDirectory, RunLock
 from paceline.runs.failures import read_failure
 from paceline.runs.fork import fork_run
-from paceline.tune.history import TrialState
+from paceline_tune.history import TrialState
 
 _SOCKET = "referee"
 
-# --- Forks trials: ``python -m paceline.tune.trial FD``; see :mod:`paceline.core.fork_server` ---
+# --- Forks trials: ``python -m paceline_tune.trial FD``; see :mod:`paceline.core.fork_server` ---
 #
 # So a trial begins in milliseconds, and has a process of its own all the same: nothing of one trial is left
 # for the next. The fork server ends with the process that started it; its trials end with it.
@@ -147,7 +147,7 @@ class TrialServer(ForkServer):
 
     def __init__(self) -> None:
         super().__init__(
-            kill_with_parent_command([sys.executable, "-P", "-m", "paceline.tune.trial"]),
+            kill_with_parent_command([sys.executable, "-P", "-m", "paceline_tune.trial"]),
             # A task of srun's that starts Ray is a rank of its step; a trial is a job of its own.
             with_hash_seed(variables_of_another_job(own_variables())),
         )

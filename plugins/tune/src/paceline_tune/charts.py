@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import LaunchError
-from paceline.tune.history import SearchHistory, Trial
-from paceline.tune.search import Search
-from paceline.tune.space import Dimension
-from paceline.tune.status import show_value
+from paceline_tune.history import SearchHistory, Trial
+from paceline_tune.search import Search
+from paceline_tune.space import Dimension
+from paceline_tune.status import show_value
 
 _SIZE = (9.0, 5.0)  # inches
 _MAX_TICKS = 8

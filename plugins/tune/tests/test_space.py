@@ -12,9 +12,9 @@ import pytest
 
 from paceline.core.errors import ConfigError, UserError
 from paceline.core.task_loading import load_task_class
-from paceline.tune.plan_search import resolve_space
-from paceline.tune.search import Search, SearchDirectory
-from paceline.tune.space import parse_space
+from paceline_tune.plan_search import resolve_space
+from paceline_tune.search import Search, SearchDirectory
+from paceline_tune.space import parse_space
 
 TASK = f"{Path(__file__).parent / 'tasks.py'}:Line"
 EVEN = TASK.replace(":Line", ":Even")

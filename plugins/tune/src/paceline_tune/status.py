@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from paceline.tune.history import SearchHistory, Trial, TrialState
-from paceline.tune.search import Search, show_seconds
-from paceline.tune.space import Value
+from paceline_tune.history import SearchHistory, Trial, TrialState
+from paceline_tune.search import Search, show_seconds
+from paceline_tune.space import Value
 
 _ORDER: tuple[TrialState, ...] = ("running", "waiting", "finished", "goal", "stopped", "diverged", "failed")
 _STYLES = {

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from paceline.core.errors import ConfigError, RunDirectoryError, RunInUseError
-from paceline.tune.charts import draw
-from paceline.tune.history import (
+from paceline_tune.charts import draw
+from paceline_tune.history import (
     SearchHistory,
     SearchJournal,
     Suggestion,
@@ -24,10 +24,10 @@ from paceline.tune.history import (
     write_hparams,
     write_result,
 )
-from paceline.tune.plan_search import require_same
-from paceline.tune.search import Search, SearchDirectory
-from paceline.tune.space import Value
-from paceline.tune.status import SearchStatus, render
+from paceline_tune.plan_search import require_same
+from paceline_tune.search import Search, SearchDirectory
+from paceline_tune.space import Value
+from paceline_tune.status import SearchStatus, render
 
 SEARCH = Search(
     options={"task": "fashion-mnist-mlp", "threads": 1, "set": ["weight_decay=0.1"]},
@@ -87,7 +87,7 @@ class Named:
 def test_asha_goes_on_as_if_nothing_had_happened(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decisions after a restart, under which Tune's own names change, are those of an undisturbed search."""
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
-    from paceline.tune.ray_adapter import Asha, make_scheduler
+    from paceline_tune.ray_adapter import Asha, make_scheduler
 
     draw = random.Random(7)
     order = [(trial, iteration) for trial in range(8) for iteration in range(1, 16)]
@@ -124,7 +124,7 @@ def test_asha_goes_on_as_if_nothing_had_happened(cut: int, monkeypatch: pytest.M
 def test_asha_takes_nan_for_the_worst_value(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a rung had two of them, no number was below its quantile: each later trial was trained to its end."""
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")
-    from paceline.tune.ray_adapter import make_scheduler
+    from paceline_tune.ray_adapter import make_scheduler
 
     search = replace(SEARCH, metric=f"accuracy:{mode}")
     sign = 1 if mode == "max" else -1
@@ -317,7 +317,7 @@ def test_a_search_is_not_written_over_another(tmp_path: Path) -> None:
 
 
 def test_nothing_is_changed_under_a_search_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tune.search._LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("paceline_tune.search._LOCK_TIMEOUT_S", 0.0)
     directory = SearchDirectory(tmp_path / "search")
     directory.write(SEARCH, new=True)
     with directory.locked(), pytest.raises(RunInUseError, match="in use by another process"):
@@ -359,7 +359,7 @@ def test_rungs_and_trials_follow_from_the_options() -> None:
 @pytest.mark.parametrize("factor", [1.2, 1.5, 2, 2.5, 4])
 def test_the_rungs_are_those_at_which_asha_compares(factor: float, grace: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
-    from paceline.tune.ray_adapter import Asha
+    from paceline_tune.ray_adapter import Asha
 
     search = replace(SEARCH, grace_period=grace, reduction_factor=factor, evaluations=30)
     scheduler, trial, compared = Asha(search), Named("a", {"number": 0}), []

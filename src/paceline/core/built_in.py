@@ -1,0 +1,176 @@
+"""Every name of Paceline's own, and where it is defined. Nothing else in the core names a plug-in of this repository.
+
+A plug-in is a package next to the core, such as ``paceline_tune`` in ``plugins/tune``, which the core imports by these
+tables only. Other distributions add names by entry points; see :mod:`paceline.core.plugins`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class CliCommand:
+    """A command of ``paceline``.
+
+    Attributes:
+        group: its heading in the list of all commands.
+        place: ``module:function``, which is imported when the command is used.
+        help: what it does, in one sentence.
+        usage: its usage line, of commands with so many options that inspecting each again would take long.
+        computes: the user's own code prints, with the colours and redrawn lines that it likes.
+        trains: it trains, in this process or in those that it starts.
+        takes_run_options: besides its own options, it has those of ``paceline train``.
+        one_argument: what to type where an argument too many was given.
+    """
+
+    group: str
+    place: str
+    help: str
+    usage: str | None = None
+    computes: bool = False
+    trains: bool = False
+    takes_run_options: bool = False
+    one_argument: str = ""
+
+
+COMMANDS: Mapping[str, CliCommand] = {
+    "train": CliCommand(
+        "Start",
+        "paceline.cli.train:train",
+        "Train a task on one process or many.",
+        usage="[OPTIONS] TASK",
+        computes=True,
+        trains=True,
+    ),
+    "resume": CliCommand(
+        "Start",
+        "paceline.cli.train:resume",
+        "Continue a run at its exact next sample.",
+        usage="[OPTIONS] RUN",
+        computes=True,
+        trains=True,
+    ),
+    "fork": CliCommand(
+        "Start", "paceline.cli.fork:fork", "Continue from a run's checkpoint with other hyperparameters."
+    ),
+    "launch": CliCommand(
+        "Start",
+        "paceline.cli.launch:launch",
+        "Start any program on one process or many nodes.",
+        usage="--on NAME [OPTIONS] -- COMMAND...",
+        computes=True,
+    ),
+    "join": CliCommand(
+        "Start", "paceline.cli.join:join", "Add this machine to a running job.", computes=True, trains=True
+    ),
+    "scale": CliCommand("Start", "paceline.cli.scale:scale", "Change the number of processes of a running job."),
+    "plan": CliCommand(
+        "Start", "paceline.cli.plan:plan", "Predict each strategy's memory and step time; recommend one.", computes=True
+    ),
+    "doctor": CliCommand(
+        "Start",
+        "paceline.cli.doctor:doctor",
+        "Check a job's nodes and network before the job runs.",
+        usage="[OPTIONS] [TASK]",
+        computes=True,
+    ),
+    "runs": CliCommand("Look", "paceline.cli.runs:app", "List runs with state and results; show one run's history."),
+    "logs": CliCommand("Look", "paceline.cli.logs:logs", "Show what each rank of a run printed."),
+    "dashboard": CliCommand("Look", "paceline.cli.dashboard:dashboard", "Show runs and jobs live on a local web page."),
+    "report": CliCommand("Look", "paceline.cli.report:report", "Analyse and compare runs; check recorded metrics."),
+    "jobs": CliCommand("Look", "paceline.cli.jobs:jobs", "List submitted jobs."),
+    "status": CliCommand("Look", "paceline.cli.jobs:status", "Show a job's state."),
+    "cancel": CliCommand("Look", "paceline.cli.jobs:cancel", "Cancel a job."),
+    "audit": CliCommand("Prove", "paceline.cli.audit:audit", "Prove from a run's ledger that it saw each sample once."),
+    "verify": CliCommand(
+        "Prove",
+        "paceline.cli.verify:verify",
+        "Train under every strategy, and compare with one process.",
+        usage="[OPTIONS] TASK",
+        computes=True,
+        trains=True,
+        takes_run_options=True,
+    ),
+    "chaos": CliCommand(
+        "Prove",
+        "paceline.cli.chaos:chaos",
+        "Train under injected faults, and prove that nothing is lost.",
+        usage="[OPTIONS] TASK",
+        computes=True,
+        trains=True,
+        takes_run_options=True,
+    ),
+    "bench": CliCommand("Prove", "paceline.cli.bench:app", "Measure collectives on your machines.", computes=True),
+    "tune": CliCommand(
+        "Tune",
+        "paceline_tune.command:tune",
+        "Search for a task's best hyperparameters in parallel trials.",
+        usage="[OPTIONS] TASK",
+        computes=True,
+        trains=True,
+        takes_run_options=True,
+        one_argument="To continue a search: paceline tune --resume SEARCH.",
+    ),
+    "export": CliCommand("Serve", "paceline.cli.export:export", "Export a run's model as a package."),
+    "registry": CliCommand("Serve", "paceline.cli.registry:app", "List, tag, copy and roll back packages."),
+    "serve": CliCommand("Serve", "paceline.cli.serve:serve", "Serve packages over HTTP (Open Inference Protocol v2)."),
+    "deploy": CliCommand("Serve", "paceline.cli.deploy:deploy", "Replace the package of a running server."),
+    "predict": CliCommand("Serve", "paceline.cli.predict:predict", "Predict with a package or a server."),
+    "gc": CliCommand("Keep clean", "paceline.cli.gc:gc", "Remove old runs and packages."),
+    "checkpoint": CliCommand(
+        "Keep clean", "paceline.cli.checkpoint:app", "List, verify and remove a run's checkpoints."
+    ),
+    "version": CliCommand(
+        "Other", "paceline.cli.version:version", "Print the versions of Paceline and its dependencies."
+    ),
+}
+"""The commands, in the order of ``paceline --help``."""
+
+Group = Literal["paceline.launchers", "paceline.strategies", "paceline.trackers", "paceline.tasks"]
+"""The group in which an entry point is registered."""
+
+BUILT_IN: Mapping[Group, Mapping[str, str]] = {
+    "paceline.launchers": {
+        "inprocess": "paceline.launch.local:InProcess",
+        "spawn": "paceline.launch.local:Spawn",
+        "torchrun": "paceline.launch.torchrun:Torchrun",
+        "slurm": "paceline.launch.slurm:Slurm",
+        "submitit": "paceline.launch.submitit:Submitit",
+        "ray": "paceline.launch.ray:Ray",
+        "monarch": "paceline.launch.monarch:Monarch",
+        "mpi": "paceline.launch.mpi:MpiLauncher",
+        "horovod": "paceline.launch.horovod:HorovodLauncher",
+        "ssh": "paceline.launch.ssh:Ssh",
+        "kubernetes": "paceline.launch.kubernetes:Kubernetes",
+        "sagemaker": "paceline.launch.sagemaker:SageMaker",
+        "azureml": "paceline.launch.clouds:AzureML",
+        "google": "paceline.launch.clouds:Google",
+    },
+    "paceline.strategies": {
+        "single": "paceline.parallel.data_parallel:Single",
+        "dp": "paceline.parallel.dp_threads:DataParallel",
+        "ddp": "paceline.parallel.data_parallel:DDP",
+        "zero1": "paceline.parallel.zero1:ZeRO1",
+        "fsdp": "paceline.parallel.fsdp:FSDP",
+        "tp": "paceline.parallel.tensor_parallel:TP",
+        "pp": "paceline.parallel.pipeline.pipeline:Pipeline",
+        "deepspeed": "paceline.parallel.deepspeed:DeepSpeed",
+        "horovod": "paceline.parallel.horovod:Horovod",
+        "ps": "paceline.parallel.parameter_server:ParameterServer",
+        # A rank computes whole steps by itself; its trainer shares the model.
+        "hogwild": "paceline.parallel.data_parallel:DDP",
+    },
+    "paceline.trackers": {
+        "mlflow": "paceline.runs.trackers:MlflowTracker",
+        "wandb": "paceline.runs.trackers:WandbTracker",
+    },
+    "paceline.tasks": {
+        "fashion-mnist": "paceline.training.tasks.fashion_mnist:FashionMNIST",
+        "fashion-mnist-mlp": "paceline.training.tasks.fashion_mnist:FashionMNISTMLP",
+        "transformer": "paceline.training.tasks.transformer:Transformer",
+    },
+}
+"""The class of each name of ours, as an entry point's value: ``module:Class``."""
