@@ -221,7 +221,7 @@ def test_a_lost_trial_says_why(
     """Tune keeps the errors of a trial in a file, the last one at its end."""
     observer = observe(SEARCH, tmp_path / "search", monkeypatch)
     errors = tmp_path / "error.txt"
-    errors.write_text("Traceback:\n  x\npaceline.tune.trial.TrialDiedError: it was killed by SIGKILL; see LOG\n")
+    errors.write_text("Traceback:\n  x\npaceline_tune.trial.TrialDiedError: it was killed by SIGKILL; see LOG\n")
     trial = SimpleNamespace(config={"number": 3}, error_file=str(errors))
     observer.callback.on_trial_recover(0, [], trial)
     errors.write_text(errors.read_text() + "\x1b[31mThe node has gone.\n\n")
