@@ -34,17 +34,7 @@ from paceline.runs.metrics import (
     plugin_value,
     set_hparam,
 )
-from paceline.runs.trackers import (
-    RunInfo,
-    create_mlflow_search,
-    disable_telemetry,
-    finite_scalars,
-    log_mlflow_best,
-    log_mlflow_params,
-    make_database,
-    mlflow_metrics,
-    mlflow_tags,
-)
+from paceline.runs.trackers import MlflowStore, RunInfo, disable_telemetry, finite_scalars, mlflow_metrics, mlflow_tags
 
 Tool = Literal["tensorboard", "mlflow"]
 
@@ -119,15 +109,13 @@ def write_mlflow(runs: Sequence[ComparedRun], folder: Path) -> tuple[str, str]:
     """
     try:
         with disable_telemetry():
-            from mlflow.tracking import MlflowClient
+            import mlflow.tracking  # noqa: F401
     except ImportError as error:
         raise ConfigError("--in mlflow needs MLflow. Install it: pip install mlflow") from error
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    uri = f"sqlite:///{folder}/mlflow.db"
-    make_database(uri)
-    client = MlflowClient(uri)
-    experiment = client.create_experiment(
+    store = MlflowStore(f"sqlite:///{folder}/mlflow.db")
+    experiment = store.client.create_experiment(
         _EXPERIMENT,
         artifact_location=(folder / "artifacts").as_uri(),
         tags={"mlflow.experimentKind": "custom_model_development"},  # else its page is that of language models
@@ -135,12 +123,12 @@ def write_mlflow(runs: Sequence[ComparedRun], folder: Path) -> tuple[str, str]:
     parents: dict[Path, str] = {}
     for run in runs:
         if run.search is not None and run.search not in parents:
-            parents[run.search] = _add_search(client, run.search, experiment, runs)
-        _add_run(client, run, experiment, None if run.search is None else parents[run.search])
-    return uri, str(experiment)
+            parents[run.search] = _add_search(store, run.search, experiment, runs)
+        _add_run(store, run, experiment, None if run.search is None else parents[run.search])
+    return store.uri, str(experiment)
 
 
-def _add_run(client: Any, run: ComparedRun, experiment: str, parent: str | None) -> None:
+def _add_run(store: MlflowStore, run: ComparedRun, experiment: str, parent: str | None) -> None:
     info, made = RunInfo.read(run.directory), find_artifacts(run.directory)
     note = [f"`{info.task}`, trained in `{run.directory.path.absolute()}`."]
     tags = dict(info.tags)
@@ -153,11 +141,8 @@ def _add_run(client: Any, run: ComparedRun, experiment: str, parent: str | None)
         tags["paceline.package"] = " ".join(made.packages)
     note += [f"Exported as the package `{package}`." for package in made.packages.values()]
     begin_ms, end_ms = _span_ms(run)
-    created = client.create_run(
-        experiment, start_time=begin_ms, tags={**mlflow_tags(info.task, "\n\n".join(note)), **tags}, run_name=run.name
-    )
-    run_id = created.info.run_id
-    log_mlflow_params(client, run_id, info.options)
+    tags |= mlflow_tags(info.task, "\n\n".join(note))
+    run_id = store.create_run(experiment, run.name, tags, info.options, start_time=begin_ms)
     metrics: list[Any] = []
     for record in read_json_lines(run.directory.metrics, errors="replace"):
         with suppress(KeyError, TypeError, ValueError, AttributeError):  # a damaged line
@@ -165,22 +150,22 @@ def _add_run(client: Any, run: ComparedRun, experiment: str, parent: str | None)
             metrics += mlflow_metrics(int(record["step"]), at, finite_scalars(record))
     metrics += mlflow_metrics(run.summary.step or 0, end_ms / 1000, dict(final_scalars(run.metrics)))
     for start in range(0, len(metrics), _MOST_METRICS):
-        client.log_batch(run_id, metrics=metrics[start : start + _MOST_METRICS])
+        store.client.log_batch(run_id, metrics=metrics[start : start + _MOST_METRICS])
     if made.report is not None:
-        client.log_artifact(run_id, str(made.report))
+        store.client.log_artifact(run_id, str(made.report))
     status = _STATUS.get(run.summary.state, "KILLED")
     if status != "RUNNING":
-        client.set_terminated(run_id, status, end_ms)
+        store.client.set_terminated(run_id, status, end_ms)
 
 
-def _add_search(client: Any, search: Path, experiment: str, runs: Sequence[ComparedRun]) -> str:
+def _add_search(store: MlflowStore, search: Path, experiment: str, runs: Sequence[ComparedRun]) -> str:
     trials = [run for run in runs if run.search == search]
     spans = [_span_ms(run) for run in trials]
     begin_ms, end_ms = min(begin for begin, _ in spans), max(end for _, end in spans)
-    parent = create_mlflow_search(client, search, experiment, trials[0].summary.task or "", start_time=begin_ms)
-    log_mlflow_best(client, parent, read_search(search), end_ms / 1000)
+    parent = store.create_search(search, experiment, trials[0].summary.task or "", start_time=begin_ms)
+    store.log_best(parent, read_search(search), end_ms / 1000)
     if all(run.summary.state != "running" for run in trials):
-        client.set_terminated(parent, "FINISHED", end_ms)
+        store.client.set_terminated(parent, "FINISHED", end_ms)
     return parent
 
 

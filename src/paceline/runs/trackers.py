@@ -51,9 +51,7 @@ class RunInfo:
         id: the run's id, from ``run.toml``.
         name: its directory's name.
         task: the task's name, as the user gave it.
-        directory: the run directory.
         options: the resolved options; ``task.FIELD`` for the task's fields.
-        tags: search tags.
     """
 
     id: str
@@ -106,176 +104,168 @@ class Tracker(Protocol):
 
 
 _LONGEST = 500  # characters of a parameter, which all stores take
+_LONGEST_NAME = 250
 _MOST_AT_ONCE = 100  # parameters; MLflow's own limit
 _TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
 _PARENT = "mlflow.parentRunId"
+_MLFLOW_MEANS = {"@": "_at_", "%": "_percent"}
+
+
+class MlflowStore:
+    """Runs in MLflow, by ``MlflowClient``, which names the run in each call and leaves a script's active run alone."""
+
+    def __init__(self, uri: str | None = None) -> None:
+        with disable_telemetry():
+            import mlflow
+            from mlflow.tracking import MlflowClient
+        self.uri = uri or mlflow.get_tracking_uri()
+        _make_database(self.uri)
+        self.client = MlflowClient(self.uri)
+
+    def create_run(
+        self, experiment: str, name: str, tags: Mapping[str, str], options: Mapping[str, Any], **started: Any
+    ) -> str:
+        """Create a run with its options as parameters, and return its id; ``start_time`` is in ms."""
+        created = self.client.create_run(experiment, tags=dict(tags), run_name=name, **started)
+        self.log_params(created.info.run_id, options)
+        return str(created.info.run_id)
+
+    def create_search(self, search: Path, experiment: str, task: str, **started: Any) -> str:
+        """Create the run of a search, with its settings as parameters, and return its id."""
+        try:
+            settings = dict(json.loads(read_document(search / "tune.json")))
+        except (OSError, ValueError, TypeError):
+            settings = {}
+        options = {n: v for n, v in settings.items() if n != "options" and v not in (None, {}, [], "")}
+        tags = mlflow_tags(task, f"A search of `{task}` in `{search}`; its trials are the child runs.")
+        return self.create_run(experiment, search.name, {**tags, "paceline.search": str(search)}, options, **started)
+
+    def log_params(self, run_id: str, options: Mapping[str, Any]) -> None:
+        """Log options as parameters."""
+        from mlflow.entities import Param
+
+        params = (Param(mlflow_name(name), str(value)[:_LONGEST]) for name, value in options.items())
+        while some := list(itertools.islice(params, _MOST_AT_ONCE)):
+            self.client.log_batch(run_id, params=some)
+
+    def log_best(self, run_id: str, result: Mapping[str, Any], at: float) -> None:
+        """Log the best value in a search's ``result.json``, and the trial that has it; ``at`` is Unix time."""
+        best, name = result.get("best"), str(result.get("metric", "")).partition(":")[0]
+        if not isinstance(best, Mapping) or not isinstance(best.get(name), int | float):
+            return
+        trials = len(result.get("trials", ()))
+        self.client.log_batch(run_id, metrics=mlflow_metrics(trials, at, {f"best/val/{name}": float(best[name])}))
+        number = best.get("trial")
+        trial = f"{number:05d}" if isinstance(number, int) else str(number)
+        self.client.set_tag(run_id, "paceline.best_trial", trial[:_LONGEST])
 
 
 class MlflowTracker:
-    """Logs through ``MlflowClient``, which names its run in each call and leaves a script's active run alone."""
+    """One MLflow run, a child of its search's if it is a trial."""
 
     def __init__(self) -> None:
-        self._client: Any = None
+        self._store: Any = None
         self._run = ""
         self._parent: str | None = None
         self._finished = False
         self.url: str | None = None
 
     def open(self, run: RunInfo, earlier: str | None) -> str:
-        with disable_telemetry():
-            import mlflow
-            from mlflow.tracking import MlflowClient
-        make_database(mlflow.get_tracking_uri())
-        self._client = MlflowClient()
+        store = self._store = MlflowStore()
         if earlier is not None:
             self._run = earlier
-            self._client.update_run(earlier, status="RUNNING")
-            self._parent = self._client.get_run(earlier).data.tags.get(_PARENT)
-            self.url = self._page(mlflow.get_tracking_uri(), self._client.get_run(earlier).info.experiment_id)
-            return earlier
-        experiment = self._experiment(run)
-        tags = mlflow_tags(run.task, f"`{run.task}`, trained in `{run.directory.path.absolute()}`.") | dict(run.tags)
-        if (search := search_of(run.directory)) is not None:
-            self._parent = self._join_search(search, experiment, run.task)
-            tags[_PARENT] = self._parent
-        # An earlier process may have died between creating the run and recording its id.
-        begun = self._client.search_runs([experiment], f"tags.`{RUN_ID}` = '{run.id}'", max_results=1)
-        created = begun or [self._client.create_run(experiment, tags=tags, run_name=run.name)]
-        self._run = str(created[0].info.run_id)
-        log_mlflow_params(self._client, self._run, run.options)
-        self.url = self._page(mlflow.get_tracking_uri(), experiment)
+            store.client.update_run(earlier, status="RUNNING")
+            known = store.client.get_run(earlier)
+            self._parent, experiment = known.data.tags.get(_PARENT), known.info.experiment_id
+        else:
+            experiment = self._experiment(run)
+            note = f"`{run.task}`, trained in `{run.directory.path.absolute()}`."
+            tags = mlflow_tags(run.task, note) | dict(run.tags)
+            if (search := search_of(run.directory)) is not None:
+                self._parent = tags[_PARENT] = self._join_search(search, experiment, run.task)
+            # An earlier process may have died between creating the run and recording its id.
+            begun = store.client.search_runs([experiment], f"tags.`{RUN_ID}` = '{run.id}'", max_results=1)
+            if begun:
+                self._run = str(begun[0].info.run_id)
+                store.log_params(self._run, run.options)
+            else:
+                self._run = store.create_run(experiment, run.name, tags, run.options)
+        if store.uri.startswith(("http://", "https://")):  # other stores have no pages
+            self.url = f"{store.uri.rstrip('/')}/#/experiments/{experiment}/runs/{self._run}"
         return self._run
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        self._client.log_batch(self._run, metrics=mlflow_metrics(step, at, values), synchronous=True)
+        self._store.client.log_batch(self._run, metrics=mlflow_metrics(step, at, values), synchronous=True)
 
     def conclude(self, tags: Mapping[str, str], values: Mapping[str, float]) -> None:
         for name, text in tags.items():
-            self._client.set_tag(self._run, name, text)
+            self._store.client.set_tag(self._run, name, text)
         for name, value in values.items():
-            self._client.log_metric(self._run, mlflow_name(name), value)
+            self._store.client.log_metric(self._run, mlflow_name(name), value)
         self._finished = True
 
     def close(self) -> None:
-        self._client.set_terminated(self._run, "FINISHED" if self._finished else "KILLED")
+        self._store.client.set_terminated(self._run, "FINISHED" if self._finished else "KILLED")
         if self._parent is not None:
-            self._client.set_terminated(self._parent)
-
-    def _page(self, uri: str, experiment: str) -> str | None:
-        """Return the address of the run's page; None for a store without a server."""
-        is_server = uri.startswith(("http://", "https://"))
-        return f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{self._run}" if is_server else None
+            self._store.client.set_terminated(self._parent)
 
     def _join_search(self, search: Path, experiment: str, task: str) -> str:
         """Return the id of the search's own run, of which trials are children; the first trial creates it."""
-        note = _note_of_search(search)
-        try:
-            parent = str(json.loads(read_document(note))["run"])
-            self._client.update_run(parent, status="RUNNING")
+        if (parent := _run_of_search(search)) is not None:
+            self._store.client.update_run(parent, status="RUNNING")
             return parent
-        except FileNotFoundError:
-            pass
-        parent = create_mlflow_search(self._client, search, experiment, task)
+        created: str = self._store.create_search(search, experiment, task)
+        note = search / _SEARCH_NOTE
         note.parent.mkdir(exist_ok=True)
-        own = note.with_name(f".{note.name}-{parent}")
-        own.write_text(json.dumps({"run": parent}))
+        own = note.with_name(f".{note.name}-{created}")
+        own.write_text(json.dumps({"run": created}))
         try:
             link(own, note)
         except FileExistsError:  # a trial that started at the same time was first
-            self._client.delete_run(parent)
-            return str(json.loads(read_document(note))["run"])
+            self._store.client.delete_run(created)
+            return str(_run_of_search(search))
         finally:
             own.unlink(missing_ok=True)
-        return parent
+        return created
 
     def _experiment(self, run: RunInfo) -> str:
         from mlflow.exceptions import MlflowException
 
-        configured = os.environ.get("MLFLOW_EXPERIMENT_ID")
-        if configured:
+        if configured := os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return configured
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.task.rpartition("/")[2]
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
+        found = self._store.client.get_experiment_by_name(name)
+        if found is None:
             try:
-                return str(self._client.create_experiment(name))
+                return str(self._store.client.create_experiment(name))
             except MlflowException:  # another process may have created it
-                experiment = self._client.get_experiment_by_name(name)
-                if experiment is None:
+                found = self._store.client.get_experiment_by_name(name)
+                if found is None:
                     raise
-        return str(experiment.experiment_id)
+        return str(found.experiment_id)
 
 
-def create_mlflow_search(client: Any, search: Path, experiment: str, task: str, **started: Any) -> str:
-    """Create the run of a search, with its settings as parameters, and return its id.
+_SEARCH_NOTE = Path("trackers") / "mlflow.json"
 
-    Args:
-        client: an ``MlflowClient``.
-        search: the search's directory.
-        experiment: the experiment's id.
-        task: the task's name.
-        started: ``start_time`` in ms.
-    """
+
+def _run_of_search(search: Path) -> str | None:
+    """Return the id of the search's own run; None if no trial has created it."""
     try:
-        settings = dict(json.loads(read_document(search / "tune.json")))
-    except (OSError, ValueError, TypeError):
-        settings = {}
-    tags = mlflow_tags(task, f"A search of `{task}` in `{search}`; its trials are the child runs.")
-    created = client.create_run(
-        experiment, tags={**tags, "paceline.search": str(search)}, run_name=search.name, **started
-    )
-    run_id = str(created.info.run_id)
-    settings.pop("options", None)
-    log_mlflow_params(client, run_id, {n: v for n, v in settings.items() if v not in (None, {}, [], "")})
-    return run_id
-
-
-def log_mlflow_best(client: Any, run_id: str, result: Mapping[str, Any], at: float) -> None:
-    """Log the best value of a search, and the trial that has it, in the search's own run.
-
-    Args:
-        client: an ``MlflowClient``.
-        run_id: of the search's own run.
-        result: the content of the search's ``result.json``.
-        at: Unix time.
-    """
-    best, name = result.get("best"), str(result.get("metric", "")).partition(":")[0]
-    if not isinstance(best, Mapping) or not isinstance(best.get(name), int | float):
-        return
-    trials = len(result.get("trials", ()))
-    client.log_batch(run_id, metrics=mlflow_metrics(trials, at, {f"best/val/{name}": float(best[name])}))
-    number = best.get("trial")
-    name = f"{number:05d}" if isinstance(number, int) else str(number)
-    client.set_tag(run_id, "paceline.best_trial", name[:_LONGEST])
+        return str(json.loads(read_document(search / _SEARCH_NOTE))["run"])
+    except FileNotFoundError:
+        return None
 
 
 def conclude_mlflow_search(search: Path, result: Mapping[str, Any]) -> str | None:
-    """Log the best value of a search whose trials log to MLflow; return why that failed, or None.
-
-    Args:
-        search: the search's directory.
-        result: the content of its ``result.json``.
-    """
+    """Log the best value in the ``result.json`` of a search whose trials log to MLflow; return why that failed."""
     try:
-        run_id = str(json.loads(read_document(_note_of_search(search)))["run"])
-    except FileNotFoundError:
-        return None  # its trials do not log to MLflow
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return str(error)
-    try:
-        with disable_telemetry():
-            from mlflow.tracking import MlflowClient
-        client = MlflowClient()
-        log_mlflow_best(client, run_id, result, time.time())
-        client.set_terminated(run_id, "FINISHED" if result.get("done") else "KILLED")
+        if (run_id := _run_of_search(search)) is not None:
+            store = MlflowStore()
+            store.log_best(run_id, result, time.time())
+            store.client.set_terminated(run_id, "FINISHED" if result.get("done") else "KILLED")
     except Exception as error:  # a third-party library and a network can raise anything
-        return _CREDENTIALS.sub("//", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return _describe(error)
     return None
-
-
-def _note_of_search(search: Path) -> Path:
-    """Return the file with the id of the search's own run."""
-    return search / "trackers" / "mlflow.json"
 
 
 def mlflow_tags(task: str, note: str) -> dict[str, str]:
@@ -283,24 +273,11 @@ def mlflow_tags(task: str, note: str) -> dict[str, str]:
     return {"mlflow.source.name": task, "mlflow.source.type": "LOCAL", "mlflow.note.content": note}
 
 
-def log_mlflow_params(client: Any, run_id: str, options: Mapping[str, Any]) -> None:
-    """Log options as parameters."""
-    from mlflow.entities import Param
-
-    params = (Param(mlflow_name(name), str(value)[:_LONGEST]) for name, value in options.items())
-    while some := list(itertools.islice(params, _MOST_AT_ONCE)):
-        client.log_batch(run_id, params=some)
-
-
 def mlflow_metrics(step: int, at: float, values: Mapping[str, float]) -> list[Any]:
     """Return the values of a step as MLflow's metrics; ``at`` is Unix time."""
     from mlflow.entities import Metric
 
     return [Metric(mlflow_name(name), value, int(at * 1000), step) for name, value in values.items()]
-
-
-_MLFLOW_MEANS = {"@": "_at_", "%": "_percent"}
-_LONGEST_NAME = 250
 
 
 def mlflow_name(name: str) -> str:
@@ -316,7 +293,7 @@ def mlflow_name(name: str) -> str:
     return path
 
 
-def make_database(uri: str) -> None:
+def _make_database(uri: str) -> None:
     """Create a new SQLite store atomically.
 
     MLflow takes seconds to create the tables. A process that dies meanwhile leaves an unusable file, and two that start
@@ -333,14 +310,11 @@ def make_database(uri: str) -> None:
         return
     database = Path(name).absolute()
     database.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=database.parent, prefix=f".{database.name}-", ignore_cleanup_errors=True
-    ) as folder:
+    prefix = f".{database.name}-"
+    with tempfile.TemporaryDirectory(dir=database.parent, prefix=prefix, ignore_cleanup_errors=True) as folder:
         complete = Path(folder) / database.name
-        store = SqlAlchemyStore(  # type: ignore[no-untyped-call]
-            f"sqlite:///{complete}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
-        )
-        store.engine.dispose()
+        uri = f"sqlite:///{complete}"
+        SqlAlchemyStore(uri, DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()  # type: ignore[no-untyped-call]
         # Another process was first, or the file system has no links; then MLflow creates it in place.
         with suppress(OSError):
             os.link(complete, database)
@@ -349,17 +323,22 @@ def make_database(uri: str) -> None:
 @contextmanager
 def disable_telemetry() -> Iterator[None]:
     """Import MLflow with telemetry disabled, unless the user has set its variable."""
-    if _TELEMETRY in os.environ:
-        yield
-        return
-    os.environ[_TELEMETRY] = "true"
+    is_set = _TELEMETRY in os.environ
+    os.environ.setdefault(_TELEMETRY, "true")
     try:
         yield
     finally:
-        del os.environ[_TELEMETRY]
+        if not is_set:
+            del os.environ[_TELEMETRY]
 
 
 # --- Weights & Biases: in the run directory, offline unless ``WANDB_MODE`` is set ---
+
+
+# Send neither the command line, nor details of the node, nor the output.
+_WANDB_ON = ("silent", "disable_git", "disable_job_creation", "x_disable_meta", "x_disable_machine_info")
+_WANDB_SETTINGS: Any = dict.fromkeys((*_WANDB_ON, "x_disable_stats"), True) | {"console": "off"}
+_WANDB_SETTINGS |= dict.fromkeys(("save_code", "x_save_requirements"), False)
 
 
 class WandbTracker:
@@ -373,6 +352,7 @@ class WandbTracker:
     def open(self, run: RunInfo, earlier: str | None) -> str:
         import wandb
 
+        mode: Any = os.environ.get("WANDB_MODE") or "offline"
         run_id = earlier or run.id
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "paceline"),
@@ -380,21 +360,10 @@ class WandbTracker:
             name=run.name,
             resume="allow",
             dir=run.directory.path,
-            mode=_mode(),
+            mode=mode,
             config={**run.options, **run.tags},
             reinit="create_new",
-            # Send neither the command line, nor details of the node, nor the output.
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                save_code=False,
-                disable_git=True,
-                disable_job_creation=True,
-                x_disable_meta=True,
-                x_disable_machine_info=True,
-                x_disable_stats=True,
-                x_save_requirements=False,
-            ),
+            settings=wandb.Settings(**_WANDB_SETTINGS),
         )
         self.url = self._run.url  # None while offline
         return run_id
@@ -411,10 +380,6 @@ class WandbTracker:
 
         self._run.finish(exit_code=0 if self._finished else 1)
         wandb.teardown()  # otherwise its helper process stays as long as this one
-
-
-def _mode() -> Any:
-    return os.environ.get("WANDB_MODE") or "offline"
 
 
 # --- The writer thread ---
@@ -443,9 +408,8 @@ def require(names: tuple[str, ...]) -> None:
             load_tracker(name)
         elif importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"--log-to {name} needs {name}, which is not installed. Install it: pip install "
-                f"'paceline[{name}]', or leave "
-                f"--log-to {name} out."
+                f"--log-to {name} needs {name}, which is not installed. Install it: pip install 'paceline[{name}]', or "
+                f"leave --log-to {name} out."
             )
 
 
@@ -465,7 +429,7 @@ def _is_tracker(found: object) -> bool:
 
 
 class TrackerWriter:
-    """Sends a run's records to a tracker.
+    """Sends a run's records to a tracker, in a thread that shields the training from one that fails or hangs.
 
     Args:
         name: the value of ``--log-to``.
@@ -475,14 +439,12 @@ class TrackerWriter:
     """
 
     def __init__(self, name: str, tracker: Tracker, run: RunInfo, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._name, self._tracker, self._run = name, tracker, run
-        self._earlier = earlier
+        self._name, self._tracker, self._run, self._earlier = name, tracker, run, earlier
         self._path = run.directory.path / "trackers" / f"{name}.json"
         self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
         self._result: Mapping[str, Any] | None = None
         self._lost = 0
-        self._abandoned = False
-        self._has_warned = False
+        self._abandoned = self._has_warned = False
         self._sent: dict[str, int] = {}
         self._thread = threading.Thread(target=self._work, name=f"paceline-{name}", daemon=True)
         self._thread.start()
@@ -526,25 +488,26 @@ class TrackerWriter:
             for record in itertools.chain(self._earlier, iter(self._waiting.get, None)):
                 if self._abandoned:
                     break
-                if self._send(record):
-                    self._save_progress(run_id)
+                self._send(record, run_id)
             if self._result is not None:
-                final = dict(final_scalars(self._result.get("metrics", {})))
-                self._tracker.conclude(self._final_tags(self._result), final)
+                tags = {"paceline.model_sha256": str(self._result.get("model_sha256"))}
+                newest = self._run.directory.checkpoints / "LATEST"
+                if newest.exists():
+                    tags["paceline.runs"] = str(newest.resolve())
+                self._tracker.conclude(tags, dict(final_scalars(self._result.get("metrics", {}))))
             self._tracker.close()
         except Exception as error:  # a third-party library and a network can raise anything
             if not self._has_warned:
-                self._warn(f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                self._warn(f"failed: {_describe(error)}")
 
-    def _send(self, record: Mapping[str, Any]) -> bool:
-        """Send a record unless it was sent before; return whether it was sent now."""
+    def _send(self, record: Mapping[str, Any], run_id: str) -> None:
+        """Send a record unless it was sent before."""
         stream = f"eval/{record['split']}" if record["kind"] == "eval" else "train"
         step = int(record["step"])
-        if step <= self._sent.get(stream, 0):
-            return False
-        self._tracker.log(step, float(record.get("time", time.time())), finite_scalars(record))
-        self._sent[stream] = step
-        return True
+        if step > self._sent.get(stream, 0):
+            self._tracker.log(step, float(record.get("time", time.time())), finite_scalars(record))
+            self._sent[stream] = step
+            self._save_progress(run_id)
 
     def _save_progress(self, run_id: str) -> None:
         # Without fsync, so that no step waits for the disk; after a power cut a record may be sent twice.
@@ -562,18 +525,15 @@ class TrackerWriter:
             return {}
         return note if isinstance(note, dict) else {}
 
-    def _final_tags(self, result: Mapping[str, Any]) -> dict[str, str]:
-        tags = {"paceline.model_sha256": str(result.get("model_sha256"))}
-        newest = self._run.directory.checkpoints / "LATEST"
-        if newest.exists():
-            tags["paceline.runs"] = str(newest.resolve())
-        return tags
-
     def _warn(self, what: str) -> None:
         self._has_warned = True
         rest = "" if self._result is not None else " Training continues; a later resume of the run sends the rest."
-        what = _CREDENTIALS.sub("//", what)
         _log.warning("--log-to %s %s. metrics.jsonl and TensorBoard have all records.%s", self._name, what, rest)
+
+
+def _describe(error: Exception) -> str:
+    """Return the error's type and first line, without credentials."""
+    return _CREDENTIALS.sub("//", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def finite_scalars(record: Mapping[str, Any]) -> dict[str, float]:
