@@ -46,11 +46,9 @@ class Result:
         metrics: split -> name -> value.
         steps: optimizer steps, over all restarts.
         epochs: whole passes over the data.
-        samples: samples seen.
         model_sha256: of the last step's model; equal for equal bits.
         world_size: processes at the end.
         microbatches: S.
-        restarts: number of restarts of the run.
         recoveries: number of times that its processes continued together after losing one (``recover="inplace"``).
         seconds: how long the last process trained.
         record: the whole ``result.json``.
@@ -125,7 +123,6 @@ def fit(
     file again: keep ``fit`` under ``if __name__ == "__main__":``.
 
     Args:
-        task: the task to train.
         quiet: show nothing on the terminal.
         rank: this process's rank, where the caller knows it; with ``world_size`` and ``init_url``.
         world_size: the number of processes.
@@ -234,7 +231,6 @@ class TaskJob:
 
     Args:
         record: how the job is remembered.
-        handle: the job.
     """
 
     def __init__(self, record: JobRecord, handle: JobHandle) -> None:

@@ -79,10 +79,7 @@ def start(
     """Print the job, or submit it and say how to follow it.
 
     Args:
-        launcher: starts the job.
-        spec: the job.
         own: the launcher's options.
-        options: the options of all launchers.
         dry_run: only print the job.
         json: print the job as JSON, after the output of its processes.
         task: the task that ``--preflight`` imports.

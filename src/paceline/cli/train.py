@@ -133,7 +133,6 @@ def _start(
     """Start or continue a run.
 
     Args:
-        values: of the options.
         explicit: the names of those that the user gave, here or in a file.
         typed: the names of those on the command line.
         job_options: for launchers that submit a job.

@@ -58,7 +58,6 @@ class RankInfo:
 
     Attributes:
         rank: this process's.
-        world_size: number of ranks.
         local_rank: this process's, among those of its node.
         device: where the model is.
         directory: the run's.

@@ -42,10 +42,6 @@ _SPACE_BEFORE_MARK = re.compile(r" (?=[,.;:!)])")  # not ?, which stands for an 
 class EncodingError(DataError):
     """A value that an encoding does not take.
 
-    Attributes:
-        index: of the value.
-        problem: says what is wrong with it.
-
     Args:
         advice: for the task's author, after the problem.
     """

@@ -183,7 +183,6 @@ def detect_environment(
     """Detect the rank of this process in its job.
 
     Args:
-        environ: the environment variables.
         rank: overrides every variable; needs ``world_size``.
         world_size: overrides every variable; needs ``rank``.
         init_url: ``tcp://HOST:PORT``, where rank 0 listens; overrides MASTER_ADDR and MASTER_PORT.
@@ -370,7 +369,6 @@ def default_threads(
     Args:
         environment: the rank of this process.
         requested: ``--threads``.
-        environ: the environment variables.
         cpus: the job's CPUs on this node; default: detected.
 
     Raises:
@@ -542,7 +540,6 @@ class NodeEnvironment:
 
     Attributes:
         node_rank: 0 to ``nodes`` - 1.
-        nodes: number of nodes of the job.
         hosts: all nodes in the order of their ranks, or only the first one, or none, as far as known.
         job_id: equal on all nodes of the job and unique to it, where known.
         cpus: the job's CPUs on this node, where known.

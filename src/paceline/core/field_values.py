@@ -151,8 +151,6 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     """Convert text from the command line, or what :func:`encode` wrote, to the annotated type.
 
     Args:
-        value: the value.
-        hint: the type.
         where: the name of the field or option, for the error.
 
     Raises:

@@ -51,11 +51,7 @@ class Claim:
     """What the name of a claim tells.
 
     Attributes:
-        path: of its file.
-        boot: of the machine.
         device: the number of the mounted file system there.
-        shared: whether the lock is shared.
-        owner: the process.
         host: the machine's name, for messages.
     """
 

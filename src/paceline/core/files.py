@@ -271,7 +271,6 @@ def read_json_lines(path: Path, *, errors: Literal["strict", "replace"] = "stric
     """Return the records that a JSONL file has now, without torn lines; none if the file is missing.
 
     Args:
-        path: the file.
         errors: what becomes of bytes that are not UTF-8.
 
     Raises:

@@ -79,7 +79,6 @@ class ForkServer:
 
     Args:
         command: its program, to which its socket's descriptor is added.
-        env: its environment.
         inherited: descriptors that it and its children shall keep.
     """
 

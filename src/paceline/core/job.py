@@ -23,7 +23,6 @@ class WorkerConfig:
     """The configuration of a worker; the content of a ``job.toml``.
 
     Attributes:
-        config: the options.
         explicit_options: the names of the options that the user gave, also with their default values.
         fields: the task's fields, if a script gave them.
         quiet: show nothing on the terminal.

@@ -115,7 +115,6 @@ def option(
     """Declare an option: a field of an options class with its classification.
 
     Args:
-        default: the default value.
         help: the text of ``--help``.
         group: the heading in ``--help``.
         resume: how resuming a run treats it.
@@ -125,8 +124,6 @@ def option(
         needs: the capability that the strategy must have.
         requires: the condition on another option.
         replaces: the option that it excludes.
-        minimum: the least number.
-        maximum: the greatest number.
         exclusive: whether both bounds are exclusive.
         from_launcher: whether the launcher sets it for each node.
         fingerprint: whether checkpoints record it in the numerics fingerprint, on which equal bits depend.

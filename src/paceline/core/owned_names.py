@@ -35,7 +35,6 @@ class Owner:
     """A process, also for times when its number means another one or none.
 
     Attributes:
-        pid: its number.
         start: its start time, in clock ticks since boot.
         namespace: the PID namespace in which the number counts.
         scope: CRC-32 of its temporary directory, which tells the names of jobs with directories of their own apart.

@@ -84,8 +84,6 @@ class CommunicationOptions(RecoveryOptions):
 
         Args:
             methods: the active strategies.
-            reduction: the value of ``--reduction``.
-            precision: the value of ``--precision``.
 
         Raises:
             ConfigError: the message names the option to leave out.
@@ -195,7 +193,6 @@ class MemoryOptions(CommunicationOptions):
         """Reject combinations that do not work or have no effect.
 
         Args:
-            precision: the value of ``--precision``.
             compiles: whether ``--compile`` is given.
 
         Raises:
@@ -254,8 +251,6 @@ class ServerOptions(MemoryOptions):
 
         Args:
             methods: the active strategies.
-            precision: the value of ``--precision``.
-            clip_norm: the value of ``--clip-norm``.
 
         Raises:
             ConfigError: the message names the options and an alternative.

@@ -22,7 +22,6 @@ def die_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> 
     The kernel watches the *thread* that started this process. The setting survives ``exec``, not ``fork``.
 
     Args:
-        number: the signal.
         parent: the parent's process id; if that process has already ended, the signal is raised at once.
     """
     if not sys.platform.startswith("linux"):

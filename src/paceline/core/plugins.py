@@ -39,7 +39,6 @@ class Plugin:
     """An entry point of another distribution.
 
     Attributes:
-        group: the group in which it is registered.
         name: its name on the command line.
         place: ``module:Class``.
         distribution: whose it is: its name and version.
@@ -107,7 +106,6 @@ def load(group: Group, name: str, requirement: str, is_met: Callable[[Any], bool
         group: the group to search.
         name: its name on the command line.
         requirement: the kind of object that a plug-in must provide, for the message.
-        is_met: whether it is.
 
     Raises:
         ConfigError: there is none of this name, or the plug-in's cannot be imported, or is of another kind.

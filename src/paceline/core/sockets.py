@@ -21,7 +21,6 @@ def job_port(job_id: str, attempt: int = 0) -> int:
     """Return a port that all nodes of a job compute alike and other jobs are unlikely to use.
 
     Args:
-        job_id: the scheduler's id of the job.
         attempt: number of such ports that turned out to be taken.
     """
     digest = hashlib.sha256(job_id.encode()).digest()

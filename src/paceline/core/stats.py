@@ -66,7 +66,6 @@ class Difference:
     Attributes:
         estimate: the second minus the first.
         p_value: of a difference at least as large under the null hypothesis.
-        test: the name of the test.
     """
 
     estimate: Estimate

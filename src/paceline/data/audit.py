@@ -36,18 +36,15 @@ class EpochAudit:
     """The audit of one epoch.
 
     Attributes:
-        epoch: its number.
         num_samples: N, or None for a stream, whose length is unknown.
         steps: committed steps, each counted once.
         once: samples seen exactly once.
         repeated: samples seen twice or more.
         never: samples of past steps that were not seen.
         not_yet: samples of future steps; 0 except in a run's last epoch.
-        missing_steps: skipped steps.
         repeated_steps: steps committed more than once.
         misplaced_steps: steps outside the epoch, with other positions than the order gives them, or out of sequence.
         checksum_mismatches: steps that read other samples than the order gives them.
-        world_sizes: the world sizes of the steps.
     """
 
     epoch: int
@@ -171,7 +168,6 @@ class StreamEpochAuditor:
     """Audits an epoch of a stream by positions, because its samples have no numbers.
 
     Args:
-        epoch: its number.
         start: the end of the previous epoch, counted from the start of the run. Steps missing at an epoch's end are
             therefore detected at the beginning of the next one.
 

@@ -48,9 +48,7 @@ def check_samples(read: ReadSample, epoch: int, rows: Sequence[int], reference: 
     """Read samples in order, and then in reverse order, and compare them.
 
     Args:
-        read: reads a sample.
         epoch: the epoch of the samples that are compared.
-        rows: the rows of these samples.
         reference: rows that every process reads, as in epoch 0, for :attr:`SampleCheck.reference`.
     """
     started = time.monotonic()

@@ -53,7 +53,6 @@ class MicroBatch:
     Attributes:
         index: the micro-batch's; in an evaluation, the evaluation batch's.
         batch: the result of ``collate``, on the device.
-        num_samples: number of samples.
         checksum: :func:`checksum` of the fetched sample numbers, for the ledger.
     """
 

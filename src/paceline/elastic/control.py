@@ -47,10 +47,8 @@ class WorkerStatus:
     Attributes:
         rank: in the group, or None.
         local_index: its index on its node, which names its log.
-        node: its node.
         pid: None before it runs, and on other nodes than the leader's.
         step: steps done at its last heartbeat; -1 before the first.
-        phase: its current phase.
     """
 
     rank: int | None
@@ -318,10 +316,7 @@ class ControlApi:
     """The leading agent's :class:`ControlHandler`.
 
     Args:
-        spec: the job's.
-        directory: the run's.
         controller: knows the leader.
-        node: this node's workers.
     """
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, controller: Controller, node: NodeWorkers) -> None:

@@ -87,7 +87,6 @@ class WorkerPool:
         """Tell the members of a group to form it.
 
         Args:
-            view: the group.
             address: of its store.
             port: of its store.
         """
@@ -139,11 +138,7 @@ _WITH_PEERS = "ended with its peers"
 
 
 class RestartAllPolicy:
-    """Ends the members of a group together, and groups their exits into one fault.
-
-    Args:
-        workforce: all workers.
-    """
+    """Ends the members of a group together, and groups their exits into one fault."""
 
     def __init__(self, workforce: WorkerPool) -> None:
         self._pool = workforce
@@ -174,8 +169,6 @@ class Shutdown:
     """The shutdown of a job, by request or after a failure.
 
     Args:
-        spec: the job's.
-        workforce: the workers to stop.
         coordinator: starts no workers from then on.
 
     Attributes:
@@ -269,8 +262,6 @@ class JobController:
     """Leads the workers of a job.
 
     Args:
-        spec: the job's.
-        directory: the run's.
         coordinator: decides; has no nodes yet.
         quorum: the agreement on the set of nodes.
         here: this node, which serves the rendezvous stores.
@@ -280,8 +271,6 @@ class JobController:
     Attributes:
         coordinator: as given; read-only for others.
         failure_policy: the exits of workers so far.
-        shutdown: ends the job on request.
-        recovery_log: the record of groups.
         beats: each worker's last heartbeat.
     """
 
@@ -563,8 +552,6 @@ def make_coordinator(spec: LaunchSpec, directory: RunDirectory, seats: Iterable[
     """Make a coordinator without nodes, which continues after the last group of the run.
 
     Args:
-        spec: the job's.
-        directory: the run's.
         seats: the running workers, each with the generation of its last group.
     """
     return Coordinator(
@@ -627,13 +614,7 @@ class Controller(NodeEvents, Protocol):
 
 
 class SingleNodeController:
-    """Leads a job that has this node only, from its start to its end.
-
-    Args:
-        spec: the job's.
-        directory: the run's.
-        node: this node's workers.
-    """
+    """Leads a job that has this node only, from its start to its end."""
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, node: NodeWorkers) -> None:
         self._nproc, self._node = spec.local_world_size, node

@@ -186,7 +186,6 @@ class Coordinator:
         """Add a node.
 
         Args:
-            node: its name.
             nproc: its number of active workers.
             seats: the workers that it already has, from before this coordinator led.
         """

@@ -44,9 +44,7 @@ def describe_crash_loop(
     """Describe a job whose replacements are used up.
 
     Args:
-        directory: the run's.
         steps: steps done; -1 if unknown.
-        replacements: number of futile replacements.
         how: the last worker's end.
         failure: the error that it recorded.
         rank: its rank in its last group, or None.
@@ -81,7 +79,6 @@ def of_rank(config: Mapping[str, Any], order: DeterministicSampler | None, steps
         config: the run's options.
         order: of the training samples; None for streams, whose samples are only counted.
         steps: steps done.
-        rank: the rank.
         ranks: number of ranks, with an equal split.
     """
     microbatches = ReductionPlan(int(config["microbatches"]), ranks).microbatches_of(rank)
@@ -198,12 +195,7 @@ class RestartBudget:
 class FailurePolicy:
     """Decides whether a job continues after a worker's exit.
 
-    Args:
-        directory: the run's.
-        budget: the remaining replacements.
-
     Attributes:
-        budget: as given.
         recoveries: workers lost so far.
         reason: why the job ends; "" if it does not.
     """
@@ -260,8 +252,6 @@ class FailurePolicy:
         """Return whether the job continues after a fault; if not, :attr:`reason` explains.
 
         Args:
-            end: the fault.
-            view: the current group.
             hiring: whether a replacement is started.
             again: whether this fault was already counted with another exit.
             shared: whether it is the consequence of another worker's fault.

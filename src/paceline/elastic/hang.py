@@ -39,7 +39,6 @@ class NoResponse:
     """A rank that does not answer.
 
     Attributes:
-        rank: its rank.
         why: a predicate about its process; "" if unknown.
         stacks: of its threads, if available.
     """
@@ -51,11 +50,7 @@ class NoResponse:
 
 @dataclass(frozen=True)
 class ExitedRank:
-    """A rank whose process has ended normally.
-
-    Attributes:
-        rank: its rank.
-    """
+    """A rank whose process has ended normally."""
 
     rank: int
 
@@ -66,8 +61,6 @@ class HangVerdict:
 
     Attributes:
         reasons: the activity of each root-cause rank; empty for a deadlock.
-        victims: blocked ranks.
-        sentence: the description.
         certain: False if a rank still progresses or is within its time limit; then it is only slow.
     """
 
@@ -300,11 +293,7 @@ class Hang:
 
 
 class HangDetector:
-    """Watches the members of one group after another.
-
-    Args:
-        directory: the run's.
-    """
+    """Watches the members of one group after another."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
@@ -404,7 +393,6 @@ class Watchdog:
     Use it as a context manager: the thread and the files end with it.
 
     Args:
-        activity: this rank's.
         directory: the run's.
         rank, world_size, generation: this rank's.
         one_host: whether the other ranks' processes are visible.

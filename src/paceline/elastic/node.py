@@ -110,7 +110,6 @@ class WorkerProcess:
     Attributes:
         pid: None until it was forked.
         step: its last reported step, -1 for none.
-        phase: its last reported phase.
         heard_at: time of its last message, by the monotonic clock.
         killed: why the agent killed it; "" if it did not.
         ending: whether its process has ended, with an exit code not known yet.
@@ -240,11 +239,9 @@ class NodeWorkers:
     """The workers of one node.
 
     Args:
-        fork_server: the command of the fork server.
         job_file: the workers' configuration.
         directory: for logs and error records.
         selector: of the agent's loop; handlers are the registered data.
-        files: works on the run's files.
         heartbeat_s: a member that is silent for this long is killed.
         grace_s: how long a worker may take to end after it has closed its channel.
         inherited: descriptors that all processes here keep.
@@ -252,7 +249,6 @@ class NodeWorkers:
 
     Attributes:
         reports: receives the events; set it before any order.
-        files: works on the run's files.
     """
 
     reports: NodeEvents

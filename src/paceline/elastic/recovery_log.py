@@ -21,7 +21,6 @@ class RecoveryLog:
     """Records the groups that one leader forms.
 
     Args:
-        directory: the run's.
         first: the job's first generation, which replaces no other; -1 if another agent has led before.
     """
 
@@ -61,8 +60,6 @@ class RecoveryLog:
         """Record a new group.
 
         Args:
-            view: the group.
-            local_indices: its members'.
             nodes: its members' nodes.
             step: their step; -1 if unknown yet.
         """

@@ -34,7 +34,6 @@ def elect_source(world: World, *, valid: bool, version: int) -> StateSource:
     """Compare the states of all ranks; a collective.
 
     Args:
-        world: the ranks.
         valid: whether this rank's state is complete.
         version: its version.
 
@@ -53,7 +52,6 @@ def transfer_state(world: World, agreement: StateSource, state: Mapping[str, Any
     """Copy the source's state to the ranks that lack it; a collective.
 
     Args:
-        world: the ranks.
         agreement: source and receivers.
         state: the source's, as for ``flatten``; ignored elsewhere.
 

@@ -42,7 +42,6 @@ class Ready(ChannelMessage, frozen=True, tag="waits"):
 
     Attributes:
         left: the generation that it left, -1 for none.
-        why: why it left, for the events.
     """
 
     left: int
@@ -55,7 +54,6 @@ class WorkerHeartbeat(ChannelMessage, frozen=True, tag="beat"):
     Attributes:
         step: optimizer steps done; -1 if unknown yet.
         version: its state_version; -1 if unknown yet.
-        phase: its current phase.
         overdue: whether that takes longer than expected.
     """
 
@@ -69,8 +67,6 @@ class StallSnapshot(ChannelMessage, frozen=True, tag="standing"):
     """Worker to agent, on request: its current activity.
 
     Attributes:
-        generation: of its group.
-        rank: its rank there.
         step: optimizer steps done.
         stage, phase, exchange, collective_seq, left: see :class:`~paceline.parallel.progress.ProgressTracker`.
         stage_s: seconds in the current stage.
@@ -330,7 +326,6 @@ class AgentClient:
     """This worker's connection to its agent.
 
     Args:
-        channel: this worker's end.
         heartbeat_s: the agent's timeout without a heartbeat.
         orphaned: called once the agent is gone. By default the process ends at once, because it could not learn its
             peers.
@@ -363,7 +358,6 @@ class AgentClient:
 
         Args:
             left: the generation of this worker's last group.
-            why: why it left.
             give_up: polled several times a second; return None once it is true.
 
         Raises:

@@ -106,7 +106,6 @@ def open_process_group(
     detect the exit by the closed connections.
 
     Args:
-        place: this worker's.
         member: reports at any time that the group is broken.
         local: the device of its tensors.
         comm_debug: verbose logs of NCCL and torch.distributed.

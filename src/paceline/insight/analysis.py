@@ -49,7 +49,6 @@ class Record:
 
     Attributes:
         name: of the directory.
-        path: of the directory.
         manifest: ``run.toml``.
         train, evaluations: the records of ``metrics.jsonl``.
         result: ``result.json``; None if the run has not finished.
@@ -312,7 +311,6 @@ class Data:
     """The data that the model was evaluated on.
 
     Attributes:
-        samples: number of samples of the split.
         sha256: of its tensors, independent of the size of blocks.
         train_samples, val_samples: of the run's own splits, if they have a length.
         inputs: name -> "uint8, 1 x 28 x 28" and so on, from the model's :class:`InferenceSignature`.
@@ -333,7 +331,6 @@ class Analysis:
 
     Attributes:
         record: contents of its directory.
-        split: the evaluated split.
         step: of the checkpoint.
         is_best: whether that is the best model so far.
         metrics: by name, with intervals.
@@ -341,12 +338,7 @@ class Analysis:
         changed_numerics: differences between this process and the run on which bits depend.
         per_sample: the metrics that have a value for each sample, (N,), by name.
         predictions: None if the model is not a classifier.
-        classification: of the predictions.
         values: None if the model is not a regression.
-        regression: of the values.
-        architecture: of the model.
-        data: the evaluated data.
-        device: of the evaluation.
     """
 
     record: Record
@@ -392,7 +384,6 @@ def analyse(
     """Read a run and evaluate one of its checkpoints, without writing anything.
 
     Args:
-        directory: of the run.
         split: "test" or "val".
         checkpoint: "best", "last" or a step; None: the best, or the last if the run has no validation.
         task: where the task's class is now, if not where it was when the run was trained.

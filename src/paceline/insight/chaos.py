@@ -58,7 +58,6 @@ class Capacity:
         needed_s: training time of the run without faults.
         available_s: training time of the run under faults, each second weighted by the share of the
             fault-free run's processors that the surviving workers could use.
-        faults: number of faults.
     """
 
     needed_s: float
@@ -190,7 +189,6 @@ def capacity(clean: Timeline, chaos: Timeline, *, nproc: int, processors: float,
         chaos: history of the run under faults.
         nproc: workers of the run without faults.
         processors: shared by the workers, in units of one worker's threads.
-        faults: number of injected faults.
     """
     end = max((entry.seconds for entry in chaos.entries), default=0.0)
     begins = {i.end: i.begin for i in chaos.interruptions}
@@ -228,8 +226,6 @@ class ChaosRequest:
     Attributes:
         options: of both runs, as for ``paceline train``, without ``recover`` and ``run_dir``.
         root: a new folder for the directories ``clean`` and ``chaos`` of the runs.
-        faults: number of faults.
-        kinds: of the faults.
     """
 
     options: Mapping[str, Any]
@@ -242,7 +238,6 @@ def run_chaos(request: ChaosRequest, tell: Callable[[str], None]) -> ChaosReport
     """Train the task without and then with faults, and compare.
 
     Args:
-        request: the settings.
         tell: called with lines of progress.
 
     Raises:

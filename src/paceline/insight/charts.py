@@ -61,7 +61,6 @@ class Chart:
 
     Attributes:
         name: an identifier, unique in the page.
-        title: above the chart.
         svg: for embedding in a page as it is.
         legend: (colour, label) of each series, if there are several.
         columns, rows: of the table of numbers.
@@ -145,7 +144,6 @@ def reliability(
 
     Args:
         name: the chart's identifier.
-        title: above the chart.
         series: one line per run.
         shares: (centre of the bin, share of the samples) of the first run.
         total: number of bins.
@@ -204,10 +202,7 @@ def scatter(
 
     Args:
         name: the chart's identifier.
-        title: above the chart.
         series: the points of each run.
-        x_label: of the horizontal axis.
-        y_label: of the vertical axis.
         reference: "equal": both axes are equal there; "zero": y is 0.
     """
     most = max(1, _POINTS_IN_ALL // max(1, len(series)))
@@ -286,7 +281,6 @@ def workers(
 
     Args:
         name: the chart's identifier.
-        title: above the chart.
         worlds: (seconds, workers) at each change.
         end: in seconds.
         lost: (begin, end) in seconds.

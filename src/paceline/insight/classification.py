@@ -22,7 +22,6 @@ class ClassScore:
     """Scores of one class.
 
     Attributes:
-        label: name of the class.
         support: number of samples of the class.
         predicted: number of samples predicted as the class.
         precision: share of these that is correct; None without predictions.

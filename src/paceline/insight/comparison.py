@@ -35,8 +35,6 @@ class ComparedRun:
 
     Attributes:
         name: the shortest end of its path that no other of the runs has.
-        directory: of the run.
-        summary: its state and progress.
         settings: what decides what it computes, by name.
         metrics: the last ones of each split: split -> name -> value.
         search: the directory of the search of which it is a trial; None if it belongs to no search.

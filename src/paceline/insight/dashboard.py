@@ -48,7 +48,6 @@ class DashboardAccess:
 
     Args:
         host: address that the server listens on.
-        port: of the server.
         token: the secret that visitors must send; None: the server requires no token.
 
     Raises:
@@ -347,7 +346,6 @@ class DashboardServer:
 
     Args:
         roots: folders of runs, or runs.
-        host: address to listen on.
         port: 0 picks a free one.
         token: the secret that visitors must send; None: the server requires no token.
 
@@ -455,7 +453,6 @@ class _Connection:
     """An open connection.
 
     Attributes:
-        client: its address.
         since: when it was opened, or its last answer was sent.
         is_answering: whether its request has arrived, and the answer is not sent yet.
     """

@@ -111,7 +111,6 @@ class RegressionValues:
         columns: by name: the inputs that are single numbers or categories, and the named elements of others.
         misses: those with the largest errors, the largest first.
         inputs: of the model, by name.
-        unit: of the output.
     """
 
     target: str
@@ -126,11 +125,7 @@ class RegressionValues:
 class EvaluationRecorder:
     """A recorder of each block of an evaluation, to be passed as its ``Observe``.
 
-    Attributes:
-        estimates: of the metrics.
-
     Args:
-        task: the evaluated task.
         inference: signature of its model; None if unknown.
     """
 

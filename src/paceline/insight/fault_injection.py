@@ -95,7 +95,6 @@ class Fault:
 
     Attributes:
         number: from 0, in the order of injection.
-        kind: of the fault.
         step: injected once this many steps are done.
         choice: a random number that selects the target among those that exist then.
         target: for leave and join, the new number of workers.
@@ -116,8 +115,6 @@ def plan_faults(kinds: Sequence[Kind], *, faults: int, seed: int, nproc: int, st
     loses no step while the others wait.
 
     Args:
-        kinds: of the faults.
-        faults: number of faults.
         seed: decides the order, the steps and the choices.
         nproc: initial and largest number of workers.
         steps: of the whole run.
@@ -213,10 +210,8 @@ class Injection:
     """An injected fault.
 
     Attributes:
-        fault: the planned fault.
         step: last known number of finished steps.
         at: Unix time of the injection.
-        what: description of the target.
         pids: of the workers hit.
         generation: of the group of workers that was hit.
         recovered_at: Unix time; None until the run has recovered.
@@ -241,15 +236,10 @@ class FaultInjector:
     """A driver that injects planned faults into an active run.
 
     Args:
-        directory: of the run.
-        agent: of the run.
         plan: the faults, in order.
         steps: of the whole run, after which no fault is injected.
         write_faults: makes the workers' writes fail.
         tell: called with a sentence about each fault.
-
-    Attributes:
-        injected: the faults injected so far.
     """
 
     directory: RunDirectory

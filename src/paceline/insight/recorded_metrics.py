@@ -68,7 +68,6 @@ def check_run(directory: RunDirectory, on_progress: OnProgress, *, task: str = "
     """Evaluate a run's model again on every split with recorded metrics; nothing is written.
 
     Args:
-        directory: of the run.
         on_progress: called after each block of samples.
         task: where the task's class is now, if not where it was when the run was trained.
         tolerance: largest accepted absolute difference.

@@ -33,8 +33,6 @@ class RunComparison:
     """A comparison of a run with the first run.
 
     Attributes:
-        name: of the run.
-        metric: the compared metric.
         difference: this run minus the first one, with its p-value corrected for the number of comparisons;
             None if they cannot be compared.
         better: whether it is significantly better or worse than the first; None if neither.
@@ -101,7 +99,6 @@ class Headline:
 
     Attributes:
         headline: a few words.
-        sentence: the evidence.
         marks: (tone, text): "good", "bad" or "plain".
     """
 

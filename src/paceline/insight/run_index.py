@@ -234,7 +234,6 @@ class Alert:
     Attributes:
         kind: "loss", "progress", "silent", "disk", "fault", "checkpoint", "corruption", "ended" or "damaged".
         severity: "error": the run is broken; "warning": it continues.
-        text: a description.
     """
 
     kind: str
@@ -247,7 +246,6 @@ class AlertInputs:
     """The state of a run from which alerts are derived.
 
     Attributes:
-        state: of the run.
         problem: description of a failure or damage, if any.
         events: the last ones, oldest first.
         beats: last heartbeat of each rank.

@@ -200,9 +200,7 @@ class ToolServer:
     """The process of a tool's server.
 
     Attributes:
-        url: of the page with the runs.
         process: of the server, the leader of a group of its own.
-        log: the file with its output.
     """
 
     url: str
@@ -223,8 +221,6 @@ def served(tool: Tool, runs: Sequence[ComparedRun], ended: threading.Event) -> I
     """Serve the runs in the tool while the context is open.
 
     Args:
-        tool: the tool.
-        runs: what it shows.
         ended: set when the command stops waiting for the server.
 
     Raises:

@@ -37,7 +37,6 @@ class ActorJob:
     """The job for an engine's nodes; a file has it as JSON.
 
     Attributes:
-        command: the command of each node.
         workdir: the command's working directory.
         env: variables for it.
         recovers: the rest of the job continues when a node is lost, and accepts a replacement.
@@ -86,9 +85,7 @@ class NodeCommand:
         """Start the command.
 
         Args:
-            argv: the command.
             env: all its variables.
-            cwd: its working directory.
 
         Raises:
             OSError: it cannot be started.
@@ -213,7 +210,6 @@ class ActorJobController(ABC):
 
     Args:
         engine: what it is called in messages: "the Ray cluster".
-        job: the job.
         machines: the number of nodes.
     """
 

@@ -53,7 +53,6 @@ def copied_path(path: str, source: Path, called: str) -> str:
 
     Args:
         path: relative to the directory, or absolute.
-        source: the directory.
         called: its name in messages.
 
     Returns:

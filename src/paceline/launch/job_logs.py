@@ -194,7 +194,6 @@ class StatusPoller:
     """A poller of a job's status that tolerates a cluster that is unavailable for a while.
 
     Args:
-        status: queries the job's status.
         intervals_s: the first and the longest polling interval.
         logs: location of the job's logs, for a message if the cluster no longer knows the job.
     """

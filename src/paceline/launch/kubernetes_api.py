@@ -56,12 +56,10 @@ class KubernetesCluster:
     """One namespace of a cluster, described by a kubeconfig or by the pod of this process.
 
     Args:
-        namespace: of the objects.
         context: of the kubeconfig; default: its current one.
 
     Attributes:
         context: of the kubeconfig; None in a pod.
-        server: address of the API server.
 
     Raises:
         LaunchError: the kubernetes library is not installed, or no cluster is configured.

@@ -310,7 +310,6 @@ class InferenceService:
         startup_s: time limit for loading a package.
         drain_s: how long a server reports "not ready" before it refuses connections.
         name: of the service. Default: the last part of the package's.
-        namespace: of the service.
         volume: CLAIM:/PATH, persistent volume claims and their mount points.
         memory: per pod.
         service_account: of the pods, for instance to download the package.

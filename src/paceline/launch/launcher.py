@@ -151,7 +151,6 @@ class RenderedJob:
     """The files and commands of a job that :meth:`Launcher.submit` writes and runs.
 
     Attributes:
-        spec: the job.
         options: the launcher's own.
         files: texts by name, to be written into the job's directory.
         commands: to run here, one after another or all at once, as the launcher does.
@@ -265,7 +264,6 @@ class Launcher(ABC):
         """Say what would run; starts, writes and contacts nothing.
 
         Args:
-            spec: the job.
             options: the launcher's own, or None where there are none or all are left out.
 
         Raises:

@@ -43,10 +43,8 @@ class LocalRun:
     """A run on this node, resolved and rendered; :meth:`launch` starts it.
 
     Attributes:
-        launcher: starts the processes.
         rendered: the description of their job, and its commands.
         job: the workers' configuration.
-        directory: the run directory.
     """
 
     launcher: Launcher
@@ -118,7 +116,6 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
     """Resolve and render a run; it starts nothing.
 
     Args:
-        job: the job.
         joins: whether this node joins a run that is active on others.
         reserve: create a directory that the user has not named, so that no other command takes its name.
 
@@ -222,7 +219,6 @@ def own_environment(config: RunConfig, explicit_options: Collection[str], enviro
     WORLD_SIZE too.
 
     Args:
-        config: the options.
         explicit_options: the names of those that the user gave; a resumed run keeps others.
         environment: as the variables of launchers have it.
 

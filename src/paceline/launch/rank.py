@@ -178,9 +178,6 @@ def expand_placeholders(
     Args:
         command: the words.
         master_addr: the machine of rank 0.
-        master_port: its port.
-        node_rank: this node's number.
-        nodes: the job's nodes.
         local_rank: the process's number on its node, or what another launcher will replace by it; None: stays.
         rank: the process's number in the job; None: stays.
         world_size: the job's processes; None: stays.
@@ -226,7 +223,6 @@ def rank_command(spec: LaunchSpec, master_addr: str | None = None) -> tuple[str,
     """Return the command that a launcher starts for each rank of a job.
 
     Args:
-        spec: the job.
         master_addr: the machine of rank 0, where the launcher does not tell its processes.
 
     Raises:

@@ -47,8 +47,6 @@ def connect(ray: ModuleType, address: str, option: str = "--address") -> None:
     """Become a driver of the cluster at an address, HOST:PORT or auto.
 
     Args:
-        ray: the library.
-        address: where.
         option: the name of the option or variable with the address.
 
     Raises:

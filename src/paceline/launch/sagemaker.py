@@ -569,7 +569,6 @@ def _create_job(once: Any, sagemaker: Any, request: Request) -> None:
     Args:
         once: a client that sends a request once.
         sagemaker: a client that retries.
-        request: the job.
 
     Raises:
         AwsApiError: the job does not exist.

@@ -22,7 +22,6 @@ def script_warnings(spec: LaunchSpec, *, is_local: bool = False) -> Iterator[str
     """Yield what is wrong with the script of a job, and the remedy.
 
     Args:
-        spec: the job.
         is_local: its processes run on this node, so that its GPUs are known.
     """
     script = next((word for word in spec.command[:3] if word.endswith(".py")), None)

@@ -117,7 +117,6 @@ def refusal(stderr: str, spec: LaunchSpec, options: Any) -> LaunchError:
 
     Args:
         stderr: its words.
-        spec: the job.
         options: the launcher's, with names as ``--on slurm`` has them; some may be missing.
     """
     given = _given(spec, options)

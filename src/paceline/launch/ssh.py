@@ -56,7 +56,6 @@ class SshMachine:
     """An ssh client. The kernel kills it if this process dies; then the remote command ends too.
 
     Attributes:
-        name: the host's.
         pidfd: readable once the client has ended.
         ready: the command can start there.
         started: the command was asked to start.

@@ -46,7 +46,6 @@ def leave_stop_code(code: int, *, asked: bool) -> int:
     """Return the exit code for the program that starts ranks: 0 if the job's script gets the code instead.
 
     Args:
-        code: the ranks' exit code.
         asked: whether a signal asked them to stop. One that exits with 75 stops of its own accord.
     """
     if code == 0:

@@ -55,8 +55,6 @@ class JobRecord:
     Attributes:
         id: the launcher's name and the system's own number: ``slurm-4711``; see :func:`record_id`.
         launcher: its launcher's name for ``--on``.
-        name: the job's.
-        command: its command.
         directory: has its script and logs.
         run: the run's directory, of a task.
         reference: the launcher's identification of it.
@@ -229,7 +227,6 @@ def normal_command(words: Sequence[str], python: str, place_of: Callable[[str], 
     """Return a script or ``-m module`` with its interpreter in front; any other command unchanged.
 
     Args:
-        words: the command.
         python: the interpreter on the machines.
         place_of: where the machines find a script or a program; see :meth:`Launcher.place_of`.
 
@@ -437,9 +434,7 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
     """Describe the job of a task.
 
     Args:
-        config: the run's options.
         options: fields of :class:`LaunchSpec` that were given.
-        launcher: its launcher.
         python: the interpreter on the machines.
 
     Raises:

@@ -96,8 +96,6 @@ def executor_parameters(
     """Arguments of ``AutoExecutor.update_parameters``.
 
     Args:
-        options: the launcher's.
-        name: the job's.
         nodes: machines.
         tasks_per_node: processes that submitit starts on each.
         cpus_per_task: of each of these.

@@ -84,7 +84,6 @@ class StartCommand:
     """Runs a command, once for each task, until it ends; after a stop request, the job is requeued.
 
     Args:
-        command: a program and its arguments.
         each: the kind of task: a "machine", on which the command starts the ranks, or a "rank".
     """
 
@@ -150,7 +149,6 @@ class CallFunction:
     """Calls a function; if the job has several tasks, each gets torch's rank variables.
 
     Args:
-        function: the function to call.
         script: the file that it is defined in, where that is the program itself.
     """
 

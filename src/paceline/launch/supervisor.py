@@ -141,7 +141,6 @@ class SupervisedJob:
     are killed with them. Processes that only serve others are ended after these.
 
     Args:
-        commands: the processes.
         starter: the program that the processes run, if they are not ranks themselves.
         directory: the run in which failures are recorded; default: no record.
         grace_s: how long the others may take to end after one failed.
@@ -400,7 +399,6 @@ class ForegroundJob(JobHandle):
     """A job that this process supervises.
 
     Args:
-        processes: the job's.
         directory: keeps the exit code for other commands; None: no other command knows of the job.
     """
 

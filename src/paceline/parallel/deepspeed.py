@@ -76,7 +76,6 @@ def engine_of(
     Args:
         module: the full model, on its device.
         optimizer: the task's, of the model's parameters.
-        world: the ranks.
         stage: of ZeRO, 1 to 3.
         autocast: the type in which the task's loss is computed; None: that of the parameters.
     """
@@ -177,8 +176,6 @@ class ZeroOptimizer(ShardedOptimizer):
         base: the task's optimizer.
         parameters: of its groups, before DeepSpeed replaced them by its flat parts.
         engine: DeepSpeed's, which owns the optimizer.
-        stage: of ZeRO.
-        world: the ranks.
     """
 
     def __init__(
@@ -348,7 +345,6 @@ class DeepSpeedLayout(Replicated):
     """DeepSpeed's engine around the model, built together with the optimizer.
 
     Args:
-        mesh: the ranks.
         config: the stage, and the precision.
 
     Raises:
@@ -454,8 +450,6 @@ class DeepSpeed(ExternalReduceStrategy):
 
     Args:
         module: as :class:`DeepSpeedLayout` placed it.
-        mesh: the ranks.
-        options: the strategy's.
     """
 
     @classmethod

@@ -93,7 +93,6 @@ def why_idle(device: torch.device, processes: int) -> str | None:
     """Return why GPUs that this node's processes see are not used; None if all are.
 
     Args:
-        device: of this process.
         processes: of the run, on this node.
     """
     visible = visible_gpus()

@@ -200,10 +200,6 @@ class FullyShard:
     """Shards a model's parameters over the ranks of the mesh's ``fsdp`` axis, wrap unit by wrap unit.
 
     Along its ``dp`` axis every rank holds the same shard (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023).
-
-    Args:
-        mesh: the ranks.
-        config: the options of FSDP.
     """
 
     is_collective = True
@@ -317,8 +313,6 @@ class FSDP(ExternalReduceStrategy):
 
     Args:
         module: as :class:`FullyShard` placed it.
-        mesh: the ranks.
-        options: the strategy's.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:

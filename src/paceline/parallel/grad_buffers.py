@@ -170,7 +170,6 @@ class MicrobatchBuffers:
     call :meth:`restore` before :meth:`add_to`.
 
     Args:
-        module: the model.
         holds: selects the buffers.
     """
 

@@ -185,10 +185,6 @@ class SpeedMeter:
 
     It uses the mean: if a CPU quota stalls one step in five, the median would not show it. On a GPU, forward and
     backward are timed by two events in its stream.
-
-    Args:
-        timer: the trainer's.
-        device: the rank's.
     """
 
     def __init__(self, timer: PhaseTimer, device: torch.device) -> None:
@@ -239,7 +235,6 @@ class LoadBalancer:
     """The work split of one world; every rank has one and calls it alike.
 
     Args:
-        world: the ranks.
         num_microbatches: S.
         by_speed: whether to balance by speed; else split equally.
         speed: this rank's, from an earlier world.

@@ -99,10 +99,8 @@ class AnySourceReceiver:
     """Receives one message at a time from each expected peer.
 
     Args:
-        world: the ranks.
         peers: the ranks that send.
         length: number of float64 values of a message.
-        tag: of the messages.
     """
 
     def __init__(self, world: World, peers: Iterable[int], length: int, tag: int) -> None:

@@ -30,7 +30,6 @@ class MicrobatchStrategy:
 
     Args:
         module: the model, as placed on this rank.
-        mesh: the ranks.
         plan: the rank of ``mesh.data`` that computes each micro-batch.
         sums_gradients: whether the reducer also sums the gradients.
         transport: see :class:`GradientReducer`.

@@ -33,7 +33,6 @@ def partition_parameters(sizes: Sequence[int], servers: int) -> tuple[range, ...
 
     Args:
         sizes: the numbers of elements of the parameters.
-        servers: number of servers.
 
     Raises:
         ConfigError: there are fewer parameters than servers.
@@ -161,8 +160,6 @@ class ServerParameters:
         parcels: a send buffer for each server's parameters or their gradients.
 
     Args:
-        module: the model.
-        servers: number of servers.
         device: of the parcels.
 
     Raises:

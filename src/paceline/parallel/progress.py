@@ -38,10 +38,8 @@ class ProgressTracker:
     """The progress of one rank.
 
     Attributes:
-        stage: the current stage.
         since: start of the stage, by the monotonic clock.
         moved_at: time of the last progress, within the stage too.
-        phase: the current phase of the stage.
         step: optimizer steps done; -1 before it is known.
         exchange: the kind of the last exchange entered.
         collective_seq: number of exchanges entered in this world.

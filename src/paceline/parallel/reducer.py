@@ -40,7 +40,6 @@ class StepSums:
     """The sums of a step's micro-batches, equal on every rank.
 
     Attributes:
-        samples: number of samples.
         weight: sum of the losses' weights, the divisor of gradients and loss.
         loss: sum of losses over ``weight``.
         checksum: sum of the micro-batches' checksums of the sample numbers they fetched.

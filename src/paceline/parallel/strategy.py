@@ -46,7 +46,6 @@ class ParameterLayout(Protocol):
 
         Args:
             module: the task's model, on the CPU.
-            device: this rank's.
 
         Raises:
             ConfigError: the model cannot be placed so.
@@ -58,7 +57,6 @@ class ParameterLayout(Protocol):
         Args:
             build: builds the task's model again, on the CPU.
             like: the first, as placed.
-            device: this rank's.
         """
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
@@ -149,7 +147,6 @@ class StrategyOptions:
     """The common arguments of all strategies.
 
     Attributes:
-        config: the run's options.
         work_split: number of micro-batches of each data rank; together S.
         row_length: number of values that a rank adds to a step's sums.
         static_graph: the task uses the same parameters in every step.
@@ -176,7 +173,6 @@ class MicrobatchWork(Protocol):
 
         Args:
             model: the argument of the task's ``loss``.
-            microbatch: the micro-batch.
             ahead: number of steps between the current one and the micro-batch's.
 
         Raises:

@@ -41,12 +41,6 @@ def build_layout(
 ) -> ParameterLayout:
     """Build the parameter layout for the options.
 
-    Args:
-        config: the options.
-        mesh: the ranks.
-        task: the task of the model.
-        example_batch: runs example batches of the task.
-
     Raises:
         ConfigError: the options do not fit the number of processes.
     """

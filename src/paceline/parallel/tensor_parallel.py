@@ -53,7 +53,6 @@ class ShardedRNGTracker:
     it restores the common one. Draws outside of split parts are therefore those of one process.
 
     Args:
-        module: the model.
         begins: the layers with split outputs.
         ends: the layers with split inputs.
         rank: among the ranks that share the layers.
@@ -118,7 +117,6 @@ class TensorParallel:
     """Splits a model's layers over the ranks of the mesh's ``tp`` axis.
 
     Args:
-        mesh: the ranks.
         task: the task; without a plan of its own, the plan is inferred.
         along_sequence: also split the layers in between, by the task's sequence_parallel_plan.
     """

@@ -58,8 +58,6 @@ class PowerSGD:
     *factor* (columns x rank) of each matrix, the start of the next step's power iteration, is equal on all ranks.
 
     Args:
-        module: the trained model.
-        world: the ranks.
         rank: columns of the thin matrices.
         scale: factor of the gradients, sums over a rank's samples, before the hook.
     """

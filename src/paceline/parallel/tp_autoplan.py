@@ -71,7 +71,6 @@ class _Split:
 
     Attributes:
         sources: the layers that computed it.
-        dim: the split dimension.
         ndim: its number of dimensions, where known.
         width: features per unit: 1, or those of a head.
     """
@@ -383,7 +382,6 @@ def tp_plan_from_task(given: Plan, module: nn.Module, where: str) -> dict[str, P
 
     Args:
         given: names or patterns, and styles.
-        module: the model.
         where: the source of the plan, for messages.
 
     Raises:

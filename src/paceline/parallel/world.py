@@ -269,12 +269,10 @@ class ParallelDims:
     """The ranks of a world along named axes.
 
     Attributes:
-        world: all ranks.
         data: this rank and those at the same place in their model replicas, which share the micro-batches.
         device_mesh: of all axes; None if all ranks only share the data.
 
     Args:
-        world: the ranks; the construction is a collective.
         axes: the size of each axis, outermost first, with the world size as product.
     """
 

@@ -32,7 +32,6 @@ def wrap_units(module: nn.Module, wrap: str, option: str = "--fsdp-wrap") -> lis
     """Return the modules below ``module`` that are wrap units, inner ones first.
 
     Args:
-        module: the model.
         wrap: "whole", comma-separated class names, or a number of parameters such as 1M: the smallest modules with at
             least that many.
         option: the option that set ``wrap``, for messages.
@@ -81,7 +80,6 @@ def exclude_tied(module: nn.Module, units: Iterable[nn.Module]) -> list[nn.Modul
     the smallest enclosing unit that contains all its parameters.
 
     Args:
-        module: the model.
         units: modules below it, inner ones first.
     """
     total_uses = _count_uses(module)
@@ -144,7 +142,6 @@ def checkpoint_activations(
     """Make units of a model recompute their activations in backward.
 
     Args:
-        module: the model.
         what: the recomputed operations. "block": everything inside a unit; "selective": all but :data:`_KEPT`.
         wrap: the units, as in ``--checkpoint-blocks``.
         to_the_end: recompute units completely, for hooks that come in pairs; else stop once backward has what it needs.

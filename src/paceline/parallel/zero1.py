@@ -29,9 +29,6 @@ _BUCKET_BYTES = 32 * 2**20
 class ShardedOptimizers(Replicated):
     """The layout in which every rank holds the full model and a part of the optimizers' state.
 
-    Args:
-        mesh: the ranks.
-
     Raises:
         ConfigError: there is only one process.
     """

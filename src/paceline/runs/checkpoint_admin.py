@@ -91,14 +91,11 @@ class CheckpointEntry:
 
     Attributes:
         name: name of its directory, with step and version.
-        path: its directory.
         step: optimizer steps done.
-        version: the state version.
         epoch: epochs done; None if the manifest is damaged.
         best_version: the version of the best model then.
         size_bytes: size of its files on disk.
         created: Unix time.
-        in_backup: whether it is a backup.
         marks: "latest" (the newest), "best" (of the newest), "backup" (it is one), "backed up" (it has one), "damaged".
         problem: the error in its manifest or the sizes of its files, if any.
     """

@@ -99,7 +99,6 @@ class Checkpointer:
         Args:
             state: part name (an identifier) -> nested state, as :func:`flatten` takes it. Each
                 part's tensors go into a file of its own, ``model.safetensors`` and so on.
-            info: the description of the state.
             before_commit: called by the writer's thread just before the manifest is written.
 
         Raises:

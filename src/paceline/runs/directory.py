@@ -409,11 +409,7 @@ def _other_file(error: OSError, directory: Path) -> str:
 
 
 class RunLock(FileLock):
-    """A run's lock, held from :meth:`take` until :meth:`close`.
-
-    Args:
-        directory: the run's.
-    """
+    """A run's lock, held from :meth:`take` until :meth:`close`."""
 
     def __init__(self, directory: RunDirectory) -> None:
         super().__init__(directory.lock)

@@ -155,9 +155,6 @@ def record_failure(
     """Record a rank's error for its launcher; return the exit code.
 
     Args:
-        directory: the run's.
-        rank: the rank.
-        error: that ends it.
         report: called if the disk takes no record; default: print the error.
     """
     failure = failure_of(rank, error)
@@ -184,9 +181,7 @@ def record_worker_failure(
     """Record the error that ends a worker, and an event if the run ends with it; return the exit code.
 
     Args:
-        directory: the run's.
         rank: the worker's; with an agent, its index on the node.
-        error: that ends it.
         existed: whether the run existed before the worker began: a refused start leaves it as it was, such as finished.
         tell_agent: called if the disk takes no record; None if no agent can recover the run.
     """
@@ -356,8 +351,6 @@ def report_job_failure(
     """Print one message if a job failed; return its exit code.
 
     Args:
-        directory: the run's.
-        exits: of the job's processes.
         asked: the signal that requested the launcher to stop, if any.
         verdict: an addition to the message, or the reason why the launcher itself ended the job.
         said_why: whether a process without a record has already reported its ranks' failure.

@@ -23,7 +23,6 @@ class Lack(NamedTuple):
 
     Attributes:
         found: a clause, after the directory's name.
-        advice: what to do.
     """
 
     found: str

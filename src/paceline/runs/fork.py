@@ -32,7 +32,6 @@ class Fork:
 
     Attributes:
         run: the id of the other run.
-        path: its directory.
         step: the steps that both have in common.
         version: the state version of the checkpoint.
         changed: the other run's values of the fields that differ, by name.

@@ -66,7 +66,6 @@ class TensorBoardWriter:
     writer, because its higher-level writer imports TensorFlow if that is installed.
 
     Args:
-        directory: the directory of the event file.
         purge_step: TensorBoard drops points of earlier files from this step on.
         hparams: the run's configuration.
 

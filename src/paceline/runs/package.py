@@ -122,8 +122,6 @@ class Package:
     """A package whose files were all verified when it was opened.
 
     Attributes:
-        path: its directory.
-        manifest: its manifest.
         digest: SHA-256 of the manifest, which identifies the package.
     """
 

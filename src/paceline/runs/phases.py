@@ -17,7 +17,6 @@ class PhaseTime(NamedTuple):
     """One phase's row of the table.
 
     Attributes:
-        seconds: time spent in the phase.
         share: of the time in all phases, from 0 to 1.
     """
 

@@ -139,7 +139,6 @@ class Tee(io.TextIOBase):
 
     Attributes:
         terminal: the stream of the terminal, which drops what cannot be written; an active progress bar replaces it.
-        log: the log file.
     """
 
     def __init__(self, terminal: TextIO, log: TextIO) -> None:

@@ -31,7 +31,6 @@ class TimelineEntry:
         seconds: since the run's first event.
         step: steps done, if the event names them.
         event: its kind in ``events.jsonl``.
-        text: the description.
     """
 
     seconds: float

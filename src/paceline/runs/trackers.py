@@ -433,8 +433,6 @@ class TrackerWriter:
 
     Args:
         name: the value of ``--log-to``.
-        tracker: the tracker.
-        run: the description of the run.
         earlier: the run's records so far; those missing in the tracker are sent.
     """
 

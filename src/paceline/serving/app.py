@@ -185,7 +185,6 @@ class Models:
     """The deployments of a server by model name, which can be replaced while the server runs.
 
     Attributes:
-        metrics: of the server.
         bodies: of the requests that the server holds.
     """
 

@@ -68,7 +68,6 @@ def read_rows(paths: Sequence[Path], spec: ModelSpec) -> Rows:
 
     Args:
         paths: of the files; ``-`` is a table on standard input.
-        spec: of the model.
 
     Raises:
         DataError: a file cannot be read, or does not match the inputs; says what the model takes.

@@ -53,7 +53,6 @@ class Request:
         method: such as "POST".
         path: of the URL, without escapes.
         headers: by name in lower case; the last of several of the same name.
-        client: the address of the client.
         user: the name of the client's token, once it is known.
         waiting: futures that are cancelled when the client disconnects.
         keep_alive: whether the connection stays open after the answer.
@@ -489,7 +488,6 @@ class HttpServer:
     """The connections of one server.
 
     Args:
-        app: answers requests.
         refuse: called with the head of a POST.
         receive_timeout_s: how long a client may take to send one request.
 

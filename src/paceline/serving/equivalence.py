@@ -103,9 +103,7 @@ def problem_of(
     """Return what is wrong with a format, or None if it is close enough.
 
     Args:
-        difference: of the format.
         scale: largest output.
-        quantization: of the format.
         tolerance: largest difference, if the user gave one; labels then do not count.
     """
     allowed = QUANTIZED.get(quantization or "", ROUNDING) * scale if tolerance is None else tolerance
@@ -132,7 +130,6 @@ def find_faulty_layer(
     Args:
         trained: provides the layers' inputs for one batch.
         compute_layer: a layer's name and its inputs -> its output in the format.
-        quantization: of the format.
         tolerance: largest difference, if the user gave one.
     """
     max_error, message = 0.0, None

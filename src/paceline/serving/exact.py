@@ -34,12 +34,7 @@ Shape = tuple[tuple[int, ...], ...]
 
 
 class ExactServable:
-    """A model that answers each row with the same bits, whatever else is in its batch.
-
-    Args:
-        servable: computes a batch.
-        spec: of the model.
-    """
+    """A model that answers each row with the same bits, whatever else is in its batch."""
 
     def __init__(self, servable: Servable, spec: ModelSpec) -> None:
         self._servable, self._spec = servable, spec
@@ -81,8 +76,6 @@ def find_exact_sizes(
     """Return the sizes at which test rows have the same bits in each place, with any neighbours, and at each size.
 
     Args:
-        servable: computes a batch.
-        inputs: of the model.
         shape: of the rows.
         candidates: descending; the last one is 1.
 

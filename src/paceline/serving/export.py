@@ -292,7 +292,6 @@ class ExportRequest:
     """The settings of an export.
 
     Attributes:
-        run: the run's directory.
         checkpoint: "best", "last", a step, or None for the best, if any, else the last.
         formats: of "safetensors", "pt2", "onnx"; the weights are always exported.
         quantization: "int8", "bf16" or None.
@@ -321,8 +320,6 @@ def export(
     """Export a run's model into a registry, or change nothing there if the export fails.
 
     Args:
-        request: the settings.
-        registry: receives the package.
         on_stage: called with the name of each stage.
         on_progress: called with the number of compared samples and the total.
 

@@ -236,7 +236,6 @@ def load_onnx(content: bytes, outputs: Sequence[str], read: Callable[[str], byte
     """Load the function of an ONNX model, run by onnxruntime on the CPU.
 
     Args:
-        content: the model.
         outputs: their names, in order.
         read: returns the file of this name, which holds weights of the model.
     """

@@ -19,11 +19,7 @@ class GrpcServer:
     """A gRPC server for the models of one server, which takes its port at once and answers after :meth:`start`.
 
     Args:
-        host: address to listen on.
         port: 0 picks a free one.
-        models: of the server.
-        options: of the server.
-        access: access rules.
         is_draining: whether the server will end soon.
 
     Attributes:

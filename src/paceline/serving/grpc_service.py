@@ -167,9 +167,6 @@ def build_message(deployment: Deployment, request: InferRequest, outputs: Arrays
     """Build a ``ModelInferResponse``.
 
     Args:
-        deployment: of the model.
-        request: the request.
-        outputs: of the model.
         raw: send tensors as bytes, like the request's; else in ``contents`` if that can hold them.
     """
     spec = deployment.spec
@@ -216,9 +213,6 @@ class Service:
     """The gRPC methods for the models of one server.
 
     Args:
-        models: of the server.
-        options: of the server.
-        access: access rules.
         is_draining: whether the server will end soon.
     """
 

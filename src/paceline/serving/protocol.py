@@ -69,7 +69,6 @@ def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | N
     """Parse and check a request's body.
 
     Args:
-        spec: of the model.
         body: JSON, followed by binary tensors, if any.
         json_length: the header ``Inference-Header-Content-Length``, where the binary tensors begin.
 
@@ -205,8 +204,6 @@ def parse_document(spec: ModelSpec, document: Mapping[str, Any], binary: memoryv
     """Check a request's JSON document against the model's schema.
 
     Args:
-        spec: of the model.
-        document: the request.
         binary: concatenated bytes of the inputs that have ``binary_data_size``.
 
     Raises:

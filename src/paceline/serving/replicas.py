@@ -35,7 +35,6 @@ class Deployment(ABC):
 
     Attributes:
         spec: for clients.
-        batcher: with the queue.
         restarts: number of replicas that died and were restarted.
         exact_sizes: with ``--exact``, the sizes of the batches that replicas compute, the largest first.
     """

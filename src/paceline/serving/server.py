@@ -123,8 +123,6 @@ async def serve(
 
     Args:
         served_models: opened from packages.
-        address: to listen on.
-        options: of the server.
         on_ready: called with the URL, and the gRPC address if any, when all replicas are ready.
         deploy: makes a model's deployment; by default of processes of this machine.
 

@@ -62,7 +62,6 @@ def to_inputs(
 
     Args:
         columns: their cells: numbers, lists and text, by name.
-        spec: of the model.
         is_text: whether numbers and lists are written as text, as in CSV.
 
     Returns:
@@ -344,7 +343,6 @@ def read_table(source: str, content: IO[bytes], suffix: str) -> Table:
 
     Args:
         source: its name, for messages.
-        content: of the file.
         suffix: of :data:`SUFFIXES`, its format, or ".json".
 
     Raises:
@@ -543,7 +541,6 @@ def table_records(
 
     Args:
         outputs: the rows of each output, as :func:`plain_lists` or as arrays, whose elements then stay as they are.
-        spec: of the model.
         other_columns: by name, of all rows.
         first: the number of the first row in them.
     """

@@ -61,7 +61,6 @@ class TrainedSource:
     Attributes:
         trained: the model, with its run's evaluation.
         manifest: at least the tables ``task`` and ``config`` of the run's ``run.toml``.
-        inference: signature of the model.
         split: to compare and evaluate on: "test", or "val" if there is no test split.
         step: number of optimizer steps of the training.
         state_version: of the checkpoint.
@@ -139,7 +138,6 @@ def open_source(run: Path, checkpoint: str | None, task: str = "") -> Iterator[T
     """Open the model of a run.
 
     Args:
-        run: its directory.
         checkpoint: "best", "last" or a step; None is the best, if any, else the last.
         task: where the task's class is now, if not where it was when the run was trained.
 
@@ -168,7 +166,6 @@ def open_exported(package: Path, origin: Provenance, spec: str, load: Load) -> I
 
     Args:
         package: the package's directory, for messages.
-        origin: provenance of the package.
         spec: the task whose code is used.
         load: loads the weights into the model.
 
@@ -221,8 +218,6 @@ def inference_of(
     """Return a task's inference signature in evaluation mode, without gradients.
 
     Args:
-        task: the task.
-        model: its model.
         infer: returns the signature if the task defines none.
 
     Raises:

@@ -91,7 +91,6 @@ class SyncPoints:
     """Return the ends of intervals: the steps after which an action that needs the whole state is due. Pure.
 
     Args:
-        config: the run's options.
         data: gives the run's length.
     """
 

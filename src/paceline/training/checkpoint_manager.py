@@ -225,8 +225,6 @@ class CheckpointManager:
         """Save the state in the background, once for each version of it.
 
         Args:
-            state: the state to save.
-            progress: its position.
             last: whether it is the run's last save: wait until it is on disk, and retry for a while if the disk fails.
 
         Raises:

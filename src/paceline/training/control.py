@@ -50,7 +50,6 @@ class ControlFlags:
     """The control flags of one rank, or the merged ones of all.
 
     Attributes:
-        stop: the cause of a stop request.
         save: a save is due by the clock.
         has_next_batch: there is another step's data in this epoch (streams; else always true).
         reform: the ranks shall leave their group after this step, for another one.

@@ -96,9 +96,6 @@ class FullSplitMetrics:
 
     torchmetrics would add up the ranks' states instead: sums of floats that depend on the number of
     ranks, and states of different types where a rank has no block, which abort the process.
-
-    Attributes:
-        names: of the metrics.
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
@@ -119,7 +116,6 @@ class FullSplitMetrics:
         """Add a batch of each rank, in the order of ranks; all ranks call this together.
 
         Args:
-            world: the ranks.
             arguments: of each metric's ``update``, by name; None if this rank has no more batches.
 
         Raises:
@@ -232,9 +228,7 @@ class Evaluator:
         task: whose ``metrics`` and ``loss`` are evaluated.
         device: the model's.
         batches: the split.
-        seed: the run's.
         autocast: the precision to evaluate in.
-        split: its name.
     """
 
     def __init__(
@@ -273,8 +267,6 @@ class Evaluator:
         """Metrics by name, among them ``loss``. All ranks evaluate together.
 
         Args:
-            mesh: the ranks.
-            module: the evaluated module.
             stop: called after each batch; if it returns a cause on any rank, all of them stop.
             is_collective: whether all ranks must call the model together: a rank without a batch then repeats its last
                 one and discards the result.
@@ -448,7 +440,6 @@ class Validation:
         Args:
             mesh: all its ranks evaluate together.
             state: its model is evaluated.
-            monitor: shows the status.
             stop: returns the cause of a stop request.
             is_collective: whether ranks must call the model together.
 
@@ -496,11 +487,6 @@ class Validation:
 
     def apply(self, measured: Mapping[str, float], state: TrainingState, monitor: Monitor) -> bool:
         """Update plateau schedules, early stopping and the best model.
-
-        Args:
-            measured: the metrics.
-            state: makes one transition.
-            monitor: records the metrics.
 
         Returns:
             Whether the model is the best so far.

@@ -109,7 +109,6 @@ def merge_adapters(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
 
     Args:
         state: of a model that :func:`add_adapters` has changed.
-        lora: with which.
 
     Returns:
         The input of ``load_state_dict`` of the task's own model.
@@ -259,7 +258,6 @@ def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, 
     """Return the evaluated weights of a checkpoint: the moving average, if there is one.
 
     Args:
-        state: the checkpoint's.
         lora: the adapters that its run was trained with.
 
     Returns:
@@ -336,7 +334,6 @@ def initialise(module: nn.Module, config: RunConfig, weights: Mapping[str, torch
 
     Args:
         module: on the CPU, before it is laid out on the ranks.
-        config: the run's options.
         weights: those of another run, by name; None where the state that is trained comes later.
 
     Raises:
@@ -484,8 +481,6 @@ def drift(run: RunContext, parent: PretrainedWeights, weights: Mapping[str, torc
     """Return the entry of ``result.json`` about the drift from parent to child, without training.
 
     Args:
-        run: the child's.
-        parent: its pretrained weights.
         weights: the child's, of the task's model without adapters.
 
     Returns:

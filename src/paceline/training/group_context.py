@@ -107,7 +107,6 @@ class GroupContext:
         balancer: divides the micro-batches among them.
         strategy: computes and sums a step's micro-batches.
         monitor: shows and records progress.
-        checkpoint_manager: writes checkpoints and the ledger.
         profiler: the profiler of ``--profile``, if set.
         local_sgd: averages the state with ``--local-sgd-steps``, if set.
         hooks: additions of options to a step.
@@ -115,8 +114,6 @@ class GroupContext:
         runner: runs forward and backward of a micro-batch.
 
     Args:
-        mesh: the ranks.
-        engine: the engine's class.
         carryover: values from earlier groups; kept up to date.
         member: the client of the agent; None if the group is fixed.
 
@@ -269,7 +266,6 @@ class GroupContext:
         """Make a step count: one transition of the state, one ledger entry, one report.
 
         Args:
-            sums: the sums of the step.
             row: this rank's row, which travelled with them.
             logged: additional values that the task logs.
             learning_rates: with which the step was taken; None: those of this process's last step.

@@ -74,8 +74,6 @@ class EvaluableModel:
         """Compute the metrics of a split, by name, as the run itself would record them.
 
         Args:
-            evaluator: of the split.
-            split: its name.
             observe: receives each batch.
             module: evaluated instead of the model.
 
@@ -95,7 +93,6 @@ class LoadedModel(EvaluableModel):
 
     Attributes:
         path: the checkpoint's directory.
-        info: the checkpoint's metadata.
         is_best: whether it is the best model so far.
     """
 

@@ -34,7 +34,6 @@ class StepRecord:
     Attributes:
         progress: after the step.
         epoch, step_in_epoch: the step's.
-        sums: this rank's.
     """
 
     progress: TrainProgress
@@ -53,9 +52,6 @@ class LocalSGD(StepHook):
     and the ledger's checksums of the interval travel along, in the one exchange.
 
     Args:
-        run: the run.
-        mesh: the ranks.
-        state: this rank's.
         work_split: the number of micro-batches of each rank.
     """
 
@@ -86,8 +82,6 @@ class LocalSGD(StepHook):
         """Record a step; at the end of a sync interval, average the state and write the interval's steps to the ledger.
 
         Args:
-            epoch: the step's.
-            step_in_epoch: the step's.
             sums: of this rank's micro-batches.
             row: this rank's numbers, which every rank gets to see.
             record: enters a step into the ledger.

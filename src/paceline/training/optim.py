@@ -35,8 +35,6 @@ def require_match(option: str, pattern: str, module: nn.Module, others: Iterable
 
     Args:
         option: the option's name, such as ``--freeze``.
-        pattern: its value.
-        module: the model.
         others: names that will do, too.
 
     Raises:
@@ -203,7 +201,6 @@ def scale_lr(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Seq
 
     Args:
         optimizers: as the task built them.
-        module: the model.
         scales: the values of ``--lr-scale``; the last one that matches counts.
 
     Raises:

@@ -30,7 +30,6 @@ def sort_parameters(name: str, optimizer: Optimizer, module: nn.Module) -> None:
     Args:
         name: the optimizer's, for messages.
         optimizer: as the task built it.
-        module: the model.
 
     Raises:
         TaskError: the model does not have one of them.
@@ -176,7 +175,6 @@ def require_equal_groups(world: World, names: Mapping[str, GroupNames]) -> None:
     """Reject optimizers whose groups differ between the ranks; all ranks call this together.
 
     Args:
-        world: the ranks.
         names: of the parameters of each group of this rank's optimizers, by the names of these.
 
     Raises:

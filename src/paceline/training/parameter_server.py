@@ -52,9 +52,7 @@ class OptimizerServers:
     """The first ranks, which alone update: each the parameters of its range.
 
     Args:
-        run: the run.
         states: this rank's copy of the state; the optimizer state of other ranks' parameters is freed.
-        world: the ranks.
         device: of the buffers in which parameters and gradients are sent.
 
     Attributes:

@@ -53,7 +53,6 @@ class RunContext:
     Attributes:
         task_name: the name that checkpoints record.
         config: the options, with all defaults resolved.
-        device: the device of this process.
         processes: how many processes share this node.
         directory: the run directory, at least on the node of rank 0.
         manifest: the content of ``run.toml``, which another node may see late; empty until the run is created.

@@ -76,11 +76,7 @@ def setup_run(
     """Set up the requested run; return it, and lines to print when it is created.
 
     Args:
-        request: the requested options.
         manifest: the content of ``run.toml``; None for a new run.
-        directory: the run directory.
-        signals: the source of stop requests.
-        device: the device of this process.
         world_size: number of processes at the start of the run.
         processes: how many of them share this node.
         memory: bytes that each of them may use, the same on every rank; None: ``auto`` selects ddp.

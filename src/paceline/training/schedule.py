@@ -183,7 +183,6 @@ class Schedule:
     """When a run's epochs, evaluations and the run itself end.
 
     Args:
-        config: the run's options.
         data: gives the run's length.
 
     Attributes:

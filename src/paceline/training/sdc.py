@@ -60,9 +60,6 @@ class SDCChecker(StepHook):
 
     Args:
         run: has the option ``sdc_check_every``.
-        world: the ranks.
-        state: the state whose gradients are compared.
-        timer: of the phases.
     """
 
     def __init__(self, run: RunContext, world: World, state: TrainingState, timer: PhaseTimer) -> None:

@@ -47,7 +47,6 @@ def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals:
         request: the requested options; the same on every rank.
         groups: the groups of ranks that this process joins.
         directory: the run directory; rank 0 or its agent holds the lock.
-        signals: the source of stop requests.
 
     Returns:
         The content of ``result.json``. A finished run is not trained again.
@@ -149,7 +148,6 @@ class FixedGroup:
     """The one group that a launcher has started: when a rank is lost, all of them end.
 
     Attributes:
-        device: the device of this process.
         world_size: how many processes begin the run.
         processes: how many of them share this node.
         member: None: there is no agent.
@@ -191,8 +189,6 @@ class ElasticGroups:
     after another. After a loss it continues from its own state, or from another rank's.
 
     Args:
-        member: the agent's client.
-        local: the device of this process.
         processes: number of worker processes on this node.
         world_size: number of processes at the run's start.
         comm_debug: verbose logs of NCCL and torch.distributed.

@@ -267,7 +267,6 @@ class TrainingState:
         """Clip the gradients, and step optimizers.
 
         Args:
-            names: the optimizers' names.
             clip: clips the gradients; None: nothing does.
             closure: computes the loss and the gradients again, for optimizers that need it.
         """
@@ -383,7 +382,6 @@ class TrainingState:
         """Take over a state that :meth:`state_dict` gave.
 
         Args:
-            state: the state.
             own_hyperparameters: keep what the task has built, before any step: the hyperparameters of the optimizers
                 (learning rate, weight decay, ...), and the schedulers, moved to the same step.
 

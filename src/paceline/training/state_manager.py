@@ -122,7 +122,6 @@ class StateManager:
         """Begin a new run; all ranks call this together.
 
         Args:
-            mesh: the ranks.
             weights: pretrained weights, the same on all ranks.
 
         Raises:
@@ -145,7 +144,6 @@ class StateManager:
         """Continue from a checkpoint; all ranks call this together.
 
         Args:
-            mesh: the ranks.
             saved: the state of the checkpoint, the same on all ranks.
             own_hyperparameters: keep those that the task builds, for a fork of another run.
 
@@ -170,7 +168,6 @@ class StateManager:
         """Continue from the state of a checkpoint or another rank.
 
         Args:
-            state: the state.
             own_hyperparameters: keep those that the task builds.
 
         Raises:
@@ -220,7 +217,6 @@ class StateManager:
         """Clip the gradients of some optimizers' parameters, and step these; all ranks call this together.
 
         Args:
-            names: the optimizers' names.
             closure: computes the loss and the gradients again, for optimizers that need it.
         """
         clip_norm = self._run.config.clip_norm
@@ -265,7 +261,6 @@ class StateManager:
         """Exchange the positions of all ranks' streams; all ranks call this together.
 
         Args:
-            world: the ranks.
             microbatches: this rank's micro-batches; None: those that it has read.
 
         Returns:

@@ -33,9 +33,7 @@ def require_finite(
     """Reject a step whose loss or gradient is not finite.
 
     Args:
-        run: the run.
         progress: before the step.
-        sums: the step's.
         scaler: of the gradients, with --precision fp16. If only gradients overflow, it skips the step and tries a
             smaller scale, as long as there is one.
 

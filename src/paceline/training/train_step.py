@@ -76,9 +76,7 @@ class ComposedStep(TrainStep):
         updated_before_pass: whether an update came before a pass, so that a pass that fails leaves half a step.
 
     Args:
-        run: the run.
         states: this rank's copy of the state.
-        group: the ranks.
         microbatches: this rank's.
         reduce: runs one pass: forward and backward of the micro-batches, and the sums over all ranks.
     """

@@ -183,13 +183,11 @@ class Trainer:
     :meth:`join_group`, :meth:`fit`, :meth:`leave_group`. The trainer is a context manager, which closes what it opened.
 
     Attributes:
-        run: the run.
         states: this rank's copy of the state.
         checkpointer: writes checkpoints in the background while this rank is rank 0 of a group.
         carryover: values that this process takes from one group into the next, in addition to the state.
 
     Args:
-        run: the run.
         engine: computes and applies the steps.
         member: the client of the agent; None if the group is fixed.
 

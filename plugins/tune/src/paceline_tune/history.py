@@ -44,8 +44,6 @@ class TrialResult:
     """The result of a trial after an evaluation, or at its end.
 
     Attributes:
-        trial: number of the trial.
-        state: of the trial.
         iteration: number of evaluations so far.
         step: number of steps at the last evaluation.
         metrics: of the last evaluation, by name; None for NaN.
@@ -90,7 +88,6 @@ class Suggestion:
     """The parameters of a trial that were chosen by earlier results.
 
     Attributes:
-        trial: number of the trial.
         parameters: by name.
         parent: the trial that it continues, if it does.
     """
@@ -105,7 +102,6 @@ class Trial:
     """A trial with its results.
 
     Attributes:
-        number: of the trial.
         results: in order.
         placed: node and process of the last result.
         begun: whether it runs in this start of the search; always False when read from a journal.

@@ -68,8 +68,6 @@ class TaskProfile:
         best: the metric that the task itself recommends.
         total_steps: of a trial; None for a stream trained by epochs.
         evaluations: of a trial; None if unknown.
-        step_s: time of a step.
-        evaluation_s: time of an evaluation.
         start_s: from the fork of a trial's process to its first step: it reads the data and builds the model.
         seconds_per_evaluation: including the steps before it.
     """
@@ -383,7 +381,6 @@ def measure_search(search: Search, metric: str | None) -> tuple[Search, TaskProf
     """Profile the task; return the search with the measured costs, and the profile.
 
     Args:
-        search: the requested search.
         metric: the requested metric; None: the metric that the task recommends, else the loss.
 
     Raises:
@@ -463,9 +460,7 @@ def require_same(recorded: Search, requested: Search, directory: SearchDirectory
     """Refuse to continue a search with other settings; trials and budget may differ.
 
     Args:
-        recorded: the existing search.
         requested: the settings of the command.
-        directory: of the search.
         metric: of the command, if given.
 
     Raises:
@@ -521,7 +516,6 @@ def describe(
 
     Args:
         search: from :func:`measure_search`.
-        expected: costs on this machine.
         here: trials run on this machine, not in a cluster.
         left: number of trials that have not ended, if others have.
         spent: costs of earlier starts of the search.

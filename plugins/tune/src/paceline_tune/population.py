@@ -40,9 +40,7 @@ def choose_successor(search: Search, history: SearchHistory, number: int) -> Suc
     """Return how trial ``number``, of a later generation than the first, continues.
 
     Args:
-        search: the search.
         history: the earlier generations, all of whose trials have ended.
-        number: of the trial.
 
     Returns:
         None if no member of the generation before has a result.

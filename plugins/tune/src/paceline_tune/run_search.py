@@ -54,15 +54,10 @@ class SearchMonitor:
 
     Args:
         ray: the library, connected.
-        search: the running search.
-        directory: its directory.
-        journal: records the results.
-        quiet: show nothing.
 
     Attributes:
         callback: receives Tune's events.
         scheduler: of Tune, once it exists.
-        spent: whether the budget is spent.
         failure: why Tune gave up the last trial that it gave up.
         failures: why trials of this start failed or diverged, while no trial has a result.
     """
@@ -194,7 +189,6 @@ class SearchMonitor:
         """Record a trial's result.
 
         Args:
-            number: of the trial.
             report: the actor's return value, with Tune's additions.
             ended: whether the trial will not continue.
         """

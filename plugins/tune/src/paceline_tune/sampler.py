@@ -38,9 +38,7 @@ def suggest(search: Search, history: SearchHistory, configuration: int) -> dict[
     that was killed continues as if it had not been.
 
     Args:
-        search: the settings.
         history: the earlier trials.
-        configuration: its number.
 
     Returns:
         Parameters by name; different from those of all earlier configurations if the space is countable.

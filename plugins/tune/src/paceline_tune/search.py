@@ -33,7 +33,6 @@ class SearchCost:
 
     Attributes:
         seconds: wall-clock time.
-        trials: number of started trials.
         gpu_hours: of all trials together.
     """
 
@@ -118,9 +117,7 @@ class CostEstimate:
     """The expected costs of a search, by the measured costs of a trial's first steps or first evaluation.
 
     Attributes:
-        trial: one whole trial.
         search: all trials, including those that stop early.
-        concurrent: number of concurrent trials.
         trials_s: seconds of all trials, one after another.
     """
 
@@ -134,7 +131,6 @@ class CostEstimate:
 
         Args:
             left: number of trials that have not ended.
-            planned: number of all trials.
             done_s: time that trials that have not ended have trained already.
             gpus_per_trial: held by each trial.
         """
@@ -165,10 +161,7 @@ def estimate(
         evaluations: of a whole trial.
         start_s: of a trial, until its first step.
         seconds_per_evaluation: including the steps before it.
-        trials: number of started trials.
         rungs: evaluations after which trials are compared.
-        reduction: eta.
-        concurrent: number of concurrent trials.
         gpus_per_trial: held by each trial.
     """
     trial_s = start_s + evaluations * seconds_per_evaluation
@@ -250,8 +243,6 @@ class Search:
         perturbation_interval: evaluations between two comparisons of all members.
         metric: ``NAME:min`` or ``NAME:max``, of the validation split.
         stop: values at which a trial ends, by metric.
-        cpus: CPUs of each trial.
-        gpus: GPUs of each trial.
         budget: of ``--budget``.
         price_per_hour: dollars per hour of the nodes.
         evaluations: of a whole trial; None if unknown.
@@ -423,7 +414,6 @@ class SearchDirectory:
         """Write ``tune.json``.
 
         Args:
-            search: its content.
             new: require that the directory contains no search.
 
         Raises:

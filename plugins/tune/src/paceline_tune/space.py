@@ -35,9 +35,7 @@ class Dimension:
         name: of the field or option.
         kind: the distribution; "log" and "log-int" are uniform in the logarithm.
         values: the lowest and the highest value; with "choice" all values.
-        is_option: whether it is an option.
         parent: the dimension that decides whether this one applies, if there is one.
-        parent_values: the values of the parent with which it applies.
     """
 
     name: str
@@ -170,7 +168,6 @@ def parse_space(
 
     Args:
         texts: of ``--search``.
-        seed: of the draws.
         constraints: of ``--constraint``.
         choices: the values of choices with their types, by name; default: as text.
         options: the names that are options of ``paceline train``, not fields.

@@ -34,11 +34,8 @@ class SearchStatus:
     """The status of a search in addition to its journal.
 
     Attributes:
-        clock_s: time of the search.
         resources: used resources of the cluster: "2/2 CPUs".
         scheduler: the scheduler's own description.
-        budget: description of the used budget.
-        notes: warnings.
     """
 
     clock_s: float

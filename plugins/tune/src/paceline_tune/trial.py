@@ -109,7 +109,6 @@ class TrialCommand:
     """The order to a trial.
 
     Attributes:
-        options: of its run.
         iteration: number of reported evaluations.
         step: of the last of them; earlier ones are not reported again.
         stop_file: while it exists, the trial saves and ends.
@@ -130,9 +129,7 @@ class TrialReport:
     Attributes:
         iteration: evaluations so far.
         step: steps at the last of them.
-        metrics: of it.
         state: "running", or how the trial ended; "waiting" if it was stopped from outside, and can continue.
-        message: the reason of a failure.
     """
 
     iteration: int
@@ -180,7 +177,6 @@ class RunningTrial:
     """Starts or continues a trial, and receives its messages.
 
     Args:
-        server: starts it.
         order: the order to it.
     """
 

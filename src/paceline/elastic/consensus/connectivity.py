@@ -18,7 +18,6 @@ class LinkMap:
     """A leader's knowledge of the links between its followers.
 
     Attributes:
-        leader: the leading node.
         reports: by follower: the agents that it is connected to.
     """
 

@@ -67,7 +67,6 @@ class Follower:
 
     Args:
         nproc: number of active workers on this node.
-        node: this node's workers.
         company: the other agents.
         clear: called with the term of this node's own agent, once no worker here acts in an earlier group.
     """
@@ -133,8 +132,6 @@ class ConsensusDriver:
 
     Args:
         spec: the job's, as given on this node.
-        directory: the run's.
-        node: this node's workers.
         company: the other agents.
         selector: of the agent's loop.
         leave: called with the reason and the exit code when this node leaves the job; None: to join it again.
@@ -142,7 +139,6 @@ class ConsensusDriver:
     Attributes:
         leader: decides for the workers of all nodes; None if this agent does not lead.
         follower: makes this node's workers obey another leader.
-        node_set: the nodes of the job.
         is_removed: whether this node will leave, as requested.
     """
 
@@ -534,7 +530,6 @@ class AgentController:
     Args:
         spec: the job's, as given on this node.
         directory: the run's, shared by all nodes.
-        node: this node's workers.
         discovery: the result of the search for the others.
         selector: of the agent's loop.
     """

@@ -61,7 +61,6 @@ class DiscoveryInfo:
 
     Attributes:
         name: this agent's unique name.
-        is_first: whether it is the first agent.
         address: of this node, for the others.
         interface: the network interface with that address.
         endpoints: the first addresses to connect to.
@@ -83,10 +82,6 @@ class DiscoveryInfo:
 
 def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     """Listen, and determine the addresses to connect to.
-
-    Args:
-        spec: the job's.
-        directory: the run's.
 
     Raises:
         ConfigError: an address or the token file is invalid, or the job to join is not found.
@@ -194,7 +189,6 @@ def active_agents(directory: RunDirectory, own: Address | None = None, token_fil
     """Return whether an agent of the run answers at a recorded address, so that a new node has to join it.
 
     Args:
-        directory: the run's.
         own: an address at which this process listens; an earlier agent may have recorded the same.
         token_file: ``--token-file``, if the run's secret is not in its directory.
     """
@@ -287,12 +281,10 @@ class PeerDirectory:
         directory: the run's, shared by all nodes.
         discovery: the result of the search for the others.
         network: the links to them.
-        files: works on the run's files.
 
     Attributes:
         name: this agent's.
         address: of this node, for the others.
-        is_first: whether this agent is the first.
     """
 
     def __init__(
@@ -469,7 +461,6 @@ class PeerDirectory:
         """Return why a peer cannot take part, or "".
 
         Args:
-            peer: its name.
             others: number of other nodes that compete for a place; 0 if it has one.
         """
         mismatches = differences(self._discovery.hello, self._network.hello_of(peer))

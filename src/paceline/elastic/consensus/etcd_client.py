@@ -96,8 +96,6 @@ class EtcdClient:
     """Sends requests to the member that answered last, and to the others if it does not. Not thread-safe.
 
     Args:
-        endpoints: the members.
-        credentials: of this user.
         timeout_s: how long one member may take to accept a connection, and to answer.
 
     Raises:
@@ -223,7 +221,6 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         term: of the leader that has written it.
         leader: that node.
-        config_epoch: of the node set.
         nodes: the node set, in the order of succession.
         group: the nodes of the last group of workers that may act, sorted; the leader writes it before it forms that
             group.

@@ -146,7 +146,6 @@ class Membership(Protocol):
         """Handle the end of a connection, or the timeout of a peer.
 
         Args:
-            peer: its name.
             closed: whether the peer, or the kernel after the end of its process, has closed the connection.
         """
 

@@ -70,7 +70,6 @@ def meets_every_quorum(node_set: NodeSet, nodes: Set[str], ties: bool, winners: 
 
     Args:
         node_set: committed, or proposed.
-        nodes: the nodes.
         ties: whether half of a node set can win a tie at all.
         winners: as for :func:`is_quorum`.
     """
@@ -112,7 +111,6 @@ class Nack(AgentMessage, frozen=True, tag="refuse"):
     """The sender rejects a request.
 
     Attributes:
-        term: of the request.
         promised: the sender's own.
     """
 
@@ -170,7 +168,6 @@ class NodeCommand(AgentMessage, frozen=True, tag="order"):
     Attributes:
         term: the leader's; an agent that has promised a higher one ignores the order.
         order: a method of :class:`~paceline.elastic.node.NodeCommands`.
-        arguments: of the call.
     """
 
     term: Term

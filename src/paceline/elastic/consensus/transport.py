@@ -63,7 +63,6 @@ def connect(
     Args:
         host: an address; resolving a name may block.
         port: of its :class:`~paceline.elastic.consensus.transport.Listener`.
-        token: the run's.
         hello: this side's handshake data; at most 16 KiB as JSON.
         within_s: time limit of connecting and the handshake.
         dead_after_s: timeout after which a node that does not answer counts as dead.
@@ -381,7 +380,6 @@ class Listener:
     at once: a further one replaces the oldest, so that silent peers cannot block others.
 
     Attributes:
-        host: the address on which it listens.
         port: the actual port.
     """
 
@@ -401,7 +399,6 @@ class Listener:
         Args:
             host: an address of this node, such as 127.0.0.1.
             port: 0 for any.
-            token: the run's.
             hello: this side's handshake data.
             within_s: time limit of a handshake.
             dead_after_s: as for :func:`connect`.
@@ -540,8 +537,6 @@ class Events(Protocol):
         """Handle the end of a connection, or a peer that was silent for too long.
 
         Args:
-            peer: its name.
-            why: the reason, as text.
             closed: whether the peer, or the kernel after the end of its process, has closed it.
         """
 
@@ -575,10 +570,7 @@ class PeerNetwork:
 
     Attributes:
         selector: of the loop; handlers are the registered data.
-        listener: accepts connections.
-        token: the run's.
         hello: this agent's handshake data, which include its ``name``.
-        events: receives the events.
         silence_s: timeout of a silent peer.
     """
 

@@ -242,10 +242,7 @@ class VerificationRequest:
 
     Attributes:
         task: as for ``paceline train``.
-        options: of all runs.
-        cases: the compared strategies.
         worlds: numbers of processes.
-        steps: of each run.
     """
 
     task: str
@@ -289,7 +286,6 @@ class Training:
 
     Attributes:
         name: of its directory.
-        world_size: number of processes.
         options: of ``paceline train``.
         double: train in float64 and keep the tensors.
         reference: name of the training with whose tensors this one is compared.

@@ -40,7 +40,6 @@ class Step:
     Attributes:
         number: from 1.
         loss: mean over the step's samples.
-        rates: learning rates.
         tensors: kind -> name -> digest and distance from the float64 run.
         unequal: kind -> the first tensor of which two ranks hold different copies.
     """
@@ -59,10 +58,7 @@ class Divergence:
     Attributes:
         step: from 1.
         what: "learning rate", "loss", "gradient", "weight" or "copies".
-        module: name of the module.
-        tensor: name of the tensor.
         microbatch: the first one whose forward differs.
-        detail: description.
     """
 
     step: int
@@ -88,7 +84,6 @@ def read_steps(root: Path, training: Training, *, synchronous: bool = True) -> l
 
     Args:
         root: directory of the training's files.
-        training: the training.
         synchronous: whether all ranks make each step; else each makes its own, and they are sorted.
     """
     lines_of_ranks = [_lines(trace_path(root, training, rank)) for rank in range(training.world_size)]

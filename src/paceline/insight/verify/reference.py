@@ -57,9 +57,7 @@ class PipeDreamReference(ReducerStrategy):
     """PipeDream in one process.
 
     Args:
-        module: the model.
         mesh: of one rank.
-        options: of the strategy.
         stages: of the model, from :func:`~paceline.parallel.pipeline.stages.cut`.
     """
 

@@ -60,9 +60,6 @@ class CaseResult:
 
     Attributes:
         method: name of the case.
-        world_size: number of processes.
-        guarantee: of the case.
-        verdict: of the comparison.
         detail: why it is not applicable, or how it failed.
         distance: from float64 (of plain PyTorch, where that is the reference), of the value with the largest share of
             its tolerance.
@@ -108,14 +105,10 @@ class VerificationReport:
     """The report of ``paceline verify``.
 
     Attributes:
-        task: its name.
-        steps: of each run.
         microbatches: of a global batch.
         global_batch_size: in samples.
-        seed: of all runs.
         factor: ratio of a tolerance to the float32 run's own distance from float64.
         rows: by number of processes, then in the order of the cases.
-        warnings: about the task.
         no_double: why there is no float64 run; "" if there is one.
     """
 
@@ -156,8 +149,6 @@ class WorkerGroups:
     """A starter of the process groups of one verification.
 
     Args:
-        request: of the verification.
-        root: its directory.
         tell: called with lines of progress.
     """
 
@@ -270,7 +261,6 @@ def verify(request: VerificationRequest, tell: Tell) -> VerificationReport:
     """Train, compare, and return the report.
 
     Args:
-        request: the settings.
         tell: called with lines of progress.
 
     Raises:

@@ -46,7 +46,6 @@ def open_channel(world: World, part: World, num_stages: int) -> StageChannel:
     Args:
         world: all ranks.
         part: those of the replica, of which rank r has the stages r, r + R, ...
-        num_stages: of the model.
 
     Raises:
         PeerLostError: another rank is gone.

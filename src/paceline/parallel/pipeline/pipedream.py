@@ -38,7 +38,6 @@ class PipeDreamAction:
     """The forward or backward of one micro-batch.
 
     Attributes:
-        kind: "F" or "B".
         position: index among the micro-batches of the current step, continued by those of the next.
     """
 
@@ -56,7 +55,6 @@ def step_actions(ahead: int, microbatches: int, begun: int, following: int) -> l
 
     Args:
         ahead: :func:`forwards_ahead` of the stage.
-        microbatches: of the step.
         begun: number of the step's forwards that ran within the previous step; see :func:`begins`.
         following: the next step's micro-batches; 0 if all ranks finish this step before the next one.
     """
@@ -197,8 +195,6 @@ class PipeDream(Pipeline):
 
     Args:
         module: placed by :class:`~paceline.parallel.pipeline.pipeline.PipelineLayout`, one stage per rank.
-        mesh: the ranks.
-        options: the strategy's.
     """
 
     overlaps_steps = True

@@ -222,11 +222,9 @@ class PipelineLayout:
     """Splits a model into stages along a mesh's axis ``pp``.
 
     Args:
-        mesh: the ranks.
         schedule: determines the stages per rank, and the micro-batches in flight.
         how: "balanced", "equal" or a number of blocks for each stage.
         microbatches: of a model replica in a step.
-        example_batch: runs example batches of the task.
         splitting: splits the layers of each stage over the mesh's ``tp`` axis, if it has one.
     """
 
@@ -386,11 +384,7 @@ _log = logging.getLogger(__name__)
 
 
 class ActionClock:
-    """The times of a step's actions: on a GPU those at which it computes, not those at which the CPU enqueues it.
-
-    Args:
-        device: of the computation.
-    """
+    """The times of a step's actions: on a GPU those at which it computes, not those at which the CPU enqueues it."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -466,7 +460,6 @@ class Pipeline:
 
     Args:
         module: placed by :class:`PipelineLayout`.
-        mesh: the ranks.
         options: the strategy's; ``--pp-schedule`` is the order of the work.
     """
 

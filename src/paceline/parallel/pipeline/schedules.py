@@ -195,7 +195,6 @@ def needs(action: ScheduleAction, last: int) -> tuple[ScheduleAction, ...]:
 
     Args:
         action: a forward, a backward, or half of one.
-        last: the last stage.
     """
     kind, stage, k = action
     if kind == "F":
@@ -210,7 +209,6 @@ def timeline(plan: Orders, seconds: Callable[[ScheduleAction], float]) -> tuple[
 
     Args:
         plan: each rank's actions.
-        seconds: the duration of an action.
     """
     result = _simulate(plan, seconds)
     assert result is not None, "this schedule deadlocks"
@@ -268,9 +266,6 @@ def predicted(
     """Return the timeline of a step, from each stage's seconds for forward and backward.
 
     Args:
-        name: of the schedule.
-        ranks: number of ranks.
-        microbatches: of a step.
         stages_s: of each stage; half of a backward is assumed to be its input's part.
     """
     shares: dict[Kind, tuple[float, float]] = {"F": (1, 0), "B": (0, 1), "I": (0, 0.5), "W": (0, 0.5)}
@@ -295,7 +290,6 @@ class PipelineTrace:
     """One step of one model replica.
 
     Attributes:
-        schedule: the schedule.
         step: number of steps of these processes, including this one.
         ranks: each rank's actions, by the clock of its node.
     """

@@ -33,7 +33,6 @@ class BlockCost:
     Attributes:
         forward_s: seconds of its forward.
         backward_s: seconds of its backward.
-        parameter_bytes: of its parameters.
         activation_bytes: saved for its backward, besides the parameters.
     """
 
@@ -54,8 +53,6 @@ def measure(blocks: Blocks, module: nn.Module, device: torch.device, trial: Tria
     Parameters, buffers, gradients and torch's random state are restored afterwards.
 
     Args:
-        blocks: the model's blocks.
-        module: the model.
         device: the device of training, to which each block is moved only while it is measured.
         trial: calls the model.
     """
@@ -231,8 +228,6 @@ def balanced_split(
     that the other stages are even too.
 
     Args:
-        costs: of each block.
-        stages: number of stages.
         in_flight: for each stage, the number of micro-batches whose activations it holds; by default one.
         limit_bytes: memory of a stage: :data:`STATES` times its parameters, and its activations.
 

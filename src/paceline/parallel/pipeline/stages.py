@@ -75,7 +75,6 @@ def find_blocks(module: nn.Module, parts: Sequence[Any] | None, absent: frozense
     """Return the blocks of a model, of which no two share a parameter or a buffer.
 
     Args:
-        module: the model.
         parts: the result of ``Task.pipeline_blocks``; None to trace ``forward``.
         absent: the arguments of ``forward`` that are None in calls, on which a trace depends.
 
@@ -405,7 +404,6 @@ def closed(blocks: Blocks, splits: Mapping[str, bool]) -> Blocks:
     """Merge blocks between which ranks hold different features and draw different random numbers.
 
     Args:
-        blocks: the model's blocks.
         splits: the result of :meth:`LayerSplitting.decide`.
     """
     merged: list[PipelineBlock] = []
@@ -473,7 +471,6 @@ class StageCall:
     """One stage's forward of one micro-batch, within the task's loss.
 
     Attributes:
-        stage: the stage.
         entered: values from the previous stage; empty for the first.
         left: values for the next stage; empty for the last.
         called: whether the loss has called the model.

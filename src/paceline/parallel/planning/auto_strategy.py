@@ -36,7 +36,6 @@ def memory_per_process(device: torch.device, processes: int) -> int:
     """Return the bytes that a process may use: its part of a GPU's, or of the machine's.
 
     Args:
-        device: the process's.
         processes: how many share the GPU, or on the CPU the machine.
     """
     on_gpu = device.type == "cuda"
@@ -53,8 +52,6 @@ def choose_strategy(
 
     Args:
         config: resolved but for the strategy.
-        task: the task.
-        world_size: processes.
         memory: bytes that the process with least of it may take.
         device: "cpu" or "cuda".
     """

@@ -162,10 +162,8 @@ class Measurement:
     Attributes:
         microbatch: samples.
         parameters: how many numbers.
-        batch_bytes: of the micro-batch itself.
         modules: parameter bytes below each of the model's children.
         frozen: whether parameters are not trained.
-        anatomy: of the model.
         halved: of one of two ranks that share its tensors; None if no split of them is known.
         degrees: the numbers of ranks that may share them.
         built_for_real: why fake tensors did not do; None where they did.
@@ -205,7 +203,6 @@ def measure(task: Task, microbatch: int, device: Device = "cuda") -> Measurement
     """Build the task's model and run a step of it, on fake tensors where that works.
 
     Args:
-        task: the task.
         microbatch: samples that a process computes at once.
         device: where it will be trained: optimizers step several parameters at once on a GPU.
 

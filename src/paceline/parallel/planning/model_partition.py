@@ -131,7 +131,6 @@ class Part:
         parameter_bytes: of its parameters, each once.
         gradient_bytes: of those that are trained.
         largest_gradient: of one parameter.
-        buffer_bytes: of its buffers.
         optimizer_bytes: the optimizers' state after a step.
         optimizer_temporary: their additional memory during a step.
         flops: of forward and backward.
@@ -289,7 +288,6 @@ class ModelPartition:
     """What the model is made of.
 
     Attributes:
-        whole: all of it.
         pieces: in the order of forward.
         traces: of a micro-batch, by precision.
         cut_by: the quantity to divide equally over stages, by piece; empty for the operations.

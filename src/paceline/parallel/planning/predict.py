@@ -32,7 +32,6 @@ class RankLayout:
         tp: ranks that its tensors are split over.
         zero1: copies share the optimizer's state.
         zero_stage: DeepSpeed's ZeRO stage, 1 to 3; 0: it is not used.
-        schedule: of the pipeline.
         checkpointing: backward recomputes a block's activations.
     """
 
@@ -107,7 +106,6 @@ def layouts(world_size: int, *, most_stages: int, splits: Collection[int]) -> It
     """Return the grids of this number of ranks, without activation checkpointing.
 
     Args:
-        world_size: ranks.
         most_stages: the most that the model can be cut into.
         splits: the numbers of ranks that can share its tensors.
     """
@@ -206,9 +204,7 @@ def predict_memory(
 
     Args:
         m: the task's.
-        layout: of the ranks.
         reduction: how gradients are summed.
-        precision: of the arithmetic.
         num_microbatches: S.
         shared_memory: the ranks are CPU processes of one host, and read each other's gradients.
     """
@@ -416,7 +412,6 @@ def predict_timing(
 
     Args:
         m: the task's.
-        layout: of the ranks.
         reduction: how gradients are summed.
         num_microbatches: S.
         flops_per_s: operations a second that a process really makes.

@@ -41,7 +41,6 @@ class ClusterSpec:
 
     Attributes:
         gpus: processes, over all nodes.
-        nodes: number of nodes.
         memory: bytes of each GPU.
         bandwidth: bytes a second that one process sends.
         flops_per_s: operations a second that one process really makes.
@@ -74,7 +73,6 @@ class PlanRow:
     Attributes:
         layout, reduction, precision: the way.
         memory: of the rank that needs most.
-        timing: of a step.
         fits: whether the memory suffices.
         in_paceline: False for what is only predicted.
     """
@@ -107,7 +105,6 @@ class Plan:
     """The table, and the recommendation.
 
     Attributes:
-        task: its name.
         measurement: of the model and a micro-batch.
         machines: the hardware of the plan.
         global_batch_size, microbatches: of the run.
@@ -115,7 +112,6 @@ class Plan:
             one that is preferred is in front.
         chosen: the recommended row; None if nothing fits.
         command: the command to start; None if nothing fits.
-        reasons: the reasons, a sentence each.
     """
 
     task: str
@@ -154,9 +150,7 @@ def make_plan(
     """Measure the task, predict every strategy, and choose.
 
     Args:
-        task: the task.
         name: its name on the command line.
-        machines: the hardware.
         assignments: the task's fields, for the command line.
         global_batch_size: samples a step; default: the task's, or one a micro-batch where that is fewer.
         microbatches: S; default: the task's where it suffices, else one a process.

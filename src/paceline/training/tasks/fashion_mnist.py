@@ -306,7 +306,6 @@ class FashionMNIST(Task):
     Attributes:
         lr: the peak of the one-cycle schedule.
         momentum: of SGD, constant over the cycle.
-        weight_decay: of SGD.
     """
 
     lr: float = 0.1

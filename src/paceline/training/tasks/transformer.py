@@ -93,7 +93,6 @@ class Transformer(Task):
     2019), AdamW with a linear warm-up and a cosine to a tenth.
 
     Attributes:
-        layers: blocks.
         width: of the residual stream; the MLP's is four times that.
         heads: of the attention; they divide ``width``.
         context: bytes that a prediction may look back at; a sample is ``context + 1`` bytes.

@@ -142,9 +142,6 @@ def configure_optimizer(module: pl.LightningModule) -> tuple[Optimizer, list[Any
 class Schedulers:
     """An optimizer's schedulers, each stepped at its interval; the task's ``build_scheduler`` returns it.
 
-    Args:
-        configs: Lightning's.
-
     Attributes:
         batch_idx: the step's number in its epoch; set it before each. Frequencies count from the epoch's
             beginning, as in Lightning.
@@ -197,7 +194,6 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
     """A real ``Trainer``, so that callbacks find its attributes; its numbers are those of the run.
 
     Args:
-        module: the trained module.
         datamodule: the source of the data, or None.
         given: the callbacks.
     """
