@@ -343,7 +343,7 @@ def test_where_nobody_is_asked_for_gpus_they_are_looked_for(run_processes: Any) 
     for words in (("doctor", *hosts), ("launch", *hosts, "--preflight", "--", "place.py")):
         done = run_processes.paceline(*words)
         assert done.returncode == 0, done.stderr
-        assert "--gpus-per-node 4" in done.stdout
+        assert '"gpus_per_node": 4' in done.stdout
 
 
 @pytest.mark.parametrize(

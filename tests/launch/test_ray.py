@@ -272,7 +272,7 @@ def test_a_preflight_is_told_which_machine_this_is(
     monkeypatch.setenv("PACELINE_NODE_RANK", "1")
     monkeypatch.setenv("PACELINE_HOSTS", "node0,node1")
     monkeypatch.setenv("PACELINE_JOB_ID", "7.0")
-    says = f"{sys.executable} -c 'import sys; print(*sys.argv[1:]); sys.exit(3)'"
+    says = f"{sys.executable} -c 'import sys; print(*sys.argv[1:5]); sys.exit(3)'"
     places = "{node_rank} {nnodes} {master_addr} {master_port}"
     assert ray_node(["--directory", "/jobs/train", "--preflight", f"{says} {places}", "--", "true"]) == 3
     assert capfd.readouterr().out == f"1 2 node0 {job_port('7.0')}\n"

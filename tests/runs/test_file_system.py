@@ -13,7 +13,7 @@ import pytest
 from tests.lab.network_file_system import network_file_system
 from tests.processes import Processes
 
-from paceline.launch.preflight.probes import inspect_storage, leave_mark, remove_mark
+from paceline.launch.preflight.facts import can_lock, leave_mark
 from paceline.runs.file_system import probe
 
 
@@ -54,15 +54,14 @@ def test_what_a_file_system_lacks(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("locks", "unlocked"), [("shared", []), ("node", [1])])
-def test_locks_between_nodes(tmp_path: Path, locks: Any, unlocked: list[int]) -> None:
+@pytest.mark.parametrize("locks", ["shared", "node"])
+def test_locks_between_nodes(tmp_path: Path, locks: Any) -> None:
     with network_file_system(tmp_path, locks=locks) as mounts:
         a, b = (mounts[node].path for node in "ab")
         with ExitStack() as stack:
-            assert leave_mark(b, "mark", stack) is None
-            storage = inspect_storage(a, a / "run", {1: "mark"}, None)
-        assert (storage["seen"], storage["unlocked"]) == ([1], unlocked)
-        remove_mark(b, "mark")
+            assert leave_mark(b / "mark", stack) is None
+            assert can_lock(a / "mark") == (locks == "node")
+        assert not (b / "mark").exists()
 
 
 @pytest.mark.system

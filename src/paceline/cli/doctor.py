@@ -15,10 +15,9 @@ from paceline.cli.job_options import LOCAL_LAUNCHERS, parse_env
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import ONCE_A_RANK
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.task_loading import check_spec
-from paceline.launch.launcher import LaunchSpec, RankLauncher, get_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.preflight.spec import PreflightReport, PreflightSpec
 from paceline.launch.registry import make_options
 from paceline.launch.submit import choose_rank_launcher, job_directory
@@ -44,7 +43,7 @@ def doctor(
     run_dir: Path = Path("runs"),
     keep_checkpoints: int = 3,
     checkpoint_size: str | None = None,
-    timeout: str = "60s",
+    timeout: str = "2min",
     walltime: str | None = None,
     env: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
     python: str | None = None,
@@ -85,7 +84,7 @@ def doctor(
     checkpoint_size
         Size of one checkpoint, such as 2GiB. Default: as in the run, else about 3 times the task's model.
     timeout
-        How long to wait for all nodes.
+        How long to wait for all ranks, which first import torch and the task.
     walltime
         Time limit of the checks' job. Default: 15min, on systems with a queue.
     env
@@ -118,10 +117,9 @@ def doctor(
             f"the nodes of --on {on} do not share this machine's files, so the report cannot be read here. "
             "Give --preflight to the job itself."
         )
-    is_multi_node, is_local = on in LOCAL_LAUNCHERS and least > 1, on in LOCAL_LAUNCHERS and least == 1
+    is_local = on in LOCAL_LAUNCHERS
     preflight = PreflightSpec(
-        directory=run_dir.absolute() / "doctor" if is_multi_node else job_directory("doctor", attached=is_local),
-        run=run_dir.absolute(),
+        run=str(run_dir.absolute()),
         task=task,
         nproc=counts,
         threads=threads,
@@ -131,50 +129,45 @@ def doctor(
         checkpoint_bytes=None if checkpoint_size is None else parse_size(checkpoint_size),
         timeout_s=parse_duration_s(timeout, "timeout"),
     )
-    if is_multi_node and "node_rank" not in own:
+    if is_local and least > 1 and "node_rank" not in own:
         raise ConfigError(
             "--nodes above 1 without a cluster: run the same command on each node, with --rdzv-endpoint "
-            "HOST:PORT, --node-rank N and a --run-dir that all nodes share."
+            "HOST:PORT and --node-rank N."
         )
-    if is_local and python is None and not env and not dry_run:
-        from paceline.launch.preflight.job import check_locally
-
-        return _show(check_locally(preflight, master_port), json=json)
     limit = walltime if walltime is not None or launcher.attached else _WALLTIME
     rank_launcher = choose_rank_launcher(
-        launcher, "spawn" if "spawn" in launcher.rank_launchers else None, "none", is_task=False
+        launcher, "spawn" if "spawn" in launcher.rank_launchers else None, "torch", is_task=False
     )
+    from paceline.launch.preflight.job import REPORT, check_locally, check_with_launcher, local_ranks
+
+    command, directory = preflight.command(python or sys.executable), job_directory("doctor", attached=False)
     spec = LaunchSpec(
-        command=preflight.command(python or sys.executable),
+        command=(*command, str(directory / REPORT)),
         name="doctor",
-        directory=preflight.directory,
+        directory=directory,
         nodes=(least, most),
-        # A launcher that starts each rank itself starts as many as the job has; one per node runs the checks.
-        nproc=counts if rank_launcher in ONCE_A_RANK else (1,),
+        nproc=counts,
+        threads=threads,
         # Where the launcher cannot request GPUs, the checks alone look for them.
         gpus_per_node=None if launcher.preallocated else gpus_per_node,
-        cpus_per_task=_cpus(cpus_per_task, max(counts), rank_launcher, attached=launcher.attached),
+        cpus_per_task=cpus_per_task,
         walltime_s=None if limit is None else parse_walltime_s(limit),
         env=parse_env(env),
         rank_launcher=rank_launcher,
-        env_style="none" if "none" in launcher.env_styles else launcher.env_styles[0],
+        env_style="torch" if "torch" in launcher.env_styles else launcher.env_styles[0],
         interface=interface,
         master_port=master_port,
         python=python or sys.executable,
     )
+    if is_local:
+        spec, launcher, options = local_ranks(spec, command, options), get_launcher("spawn"), None
     if dry_run:
         print(launcher.render(spec, options).text, end="")
         return 0
-    from paceline.launch.preflight.job import check_with_launcher
-
-    return _show(check_with_launcher(launcher, spec, options, preflight.directory), json=json)
-
-
-def _cpus(per_process: int | None, count: int, rank_launcher: RankLauncher, *, attached: bool) -> int | None:
-    """Return the CPUs of each started process: the one process of a node gets those of all ranks it stands for."""
-    if rank_launcher in ONCE_A_RANK or (attached and per_process is None):
-        return per_process
-    return (per_process or 1) * count
+    if not is_local:
+        return _show(check_with_launcher(launcher, spec, options), json=json)
+    code, report = check_locally(spec)
+    return code or 1 if report is None else _show(report, json=json)
 
 
 def _show(report: PreflightReport, *, json: bool) -> int:

@@ -10,15 +10,14 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_nodes, parse_nproc, parse_walltime_s
-from paceline.launch.launcher import Launcher, LaunchSpec, refuse_gpu_type, refuse_torchrun_options
+from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher, refuse_gpu_type, refuse_torchrun_options
 from paceline.launch.local_run import check_task
-from paceline.launch.preflight.spec import run_before
 from paceline.launch.submit import (
     JobRecord,
     finish,
@@ -28,12 +27,6 @@ from paceline.launch.submit import (
     submit,
     task_job,
 )
-
-if TYPE_CHECKING:
-    from paceline.launch.preflight.spec import PreflightSpec
-
-_FALLBACK_DIRECTORY = Path("/tmp")
-"""Used on a node that has none of this machine's directories, whose script's directory may be read-only."""
 
 
 def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptions) -> LaunchSpec:
@@ -88,35 +81,46 @@ def start(
     """
     first = None
     if options.preflight:
-        from paceline.launch.preflight.job import preflight_command, preflight_spec
+        from paceline.launch.preflight.job import job_with_preflight, local_ranks, run_before
+        from paceline.launch.preflight.spec import PreflightSpec
 
-        preflight = dataclasses.replace(
-            _preflight_spec(launcher, spec, own), task=task, keep=keep, timeout_s=init_timeout_s
+        # Nodes that do not have this machine's files have no directory for a script's, and several no common one.
+        has_own_files = launcher.files == "uploaded" and spec.nodes[1] > 1
+        run = spec.workdir if launcher.files == "shared" else None
+        run = None if has_own_files else spec.run or run
+        preflight = PreflightSpec(
+            run=None if run is None else str(run),
+            task=task,
+            nproc=spec.nproc,
+            threads=spec.threads,
+            gpus_per_node=spec.gpus_per_node,
+            interface=spec.interface,
+            keep=keep,
+            timeout_s=init_timeout_s,
+            before_job=True,
         )
         if launcher.name in LOCAL_LAUNCHERS:
-            from paceline.launch.options import RendezvousOptions
-
-            rendezvous = own or RendezvousOptions()
-            first = preflight_command(preflight, spec.nodes[1], rendezvous.node_rank, rendezvous.rdzv_endpoint)
+            first = local_ranks(spec, preflight.command(sys.executable), own)
         else:
-            spec = preflight_spec(spec, preflight)
+            spec = job_with_preflight(spec, preflight)
         if launcher.preallocated:
             spec = dataclasses.replace(spec, gpus_per_node=None)  # the preflight has checked them
     refuse_gpu_type(spec, launcher.name)
     refuse_torchrun_options(spec)
     rendered = launcher.render(spec, own)
+    before = () if first is None else get_launcher("spawn").render(first).commands
     if dry_run and json:
-        commands = rendered.commands if first is None else (first, *rendered.commands)
+        commands = (*before, *rendered.commands)
         document = {"files": dict(rendered.files), "commands": [command.to_json() for command in commands]}
         print(json_module.dumps(document))
         return 0
     if dry_run:
-        print(f"{first.text}\n" if first is not None else "", rendered.text, sep="", end="")
+        print(*(f"{command.text}\n" for command in before), rendered.text, sep="", end="")
         return 0
     if options.detach and launcher.attached:
         _detach(spec)
     if first is not None:
-        code, interface = run_before(first.argv)
+        code, interface = run_before(first)
         if code:
             return code
         if spec.interface is None and interface is not None:
@@ -143,28 +147,6 @@ def start(
     if json:
         print(json_module.dumps({**_as_json(record), "exit_code": code}), flush=True)
     return code
-
-
-def _preflight_spec(launcher: Launcher, spec: LaunchSpec, own: Any) -> PreflightSpec:
-    """Describe what a job needs of its nodes, in a directory that all nodes can write."""
-    run = spec.run or spec.workdir
-    if launcher.name in LOCAL_LAUNCHERS:
-        directory = Path.cwd() / "jobs" / f"preflight-{spec.name}"
-    else:
-        shared = launcher.common_directory(spec, own)
-        directory = (shared or _FALLBACK_DIRECTORY) / "preflight"
-        if spec.run is None and launcher.files != "shared":
-            run = shared or _FALLBACK_DIRECTORY
-    from paceline.launch.preflight.spec import PreflightSpec
-
-    return PreflightSpec(
-        directory=directory,
-        run=run,
-        nproc=spec.nproc,
-        threads=spec.threads,
-        gpus_per_node=spec.gpus_per_node,
-        interface=spec.interface,
-    )
 
 
 def _as_json(record: JobRecord) -> Mapping[str, Any]:

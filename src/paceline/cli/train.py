@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
@@ -22,7 +23,7 @@ from paceline.core.option_sets import CLASSIFICATIONS, resume_config
 from paceline.core.options import parse_duration_s, parse_nproc
 
 if TYPE_CHECKING:
-    from paceline.launch.launcher import Command
+    from paceline.launch.launcher import Command, LaunchSpec
     from paceline.launch.local_run import LocalRun
 
 _COMMON_OF_RESUME = ("epochs", "max_steps", "nproc", "nodes", "on", "strategy", "device", "checkpoint_every")
@@ -171,12 +172,12 @@ def _start(
         _print_dry_run(run, checks, json=json)
         return 0
     if checks is not None:
-        from paceline.launch.preflight.spec import run_before
+        from paceline.launch.preflight.job import run_before
 
-        code, interface = run_before(checks.argv)
+        code, interface = run_before(checks)
         if code:
             if config.run_dir is None:
-                with suppress(OSError):  # it contains a report if there are several nodes
+                with suppress(OSError):  # a rank that was killed leaves its mark there
                     run.directory.path.rmdir()
             return code
         run = run.on_interface(interface)
@@ -186,29 +187,33 @@ def _start(
     return code
 
 
-def _print_dry_run(run: LocalRun, checks: Command | None, *, json: bool) -> None:
+def _print_dry_run(run: LocalRun, checks: LaunchSpec | None, *, json: bool) -> None:
     job_file, text = run.rendered.spec.job_file, run.job.to_toml()
+    before: tuple[Command, ...] = ()
+    if checks is not None:
+        from paceline.launch.launcher import get_launcher
+
+        before = get_launcher("spawn").render(checks).commands
     if json:
-        commands = run.rendered.commands if checks is None else (checks, *run.rendered.commands)
+        commands = (*before, *run.rendered.commands)
         document = {"files": {str(job_file): text}, "commands": [command.to_json() for command in commands]}
         print(json_module.dumps(document))
         return
-    if checks is not None:
-        print(checks.text)
+    for command in before:
+        print(command.text)
     print(f"# {job_file}")
     print("".join(f"#   {line}\n" for line in text.splitlines()))
     print(run.rendered.text, end="")
 
 
-def _preflight(run: LocalRun, nproc: tuple[int, ...] | None) -> Command:
-    """Return the command that checks this node, and all nodes that the same command runs on, before the run."""
-    from paceline.launch.preflight.job import preflight_command
+def _preflight(run: LocalRun, nproc: tuple[int, ...] | None) -> LaunchSpec:
+    """Return the ranks that check this node, and all nodes that the same command runs on, before the run."""
+    from paceline.launch.preflight.job import local_ranks
     from paceline.launch.preflight.spec import PreflightSpec
 
-    config, spec, path = run.job.config, run.rendered.spec, run.directory.path.absolute()
+    config, spec = run.job.config, run.rendered.spec
     preflight = PreflightSpec(
-        directory=path / "doctor",
-        run=path,
+        run=str(run.directory.path.absolute()),
         task=config.task,
         nproc=nproc or spec.nproc,
         threads=spec.threads,
@@ -216,8 +221,10 @@ def _preflight(run: LocalRun, nproc: tuple[int, ...] | None) -> Command:
         keep=config.keep_checkpoints,
         agents=run.launcher.name == "spawn" and spec.recover != "none",
         timeout_s=spec.init_timeout_s,
+        before_job=True,
     )
-    return preflight_command(preflight, spec.nodes[0], spec.node_rank, spec.rdzv_endpoint)
+    job = dataclasses.replace(spec, nproc=preflight.nproc)
+    return local_ranks(job, preflight.command(sys.executable))
 
 
 def _submit(

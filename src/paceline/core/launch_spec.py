@@ -55,8 +55,8 @@ class LaunchSpec:
         torchrun: further options of torchrun, if it is the rank launcher: ``("tee=3",)``.
         workdir: the command's working directory.
         python: the interpreter on the nodes.
-        preflight: a command that runs first on each node, if the job is started once on each; the job starts only if
-            it ends with 0. It has the same placeholders.
+        preflight: the command of ranks that check the nodes first, if the job is started once on each; the job starts
+            only if they find no fault.
 
     The place of one node in the job, if it is known:
 

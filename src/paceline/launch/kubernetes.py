@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.errors import LaunchError
 from paceline.core.signals import interrupt_at_exit
 from paceline.launch.kubernetes_api import KubernetesApiError, KubernetesCluster, KubernetesJob
 from paceline.launch.kubernetes_manifests import Manifest, manifests
@@ -38,19 +37,6 @@ class Kubernetes(Launcher):
         objects = tuple(manifests(spec, options))
         text = "---\n".join(map(to_yaml, objects))
         return RenderedKubernetes(spec=spec, options=options, files={"job.yaml": text}, objects=objects)
-
-    def common_directory(self, spec: LaunchSpec, options: KubernetesOptions) -> Path | None:
-        """Return the run's directory, or one for the job in the first volume."""
-        if spec.run is not None:
-            return spec.run
-        for path in options.claims().values():
-            return Path(path, "jobs", spec.directory.name)
-        if spec.nodes[1] == 1:
-            return None
-        raise ConfigError(
-            "--preflight with --nodes above 1: the pods need a directory that all of them can write. Give "
-            "--volume CLAIM:/PATH, the first one if there are several; or leave --preflight out."
-        )
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
         """Create the objects; the job owns the other objects, which are deleted with it."""

@@ -294,21 +294,6 @@ class Launcher(ABC):
             raise ConfigError(f"there is no file {path} in {Path.cwd()}.")
         return path
 
-    def common_directory(self, spec: LaunchSpec, options: Any) -> Path | None:
-        """Return the directory for messages of a job's nodes before its start; None for a single node.
-
-        Raises:
-            ConfigError: several nodes have no directory that all of them can write.
-        """
-        if self.files == "shared":
-            return spec.directory
-        if spec.nodes[1] == 1:
-            return None
-        raise ConfigError(
-            "--preflight with --nodes above 1: the machines meet in a directory that all of them can write, "
-            f"and --on {self.name} has none. Leave it out; on one machine it works."
-        )
-
     @abstractmethod
     def submit(self, rendered: RenderedJob) -> JobHandle:
         """Start it.

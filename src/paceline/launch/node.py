@@ -23,7 +23,7 @@ from paceline.core.options import parse_nodes, parse_nproc
 from paceline.core.sockets import job_port
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.local import free_master_port
-from paceline.launch.preflight.spec import run_before
+from paceline.launch.preflight.job import run_before
 from paceline.launch.rank import expand_placeholders, names_port
 from paceline.launch.ray_node import ray_node_command
 from paceline.launch.stop_codes import STOP_CODES, leave_stop_code
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--master-port", type=int, help="default: made from the job's number")
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--torchrun", action="append", default=[], help="KEY=VALUE or KEY for torchrun")
-    parser.add_argument("--preflight", type=shlex.split, default=(), help="a command that must succeed first")
+    parser.add_argument("--preflight", type=shlex.split, default=(), help="the ranks that check the node first")
     parser.add_argument("command", nargs="+")
     return parser
 
@@ -123,13 +123,23 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
     joins = several and options.rank_launcher == "agent" and _has_agents(command)
     begin = nodes[0] if place.source in _GROWS_LATER else place.nodes
     # Preflight is for the job's first nodes: a node that joins later would find no peer for it.
+    endpoint = f"{host}:{port}" if several else None
     if options.preflight and not joins and place.node_rank < begin:
-        code, interface = run_before(expand(options.preflight, nodes=begin))
+        ranks = LaunchSpec(
+            command=options.preflight,
+            nodes=(begin, begin),
+            nproc=counts,
+            node_rank=place.node_rank if several else None,
+            rdzv_endpoint=endpoint,
+            rdzv_id=place.job_id or "paceline",
+            threads=options.threads,
+            interface=options.interface,
+        )
+        code, interface = run_before(ranks)
         if code:
             return code
         options.interface = options.interface or interface
     if options.rank_launcher == "agent":
-        endpoint = f"{host}:{port}" if several else None
         return _become(_agent_command(command, options, place, endpoint, joins=joins))
     spec = LaunchSpec(
         command=command,
@@ -137,7 +147,7 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
         nodes=(place.nodes, place.nodes) if options.rank_launcher == "spawn" else nodes,
         nproc=counts,
         node_rank=place.node_rank if several else None,
-        rdzv_endpoint=f"{host}:{port}" if several else None,
+        rdzv_endpoint=endpoint,
         rdzv_id=place.job_id or "paceline",
         hosts=place.hosts,
         master_port=port if port_is_named and not several else None,

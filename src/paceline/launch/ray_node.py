@@ -38,8 +38,7 @@ from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port
 from paceline.launch.launcher import LaunchSpec
-from paceline.launch.preflight.spec import run_before
-from paceline.launch.rank import expand_placeholders
+from paceline.launch.preflight.job import run_before
 from paceline.launch.ray_cluster import cluster_variables, import_ray, kill, private_directory, shut_down
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 
@@ -99,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--cpus", type=int, help="that Ray may give away here; default: the job's")
     parser.add_argument("--gpus", type=int, help="default: those that there are")
     parser.add_argument("--interface")
-    parser.add_argument("--preflight", type=shlex.split, default=(), help="a command that must succeed first")
+    parser.add_argument("--preflight", type=shlex.split, default=(), help="the ranks that check the node first")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
 
@@ -109,15 +108,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         place = detect_node()
         if options.preflight:
-            several = place.nodes > 1
-            preflight = expand_placeholders(
-                options.preflight,
-                master_addr=place.hosts[0] if several and place.hosts else "127.0.0.1",
-                master_port=job_port(place.job_id or "paceline") if several else 0,
-                node_rank=place.node_rank,
-                nodes=place.nodes,
+            endpoint = f"{place.hosts[0]}:{job_port(place.job_id or 'paceline')}" if place.nodes > 1 else None
+            ranks = LaunchSpec(
+                command=options.preflight,
+                nodes=(place.nodes, place.nodes),
+                node_rank=None if endpoint is None else place.node_rank,
+                rdzv_endpoint=endpoint,
+                rdzv_id=place.job_id or "paceline",
+                interface=options.interface,
             )
-            code, interface = run_before(preflight)
+            code, interface = run_before(ranks)
             if code:
                 return code
             options.interface = options.interface or interface

@@ -404,11 +404,6 @@ class Slurm(Launcher):
             counts |= dict.fromkeys(expand_hosts(hosts), gpus)
         return tuple(counts.values()) if counts and all(counts.values()) else None
 
-    def common_directory(self, spec: LaunchSpec, options: SlurmOptions | None) -> Path:
-        """Return the job's path; for an array, one for each of its jobs, which may begin at once."""
-        array = options is not None and options.array is not None
-        return spec.directory / ARRAY_INDEX if array else spec.directory
-
     def submit(self, rendered: RenderedJob) -> JobHandle:
         """Have sbatch take the script; in an allocation, start it."""
         spec, options = rendered.spec, rendered.options

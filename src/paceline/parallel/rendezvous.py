@@ -143,11 +143,12 @@ def _wait_for(store: Store, key: str, world_size: int, arrivals: str, deadline: 
     return value.decode()
 
 
-def _absent(ranks: list[int], world_size: int, timeout_s: float) -> PeerLostError:
+def _absent(ranks: list[int], world_size: int, timeout_s: float, problem: str = "") -> PeerLostError:
     named = ", ".join(str(r) for r in ranks[:16]) + (", ..." if len(ranks) > 16 else "")
+    cause = problem or "See their logs for the cause."
     return PeerLostError(
         f"{len(ranks)} of {world_size} ranks did not appear within {timeout_s:g} s: rank {named}. "
-        "See their logs for the cause. If they start slowly, raise --init-timeout.",
+        f"{cause} If they start slowly, raise --init-timeout.",
         rank=ranks[0],
     )
 
@@ -218,6 +219,7 @@ def _bound_listener(environment: Environment, interface: str | None) -> socket.s
 
 def _connect_to_store(environment: Environment, deadline: float, timeout_s: float) -> Store:
     """Connect to the store once it exists, on ranks above 0 and all ranks of torchrun."""
+    problem = ""
     while True:
         for host, port, token in _candidates(environment):
             try:
@@ -234,9 +236,13 @@ def _connect_to_store(environment: Environment, deadline: float, timeout_s: floa
                 if environment.uses_agent_store or (store.check([_TOKEN]) and store.get(_TOKEN).decode() == token):
                     store.set_timeout(timedelta(seconds=timeout_s))
                     return store
-            except (OSError, DistError):
-                continue
-        _pause(environment, deadline, timeout_s)
+            except (OSError, DistError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                problem = (
+                    f"Rank {environment.rank} does not reach it at {host}:{port} ({reason}): check that it runs, "
+                    f"and open TCP port {port} between the nodes, or choose another port."
+                )
+        _pause(environment, deadline, timeout_s, problem)
 
 
 def agree_once(
@@ -292,12 +298,12 @@ def _candidates(environment: Environment) -> list[tuple[str, int, str]]:
     return [(environment.first_host or "", port, token) for port in ports]
 
 
-def _pause(environment: Environment, deadline: float, timeout_s: float) -> None:
+def _pause(environment: Environment, deadline: float, timeout_s: float, problem: str = "") -> None:
     if time.monotonic() > deadline:
         if environment.uses_agent_store:
             where = f"{environment.master_addr}:{environment.master_port}"
             raise PeerLostError(f"torchrun's store at {where} did not answer within {timeout_s:g} s.")
-        raise _absent([0], environment.world_size, timeout_s)
+        raise _absent([0], environment.world_size, timeout_s, problem)
     time.sleep(_RETRY_S)
 
 

@@ -1,4 +1,4 @@
-"""An examination on the machines of a lab: the doctor's program, started on each as a launcher does."""
+"""``paceline doctor`` on the machines of a lab: the same command on each, as users give it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 from tests.lab.machines import Node, NodeProcess
 
-from paceline.launch.preflight.node import REPORT
 from paceline.launch.preflight.spec import Check, PreflightReport
 
 PORT = 29500
 
 
-def examine(nodes: Sequence[Node], *options: str | Path, codes: Sequence[int] = (), **how: Any) -> PreflightReport:
-    """Examine the machines; see :func:`begin` and :func:`end`."""
-    return end(nodes, begin(nodes, *options, **how), codes)
+def examine(nodes: Sequence[Node], *options: str | Path, code: int = 1, **how: Any) -> PreflightReport:
+    """Examine the machines; each of them prints the report, which is returned, and ends with the code."""
+    started = begin(nodes, *options, **how)
+    assert [process.wait(240) for process in started] == [code] * len(nodes), [each.text for each in started]
+    reports = [report_of(process) for process in started]
+    assert all(report == reports[0] for report in reports)
+    return reports[0]
 
 
 def begin(
@@ -31,11 +34,11 @@ def begin(
     before: Mapping[int, Sequence[str]] | None = None,
     present: Sequence[int] | None = None,
 ) -> list[NodeProcess]:
-    """Start the doctor's program.
+    """Start the doctor.
 
     Args:
         nodes: the machines.
-        options: of the program.
+        options: of all.
         own: options of one machine alone.
         env: variables of one machine.
         before: words before one machine's command.
@@ -44,31 +47,22 @@ def begin(
     directory = nodes[0].lab.directory
     started = []
     for number in range(len(nodes)) if present is None else present:
-        command = [
-            *(sys.executable, "-P", "-m", "paceline.launch.preflight.node", "--directory", directory / "meeting"),
-            *("--run-dir", directory / "run", "--nodes", str(len(nodes)), "--node-rank", str(number)),
-            *("--master-addr", "node0", "--master-port", str(PORT), *options, *(own or {}).get(number, ())),
+        command: list[str | Path] = [
+            *(sys.executable, "-P", "-m", "paceline", "doctor", "--json", "--run-dir", directory / "run"),
+            *("--nodes", str(len(nodes)), "--rdzv-endpoint", f"node0:{PORT}", "--node-rank", str(number)),
         ]
-        words = [*(before or {}).get(number, ()), *map(str, command)]
+        if len(nodes) == 1:
+            command = command[:8]
+        words = [*(before or {}).get(number, ()), *map(str, (*command, *options, *(own or {}).get(number, ())))]
         variables = {"OMP_NUM_THREADS": "1", **(env or {}).get(number, {})}
         started.append(nodes[number].start(words, env=variables))
     return started
 
 
-def end(nodes: Sequence[Node], started: Sequence[NodeProcess], codes: Sequence[int] = ()) -> PreflightReport:
-    """Wait for the programs; the report of machine 0.
-
-    Args:
-        nodes: the machines.
-        started: the programs.
-        codes: the exit codes that they end with; default: 0 everywhere.
-    """
-    ended = [process.wait(240) for process in started]
-    assert ended == list(codes or [0] * len(ended)), [process.text for process in started]
-    meeting = nodes[0].lab.directory / "meeting"
-    left = sorted(path.name for path in meeting.iterdir())
-    assert left == [REPORT], "the token and what else they met by is gone"
-    return PreflightReport.from_json(json.loads((meeting / REPORT).read_bytes()))
+def report_of(process: NodeProcess) -> PreflightReport:
+    """The report that a machine has printed."""
+    [line] = [line for line in process.text.splitlines() if line.startswith('{"status": ')]
+    return PreflightReport.from_json(json.loads(line))
 
 
 def found(report: PreflightReport, id: str, where: str | None = None) -> Check:

@@ -1,652 +1,431 @@
-"""Checks: pure functions from the facts of the nodes to verdicts."""
+"""Checks: pure functions from the facts of the nodes to a report."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.launch.preflight.probes import Connection, Flow
-from paceline.launch.preflight.spec import (
-    Check,
-    Pair,
-    PreflightResults,
-    Status,
-    common_interfaces,
-    is_slow,
-    is_very_slow,
-    known_rates,
-)
+from paceline.launch.preflight.spec import CHECKS, Check, PreflightReport, PreflightSpec, Status
 from paceline.runs.file_system import NODE_LOCKS, Lack
 
-# --- GPUs: present, healthy and equal ---
+Pair = tuple[int, int]
+"""Two nodes, by number: the first one sends."""
 
 
-_DIRECT = ("NV", "PIX", "PXB")
-_BUSY_MIB = 1024
+@dataclass(kw_only=True)
+class Results:
+    """The collected facts, by node number.
+
+    Attributes:
+        spec: requirements of the job.
+        nodes: number of nodes of the job, including those that never connected.
+        facts: those of :func:`~paceline.launch.preflight.facts.collect`, with ``host``, ``address``, ``interface`` and
+            ``address_problem``.
+        absent: why a node is missing, or was lost.
+        clock_s: how far a node's clock is ahead of node 0's.
+        flows: streams over the interface that will be used, in bytes/s, or the error of the connection.
+        other_flows: those over other interfaces, by name.
+        storage: of the run's directory.
+        all_reduce: its speed or its error; empty if it was not run, for the reason in ``obstacle`` or because there is
+            one rank.
+    """
+
+    spec: PreflightSpec
+    nodes: int
+    facts: dict[int, dict[str, Any]]
+    absent: dict[int, str] = field(default_factory=dict)
+    clock_s: dict[int, float] = field(default_factory=dict)
+    flows: dict[Pair, float | str] = field(default_factory=dict)
+    other_flows: dict[str, dict[Pair, float | str]] = field(default_factory=dict)
+    storage: dict[int, dict[str, Any]] = field(default_factory=dict)
+    all_reduce: dict[str, Any] = field(default_factory=dict)
+    obstacle: str = ""
+
+    def name(self, node: int) -> str:
+        """Return a node's name, with its number if two nodes have the same name."""
+        if node not in self.facts:
+            return f"node {node}"
+        host = str(self.facts[node]["host"])
+        same = [other for other, own in self.facts.items() if own["host"] == host]
+        return host if len(same) == 1 else f"{host} (node {node})"
+
+    def differing(self, values: Mapping[int, str]) -> str:
+        """Return ``1.2 (3 nodes), 1.3 (b)``, the most frequent first."""
+        parts = []
+        for value, count in Counter(values.values()).most_common():
+            names = [self.name(node) for node, other in values.items() if other == value]
+            parts.append(f"{value} ({names[0] if count == 1 else f'{count} nodes'})")
+        return ", ".join(parts)
+
+    @property
+    def chosen_interface(self) -> str | None:
+        """The faster interface, if the following job will use it because it names none of its own."""
+        return faster_interface(self) if self.spec.before_job and self.spec.interface is None else None
 
 
-def check_gpus(results: PreflightResults) -> Iterable[Check]:
-    """Check the GPUs; if there are none and none were requested, return one passed check."""
-    requested = results.spec.gpus_per_node
-    if not requested and not any(f["gpus"]["gpus"] or f["gpus"]["error"] for f in results.facts.values()):
-        yield Check(id="gpus", where="all", status="pass", found="none, and none requested")
-        return
+def judge(results: Results) -> PreflightReport:
+    """Run all checks, and merge those that are equal on several nodes; the most severe of a kind come first."""
+    checks = [*_presence(results), *_software(results), *_network(results), *_all_reduce(results)]
+    merged: dict[Check, list[str]] = {}
     for node in results.facts:
-        yield _check_usable(results, node)
-        gpus = results.facts[node]["gpus"]
-        if gpus["gpus"]:
-            yield _check_health(results.name(node), gpus)
-        if gpus["links"]:
-            yield _check_links(results.name(node), gpus["links"])
-    yield from _check_equal(results)
+        for check in _node(results, node):
+            merged.setdefault(check, []).append(results.name(node))
+    for check, names in merged.items():
+        is_everywhere = 1 < len(names) == len(results.facts)
+        checks.append(replace(check, where="all" if is_everywhere else ", ".join(names)))
+    order, severity = list(CHECKS), ("fail", "warn", "pass")
+    checks.sort(key=lambda check: (order.index(check.id), severity.index(check.status)))
+    machines = tuple(map(results.name, range(results.nodes)))
+    return PreflightReport(machines=machines, checks=tuple(checks), interface=results.chosen_interface)
 
 
-def _check_usable(results: PreflightResults, node: int) -> Check:
-    name, requested = results.name(node), results.spec.gpus_per_node
-    facts, torch = results.facts[node]["gpus"], results.facts[node]["torch"]
-    count, usable = len(facts["gpus"]), int(torch.get("gpus", 0))
-    models = ", ".join(sorted({gpu["name"] for gpu in facts["gpus"]}))
-    requested_text = f", {requested} requested" if requested is not None else ""
-    if facts["error"]:
-        return Check(
-            id="gpus",
-            where=name,
-            status="fail",
-            found=f"nvidia-smi: {facts['error']}",
-            advice="Reload the driver or restart the node, or exclude it from the job",
-        )
+def all_reduce_obstacle(results: Results) -> str:
+    """Return why an all-reduce cannot work; "" if no obstacle is known."""
+    torches = [own["torch"] for own in results.facts.values()]
+    versions = sorted({str(torch["version"]) for torch in torches})
+    if len(versions) > 1:
+        return f"torch differs: {', '.join(versions)}"
+    if len({torch["gpus"] > 0 for torch in torches}) > 1:
+        return "torch sees GPUs on some nodes only"
+    if any(isinstance(flow, str) for flow in results.flows.values()):
+        return "the nodes do not reach each other"
+    return ""
+
+
+# --- All nodes: presence, and whether their software is equal ---
+
+
+_ONE_IMAGE = "Use one environment or image on all nodes (--python)"
+
+
+def _presence(results: Results) -> Iterator[Check]:
+    advice = "Check its output, that it was started, and that no firewall blocks it from node 0"
+    for node, reason in results.absent.items():
+        yield Check("machines", results.name(node), "fail", reason, advice)
+    if not results.absent:
+        yield Check("machines", "all", "pass", ", ".join(map(results.name, results.facts)))
+
+
+def _software(results: Results) -> Iterator[Check]:
+    pythons = {node: str(own["python"]) for node, own in results.facts.items()}
+    is_minor = len({text.rpartition(".")[0] for text in pythons.values()}) > 1
+    yield _compare(results, "python", pythons, "fail" if is_minor else "warn")
+    torches = {node: str(own["torch"]["version"]) for node, own in results.facts.items()}
+    yield _compare(results, "torch", torches, "fail")
+    yield _libraries(results)
+    kinds = {
+        node: ", ".join(sorted({f"{gpu['name']}, driver {gpu['driver']}" for gpu in own["gpus"]}))
+        for node, own in results.facts.items()
+    }
+    if len(set(kinds.values())) > 1:
+        advice = "Bits differ between GPU models and drivers, and the slowest limits the speed: request one kind"
+        yield Check("gpus", "all", "warn", results.differing(kinds), advice)
+
+
+def _compare(results: Results, id: str, values: dict[int, str], status: Status) -> Check:
+    if len(set(values.values())) > 1:
+        return Check(id, "all", status, results.differing(values), _ONE_IMAGE)
+    return Check(id, "all", "pass", next(iter(values.values())))
+
+
+def _libraries(results: Results) -> Check:
+    """Check the installed versions: Paceline's own dependencies must be equal; other differences are warnings."""
+    installed = {node: own["libraries"] for node, own in results.facts.items()}
+    names = sorted({name for libraries in installed.values() for name in libraries})
+    needed = {"paceline", *results.facts[min(installed)]["needed"]}
+    # These communicate with their counterparts on other nodes, or come from torch's wheel.
+    communicating = ("ray", "horovod", "tensorflow", "mpi4py", "deepspeed", "accelerate", "lightning", "nvidia-")
+    errors, others = list[str](), list[str]()
+    for name in names:
+        versions = {node: libraries.get(name, "missing") for node, libraries in installed.items()}
+        if len(set(versions.values())) > 1:
+            is_error = name in needed or name.startswith(communicating)
+            (errors if is_error else others).append(f"{name}: {results.differing(versions)}")
+    shown = [*errors, *others]
+    if not shown:
+        found = f"{len(names)} distributions{' are equal' if len(installed) > 1 else ''}"
+        return Check("libraries", "all", "pass", found)
+    found = "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
+    advice = f"{_ONE_IMAGE}; pip install --require-hashes from a lock file ensures this"
+    return Check("libraries", "all", "fail" if errors else "warn", found, advice)
+
+
+# --- Each node: task, GPUs, address, clock, disk, memory, files and cores. The report fills in its name ---
+
+
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+_BUSY_MIB = 1024
+_CHECKPOINT_FACTOR = 3  # a checkpoint holds the weights and up to two optimizer moments of each
+_SHM_MIN, _SHM_RECOMMENDED = 16 * _MIB, 64 * _MIB  # per process
+_CLOCK_WARNS_S, _CLOCK_FAILS_S = 1.0, 10.0
+
+
+def _node(results: Results, node: int) -> Iterator[Check]:
+    own, spec, nproc = results.facts[node], results.spec, results.spec.processes_on(node)
+    if own["task"] is not None and "error" in own["task"]:
+        advice = "Make the task's file and its imports available on this node: install or share them"
+        yield Check("task", "", "fail", own["task"]["error"], advice)
+    elif own["task"] is not None:
+        size = own["task"]["model_bytes"]
+        model = "" if size is None else f", a model of {size / _MIB:.1f} MiB"
+        yield Check("task", "", "pass", f"{spec.task}{model}")
+    yield _usable_gpus(results, node)
+    if own["gpus"]:
+        yield _gpu_health(own["gpus"])
+    if results.nodes > 1:
+        yield _host_name(results, node)
+    if abs(ahead_s := results.clock_s.get(node, 0.0)) > _CLOCK_WARNS_S:
+        found = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} {results.name(0)}"
+        advice = "Start its time service (chronyd or systemd-timesyncd): otherwise tokens expire early and logs mislead"
+        yield Check("clock", "", "fail" if abs(ahead_s) > _CLOCK_FAILS_S else "warn", found, advice)
+    if node in results.storage:
+        yield from _run_directory(results, node)
+        if results.storage[node]["free"] is not None:
+            yield _disk_space(results, results.storage[node])
+    free = own["shm_free"]
+    if free is not None and free >= nproc * _SHM_RECOMMENDED:
+        yield Check("shared-memory", "", "pass", f"at least {_size(nproc * _SHM_RECOMMENDED)} free")
+    else:
+        is_too_small = free is None or free < nproc * _SHM_MIN
+        found = "/dev/shm does not exist" if free is None else f"{_size(free)} for {nproc} processes"
+        advice = "Start the container with --shm-size=8g (in Kubernetes: an emptyDir with medium: Memory)"
+        yield Check("shared-memory", "", "fail" if is_too_small else "warn", found, advice)
+    soft, hard = own["open_files"], own["most_open_files"]
+    # A gloo rank connects to all others, twice while a group changes.
+    needed = 512 + 4 * sum(spec.processes_on(number) for number in range(results.nodes))
+    if soft is None or soft >= needed:
+        yield Check("open-files", "", "pass", "no limit" if soft is None else f"ulimit -n is {soft}")
+    else:
+        advice = f"The hard limit is {hard}: raise it in /etc/security/limits.conf, or with LimitNOFILE"
+        if hard is None or hard >= needed:
+            advice = "Run ulimit -n 65536 before the job starts"
+        yield Check("open-files", "", "fail", f"ulimit -n is {soft}, but must be {needed}", advice)
+    yield _cores(own, nproc, spec.threads or 1)
+
+
+def _usable_gpus(results: Results, node: int) -> Check:
+    own, requested, nproc = results.facts[node], results.spec.gpus_per_node, results.spec.processes_on(node)
+    gpus, torch = own["gpus"], own["torch"]
+    count, usable = len(gpus), int(torch["gpus"])
+    models = f"{count} x {', '.join(sorted({gpu['name'] for gpu in gpus}))}"
+    text = f", {requested} requested" if requested is not None else ""
+    if own["gpu_error"]:
+        advice = "Reload the driver or restart the node, or exclude it from the job"
+        return Check("gpus", "", "fail", f"nvidia-smi: {own['gpu_error']}", advice)
     if count < (requested or 0):
-        return Check(
-            id="gpus",
-            where=name,
-            status="fail",
-            found=f"{count} {'GPUs' if count != 1 else 'GPU'}{requested_text}",
-            advice="Request nodes with GPUs (--gpus-per-node), give the container access to them, or exclude this node"
-            if count == 0
-            else "Request fewer, or exclude this node",
-        )
+        advice = "Request nodes with GPUs (--gpus-per-node), give the container access to them, or exclude this node"
+        found = f"{count} {'GPU' if count == 1 else 'GPUs'}{text}"
+        return Check("gpus", "", "fail", found, "Request fewer, or exclude this node" if count else advice)
     # CUDA_VISIBLE_DEVICES may leave some out on purpose.
-    expected = min(count, torch.get("visible", count)) if requested is None else requested
-    if "error" not in torch and usable < expected:
-        cuda_version = torch["cuda"]
-        return Check(
-            id="gpus",
-            where=name,
-            status="fail",
-            found=f"{count} x {models}, but torch sees {usable}"
-            + (" (its build has no CUDA)" if cuda_version is None else f" (built for CUDA {cuda_version})"),
-            advice="Install torch for CUDA"
-            if cuda_version is None
-            else f"Check CUDA_VISIBLE_DEVICES; the driver supports CUDA up to {facts['cuda']}",
+    if usable < (min(count, own["visible_gpus"]) if requested is None else requested):
+        built = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "its build has no CUDA"
+        advice = (
+            "Check CUDA_VISIBLE_DEVICES, and that the driver is new enough"
+            if torch["cuda"]
+            else "Install torch for CUDA"
         )
-    if count and results.processes_on(node) > (usable or count):
-        return Check(
-            id="gpus",
-            where=name,
-            status="warn",
-            found=f"{results.processes_on(node)} processes for {usable or count} GPUs",
-            advice=f"Use --nproc {usable or count}: NCCL needs one process per GPU",
-        )
-    return Check(id="gpus", where=name, status="pass", found=f"{count} x {models}{requested_text}" if count else "none")
+        return Check("gpus", "", "fail", f"{models}, but torch sees {usable} ({built})", advice)
+    if usable and nproc > usable:
+        advice = f"Use --nproc {usable}: NCCL needs one process per GPU"
+        return Check("gpus", "", "warn", f"{nproc} processes for {usable} GPUs", advice)
+    return Check("gpus", "", "pass", f"{models}{text}" if count else "none")
 
 
-def _check_health(name: str, facts: dict[str, Any]) -> Check:
-    errors, warnings = [], []
-    for gpu in facts["gpus"]:
+def _gpu_health(gpus: list[dict[str, Any]]) -> Check:
+    errors, warnings = list[str](), list[str]()
+    for gpu in gpus:
         label = f"GPU {gpu['index']}"
         if gpu["uncorrected_errors"]:
             errors.append(f"{label} has {gpu['uncorrected_errors']} uncorrected memory errors")
         if gpu["slowed_by"]:
-            temperature = "" if gpu["temperature_c"] is None else f" at {gpu['temperature_c']} °C"
-            warnings.append(f"{label} is slowed{temperature} ({', '.join(gpu['slowed_by'])})")
+            warnings.append(f"{label} is slowed at {gpu['temperature_c']} °C ({', '.join(gpu['slowed_by'])})")
         if (gpu["used_mib"] or 0) > _BUSY_MIB:
             warnings.append(f"{label} has {gpu['used_mib']} MiB already in use")
-    errors += (facts["xids"] or [])[-4:]
+    found = "; ".join([*errors, *warnings])
     if errors:
-        return Check(
-            id="gpu-health",
-            where=name,
-            status="fail",
-            found="; ".join([*errors, *warnings]),
-            advice="Reset the GPU or restart the node; exclude it from the job if the error comes back",
-        )
+        advice = "Reset the GPU or restart the node; exclude it from the job if the error comes back"
+        return Check("gpu-health", "", "fail", found, advice)
     if warnings:
-        return Check(
-            id="gpu-health",
-            where=name,
-            status="warn",
-            found="; ".join(warnings),
-            advice="Check its cooling, power and other processes: nvidia-smi",
-        )
-    log = "" if facts["xids"] is not None else "; the kernel's log cannot be read, so Xid errors are unknown"
-    return Check(id="gpu-health", where=name, status="pass", found=f"no errors, no throttling{log}")
+        return Check("gpu-health", "", "warn", found, "Check its cooling, power and other processes: nvidia-smi")
+    return Check("gpu-health", "", "pass", "no errors, no throttling")
 
 
-def _check_links(name: str, links: dict[str, str]) -> Check:
-    kinds = sorted(set(links.values()))
-    indirect = [pair for pair, link in links.items() if not link.startswith(_DIRECT)]
-    is_mixed = indirect and len(indirect) < len(links)
-    found = ", ".join(kinds)
-    if is_mixed:
-        return Check(
-            id="gpu-links",
-            where=name,
-            status="warn",
-            found=f"{found}; over the CPU: {', '.join(indirect[:6])}{', ...' if len(indirect) > 6 else ''}",
-            advice="The slowest link limits the speed: with fewer processes, choose GPUs that are close to each "
-            "other (CUDA_VISIBLE_DEVICES)",
-        )
-    return Check(id="gpu-links", where=name, status="pass", found=found)
+def _host_name(results: Results, node: int) -> Check:
+    """Check the address of the node's own name, which gloo announces unless an interface is given."""
+    own, agents = results.facts[node], results.spec.agents
+    interface = results.spec.interface or results.chosen_interface
+    loopback = [address for address in own["named"] if address.startswith("127.")]
+    if own["named"] and not loopback:
+        return Check("host-name", "", "pass", "resolves to an address on the network")
+    resolution = f"resolves to {', '.join(loopback)}" if loopback else "does not resolve"
+    found = f"its own name, {own['host']}, {resolution}"
+    if interface is not None:
+        return Check("host-name", "", "pass", f"{found}; the job uses the address of {interface}")
+    advice = (
+        f"Map {own['host']} to {own['address']} in its /etc/hosts; until then, use --interface {own['interface']}, "
+        f"which keeps gloo from announcing the loopback address"
+    )
+    by_agents = ", as Paceline's agents do without --recover none" if agents else ""
+    return Check("host-name", "", "fail" if loopback and not agents else "warn", found, f"{advice}{by_agents}")
 
 
-def _check_equal(results: PreflightResults) -> Iterable[Check]:
-    kinds: dict[str, list[str]] = {}
-    for node, facts in results.facts.items():
-        for text in {f"{gpu['name']}, driver {gpu['driver']}" for gpu in facts["gpus"]["gpus"]}:
-            kinds.setdefault(text, []).append(results.name(node))
-    if len(kinds) > 1:
-        found = "; ".join(f"{text} ({', '.join(names)})" for text, names in kinds.items())
-        yield Check(
-            id="gpus",
-            where="all",
-            status="warn",
-            found=found,
-            advice="Bits differ between GPU models and drivers, and the slowest limits the speed: request one "
-            "kind from the cluster",
-        )
+def _run_directory(results: Results, node: int) -> Iterator[Check]:
+    storage = results.storage[node]
+    others = [other for other, own in results.storage.items() if other != node and own["error"] is None]
+    unseen = [other for other in others if other not in storage["seen"]]
+    lacks = [*map(Lack._make, storage["lacks"]), *([NODE_LOCKS] if storage["unlocked"] else [])]
+    path = storage["path"]
+    if storage["error"] is not None:
+        advice = "Choose another with --run-dir, or repair the disk or its permissions"
+        yield Check("run-directory", "", "fail", f"{path} cannot be written: {storage['error']}", advice)
+    elif unseen and (node != 0 or len(unseen) == len(others)):
+        found = f"{path} is not the directory of {', '.join(map(results.name, unseen))}"
+        advice = "Choose a directory that all nodes share (NFS, Lustre) with --run-dir, and mount it on each of them"
+        yield Check("run-directory", "", "fail", found, advice)
+    elif not lacks:
+        yield Check("run-directory", "", "pass", f"{path} is {'shared and ' if results.nodes > 1 else ''}writable")
+    for lack in lacks:
+        yield Check("run-directory", "", "warn", f"{path} {lack.found}", lack.advice)
 
 
-# --- Single nodes: disk, memory, files and cores ---
-
-
-_GIB = 1 << 30
-_MIB = 1 << 20
-_CHECKPOINT_FACTOR = 3  # a checkpoint holds the weights and up to two optimizer moments of each
-_SHM_MIN, _SHM_RECOMMENDED = 16 * _MIB, 64 * _MIB  # per process
-_MIN_RDMA_LOCKED = _GIB
-
-
-def check_nodes(results: PreflightResults) -> Iterable[Check]:
-    """Run all checks of single nodes, merging checks that pass everywhere."""
-    yield from _check_run_directory(results)
-    for check_node in (_check_disk_space, _check_shared_memory, _check_open_files, _check_locked_memory, _check_cpus):
-        yield from _check_each(results, check_node)
-
-
-def _check_each(
-    results: PreflightResults, check_node: Callable[[PreflightResults, int], Check | None]
-) -> Iterable[Check]:
-    """Check each node, and merge equal results."""
-    merged: dict[tuple[str, str], list[Check]] = {}
-    for node in results.facts:
-        check = check_node(results, node)
-        if check is not None:
-            merged.setdefault((check.status, check.found), []).append(check)
-    for checks in merged.values():
-        is_everywhere = 1 < len(checks) == len(results.facts)
-        where = "all" if is_everywhere else ", ".join(check.where for check in checks)
-        yield dataclasses.replace(checks[0], where=where)
-
-
-def _check_run_directory(results: PreflightResults) -> Iterable[Check]:
-    passed = True
-    writable = [node for node, storage in results.storage.items() if storage["error"] is None]
-    for node, storage in results.storage.items():
-        name, path = results.name(node), storage["path"]
-        other_nodes = [other for other in writable if other != node]
-        unseen = [other for other in other_nodes if other not in storage["seen"]]
-        if storage["error"] is not None:
-            passed = False
-            yield Check(
-                id="run-directory",
-                where=name,
-                status="fail",
-                found=f"{path} cannot be written: {storage['error']}",
-                advice="Choose another with --run-dir, or repair the disk or its permissions",
-            )
-        if unseen and (node != 0 or len(unseen) == len(other_nodes)):
-            passed = False
-            yield Check(
-                id="run-directory",
-                where=name,
-                status="fail",
-                found=f"{path} is not the directory of {', '.join(map(results.name, unseen))}",
-                advice="Choose a directory that all nodes share (NFS, Lustre) with --run-dir, and mount it on "
-                "each of them",
-            )
-    lacking: dict[Lack, list[str]] = {}
-    for node, storage in results.storage.items():
-        for lack in [*map(Lack._make, storage["lacks"]), *([NODE_LOCKS] if storage["unlocked"] else [])]:
-            lacking.setdefault(lack, []).append(results.name(node))
-    for lack, names in lacking.items():
-        passed = False
-        where = "all" if 1 < len(names) == len(results.storage) else ", ".join(names)
-        found = f"{results.storage[0]['path']} {lack.found}"
-        yield Check(id="run-directory", where=where, status="warn", found=found, advice=lack.advice)
-    if passed and results.storage:
-        shared = "shared and writable" if len(results.storage) > 1 else "writable"
-        yield Check(id="run-directory", where="all", status="pass", found=f"{results.storage[0]['path']} is {shared}")
-
-
-def _check_disk_space(results: PreflightResults, node: int) -> Check | None:
-    storage = results.storage.get(node)
-    if storage is None or storage["free"] is None:
-        return None
-    free, keep = storage["free"], results.spec.keep
-    size, approximation = _checkpoint_bytes(results)
+def _disk_space(results: Results, storage: Mapping[str, Any]) -> Check:
+    free, keep, about = storage["free"], results.spec.keep, ""
+    size = results.spec.checkpoint_bytes or max(storage["checkpoints"], default=None)
+    models = [own["task"].get("model_bytes") for own in results.facts.values() if own["task"]]
+    if size is None and models and models[0] is not None:
+        size, about = _CHECKPOINT_FACTOR * models[0], "about "
     # A new checkpoint is written before the oldest is removed; existing ones need no more space.
-    num_existing = min(len(storage["checkpoints"]), keep)
-    needed = (keep + 1 - num_existing) * size if size is not None else _GIB
-    description = (
-        "a checkpoint's size is unknown" if size is None else f"{keep} + 1 checkpoints of {approximation}{_size(size)}"
-    )
-    if num_existing:
-        description += f", of which {num_existing} {'exists' if num_existing == 1 else 'exist'}"
-    status: Status = "pass" if free >= needed else "warn" if size is None else "fail"
-    return Check(
-        id="disk-space",
-        where=results.name(node),
-        status=status,
-        found=f"{storage['path']} has {_size(free)} free; {description}",
-        advice=""
-        if status == "pass"
-        else "Give --checkpoint-size, or choose a larger disk with --run-dir"
-        if size is None
-        else f"{_size(needed)} are needed: "
-        f"{'free some space' if num_existing else 'choose a larger disk with --run-dir, or reduce --keep-checkpoints'}",
-    )
+    existing = min(len(storage["checkpoints"]), keep)
+    needed = _GIB if size is None else (keep + 1 - existing) * size
+    wanted = "a checkpoint's size is unknown" if size is None else f"{keep} + 1 checkpoints of {about}{_size(size)}"
+    kept = f", of which {existing} {'exists' if existing == 1 else 'exist'}" if existing else ""
+    found = f"{storage['path']} has {_size(free)} free; {wanted}{kept}"
+    if free >= needed:
+        return Check("disk-space", "", "pass", found)
+    if size is None:
+        return Check("disk-space", "", "warn", found, "Give --checkpoint-size, or choose a larger disk with --run-dir")
+    way = "free some space" if existing else "choose a larger disk with --run-dir, or reduce --keep-checkpoints"
+    return Check("disk-space", "", "fail", found, f"{_size(needed)} are needed: {way}")
 
 
-def _checkpoint_bytes(results: PreflightResults) -> tuple[int | None, str]:
-    """Return the size of a checkpoint, and "about " if it is an estimate."""
-    if results.spec.checkpoint_bytes is not None:
-        return results.spec.checkpoint_bytes, ""
-    sizes = [size for storage in results.storage.values() for size in storage["checkpoints"]]
-    if sizes:
-        return max(sizes), ""
-    for facts in results.facts.values():
-        task: dict[str, Any] = facts["task"] or {}
-        if task.get("model_bytes") is not None:
-            return _CHECKPOINT_FACTOR * int(task["model_bytes"]), "about "
-    return None, ""
+def _cores(own: Mapping[str, Any], nproc: int, threads: int) -> Check:
+    usable = min(bound := len(set(own["cpus"])), own["core_quota"] or bound)
+    found = f"{usable:g} of {own['cores']} cores for {nproc} x {threads} threads"
+    if nproc * threads <= usable:
+        return Check("cpus", "", "pass", found)
+    advice = "Use fewer processes or --threads"
+    if usable < own["cores"]:
+        advice += ", or request more: with --cpus-per-task, or a larger quota of the container"
+    return Check("cpus", "", "warn", found, advice)
 
 
-def _check_shared_memory(results: PreflightResults, node: int) -> Check:
-    free, nproc = results.facts[node]["shm_free"], results.processes_on(node)
-    name = results.name(node)
-    if free is None or free < nproc * _SHM_RECOMMENDED:
-        is_too_small = free is None or free < nproc * _SHM_MIN
-        return Check(
-            id="shared-memory",
-            where=name,
-            status="fail" if is_too_small else "warn",
-            found="/dev/shm does not exist" if free is None else f"{_size(free)} for {nproc} processes",
-            advice="Start the container with --shm-size=8g (in Kubernetes: an emptyDir with medium: Memory)",
-        )
-    return Check(
-        id="shared-memory", where=name, status="pass", found=f"at least {_size(nproc * _SHM_RECOMMENDED)} free"
-    )
-
-
-def _check_open_files(results: PreflightResults, node: int) -> Check:
-    facts, name = results.facts[node], results.name(node)
-    world_size = sum(results.processes_on(number) for number in range(results.nodes))
-    soft, hard = facts["open_files"], facts["most_open_files"]
-    needed = 512 + 4 * world_size  # a gloo rank connects to all others, twice while a group changes
-    if soft is not None and soft < needed:
-        can_raise = hard is None or hard >= needed
-        return Check(
-            id="open-files",
-            where=name,
-            status="fail",
-            found=f"ulimit -n is {soft}, but must be {needed}",
-            advice="Run ulimit -n 65536 before the job starts"
-            if can_raise
-            else f"The hard limit is {hard}: raise it in /etc/security/limits.conf, or with LimitNOFILE",
-        )
-    return Check(
-        id="open-files",
-        where=name,
-        status="pass",
-        found="no limit" if soft is None else f"ulimit -n is {soft}",
-    )
-
-
-def _check_locked_memory(results: PreflightResults, node: int) -> Check | None:
-    facts, name = results.facts[node], results.name(node)
-    limit, rdma = facts["locked_memory"], ", ".join(facts["rdma"])
-    if not rdma:
-        return Check(id="locked-memory", where=name, status="pass", found="no RDMA device")
-    if limit is not None and limit < _MIN_RDMA_LOCKED:
-        return Check(
-            id="locked-memory",
-            where=name,
-            status="warn",
-            found=f"ulimit -l is {_size(limit)}, too low for {rdma}",
-            advice="Set memlock to unlimited in /etc/security/limits.conf (for Slurm: "
-            "PropagateResourceLimitsExcept=MEMLOCK), or NCCL cannot use RDMA",
-        )
-    shown = "no limit" if limit is None else f"ulimit -l is {_size(limit)}"
-    return Check(id="locked-memory", where=name, status="pass", found=f"{shown}, for {rdma}")
-
-
-def _check_cpus(results: PreflightResults, node: int) -> Check:
-    facts, name = results.facts[node], results.name(node)
-    usable = min(facts["usable_cores"], facts["core_quota"] or facts["usable_cores"])
-    nproc, threads = results.processes_on(node), results.spec.threads or 1
-    found = f"{usable:g} of {facts['cores']} cores for {nproc} x {threads} threads"
-    if nproc * threads > usable:
-        is_bound = facts["usable_cores"] < facts["cores"]
-        has_quota = facts["core_quota"] is not None and facts["core_quota"] < facts["usable_cores"]
-        return Check(
-            id="cpus",
-            where=name,
-            status="warn",
-            found=found,
-            advice="The job is bound to some of the cores: request more (--cpus-per-task), or use fewer threads"
-            if is_bound
-            else "The container has a quota: raise it, or use fewer --threads"
-            if has_quota
-            else "Use fewer processes or --threads",
-        )
-    return Check(id="cpus", where=name, status="pass", found=found)
-
-
-def _size(count: int | float) -> str:
-    for unit, size in (("GiB", _GIB), ("MiB", _MIB), ("KiB", 1024)):
+def _size(count: float) -> str:
+    for unit, size in (("GiB", _GIB), ("MiB", _MIB), ("KiB", _KIB)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:g} bytes"
 
 
-# --- The network: connections, addresses, speed, clocks ---
+# --- The network: addresses, connections, speed, an all-reduce ---
 
 
+_MIN_RATE = 100e6 / 8  # 100 Mbit/s
 _MIN_INTERFACE_RATIO = 3.0  # speed of another interface, to recommend it
-_MIN_LATENCY_RATIO = 2.0  # latency of node 0, to recommend another one
-_LOW_LATENCY_MS = 0.5
-_CLOCK_WARNS_S, _CLOCK_FAILS_S = 1.0, 10.0
 
 
-def check_network(results: PreflightResults) -> Iterable[Check]:
-    """Check the network between the nodes; for a single node, the interface that it will use."""
-    if results.nodes == 1:
-        if results.spec.interface is not None:
-            yield from _address_problems(results) or _interface_used(results)
-        yield from _check_all_reduce(results)
-        return
-    yield from _check_ports(results)
-    yield from _check_interface(results)
-    yield from _check_bandwidth(results)
-    yield from _check_rendezvous(results)
-    yield from _check_host_names(results)
-    yield from _check_clocks(results)
-    yield from _check_all_reduce(results)
+def common_interfaces(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, str]]:
+    """Return the addresses of interfaces that all nodes have with different ones, which excludes container bridges."""
+    addresses = {
+        node: {each["name"]: str(each["address"]) for each in own["interfaces"]} for node, own in facts.items()
+    }
+    names = set.intersection(*map(set, addresses.values()))
+    common = {name: {node: own[name] for node, own in addresses.items()} for name in sorted(names)}
+    return {name: own for name, own in common.items() if len(set(own.values())) == len(facts)}
 
 
-def _check_ports(results: PreflightResults) -> Iterable[Check]:
-    passed = True
-    if results.port_problem:
-        passed = False
-        yield Check(
-            id="ports",
-            where=results.name(0),
-            status="fail",
-            found=f"it cannot listen on port {results.port}: {results.port_problem}",
-            advice="End the program that uses it, or choose another port with --master-port",
-        )
-    kinds: list[tuple[Mapping[Pair, Connection], str]] = [
-        (results.rendezvous, f"port {results.port}"),
-        (results.data, "ephemeral ports"),
-    ]
-    for connections, label in kinds:
-        for pair, connection in connections.items():
-            if connection["error"] is not None:
-                passed = False
-                others = results.data if connections is results.rendezvous else results.rendezvous
-                is_other_open = others.get(pair, connection)["error"] is None
-                # Only rank 0's node listens on the rendezvous port.
-                is_needed = connections is results.data or pair[1] == 0
-                yield Check(
-                    id="ports",
-                    where=results.pair(pair),
-                    status="fail" if is_needed else "warn",
-                    found=f"{label} of {results.facts[pair[1]]['address']}: {connection['error']}",
-                    advice=f"A firewall blocks this port, but not others: open TCP port {results.port}, or choose "
-                    "another with --master-port"
-                    if is_other_open and connections is results.rendezvous
-                    else "A firewall blocks these ports, but not the rendezvous port: open TCP ports 1024-65535 "
-                    "between the nodes of a job"
-                    if is_other_open
-                    else "There is no connection: check the address, the routes and the firewall, or choose "
-                    "another network with --interface",
-                )
-    if passed and results.data:
-        yield Check(
-            id="ports",
-            where="all",
-            status="pass",
-            found=f"every pair connects, on port {results.port} and on ephemeral ports",
-        )
+def is_slow(rate: float, best: float) -> bool:
+    """Return whether a link is slow, absolutely or relative to the fastest; in bytes/s."""
+    return rate < _MIN_RATE or rate < 0.25 * best
 
 
-def _check_interface(results: PreflightResults) -> Iterable[Check]:
-    problems = _address_problems(results)
-    yield from problems
-    passed = not problems
-    best = faster_interface(results)
-    if best is not None:
-        passed = False
-        used = _slowest(results.flows)
-        yield Check(
-            id="interface",
-            where="all",
-            status="warn",
-            found=f"{_used(results)} would be used, at {_rate(used)}; {best} has "
-            f"{_rate(_slowest(results.other_flows[best]))}",
-            advice=f"Give --interface {best}",
-        )
-    common = common_interfaces(results.facts)
-    for node, facts in results.facts.items():
-        speeds = {i["name"]: i["mbit_per_s"] for i in facts["interfaces"] if i["name"] in common}
-        fastest = max(speeds, key=lambda name: speeds[name], default=None)
-        if passed and fastest is not None and speeds[fastest] > speeds.get(facts["interface"], 0) > 0:
-            passed = False
-            yield Check(
-                id="interface",
-                where=results.name(node),
-                status="warn",
-                found=f"{facts['interface']} would be used, with {speeds[facts['interface']]} Mbit/s; "
-                f"{fastest} has {speeds[fastest]}",
-                advice=f"Give --interface {fastest}",
-            )
-    if passed:
-        yield from _interface_used(results)
+def known_rates(flows: Mapping[Pair, float | str]) -> dict[Pair, float]:
+    """Return the measured bandwidths, in bytes/s."""
+    return {pair: flow for pair, flow in flows.items() if not isinstance(flow, str)}
 
 
-def _address_problems(results: PreflightResults) -> list[Check]:
-    """Check the requested interface and the nodes' addresses."""
-    problems = []
-    for node, facts in results.facts.items():
-        if facts["address_problem"]:
-            names = ", ".join(f"{interface['name']} ({interface['address']})" for interface in facts["interfaces"])
-            check = Check(
-                id="interface",
-                where=results.name(node),
-                status="fail",
-                found=facts["address_problem"].rstrip("."),
-                advice=f"Give --interface one of: {names}" if names else "Leave out --interface",
-            )
-            problems.append(check)
-    return problems
-
-
-def _interface_used(results: PreflightResults) -> list[Check]:
-    return [Check(id="interface", where="all", status="pass", found=_used(results))]
-
-
-def faster_interface(results: PreflightResults) -> str | None:
+def faster_interface(results: Results) -> str | None:
     """Return the interface over which all nodes reach each other much faster than over their own, if any."""
-    best = max(results.other_flows, key=lambda name: _slowest(results.other_flows[name]), default=None)
-    if best is None or _slowest(results.other_flows[best]) <= _MIN_INTERFACE_RATIO * _slowest(results.flows):
-        return None
-    return best
+    speeds = {name: _slowest(flows) for name, flows in results.other_flows.items()}
+    best = max(speeds, key=lambda name: speeds[name], default=None)
+    return best if best is not None and speeds[best] > _MIN_INTERFACE_RATIO * _slowest(results.flows) else None
 
 
-def chosen_interface(results: PreflightResults) -> str | None:
-    """Return the faster interface, if the following job will use it because it names none of its own."""
-    has_interface = results.spec.interface is not None
-    return faster_interface(results) if results.spec.preflight and not has_interface else None
-
-
-def _used(results: PreflightResults) -> str:
-    return ", ".join(sorted({str(facts["interface"]) for facts in results.facts.values()}))
-
-
-def _check_bandwidth(results: PreflightResults) -> Iterable[Check]:
-    interface = chosen_interface(results)
+def _network(results: Results) -> Iterator[Check]:
+    problems = [node for node, own in results.facts.items() if own["address_problem"]]
+    for node in problems:
+        own = results.facts[node]
+        names = ", ".join(f"{each['name']} ({each['address']})" for each in own["interfaces"])
+        advice = f"Give --interface one of: {names}" if names else "Leave out --interface"
+        yield Check("interface", results.name(node), "fail", own["address_problem"].rstrip("."), advice)
+    used = ", ".join(sorted({str(own["interface"]) for own in results.facts.values()}))
+    if (best := faster_interface(results)) is not None:
+        speeds = _rate(_slowest(results.flows)), _rate(_slowest(results.other_flows[best]))
+        found = f"{used} would be used, at {speeds[0]}; {best} has {speeds[1]}"
+        yield Check("interface", "all", "warn", found, f"Give --interface {best}")
+    elif not problems and (results.nodes > 1 or results.spec.interface is not None):
+        yield Check("interface", "all", "pass", used)
+    if not results.flows:
+        return
+    errors = {pair: flow for pair, flow in results.flows.items() if isinstance(flow, str)}
+    for pair, error in errors.items():
+        advice = "Open TCP ports 1024-65535 between the nodes of a job, or choose another network with --interface"
+        found = f"a port that the kernel chose at {results.facts[pair[1]]['address']}: {error}"
+        yield Check("ports", _pair(results, pair), "fail", found, advice)
+    if not errors:
+        yield Check(
+            "ports", "all", "pass", "the nodes reach node 0's store, and each other on ports of the kernel's choice"
+        )
+    worst = max(abs(ahead_s) for ahead_s in results.clock_s.values())
+    if worst <= _CLOCK_WARNS_S:
+        yield Check("clock", "all", "pass", f"within {worst * 1e3:.0f} ms")
+    interface = results.chosen_interface
     rates = known_rates(results.flows if interface is None else results.other_flows[interface])
-    if not rates:
-        return
-    best, passed = max(rates.values()), True
-    for pair, rate in sorted(rates.items(), key=lambda item: item[1]):
-        if is_slow(rate, best):
-            passed = False
-            yield Check(
-                id="bandwidth",
-                where=results.pair(pair),
-                status="fail" if is_very_slow(rate, best) else "warn",
-                found=f"{_rate(rate)}; the fastest link has {_rate(best)}",
-                advice="Check the cable, the switch port, its negotiated speed (ethtool) and other "
-                "traffic; a ring of nodes is as fast as its slowest link",
-            )
-    if passed:
-        median = statistics.median(rates.values())
-        yield Check(
-            id="bandwidth",
-            where="all",
-            status="pass",
-            found=f"{_rate(min(rates.values()))} to {_rate(best)}, median {_rate(median)}, one TCP stream",
-        )
+    slow = sorted((rate, pair) for pair, rate in rates.items() if is_slow(rate, max(rates.values())))
+    for rate, pair in slow:
+        best_rate = max(rates.values())
+        found = f"{_rate(rate)}; the fastest link has {_rate(best_rate)}"
+        advice = "Check the cable, the switch port, its negotiated speed (ethtool) and other traffic"
+        is_very_slow = rate < _MIN_RATE or rate < 0.1 * best_rate
+        yield Check("bandwidth", _pair(results, pair), "fail" if is_very_slow else "warn", found, advice)
+    if rates and not slow:
+        low, high, median = min(rates.values()), max(rates.values()), statistics.median(rates.values())
+        found = f"{_rate(low)} to {_rate(high)}, median {_rate(median)}, one TCP stream"
+        yield Check("bandwidth", "all", "pass", found)
 
 
-def _check_rendezvous(results: PreflightResults) -> Iterable[Check]:
-    """Check that node 0, which serves the rendezvous, is close to the others; with two nodes, both are."""
-    medians = {}
-    for node in results.facts:
-        times = [
-            connection["ms"]
-            for (_, to), connection in results.data.items()
-            if to == node and connection["ms"] is not None
-        ]
-        if times:
-            medians[node] = statistics.median(times)
-    if results.nodes < 3 or not medians:
-        return
-    best = min(medians, key=lambda node: medians[node])
-    own = medians.get(0)
-    if own is not None and own > _LOW_LATENCY_MS and own > _MIN_LATENCY_RATIO * medians[best]:
-        yield Check(
-            id="rendezvous",
-            where=results.name(0),
-            status="warn",
-            found=f"the other nodes reach it in {own:.2f} ms, but {results.name(best)} in {medians[best]:.2f} ms",
-            advice=f"Make {results.name(best)} node 0: list it first",
-        )
-    elif own is not None:
-        yield Check(
-            id="rendezvous",
-            where=results.name(0),
-            status="pass",
-            found=f"the other nodes reach it in {own:.2f} ms (round trip)",
-        )
-
-
-def _check_host_names(results: PreflightResults) -> Iterable[Check]:
-    """Check the address of each node's own name, which gloo announces unless an interface is given."""
-    interface = results.spec.interface or chosen_interface(results)
-    agents = results.spec.agents
-    passed = True
-    for node, facts in results.facts.items():
-        loopback = [address for address in facts["named"] if address.startswith("127.")]
-        if loopback or not facts["named"]:
-            passed = False
-            resolution = f"resolves to {', '.join(loopback)}" if loopback else "does not resolve"
-            found = f"its own name, {facts['host']}, {resolution}"
-            if interface is not None:
-                yield Check(
-                    id="host-name",
-                    where=results.name(node),
-                    status="pass",
-                    found=f"{found}; the job uses the address of {interface}",
-                )
-                continue
-            yield Check(
-                id="host-name",
-                where=results.name(node),
-                status="fail" if loopback and not agents else "warn",
-                found=found,
-                advice=f"Map {facts['host']} to {facts['address']} in its /etc/hosts; until then, use "
-                f"--interface {facts['interface']}, which keeps gloo from announcing the loopback address"
-                + (", as Paceline's agents do without --recover none" if agents else ""),
-            )
-    if passed:
-        yield Check(id="host-name", where="all", status="pass", found="resolve to addresses on the network")
-
-
-def _check_clocks(results: PreflightResults) -> Iterable[Check]:
-    passed = True
-    for node, (ahead_s, error_s) in results.clock_s.items():
-        if abs(ahead_s) - error_s > _CLOCK_WARNS_S:
-            passed = False
-            yield Check(
-                id="clock",
-                where=results.name(node),
-                status="fail" if abs(ahead_s) - error_s > _CLOCK_FAILS_S else "warn",
-                found=f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} {results.name(0)}",
-                advice="Start its time service (chronyd or systemd-timesyncd): otherwise tokens expire early and logs "
-                "are misleading",
-            )
-    if passed and results.clock_s:
-        worst = max(abs(ahead_s) for ahead_s, _ in results.clock_s.values())
-        yield Check(id="clock", where="all", status="pass", found=f"within {worst * 1e3:.1f} ms")
-
-
-def _check_all_reduce(results: PreflightResults) -> Iterable[Check]:
-    result = results.all_reduce
-    if result is None:
-        status: Status = "pass" if results.no_all_reduce.startswith("there is only one") else "warn"
-        advice = "" if status == "pass" else "Correct the problems above first"
-        yield Check(
-            id="all-reduce",
-            where="all",
-            status=status,
-            found=f"not run: {results.no_all_reduce}",
-            advice=advice,
-        )
-    elif "error" in result or not result["right"]:
-        yield Check(
-            id="all-reduce",
-            where="all",
-            status="fail",
-            found=result.get("error", "its sum is wrong"),
-            advice="Run the job with --comm-debug, which logs what gloo and NCCL do",
-        )
+def _all_reduce(results: Results) -> Iterator[Check]:
+    outcome = results.all_reduce
+    if results.absent or results.obstacle:
+        found = f"not run: {results.obstacle or 'some ranks are missing'}"
+        yield Check("all-reduce", "all", "warn", found, "Correct the problems above first")
+    elif not outcome:
+        yield Check("all-reduce", "all", "pass", "not run: there is only one rank")
+    elif "error" in outcome:
+        advice = "Run the job with --comm-debug, which logs what gloo and NCCL do"
+        yield Check("all-reduce", "all", "fail", outcome["error"], advice)
     else:
-        yield Check(
-            id="all-reduce",
-            where="all",
-            status="pass",
-            found=f"{result['backend']}, {result['ranks']} ranks, {result['bytes'] >> 10} KiB in "
-            f"{result['ms']:.1f} ms: "
-            f"{_rate(result['bytes_per_s'])} bus bandwidth",
-        )
+        speed = f"{outcome['bytes'] >> 10} KiB in {outcome['ms']:.1f} ms: {_rate(outcome['bytes_per_s'])} bus bandwidth"
+        yield Check("all-reduce", "all", "pass", f"{outcome['backend']}, {outcome['ranks']} ranks, {speed}")
 
 
-def _slowest(flows: Mapping[Pair, Flow]) -> float:
+def _pair(results: Results, pair: Pair) -> str:
+    return f"{results.name(pair[0])} -> {results.name(pair[1])}"
+
+
+def _slowest(flows: Mapping[Pair, float | str]) -> float:
     """Return the speed of a ring over these links; 0 if one of them does not work."""
     rates = known_rates(flows)
     return min(rates.values()) if len(rates) == len(flows) > 0 else 0.0
@@ -655,125 +434,3 @@ def _slowest(flows: Mapping[Pair, Flow]) -> float:
 def _rate(bytes_per_s: float) -> str:
     bits = 8 * bytes_per_s
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"
-
-
-# --- All checks ---
-
-
-def run_checks(results: PreflightResults) -> list[Check]:
-    """Run all checks; the result contains passed checks, merged where nodes are compared."""
-    return [
-        *_check_presence(results),
-        *_check_software(results),
-        *check_gpus(results),
-        *check_network(results),
-        *check_nodes(results),
-    ]
-
-
-def _check_presence(results: PreflightResults) -> Iterable[Check]:
-    for node, reason in results.absent.items():
-        yield Check(
-            id="machines",
-            where=results.name(node),
-            status="fail",
-            found=reason,
-            advice="Check its output; check that it was started, that the nodes share the job's directory, and that "
-            "no firewall blocks it from node 0",
-        )
-    names = ", ".join(results.name(node) for node in results.facts)
-    if not results.absent:
-        yield Check(id="machines", where="all", status="pass", found=names)
-
-
-def _check_software(results: PreflightResults) -> Iterable[Check]:
-    facts = results.facts
-    pythons = {node: facts_of_node["python"] for node, facts_of_node in facts.items()}
-    minor = {node: text.rpartition(".")[0] for node, text in pythons.items()}
-    if len(set(pythons.values())) > 1:
-        yield Check(
-            id="python",
-            where="all",
-            status="fail" if len(set(minor.values())) > 1 else "warn",
-            found=_differing(pythons, results.name),
-            advice="Start the job with one --python, or use one image or environment on all nodes",
-        )
-    else:
-        yield Check(id="python", where="all", status="pass", found=pythons[0])
-    yield _check_libraries(results)
-    for name in ("torch", "task"):
-        yield from _check_imports(results, name)
-
-
-def _check_libraries(results: PreflightResults) -> Check:
-    """Check the installed versions: Paceline's own dependencies must be equal; other differences are warnings."""
-    names = {name for facts in results.facts.values() for name in facts["libraries"]}
-    needed = set(results.facts[0]["needed"]) | {"paceline"}
-    # These communicate with their counterparts on other nodes, or come from torch's wheel.
-    communicating = ("ray", "horovod", "tensorflow", "mpi4py", "deepspeed", "accelerate", "lightning", "nvidia-")
-    differing: dict[str, str] = {}
-    for name in sorted(names):
-        versions = {node: facts["libraries"].get(name, "missing") for node, facts in results.facts.items()}
-        if len(set(versions.values())) > 1:
-            differing[name] = _differing(versions, results.name)
-    errors = [name for name in differing if name in needed or name.startswith(communicating)]
-    if not differing:
-        found = f"{len(names)} distributions are equal" if len(results.facts) > 1 else f"{len(names)} distributions"
-        return Check(id="libraries", where="all", status="pass", found=found)
-    shown = [f"{name}: {differing[name]}" for name in [*errors, *(n for n in differing if n not in errors)]]
-    more = f"; and {len(shown) - 8} more" if len(shown) > 8 else ""
-    return Check(
-        id="libraries",
-        where="all",
-        status="fail" if errors else "warn",
-        found="; ".join(shown[:8]) + more,
-        advice="Use one environment or image on all nodes; pip install --require-hashes from a lock file ensures this",
-    )
-
-
-def _check_imports(results: PreflightResults, name: str) -> Iterable[Check]:
-    facts_of_nodes = {node: facts[name] for node, facts in results.facts.items() if facts[name] is not None}
-    summaries: dict[int, str] = {}
-    for node, imported in facts_of_nodes.items():
-        if "error" in imported:
-            yield Check(
-                id=name,
-                where=results.name(node),
-                status="fail",
-                found=imported["error"],
-                advice="Install it on this node: pip install 'torch>=2.11'"
-                if name == "torch"
-                else "Make the task's file and its imports available on this node: install or share them",
-            )
-        elif name == "torch":
-            parts = {"CUDA": imported["cuda"], "cuDNN": imported["cudnn"], "NCCL": imported["nccl"]}
-            words = [f"{part} {version}" for part, version in parts.items() if version is not None]
-            summaries[node] = ", ".join([imported["version"], *words])
-        else:
-            size = imported["model_bytes"]
-            summaries[node] = "" if size is None else f", a model of {size / 2**20:.1f} MiB"
-    if len(set(summaries.values())) > 1:
-        yield Check(
-            id=name,
-            where="all",
-            status="fail",
-            found=_differing(summaries, results.name),
-            advice="Use one environment or image on all nodes",
-        )
-    elif summaries:
-        [text] = set(summaries.values())
-        found = text if name == "torch" else f"{results.spec.task}{text}"
-        yield Check(id=name, where=_where(list(summaries), results), status="pass", found=found)
-
-
-def _where(nodes: list[int], results: PreflightResults) -> str:
-    return "all" if len(nodes) == len(results.facts) else ", ".join(map(results.name, nodes))
-
-
-def _differing(values: Mapping[int, str], name: Callable[[int], str]) -> str:
-    """Return ``1.2 (3 nodes), 1.3 (b)``, the most frequent first."""
-    parts = []
-    for value, count in Counter(values.values()).most_common():
-        names = [name(node) for node, other in values.items() if other == value]
-        parts.append(f"{value} ({names[0] if count == 1 else f'{count} nodes'})")
-    return ", ".join(parts)

@@ -1,8 +1,8 @@
-"""Facts about one node."""
+"""Facts about one node: its software, GPUs, limits, network and storage."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import platform
 import re
@@ -10,303 +10,97 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.metadata import distributions, requires
 from pathlib import Path
-from re import match
-from typing import Any, TypedDict
+from typing import Any
 
 import psutil
 
-from paceline.core import parent_death
+from paceline.core.access import is_loopback
+from paceline.core.environment import Environment
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.file_lock import lock_now
+from paceline.core.gpus import visible_gpus
+from paceline.core.sockets import LOOPBACK, address_towards, interface_address, interface_of, is_ours
+from paceline.launch.preflight.spec import PreflightSpec
+from paceline.runs.checkpoint_admin import entries
+from paceline.runs.directory import RunDirectory
+from paceline.runs.file_system import probe
 
-# --- GPUs, by NVIDIA's tools. No torch ---
-#
-# Fields and names are those of ``nvidia-smi --help-query-gpu``; bits of clock reasons are NVML's
-# ``nvmlClocksEventReason*``; Xid errors are listed in NVIDIA's "XID Errors" document.
-
-
-_FIELDS = (
-    "index",
-    "name",
-    "driver_version",
-    "memory.total",
-    "memory.used",
-    "temperature.gpu",
-    "ecc.errors.uncorrected.volatile.total",
-    "clocks_throttle_reasons.active",
-)
-_SLOWED = {
-    0x08: "hardware slowdown",
-    0x20: "thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
-}
-_TIME_LIMIT_S = 60
-
-
-class Gpu(TypedDict):
-    """One GPU; values that it does not report are None."""
-
-    index: int
-    name: str
-    driver: str
-    memory_mib: int | None
-    used_mib: int | None
-    temperature_c: int | None
-    uncorrected_errors: int | None
-    slowed_by: list[str]
-
-
-class GpuFacts(TypedDict):
-    """All GPUs of a node.
-
-    ``error`` is a failure of nvidia-smi. ``cuda`` is the newest CUDA that the driver supports. ``links`` are the
-    connections of pairs of GPUs: ``{"0-1": "NV18"}``. ``xids`` are GPU errors in the kernel's log, None if it
-    cannot be read.
-    """
-
-    gpus: list[Gpu]
-    error: str | None
-    cuda: str | None
-    links: dict[str, str]
-    xids: list[str] | None
-
-
-def gpu_facts() -> GpuFacts:
-    """Query nvidia-smi, if it is installed."""
-    facts = GpuFacts(gpus=[], error=None, cuda=None, links={}, xids=None)
-    try:
-        table = _run("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
-    except FileNotFoundError:
-        return facts
-    except (OSError, subprocess.SubprocessError) as error:
-        facts["error"] = _describe_error(error)
-        return facts
-    facts["gpus"] = parse_gpus(table)
-    for name, command in (
-        ("cuda", ("nvidia-smi",)),
-        ("links", ("nvidia-smi", "topo", "-m")),
-        ("xids", ("dmesg",)),
-    ):
-        try:
-            text = _run(*command)
-        except (OSError, subprocess.SubprocessError):
-            continue
-        if name == "cuda":
-            match = re.search(r"CUDA Version:\s*([\d.]+)", text)
-            facts["cuda"] = match[1] if match else None
-        elif name == "links":
-            facts["links"] = parse_links(text)
-        else:
-            facts["xids"] = parse_xids(text)
-    return facts
-
-
-def parse_gpus(table: str) -> list[Gpu]:
-    """Parse the lines of ``nvidia-smi --query-gpu=... --format=csv,noheader,nounits``."""
-    gpus = []
-    for line in table.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(_FIELDS):
-            continue
-        reasons = int(cells[7], 16) if cells[7].startswith("0x") else 0
-        gpus.append(
-            Gpu(
-                index=int(cells[0]),
-                name=cells[1],
-                driver=cells[2],
-                memory_mib=_number(cells[3]),
-                used_mib=_number(cells[4]),
-                temperature_c=_number(cells[5]),
-                uncorrected_errors=_number(cells[6]),
-                slowed_by=[name for bit, name in _SLOWED.items() if reasons & bit],
-            )
-        )
-    return gpus
-
-
-def parse_links(matrix: str) -> dict[str, str]:
-    """Parse the pairs of GPUs of ``nvidia-smi topo -m``: ``{"0-1": "NV18", "0-2": "SYS"}``."""
-    links = {}
-    # The header may contain the terminal's escape codes for underlining.
-    lines = [line.split() for line in re.sub(r"\x1b\[\d*m", "", matrix).splitlines()]
-    header = next((words for words in lines if words[:1] == ["GPU0"] and words[1:2] != ["X"]), [])
-    columns = [word for word in header if re.fullmatch(r"GPU\d+", word)]
-    for words in lines:
-        if words[:1] and words[0] in columns and words is not header:
-            for column, link in zip(columns, words[1:], strict=False):
-                first, second = int(words[0][3:]), int(column[3:])
-                if first < second:
-                    links[f"{first}-{second}"] = link
-    return links
-
-
-def parse_xids(log: str) -> list[str]:
-    """Parse GPU errors of the kernel's log: ``Xid 79 (PCI:0000:3b:00): GPU has fallen off the bus.``"""
-    errors = re.findall(r"NVRM: Xid \((PCI:[\w:.]+)\): (\d+), *(.*)", log)
-    return [f"Xid {number} ({device}): {text}"[:200] for device, number, text in errors]
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=True)
-    return done.stdout
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
-
-
-def _describe_error(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        return (error.stdout + error.stderr).strip().partition("\n")[0] or f"exit code {error.returncode}"
-    if isinstance(error, subprocess.TimeoutExpired):
-        return f"no answer within {_TIME_LIMIT_S} s"
-    return str(error)
-
-
-# --- Other facts. torch is imported in a separate process ---
-
-
-_IMPORT_LIMIT_S = 300
-_INFINIBAND = Path("/sys/class/infiniband")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_MARK_BYTES = 1 << 20
 
 
-class Interface(TypedDict):
-    """A network interface that is up; ``mbit_per_s`` is 0 if unknown."""
+def collect(spec: PreflightSpec) -> dict[str, Any]:
+    """Return the facts about this node as JSON types; None is "no limit" or "unknown".
 
-    name: str
-    address: str
-    mbit_per_s: int
-
-
-class NodeFacts(TypedDict):
-    """All facts about a node; None for "no limit" and "unknown".
-
-    ``torch`` and ``task`` have an "error" if the import failed; ``task`` is None without a task. ``named`` are
-    the addresses of the node's own name.
+    ``task`` has an "error" if the import failed, and is None without a task. ``named`` are the addresses of the node's
+    own name. ``checkpoints`` are the sizes in bytes of the run's intact ones.
     """
+    import torch
 
-    host: str
-    python: str
-    libraries: dict[str, str]
-    needed: list[str]
-    torch: dict[str, Any]
-    task: dict[str, Any] | None
-    gpus: GpuFacts
-    interfaces: list[Interface]
-    named: list[str]
-    open_files: int | None
-    most_open_files: int | None
-    locked_memory: int | None
-    rdma: list[str]
-    shm_free: int | None
-    cores: int
-    usable_cores: int
-    core_quota: float | None
-
-
-def collect(task: str) -> NodeFacts:
-    """Collect the facts of this node; importing torch takes some seconds."""
-    import_facts = import_torch_and(task)
+    gpus, gpu_error = _gpus()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return NodeFacts(
-        host=socket.gethostname(),
-        python=platform.python_version(),
-        libraries=_libraries(),
-        needed=_needed(),
-        torch=import_facts["torch"],
-        task=import_facts.get("task"),
-        gpus=gpu_facts(),
-        interfaces=interfaces(),
-        named=_addresses_of_name(),
-        open_files=_limit(soft),
-        most_open_files=_limit(hard),
-        locked_memory=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-        rdma=sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else [],
-        shm_free=_free("/dev/shm"),
-        cores=os.cpu_count() or 1,
-        usable_cores=len(os.sched_getaffinity(0)),
-        core_quota=_core_quota(),
-    )
+    return {
+        "python": platform.python_version(),
+        **_libraries(),
+        "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()},
+        "visible_gpus": visible_gpus(),
+        "task": _task_facts(spec.task) if spec.task else None,
+        "gpus": gpus,
+        "gpu_error": gpu_error,
+        "interfaces": interfaces(),
+        "named": _named(),
+        "open_files": None if soft == resource.RLIM_INFINITY else soft,
+        "most_open_files": None if hard == resource.RLIM_INFINITY else hard,
+        "shm_free": _free("/dev/shm"),
+        "cores": os.cpu_count() or 1,
+        "core_quota": _core_quota(),
+    }
 
 
-def import_torch_and(task: str) -> dict[str, Any]:
-    """Run :mod:`paceline.launch.preflight.imports` in a separate process, which an import may crash."""
-    try:
-        done = run_python("paceline.launch.preflight.imports", [task] if task else [], time_limit_s=_IMPORT_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return {"torch": {"error": f"the import did not finish within {_IMPORT_LIMIT_S} s"}}
-    facts: dict[str, Any] = {}
-    for line in done.stdout.splitlines():
-        with suppress(ValueError):
-            facts |= json.loads(line)
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    crash = {"error": f"the import ended its process: {last}"}
-    facts.setdefault("torch", crash)
-    if task:
-        facts.setdefault("task", crash)
-    return facts
-
-
-def run_python(module: str, arguments: Sequence[str], *, time_limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a module of Paceline in a process that ends with this one."""
-    return subprocess.run(
-        parent_death.kill_with_parent_command([sys.executable, "-P", "-m", module, *arguments]),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=time_limit_s,
-    )
-
-
-def interfaces() -> list[Interface]:
-    """Return the interfaces that are up and have an IPv4 address, without loopback."""
-    states = psutil.net_if_stats()
-    return [
-        Interface(name=name, address=entry.address, mbit_per_s=states[name].speed)
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family == socket.AF_INET
-        and name in states
-        and states[name].isup
-        and not entry.address.startswith("127.")
-    ]
-
-
-def _libraries() -> dict[str, str]:
-    """Return all installed distributions; of duplicates the first, which is the one that is imported."""
+def _libraries() -> dict[str, Any]:
+    """Return all installed distributions, of duplicates the one that is imported, and Paceline's own dependencies."""
     versions: dict[str, str] = {}
     for distribution in distributions():
-        name = distribution.metadata["Name"]
-        if name:
+        if name := distribution.metadata["Name"]:
             versions.setdefault(name.lower().replace("_", "-"), distribution.version)
-    return versions
-
-
-def _needed() -> list[str]:
-    """Return Paceline's own dependencies."""
+    needed: list[str] = []
     with suppress(Exception):  # not installed when it runs from its sources
         lines = [line for line in requires("paceline") or [] if "extra ==" not in line]
-        names = [found[0] for line in lines if (found := match(r"[\w.-]+", line))]
-        return [name.lower().replace("_", "-") for name in names]
-    return []
+        needed = [found[0].lower().replace("_", "-") for line in lines if (found := re.match(r"[\w.-]+", line))]
+    return {"libraries": versions, "needed": needed}
 
 
-def _addresses_of_name() -> list[str]:
+def _task_facts(spec: str) -> dict[str, Any]:
+    """Return the bytes of the task's model, or the error of its import."""
+    import torch
+
+    from paceline.core.task_loading import load_task_class
+
+    model_bytes = None
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            task_class = load_task_class(spec)
+        except Exception as error:
+            text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+            return {"error": text.partition("\n")[0]}
+        # The meta device needs no computation or memory; a model that cannot be built on it is still valid.
+        with suppress(Exception), torch.device("meta"):
+            model = task_class().build_model()
+            tensors = [*model.parameters(), *model.buffers()]
+            model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return {"model_bytes": model_bytes}
+
+
+def _named() -> list[str]:
     with suppress(OSError):
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
-        return sorted({str(address[0]) for *_, address in found})
+        return sorted(set(socket.gethostbyname_ex(socket.gethostname())[2]))
     return []
 
 
-def _limit(value: int) -> int | None:
-    return None if value == resource.RLIM_INFINITY else value
-
-
-def _free(path: str) -> int | None:
+def _free(path: str | Path) -> int | None:
     with suppress(OSError):
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
@@ -319,3 +113,131 @@ def _core_quota() -> float | None:
         quota, period = _CPU_QUOTA.read_text().split()
         return int(quota) / int(period)
     return None
+
+
+# --- GPUs, by NVIDIA's tools ---
+#
+# Fields and names are those of ``nvidia-smi --help-query-gpu``; bits of clock reasons are NVML's
+# ``nvmlClocksEventReason*``.
+
+
+_FIELDS = (
+    *("index", "name", "driver_version", "memory.used", "temperature.gpu"),
+    *("ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active"),
+)
+_SLOWED = {0x08: "hardware slowdown", 0x20: "thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
+_TIME_LIMIT_S = 60
+
+
+def _gpus() -> tuple[list[dict[str, Any]], str | None]:
+    """Query nvidia-smi, if it is installed; return its GPUs, and its error, if any."""
+    command = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S)
+    except FileNotFoundError:
+        return [], None
+    except (OSError, subprocess.SubprocessError) as error:
+        return [], str(error)
+    if done.returncode:
+        return [], (done.stdout + done.stderr).strip().partition("\n")[0] or f"exit code {done.returncode}"
+    return parse_gpus(done.stdout), None
+
+
+def parse_gpus(table: str) -> list[dict[str, Any]]:
+    """Parse the lines of ``nvidia-smi --query-gpu=... --format=csv,noheader,nounits``."""
+    gpus = []
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == len(_FIELDS):
+            index, name, driver, *numbers, reasons = cells
+            used, heat, errors = (int(text) if text.isdigit() else None for text in numbers)
+            bits = int(reasons, 16) if reasons.startswith("0x") else 0
+            values = {"index": int(index), "name": name, "driver": driver, "used_mib": used, "temperature_c": heat}
+            slowed_by = [reason for bit, reason in _SLOWED.items() if bits & bit]
+            gpus.append({**values, "uncorrected_errors": errors, "slowed_by": slowed_by})
+    return gpus
+
+
+# --- The network interfaces, and the address that a job's ranks on this node would use ---
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """Return the interfaces that are up and have an IPv4 address, without loopback."""
+    states = psutil.net_if_stats()
+    return [
+        {"name": name, "address": entry.address}
+        for name, found in psutil.net_if_addrs().items()
+        for entry in found
+        if entry.family == socket.AF_INET and name in states and states[name].isup and not is_loopback(entry.address)
+    ]
+
+
+def choose_address(interface: str | None, environment: Environment) -> dict[str, Any]:
+    """Return the ``address`` and ``interface`` towards the other nodes, and the ``address_problem``, if any."""
+    problem, master = None, environment.master_addr or LOOPBACK
+
+    def chosen(address: str, name: str) -> dict[str, Any]:
+        return {"address": address, "interface": name, "address_problem": problem}
+
+    if interface is not None:
+        try:
+            return chosen(interface_address(interface), interface)
+        except ConfigError as error:
+            problem = str(error)
+    if environment.nodes > 1:
+        try:
+            own = environment.node_rank == 0 and is_ours(master)
+            host = socket.gethostbyname(master) if own else address_towards(master, environment.master_port or 1)
+            if not is_loopback(host) or is_loopback(master):
+                return chosen(host, interface_of(host))
+            problem = problem or f"{master}, the name of node 0, is a loopback address on this node: {host}"
+        except ConfigError as error:
+            problem = problem or str(error)
+        for other in interfaces():  # any other address will do for the remaining checks
+            return chosen(other["address"], other["name"])
+    return chosen(LOOPBACK, "lo")
+
+
+# --- Storage ---
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return the directory, or its nearest existing parent."""
+    path = path.absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def inspect_storage(run: Path) -> dict[str, Any]:
+    """Return the free bytes, the sizes of the run's checkpoints, and what the file system lacks."""
+    directory, sizes, lacks = nearest_existing(run), list[int](), list[Any]()
+    with suppress(OSError):
+        checkpoints = entries(RunDirectory(run).checkpoints, None)
+        sizes = [entry.size_bytes for entry in checkpoints if entry.problem is None]
+    with suppress(OSError):
+        lacks = probe(directory)
+    return {"path": str(directory), "free": _free(directory), "checkpoints": sizes, "lacks": lacks}
+
+
+def leave_mark(path: Path, stack: ExitStack) -> str | None:
+    """Write a file like a checkpoint's, and lock it until ``stack`` removes it; return the error, if any."""
+    try:
+        stack.callback(path.unlink, missing_ok=True)
+        file = stack.enter_context(path.open("wb"))
+        file.write(bytes(_MARK_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        lock_now(file.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def can_lock(mark: Path) -> bool:
+    """Return whether this node can lock another one's mark, though that one has locked it."""
+    try:
+        with mark.open("r+b") as file:
+            return lock_now(file.fileno())
+    except OSError:  # it is locked, or another user's
+        return False

@@ -1,71 +1,124 @@
-"""A preflight check as a job, started by the launcher that the job itself will use."""
+"""A preflight check as a job: its ranks are started as those of the job that it checks the nodes for."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
+import tempfile
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.sockets import LOOPBACK
-from paceline.launch.launcher import Command, JobHandle, Launcher, LaunchSpec
-from paceline.launch.preflight.node import REPORT, coordinate_single_node, stoppable
-from paceline.launch.preflight.spec import NodePlace, PreflightReport, PreflightSpec
-from paceline.launch.rank import expand_placeholders
+from paceline.core.owned_names import own_prefix
+from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher
+from paceline.launch.options import RendezvousOptions
+from paceline.launch.preflight.spec import PreflightReport, PreflightSpec
 from paceline.launch.submit import finish, submit
 
+REPORT = "report.json"
 _LAST_LINES = 20
 
 
-def check_locally(preflight: PreflightSpec, port: int | None = None) -> PreflightReport:
-    """Check this node in this process, without using the spec's directory.
+def local_ranks(spec: LaunchSpec, command: tuple[str, ...], options: RendezvousOptions | None = None) -> LaunchSpec:
+    """Return a job that checks this node, and all nodes of the same job, by as many ranks as it has.
 
     Args:
-        preflight: requirements of the job.
-        port: of the job's rank 0; by default any.
+        spec: the job.
+        command: of each rank.
+        options: have the place of this node; default: the job has.
+
+    Raises:
+        ConfigError: the place of one of several nodes is not given.
     """
-    place = NodePlace(node_rank=0, nodes=1, master_addr=LOOPBACK, master_port=port or 0)
-    with stoppable():
-        return coordinate_single_node(preflight, place)
+    place = options or spec
+    if spec.nodes[1] > 1 and (place.node_rank is None or place.rdzv_endpoint is None):
+        raise ConfigError("--preflight with --nodes above 1 needs --node-rank and --rdzv-endpoint.")
+    return LaunchSpec(
+        command=command,
+        nodes=(spec.nodes[0], spec.nodes[0]),
+        nproc=spec.nproc,
+        node_rank=place.node_rank,
+        rdzv_endpoint=place.rdzv_endpoint,
+        rdzv_id=place.rdzv_id,
+        threads=spec.threads,
+        interface=spec.interface,
+        master_port=spec.master_port if spec.nodes[1] == 1 else None,
+        env=spec.env,
+    )
 
 
-def check_with_launcher(launcher: Launcher, spec: LaunchSpec, options: Any, directory: Path) -> PreflightReport:
-    """Run the checks on the job's nodes, wait, and read node 0's report.
+def check_locally(spec: LaunchSpec) -> tuple[int, PreflightReport | None]:
+    """Run the ranks of :func:`local_ranks`; return their exit code and the report, if there is one.
+
+    Raises:
+        LaunchError: they could not be started.
+    """
+    with tempfile.TemporaryDirectory(prefix=own_prefix("preflight")) as directory:
+        file, spawn = Path(directory) / REPORT, get_launcher("spawn")
+        code = spawn.submit(spawn.render(replace(spec, command=(*spec.command, str(file))))).wait()
+        return code, _read(file) if file.exists() else None
+
+
+def run_before(spec: LaunchSpec) -> tuple[int, str | None]:
+    """Check this node before a job; return the exit code, not 0 if the job must not start, and its interface, if any.
+
+    Args:
+        spec: of :func:`local_ranks`.
+
+    Raises:
+        LaunchError: the ranks could not be started.
+    """
+    code, report = check_locally(spec)
+    if report is None:
+        return code or 1, None
+    failed = report.status == "fail"
+    if not spec.node_rank:
+        for check in report.checks:
+            if check.status != "pass":
+                text = f"preflight {check.status}: {check.where}: {check.found}. {check.advice}"
+                print(f"paceline: {text.rstrip('. ')}.", file=sys.stderr)
+        if failed:
+            print("paceline: the job was not started.", file=sys.stderr)
+        elif report.interface is not None:
+            print(f"paceline: preflight: the job uses --interface {report.interface}.", file=sys.stderr)
+    return code or int(failed), report.interface
+
+
+def check_with_launcher(launcher: Launcher, spec: LaunchSpec, options: Any) -> PreflightReport:
+    """Run the checks on the job's nodes, wait, and read the report from the job's directory.
 
     Args:
         launcher: of the job.
-        spec: a job whose command runs the checks.
+        spec: a job whose ranks run the checks, and leave the report in its directory.
         options: of the launcher.
-        directory: of the checks.
 
     Raises:
         LaunchError: the cluster refused the job, or it left no report; contains its output.
     """
-    (directory / REPORT).unlink(missing_ok=True)
+    file = spec.directory / REPORT
+    file.unlink(missing_ok=True)
     record, handle = submit(launcher, launcher.render(spec, options))
     if not launcher.attached:
         print(f"paceline: submitted {record.id}; Ctrl-C cancels it.", file=sys.stderr)
     try:
-        with stoppable():
-            code = finish(record, handle)
+        code = finish(record, handle)
     except KeyboardInterrupt:
         handle.cancel()
         raise
     try:
-        return PreflightReport.from_json(json.loads((directory / REPORT).read_bytes()))
+        return _read(file)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        lines = [line for line in islice(handle.logs(), 10_000) if line.strip()][-_LAST_LINES:]
+        output = "".join(f"\n  {line}" for line in lines) + ("\n" if lines else "")
         raise LaunchError(
-            f"the preflight check ended with exit code {code} and left no report in {directory}."
-            f"{_last_output(handle)} Check that {spec.python} can import paceline on the nodes, and that they share "
-            "that directory."
+            f"the preflight check ended with exit code {code} and left no report in {spec.directory}.{output} "
+            f"Check that {spec.python} can import paceline on the nodes, and that they share that directory."
         ) from error
 
 
-def preflight_spec(spec: LaunchSpec, preflight: PreflightSpec) -> LaunchSpec:
+def job_with_preflight(spec: LaunchSpec, preflight: PreflightSpec) -> LaunchSpec:
     """Return a job that runs the checks on its nodes first.
 
     Raises:
@@ -76,35 +129,9 @@ def preflight_spec(spec: LaunchSpec, preflight: PreflightSpec) -> LaunchSpec:
             f"--preflight needs a command that is started once on each node, but --rank-launcher "
             f"{spec.rank_launcher} starts each rank. Use another --rank-launcher, or paceline doctor before the job."
         )
-    preflight = dataclasses.replace(preflight, agents=spec.rank_launcher == "agent", preflight=True)
-    return dataclasses.replace(spec, preflight=preflight.command(spec.python))
+    preflight = replace(preflight, agents=spec.rank_launcher == "agent", before_job=True)
+    return replace(spec, preflight=preflight.command(spec.python))
 
 
-def preflight_command(preflight: PreflightSpec, nodes: int, node_rank: int | None, endpoint: str | None) -> Command:
-    """Return the command that checks this node before processes are started.
-
-    Args:
-        preflight: requirements of the processes.
-        nodes: number of nodes, on each of which the same command runs.
-        node_rank: of this node.
-        endpoint: HOST:PORT of node 0, if there are several.
-
-    Raises:
-        ConfigError: the rendezvous of several nodes is not given.
-    """
-    if nodes > 1 and (node_rank is None or endpoint is None):
-        raise ConfigError("--preflight with --nodes above 1 needs --node-rank and --rdzv-endpoint.")
-    host, port = parse_endpoint(endpoint, "--rdzv-endpoint") if endpoint else (LOOPBACK, 0)
-    words = expand_placeholders(
-        dataclasses.replace(preflight, preflight=True).command(sys.executable),
-        master_addr=host,
-        master_port=port,
-        node_rank=node_rank or 0,
-        nodes=nodes,
-    )
-    return Command(title="first, on each node", argv=words)
-
-
-def _last_output(handle: JobHandle) -> str:
-    lines = [line for line in islice(handle.logs(), 10_000) if line.strip()][-_LAST_LINES:]
-    return "".join(f"\n  {line}" for line in lines) + ("\n" if lines else "")
+def _read(file: Path) -> PreflightReport:
+    return PreflightReport.from_json(json.loads(file.read_bytes()))
