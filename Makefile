@@ -49,7 +49,8 @@ test-torch: ## Run the tests of what uses torch with another release: VERSION=2.
 	@: $(or $(VERSION),$(error name the release of torch: make test-torch VERSION=2.11.0))
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(VERSION) TORCH=$(VERSION) install-dev test-packages
 	@$(subst $(VENV),.venv-torch-$(VERSION),$(PYTEST)) -m "(not system or matrix) and not slow" \
-		tests/data tests/parallel tests/training tests/elastic tests/serving $(ARGS)
+		tests/data tests/parallel tests/training tests/elastic tests/export \
+		plugins/lightning plugins/lm plugins/serving $(ARGS)
 
 .PHONY: check
 check: install-dev ## Check style, formatting, prose, sizes, types and import rules

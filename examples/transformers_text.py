@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import paceline
-from paceline.training.adapters.transformers import TransformersTask
+from paceline_lm import TransformersTask
 
 TEXT = """
 A bird in the hand is worth two in the bush.

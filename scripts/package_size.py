@@ -155,6 +155,14 @@ def main() -> int:
         for name, size in sizes.items()
         if size > budgets.get(name, size)
     ]
+    plugins = re.compile(rf"\b({'|'.join(path.name for path in (ROOT / 'plugins').glob('*/src/*'))})\b")
+    problems += [
+        f"{path.relative_to(ROOT)}:{number} names the plug-in {name[0]}; only built_in.py may"
+        for path in sorted(CORE.rglob("*.py"))
+        if path.name != "built_in.py"
+        for number, line in enumerate(lines_of(path), 1)
+        if (name := plugins.search(line))
+    ]
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0

@@ -38,7 +38,7 @@ _BACK_TIMEOUT_S = 120.0
 
 async def swaps(request: Request, connections: int, directory: Path, count: int = SWAPS) -> Report:
     """Exchange a server's package so often, for another one and back."""
-    from paceline.serving.client import Client
+    from paceline_serving.client import Client
 
     packages = [directory / "package", directory / "other"]
     for seed, package in enumerate(packages):
@@ -139,7 +139,7 @@ async def kills(request: Request, connections: int, directory: Path, replicas: i
 
 def _replicas(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     [forks] = [
-        child for child in psutil.Process(process.pid).children() if "paceline.serving.fork_server" in child.cmdline()
+        child for child in psutil.Process(process.pid).children() if "paceline_serving.fork_server" in child.cmdline()
     ]
     return forks.children()
 

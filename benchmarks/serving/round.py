@@ -19,7 +19,7 @@ from benchmarks.serving import faults
 from benchmarks.serving.load import Times, closed_loop, http_request, open_loop
 from benchmarks.serving.servers import RECIPE, build_classifier, server, write_package
 from paceline.core.errors import LaunchError
-from paceline.serving.model import ServingOptions
+from paceline.export.model import ServingOptions
 
 CONNECTIONS = 32
 BATCH = 32
@@ -185,7 +185,7 @@ def _infer_one(port: int) -> bytes:
 
 
 def _binary(port: int) -> bytes:
-    from paceline.serving.client import encode_binary
+    from paceline_serving.client import encode_binary
 
     body, json_length = encode_binary({"image": _pictures(BATCH)})
     headers = ["Content-Type: application/octet-stream", f"Inference-Header-Content-Length: {json_length}"]

@@ -13,9 +13,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from paceline.cli import main
-from paceline.cli.serve import _LogFormatter
 from paceline.core.printable import PrintableStream, escape_controls, printable_output
 from paceline.core.rich_console import Console
+from paceline_serving.serve_command import _LogFormatter
 
 HOSTILE = "a\x1b[2K\x1b]0;t\x07\r\x9b1m\u202eb\u2066\u2028\x7f\U000e0041"
 SHOWN = r"a\x1b[2K\x1b]0;t\x07\x0d\x9b1m\u202eb\u2066\u2028\x7f\U000e0041"

@@ -22,10 +22,10 @@ from types import FrameType
 import grpc
 import httpx
 import numpy as np
+from plugins.serving.tests.conftest import Server
+from plugins.serving.tests.load import PATH
+from plugins.serving.tests.test_fuzz import damaged
 from tests.fuzz.damage import ODD_VALUES, copy_tree, damage_bytes, damage_json, damage_tree
-from tests.serving.conftest import Server
-from tests.serving.load import PATH
-from tests.serving.test_fuzz import damaged
 from tritonclient.grpc import service_pb2
 
 from paceline.cli import _run

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from plugins.serving.tests.conftest import start_server
+from plugins.serving.tests.packages import put
 from tests.fuzz.targets import World
 from tests.processes import Processes
-from tests.serving.conftest import start_server
-from tests.serving.packages import put
 
 _TASK = Path(__file__).with_name("tiny_task.py")
 

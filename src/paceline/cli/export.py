@@ -63,9 +63,9 @@ def export(
     json
         Print one JSON object: the package's directory, digest, reference and differences.
     """
+    from paceline.export.export import ExportRequest
+    from paceline.export.export import export as export_run
     from paceline.runs.package_registry import Registry
-    from paceline.serving.export import ExportRequest
-    from paceline.serving.export import export as export_run
 
     request = ExportRequest(
         run=run,

@@ -79,8 +79,12 @@ COMMANDS: Mapping[str, CliCommand] = {
     ),
     "runs": CliCommand("Look", "paceline.cli.runs:app", "List runs with state and results; show one run's history."),
     "logs": CliCommand("Look", "paceline.cli.logs:logs", "Show what each rank of a run printed."),
-    "dashboard": CliCommand("Look", "paceline.cli.dashboard:dashboard", "Show runs and jobs live on a local web page."),
-    "report": CliCommand("Look", "paceline.cli.report:report", "Analyse and compare runs; check recorded metrics."),
+    "dashboard": CliCommand(
+        "Look", "paceline_pages.dashboard_command:dashboard", "Show runs and jobs live on a local web page."
+    ),
+    "report": CliCommand(
+        "Look", "paceline_pages.report_command:report", "Analyse and compare runs; check recorded metrics."
+    ),
     "jobs": CliCommand("Look", "paceline.cli.jobs:jobs", "List submitted jobs."),
     "status": CliCommand("Look", "paceline.cli.jobs:status", "Show a job's state."),
     "cancel": CliCommand("Look", "paceline.cli.jobs:cancel", "Cancel a job."),
@@ -116,9 +120,11 @@ COMMANDS: Mapping[str, CliCommand] = {
     ),
     "export": CliCommand("Serve", "paceline.cli.export:export", "Export a run's model as a package."),
     "registry": CliCommand("Serve", "paceline.cli.registry:app", "List, tag, copy and roll back packages."),
-    "serve": CliCommand("Serve", "paceline.cli.serve:serve", "Serve packages over HTTP (Open Inference Protocol v2)."),
-    "deploy": CliCommand("Serve", "paceline.cli.deploy:deploy", "Replace the package of a running server."),
-    "predict": CliCommand("Serve", "paceline.cli.predict:predict", "Predict with a package or a server."),
+    "serve": CliCommand(
+        "Serve", "paceline_serving.serve_command:serve", "Serve packages over HTTP (Open Inference Protocol v2)."
+    ),
+    "deploy": CliCommand("Serve", "paceline_serving.deploy_command:deploy", "Replace the package of a running server."),
+    "predict": CliCommand("Serve", "paceline_serving.predict_command:predict", "Predict with a package or a server."),
     "gc": CliCommand("Keep clean", "paceline.cli.gc:gc", "Remove old runs and packages."),
     "checkpoint": CliCommand(
         "Keep clean", "paceline.cli.checkpoint:app", "List, verify and remove a run's checkpoints."
@@ -131,6 +137,12 @@ COMMANDS: Mapping[str, CliCommand] = {
 
 Group = Literal["paceline.launchers", "paceline.strategies", "paceline.trackers", "paceline.tasks"]
 """The group in which an entry point is registered."""
+
+NAMES: Mapping[str, str] = {
+    "LightningTask": "paceline_lightning:LightningTask",
+    "TransformersTask": "paceline_lm:TransformersTask",
+}
+"""The names in ``paceline`` that a plug-in defines, as ``module:name``."""
 
 BUILT_IN: Mapping[Group, Mapping[str, str]] = {
     "paceline.launchers": {

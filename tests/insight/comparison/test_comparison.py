@@ -13,7 +13,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from tests.insight.dashboard.made import make_run, record
+from tests.insight.made import make_run, record
 from tests.processes import Processes
 
 from paceline.cli.runs import runs

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.core.test_file_lock import lock_as_another_node
-from tests.insight.dashboard.made import make_run
+from tests.insight.made import make_run
 from tests.processes import Processes
 from tests.runs.packages.conftest import manifest_of
 

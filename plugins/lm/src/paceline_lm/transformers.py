@@ -1,0 +1,234 @@
+"""A Hugging Face ``transformers`` model with its collator, as a Paceline task."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from paceline.core.callback import Callback, RunSchedule
+from paceline.core.errors import TaskError
+from paceline.core.task import Loss, Task
+from paceline.torch_internals import FakeTensor
+
+try:
+    from transformers import PreTrainedModel, default_data_collator
+except ModuleNotFoundError as error:
+    raise TaskError(
+        f"paceline_lm.transformers needs transformers ({error.name} is not installed): "
+        "pip install 'paceline[transformers]'"
+    ) from error
+
+IGNORED = -100
+"""The label of what does not count."""
+
+_LEAST_INFLUENCE = 2.0**-14
+"""Of one document on another's logits, relative to the greatest; or a rounding, if that is larger (bfloat16)."""
+
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+
+
+@dataclass
+class TransformersTask(Task):
+    """A ``PreTrainedModel`` that computes its own loss from ``labels``.
+
+    Subclass it as a dataclass; :meth:`build_model` and :meth:`build_dataset` are required, samples being
+    mappings. A step is the mean over all labels that count, whichever micro-batch they are in: by tokens for
+    language models, by samples for classification. It does not depend on the distribution of tokens, as a mean
+    of the ranks' means would.
+
+    Attributes:
+        lr: the peak of AdamW's learning rate, which falls linearly to 0, as with ``transformers.Trainer``.
+        weight_decay: of AdamW; biases and norms have none.
+        warmup: the share of the steps in which the learning rate rises.
+    """
+
+    lr: float = 5e-5
+    weight_decay: float = 0.0
+    warmup: float = 0.0
+    _collator: Collator | None = field(default=None, init=False, repr=False, compare=False)
+    _isolation_checked: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def build_collator(self) -> Collator:
+        """Return what makes a batch of samples, such as ``DataCollatorForLanguageModeling(tokenizer)``."""
+        collator: Collator = default_data_collator
+        return collator
+
+    def loss_weight(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
+        """Count the labels of a batch over which the model's loss is the mean.
+
+        Override it for a model whose loss is another mean.
+        """
+        labels = batch.get("labels")
+        if labels is None:
+            return len(next(iter(batch.values())))  # question answering: a sample has two positions
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            return len(labels)
+        predicted = _predicted(model, labels)
+        # Fake tensors, with which `paceline plan` measures memory, have no values.
+        return predicted.numel() if isinstance(labels, FakeTensor) else int((predicted != IGNORED).sum())
+
+    # --- what Paceline calls
+
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        if self._collator is None:
+            self._collator = self.build_collator()
+        return dict(self._collator(samples))
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+        plain = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+        groups = [
+            {"params": decayed, "weight_decay": self.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        return AdamW([group for group in groups if group["params"]], lr=self.lr)
+
+    def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> LambdaLR:
+        rising = math.ceil(self.warmup * total_steps)
+
+        def factor(step: int) -> float:
+            if step < rising:
+                return step / rising
+            return max(0.0, (total_steps - step) / max(1, total_steps - rising))
+
+        return LambdaLR(optimizer, factor)
+
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
+        return _Perplexity(_inside(self, model))
+
+    def pipeline_blocks(self, model: nn.Module) -> Sequence[Any] | None:
+        raise TaskError(
+            f"--strategy pp cannot find the blocks of a {type(_inside(self, model)).__name__} by itself. Define "
+            f"{type(self).__name__}.pipeline_blocks, or use --strategy fsdp."
+        )
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
+        return self._forward(model, batch)[1]
+
+    def metrics(self, model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        outputs, loss = self._forward(model, batch)
+        values: dict[str, Any] = {"loss": (loss.sum, loss.weight)}
+        labels, logits = batch.get("labels"), outputs.get("logits")
+        if isinstance(labels, torch.Tensor) and isinstance(logits, torch.Tensor):
+            expected = _predicted(_inside(self, model), labels)
+            said = logits.argmax(dim=-1)
+            said = said[..., : expected.shape[-1]] if expected.dim() > 1 else said
+            if not labels.is_floating_point() and said.shape == expected.shape:
+                counts = expected != IGNORED
+                values["accuracy"] = ((said == expected)[counts].sum(), counts.sum())
+        return values
+
+    def _forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Loss]:
+        inside = _inside(self, model)
+        taken = inspect.signature(inside.forward).parameters
+        arguments = {name: value for name, value in batch.items() if name in taken}
+        if "use_cache" in taken:
+            # With a cache, transformers would not look for documents in the position ids.
+            arguments.setdefault("use_cache", False)
+        if not self._isolation_checked:
+            self._isolation_checked = True
+            _require_isolation(inside, batch, arguments)
+        outputs = model(**arguments)
+        mean = outputs.get("loss")
+        if mean is None:
+            raise TaskError(
+                f"{type(inside).__name__} returned no loss: the batch has {', '.join(batch)}. Have the "
+                'collator or the dataset give "labels", or define loss() in the task.'
+            )
+        weight = self.loss_weight(inside, batch)
+        # The mean over no labels is NaN.
+        total = mean * weight if weight else outputs["logits"].sum() * 0.0
+        return outputs, Loss(total, float(weight))
+
+
+def _require_isolation(model: PreTrainedModel, batch: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse packed documents if the model's output for one depends on those before it.
+
+    A model that is sharded over ranks needs the same calls on all of them, so they do not depend on the batch's values.
+
+    Raises:
+        TaskError: it does.
+    """
+    words, positions = batch.get("input_ids"), batch.get("position_ids")
+    if "attention_mask" in batch or not isinstance(words, torch.Tensor) or not isinstance(positions, torch.Tensor):
+        return
+    if words.dim() != 2 or words.shape[1] < 4 or _is_traced(words, model):
+        return
+    words, half = words[:1], words.shape[1] // 2
+    vocabulary = model.get_input_embeddings().num_embeddings
+    others = torch.cat([(words[:, :half] + 1) % vocabulary, words[:, half:]], dim=1)
+    restarting = torch.arange(words.shape[1], device=words.device) % half  # an odd length has a document of one word
+    options = {name: restarting[None] if name == "position_ids" else value for name, value in arguments.items()}
+    options = {name: value for name, value in options.items() if name in ("position_ids", "use_cache")}
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits, after_others = (model(input_ids=ids, **options).get("logits") for ids in (words, others))
+    finally:
+        for module in training:
+            module.training = True
+    is_packed = bool((positions.diff(dim=-1) < 0).any())
+    if not is_packed or logits is None or logits.dim() != 3 or logits.shape[1] != words.shape[1]:
+        return
+    second, difference = logits[:, half:].float(), (logits - after_others)[:, half:].float()
+    if difference.abs().max() > max(_LEAST_INFLUENCE, torch.finfo(logits.dtype).eps) * second.abs().max():
+        raise TaskError(
+            f"the documents of a packed batch see each other: {type(model).__name__} with attention "
+            f"{model.config._attn_implementation!r} computes another output for a document after others, though the "
+            "position ids restart. Use a model that isolates them, or a collator that pads and gives an "
+            "attention_mask."
+        )
+
+
+def _is_traced(words: torch.Tensor, model: nn.Module) -> bool:
+    """Return whether there are no values to compare: in ``paceline plan``, and where other ranks hold the layers."""
+    return isinstance(words, FakeTensor) or any(parameter.is_meta for parameter in model.parameters())
+
+
+class _Perplexity(Callback):
+    """Adds the perplexity of a language model: of the mean loss, which a mean of blocks' would not be."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._speaks = model.get_output_embeddings() is not None  # a classifier has none
+
+    def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        if not self._speaks:
+            return metrics
+        try:
+            return {**metrics, "perplexity": math.exp(metrics["loss"])}
+        except OverflowError:
+            return {**metrics, "perplexity": math.inf}
+
+
+def _predicted(model: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
+    """Return the labels that the model predicts; a model that reads from left to right predicts no first token.
+
+    ``transformers`` itself takes a loss that is not known by the model's class name for a causal one.
+    """
+    known = model.loss_type not in (None, "ForCausalLM", "ForConditionalGeneration")
+    causal = not known and not model.config.is_encoder_decoder and labels.dim() > 1
+    return labels[..., 1:] if causal else labels
+
+
+def _inside(task: Task, model: nn.Module) -> PreTrainedModel:
+    """Return the model inside its wrappers (``DistributedDataParallel``, ``torch.compile``).
+
+    Raises:
+        TaskError: there is none.
+    """
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            return part
+    raise TaskError(
+        f"{type(task).__name__}.build_model returned a {type(model).__name__}; it must return a "
+        "transformers.PreTrainedModel."
+    )

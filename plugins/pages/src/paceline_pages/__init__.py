@@ -1,0 +1,1 @@
+"""Pages: reports on runs, and the dashboard."""

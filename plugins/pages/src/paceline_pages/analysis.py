@@ -1,0 +1,478 @@
+"""Analysis of a run for a report: its record, its model's layers and its results."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.config import config_from_mapping, non_defaults, to_flags
+from paceline.core.encodings import Categories, Dates
+from paceline.core.errors import RunDirectoryError, UserError
+from paceline.core.files import read_json_lines
+from paceline.core.inference import InferenceSignature, TensorSpec, name_with_unit
+from paceline.core.stats import Estimate, Floats
+from paceline.data.samples import MicroBatch
+from paceline.runs.directory import RunDirectory
+from paceline.runs.status import NOT_COMPARED, configuration
+from paceline.runs.timeline import Timeline, timeline
+from paceline.torch_internals import tree_leaves
+from paceline.training.loaded_model import LoadedModel, load_trained_model, make_evaluator
+from paceline_pages.classification import ClassificationResult, classify
+from paceline_pages.evaluation_recorder import EvaluationRecorder, Predictions, RegressionValues
+from paceline_pages.regression import RegressionResult, regress
+
+# --- A run's directory, read without trusting its contents ---
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A value at a step."""
+
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """The contents of a run's directory.
+
+    Attributes:
+        name: of the directory.
+        manifest: ``run.toml``.
+        train, evaluations: the records of ``metrics.jsonl``.
+        result: ``result.json``; None if the run has not finished.
+        timeline: of ``events.jsonl``.
+        state: "finished", "running", or the last known state.
+    """
+
+    name: str
+    path: Path
+    manifest: Mapping[str, Any]
+    train: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Mapping[str, Any], ...]
+    result: Mapping[str, Any] | None
+    timeline: Timeline
+    state: str
+
+    @cached_property
+    def loss(self) -> list[CurvePoint]:
+        """Return the training loss."""
+        return _points(self.train, "loss")
+
+    @cached_property
+    def learning_rate(self) -> list[CurvePoint]:
+        """Return the learning rate of the first parameter group."""
+        return _points(self.train, "lr")
+
+    @cached_property
+    def throughput(self) -> list[CurvePoint]:
+        """Return the samples per second."""
+        return _points(self.train, "samples_per_s")
+
+    @cached_property
+    def memory(self) -> list[CurvePoint]:
+        """Return the MiB of the rank that uses the most."""
+        points = []
+        for record in self.train:
+            ranks = record.get("ranks")
+            used = [_finite(rank.get("memory_mib")) for rank in ranks] if isinstance(ranks, list) else []
+            step = record.get("step")
+            if isinstance(step, int) and (known := [mib for mib in used if mib is not None]):
+                points.append(CurvePoint(step, max(known)))
+        return points
+
+    def metric(self, split: str, name: str) -> list[CurvePoint]:
+        """Return a metric of a split over the run."""
+        values = [
+            {"step": record.get("step"), "value": record["metrics"].get(name)}
+            for record in self.evaluations
+            if record.get("split") == split and isinstance(record.get("metrics"), Mapping)
+        ]
+        return _points(values, "value")
+
+    def metrics_of(self, split: str) -> list[str]:
+        """Return the names of the metrics that a split's evaluations had, in their order."""
+        metrics = (r.get("metrics") for r in self.evaluations if r.get("split") == split)
+        return list(dict.fromkeys(str(name) for values in metrics if isinstance(values, Mapping) for name in values))
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        return dict(self.manifest["task"]["fields"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return everything that decides what the run computes: the task, its fields and all options."""
+        return configuration(self.manifest)
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Return the seconds of each phase, of the last start."""
+        phases = (self.result or {}).get("phases_s")
+        if not isinstance(phases, Mapping):
+            return {}
+        return {str(name): s for name, value in phases.items() if (s := _finite(value)) is not None}
+
+    @property
+    def recorded_metrics(self) -> dict[str, dict[str, float | None]]:
+        """Return the metrics of ``result.json``: split -> name -> value."""
+        metrics_of_splits = (self.result or {}).get("metrics")
+        if not isinstance(metrics_of_splits, Mapping):
+            return {}
+        return {
+            str(split): {str(name): _finite(value) for name, value in metrics.items()}
+            for split, metrics in metrics_of_splits.items()
+            if isinstance(metrics, Mapping)
+        }
+
+    @property
+    def command(self) -> str | None:
+        """Return the command that trains the same model again; None if the options cannot be parsed any more."""
+        try:
+            config = config_from_mapping(self.manifest["config"], "run.toml")
+        except UserError:
+            return None
+        words = ["paceline", "train", str(self.manifest["task"]["spec"])]
+        for name, value in self.fields.items():
+            words += ["--set", f"{name}={value}"]
+        words += to_flags(non_defaults(config), leave_out=NOT_COMPARED)
+        return shlex.join(words)
+
+
+def read_record(directory: RunDirectory) -> Record:
+    """Read a run's directory; missing parts are empty.
+
+    Raises:
+        RunDirectoryError: the directory holds no run, or its files are damaged.
+    """
+    manifest = directory.read_complete_manifest()
+    events = directory.read_events()
+    records = read_json_lines(directory.metrics)
+    result = directory.read_result()
+    try:
+        until = directory.metrics.stat().st_mtime if directory.metrics.exists() else None
+        history = timeline(events, until=until)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{directory.events} is damaged: {error!r}. Restore it from a copy, or remove it."
+        ) from error
+    return Record(
+        name=directory.path.resolve().name,
+        path=directory.path,
+        manifest=manifest,
+        train=tuple(r for r in records if r.get("kind") == "train"),
+        evaluations=tuple(r for r in records if r.get("kind") == "eval"),
+        result=result,
+        timeline=history,
+        state=_state(directory, result, history),
+    )
+
+
+def _state(directory: RunDirectory, result: Mapping[str, Any] | None, history: Timeline) -> str:
+    if result is not None:
+        return "finished"
+    if directory.is_running():
+        return "running"
+    last = history.entries[-1].event if history.entries else ""
+    return last if last in ("stopped", "failed") else "not finished"
+
+
+def _points(records: Any, name: str) -> list[CurvePoint]:
+    return [
+        CurvePoint(record["step"], value)
+        for record in records
+        if isinstance(record.get("step"), int) and (value := _finite(record.get(name))) is not None
+    ]
+
+
+def _finite(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+# --- A model as a table: its layers in the order in which they compute ---
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module without children, or with parameters of its own.
+
+    Attributes:
+        name: in the model.
+        kind: its class.
+        shape: of its output for one sample, without the batch; None if it did not run.
+        parameters: number of elements, not counting parameters shared with an earlier layer.
+        trained: number of trained elements.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...] | None
+    parameters: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The structure of a model.
+
+    Attributes:
+        kind: its class.
+        layers: in the order of their first forward, followed by those that did not run.
+        parameters: number of elements, each counted once.
+        trained: number of trained elements.
+        bytes: of parameters and buffers.
+    """
+
+    kind: str
+    layers: tuple[Layer, ...]
+    parameters: int
+    trained: int
+    bytes: int
+
+
+class LayerShapes:
+    """A recorder of the layers' output shapes in their first forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._layers = [
+            (name, module)
+            for name, module in model.named_modules()
+            if not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False))
+        ]
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record forwards inside the context."""
+        handles = [module.register_forward_hook(partial(self._record, name)) for name, module in self._layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _record(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._shapes.setdefault(name, _shape(output))
+
+    def architecture(self) -> Architecture:
+        """Return the structure of the model with the recorded shapes."""
+        seen: set[int] = set()
+        layers = {}
+        for name, module in self._layers:
+            own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+            seen |= {id(p) for p in own}
+            layers[name] = Layer(
+                name=name,
+                kind=type(module).__name__,
+                shape=self._shapes.get(name),
+                parameters=sum(p.numel() for p in own),
+                trained=sum(p.numel() for p in own if p.requires_grad),
+            )
+        order = [*self._shapes, *(name for name in layers if name not in self._shapes)]
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        return Architecture(
+            kind=type(self._model).__name__,
+            layers=tuple(layers[name] for name in order),
+            parameters=sum(p.numel() for p in self._model.parameters()),
+            trained=sum(p.numel() for p in self._model.parameters() if p.requires_grad),
+            bytes=sum(t.numel() * t.element_size() for t in tensors),
+        )
+
+
+def _shape(output: Any) -> tuple[int, ...]:
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return tuple(tensors[0].shape[1:]) if tensors else ()
+
+
+# --- Analyse a run: read its record, and evaluate its model again on a split ---
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of evaluated samples and the total."""
+
+_SOURCE_LINES = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The data that the model was evaluated on.
+
+    Attributes:
+        sha256: of its tensors, independent of the size of blocks.
+        train_samples, val_samples: of the run's own splits, if they have a length.
+        inputs: name -> "uint8, 1 x 28 x 28" and so on, from the model's :class:`InferenceSignature`.
+        preprocessing: the source of the exported model's code between inputs and outputs; None if it has none.
+    """
+
+    samples: int
+    sha256: str
+    train_samples: int | None
+    val_samples: int | None
+    inputs: Mapping[str, str]
+    preprocessing: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """A run and its model's results on a split.
+
+    Attributes:
+        record: contents of its directory.
+        step: of the checkpoint.
+        is_best: whether that is the best model so far.
+        metrics: by name, with intervals.
+        recorded: the run's own metrics of this split and model, by name; empty if there are none.
+        changed_numerics: differences between this process and the run on which bits depend.
+        per_sample: the metrics that have a value for each sample, (N,), by name.
+        predictions: None if the model is not a classifier.
+        values: None if the model is not a regression.
+    """
+
+    record: Record
+    split: str
+    step: int
+    is_best: bool
+    metrics: Mapping[str, Estimate]
+    recorded: Mapping[str, float | None]
+    changed_numerics: tuple[str, ...]
+    per_sample: Mapping[str, Floats]
+    predictions: Predictions | None
+    classification: ClassificationResult | None
+    values: RegressionValues | None
+    regression: RegressionResult | None
+    architecture: Architecture
+    data: Data
+    device: str
+
+    @property
+    def main_metric(self) -> str:
+        """Return the name of the metric of ``--best-metric``, else of the first metric."""
+        best = str(self.record.manifest["config"].get("best_metric") or "").partition(":")[0]
+        return best if best in self.metrics else next(iter(self.metrics))
+
+    @property
+    def more_is_better(self) -> bool:
+        """Return whether a high main metric is good; by default, losses and errors should be low."""
+        name, _, mode = str(self.record.manifest["config"].get("best_metric") or "").partition(":")
+        if name == self.main_metric and mode in ("min", "max"):
+            return mode == "max"
+        low_is_better = ("loss", "error", "perplexity", "bits", "mse", "mae", "rmse")
+        return not any(word in self.main_metric.lower() for word in low_is_better)
+
+
+def analyse(
+    directory: RunDirectory,
+    *,
+    split: str = "test",
+    checkpoint: str | None = None,
+    task: str = "",
+    on_progress: OnProgress = lambda done, total: None,
+) -> Analysis:
+    """Read a run and evaluate one of its checkpoints, without writing anything.
+
+    Args:
+        split: "test" or "val".
+        checkpoint: "best", "last" or a step; None: the best, or the last if the run has no validation.
+        task: where the task's class is now, if not where it was when the run was trained.
+        on_progress: called after each block of samples.
+
+    Raises:
+        UserError: the directory holds no run, or its task or data cannot be built.
+        CheckpointError: the checkpoint does not exist or is damaged.
+    """
+    record = read_record(directory)
+    with (
+        load_trained_model(directory, checkpoint, task=task) as trained,
+        closing(make_evaluator(trained, split)) as evaluator,
+    ):
+        with torch.no_grad():
+            inference = trained.run.task.inference_signature(trained.module)
+        if inference is not None:
+            inference.module.eval()
+        recorder = EvaluationRecorder(trained.run.task, inference)
+        shapes = LayerShapes(trained.module)
+        done = 0
+
+        def observe(microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
+            nonlocal done
+            recorder(microbatch, values)
+            done += microbatch.num_samples
+            on_progress(done, evaluator.num_samples)
+
+        with shapes.recording():
+            measured = trained.evaluate(evaluator, split, observe)
+        predictions, values = recorder.predictions(), recorder.regression()
+        return Analysis(
+            record=record,
+            split=split,
+            step=trained.info.step,
+            is_best=trained.is_best,
+            metrics={name: recorder.estimates.estimate(name, value) for name, value in measured.items()},
+            recorded=_recorded(record, trained, split),
+            changed_numerics=tuple(trained.changed_numerics),
+            per_sample=recorder.estimates.per_sample(),
+            predictions=predictions,
+            classification=None if predictions is None else classify(predictions),
+            values=values,
+            regression=None if values is None else regress(values),
+            architecture=shapes.architecture(),
+            data=_data(record, evaluator.num_samples, recorder.data_sha256, inference),
+            device=str(trained.run.device),
+        )
+
+
+def _recorded(record: Record, trained: LoadedModel, split: str) -> Mapping[str, float | None]:
+    """Return the run's own metrics if they are of this model: the best, or the last without validation."""
+    best = (record.result or {}).get("best_step")
+    result_step = (record.result or {}).get("steps") if best is None else best
+    return record.recorded_metrics.get(split, {}) if result_step == trained.info.step else {}
+
+
+def _data(record: Record, samples: int, sha256: str, inference: InferenceSignature | None) -> Data:
+    recorded = record.manifest.get("data", {})
+    inputs = {}
+    if inference is not None:
+        for name, spec in inference.inputs.items():
+            inputs[name] = _describe(spec)
+    return Data(
+        samples=samples,
+        sha256=sha256,
+        train_samples=recorded.get("train_samples"),
+        val_samples=recorded.get("val_samples"),
+        inputs=inputs,
+        preprocessing=None if inference is None else _source(type(inference.module)),
+    )
+
+
+def _describe(spec: TensorSpec) -> str:
+    shape = " × ".join("any" if size is None else str(size) for size in spec.shape)
+    if isinstance(spec.encoding, Categories):
+        return f"{shape + ' of' if shape else 'one of'} {len(spec.encoding.codes):,} categories"
+    if isinstance(spec.encoding, Dates):
+        return f"a date, as {', '.join(spec.encoding.parts)}"
+    if spec.encoding is not None:
+        return f"a text, as {shape} numbers"
+    if spec.columns:
+        return f"{spec.dtype}: " + ", ".join(starmap(name_with_unit, spec.columns.items()))
+    return f"{spec.dtype}, {shape or 'a number'}" + (f" in {spec.unit}" if spec.unit else "")
+
+
+def _source(kind: type) -> str | None:
+    try:
+        lines = inspect.getsource(kind).splitlines()
+    except (OSError, TypeError):
+        return None
+    return "\n".join(lines if len(lines) <= _SOURCE_LINES else [*lines[:_SOURCE_LINES], "..."])

@@ -1,0 +1,616 @@
+"""The dashboard's HTTP server."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+from paceline import __version__
+from paceline.core.access import LOOPBACK_NAMES, is_cross_site, is_loopback, is_same_token
+from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDirectoryError
+from paceline.core.files import open_regular, read_document
+from paceline.insight.run_index import Curves, Index
+from paceline.launch.launcher import JobStatus
+from paceline.launch.submit import JobRecord, read_records
+from paceline.runs.checkpoint_admin import entries
+from paceline.runs.directory import RunDirectory
+from paceline.runs.metrics import finite
+from paceline.runs.package import read_manifest
+from paceline.runs.package_registry import Registry
+from paceline.runs.status import configuration, read_beats
+from paceline.runs.timeline import timeline
+from paceline_serving.static_assets import HEADERS, Assets, tag_of
+
+# --- Access: on loopback every user of this machine, on other addresses only with the token ---
+
+
+COOKIE = "paceline-dashboard"
+
+
+class DashboardAccess:
+    """Access rules of the dashboard.
+
+    Args:
+        host: address that the server listens on.
+        token: the secret that visitors must send; None: the server requires no token.
+
+    Raises:
+        ConfigError: other machines could reach the host, and there is no token.
+    """
+
+    def __init__(self, host: str, port: int, token: bytes | None) -> None:
+        if token is None and not is_loopback(host):
+            raise ConfigError(
+                f"--host {host} can be reached from other machines, so it needs --token-file FILE (the file is "
+                "created if it is missing). Or leave --host out and use ssh -L."
+            )
+        self._names = {f"{name}:{port}" for name in LOOPBACK_NAMES}
+        if is_loopback(host):
+            self._names.add(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        self._token = token
+
+    @property
+    def needs_token(self) -> bool:
+        """Return whether a visitor must give a token."""
+        return self._token is not None
+
+    def is_our_name(self, host_header: str) -> bool:
+        """Return whether a Host header names this server: a foreign name that resolves to loopback is an attack.
+
+        With a token any name is allowed, since a page of another name does not have its cookie.
+        """
+        return self._token is not None or host_header.lower() in self._names
+
+    def admits(self, authorization: str, cookies: str) -> bool:
+        """Return whether a request with these headers ``Authorization`` and ``Cookie`` carries the token."""
+        if self._token is None:
+            return True
+        scheme, _, candidate = authorization.partition(" ")
+        if scheme.lower() == "bearer" and self.knows(candidate):
+            return True
+        try:
+            cookie = SimpleCookie(cookies).get(COOKIE)
+        except CookieError:
+            return False
+        return cookie is not None and is_same_token(cookie.value, self._cookie())
+
+    def knows(self, token: str) -> bool:
+        """Compare a token, in hexadecimal digits, in constant time."""
+        return self._token is not None and is_same_token(token.strip(), self._token.hex())
+
+    def set_cookie(self) -> str:
+        """Return the header that sets a browser's cookie, which is derived from the token and does not contain it."""
+        return f"{COOKIE}={self._cookie()}; HttpOnly; SameSite=Strict; Path=/"
+
+    def _cookie(self) -> str:
+        assert self._token is not None
+        return hmac.new(self._token, b"paceline dashboard", hashlib.sha256).hexdigest()
+
+
+# --- Jobs submitted from this machine, queried in a background thread because a scheduler may be slow ---
+
+
+_POLL_S = 10.0
+_IDLE_POLL_S = 30.0  # without a visitor for this long, no scheduler is queried
+_SHOWN_S = 86400.0  # an ended job, as in `paceline jobs`
+
+
+class Jobs:
+    """A reader of the job store that queries it every ten seconds while a page is open.
+
+    It keeps commands and variables of jobs to itself, since they may contain secrets.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[JobRecord, JobStatus]] = []
+        self._last_request = 0.0
+        self._wake = threading.Event()
+        self._ending = False
+        self._thread = threading.Thread(target=self._watch, name="paceline-jobs", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ending = True
+        self._wake.set()
+        self._thread.join(1.0)
+
+    def rows(self, index: Index) -> list[dict[str, Any]]:
+        """Return the last known status of each job, newest first, at most two queries old."""
+        last_request, self._last_request = self._last_request, time.monotonic()
+        if self._last_request - last_request > _IDLE_POLL_S:
+            self._wake.set()
+        return [
+            {
+                "id": record.id,
+                "name": record.name,
+                "launcher": record.launcher,
+                "state": status.state,
+                "detail": status.detail,
+                "restarts": status.restarts,
+                "submitted": record.submitted,
+                "run": _run_id(record, index),
+            }
+            for record, status in reversed(self._rows)
+        ]
+
+    def _watch(self) -> None:
+        while not self._ending:
+            if self._last_request and time.monotonic() - self._last_request < _IDLE_POLL_S:
+                self._rows = [
+                    (record, status)
+                    for record in read_records()
+                    if not (status := _status(record)).ended or time.time() - record.submitted < _SHOWN_S
+                ]
+            self._wake.wait(_POLL_S)
+            self._wake.clear()
+
+
+def _status(record: JobRecord) -> JobStatus:
+    try:
+        return record.status()
+    except (PacelineError, OSError) as error:
+        return JobStatus(state="unknown", detail=str(error).partition(". ")[0])
+
+
+def _run_id(record: JobRecord, index: Index) -> str | None:
+    return None if record.run is None else index.id_of(Path(record.run))
+
+
+# --- One run, as the page shows it ---
+
+
+_MAX_FOLLOWED = 16
+_MAX_ENTRIES = 300
+_LOG_BYTES = 64 * 1024
+
+
+class Views:
+    """A cache of the last requested runs, with their curves; thread-safe."""
+
+    def __init__(self) -> None:
+        self._followed: OrderedDict[str, Curves] = OrderedDict()
+        self._packages = PackageIndex()
+        self._lock = threading.Lock()
+
+    def curves(self, run: str, directory: RunDirectory) -> dict[str, Any]:
+        """Return the current curves."""
+        with self._lock:
+            return {"curves": self._follow(run, directory).as_json()}
+
+    def detail(self, run: str, directory: RunDirectory, row: dict[str, Any]) -> dict[str, Any]:
+        """Return everything else that the page shows of a run; damaged parts are omitted and named in ``problems``."""
+        problems: list[str] = []
+        detail: dict[str, Any] = {"run": row, "problems": problems}
+        with self._lock:
+            followed = self._follow(run, directory)
+            rows = {row["rank"]: row for row in followed.ranks if isinstance(row.get("rank"), int)}
+        detail["ranks"] = [{**asdict(beat), "telemetry": rows.get(beat.rank)} for beat in read_beats(directory)] or [
+            {"rank": rank, "telemetry": telemetry} for rank, telemetry in sorted(rows.items())
+        ]
+        readers: tuple[tuple[str, Callable[[RunDirectory], Any]], ...] = (
+            ("config", _config),
+            ("history", _history),
+            ("checkpoints", _checkpoints),
+            ("packages", self._packages.of_run),
+        )
+        for name, read in readers:
+            try:
+                detail[name] = read(directory)
+            except (PacelineError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                detail[name] = None
+                problems.append(f"{name}: {error}")
+        detail["logs"] = _logs(directory)
+        detail["report"] = _report_of(directory).is_file()
+        detail["trackers"] = _trackers(directory)
+        return detail
+
+    def _follow(self, run: str, directory: RunDirectory) -> Curves:
+        followed = self._followed.setdefault(run, Curves(directory.metrics))
+        self._followed.move_to_end(run)
+        while len(self._followed) > _MAX_FOLLOWED:
+            self._followed.popitem(last=False)
+        followed.update()
+        return followed
+
+
+def log_tail(directory: RunDirectory, rank: int) -> str | None:
+    """Return the end of a rank's output; None if it has no log."""
+    path = directory.log_of(rank)
+    try:
+        if path.is_symlink() or not path.is_file():
+            return None
+        with open_regular(path) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _LOG_BYTES))
+            content = file.read(_LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return None
+    return content if size <= _LOG_BYTES else content.partition("\n")[2]
+
+
+class PackageIndex:
+    """The packages in the user's registry by the run from which they were exported; each manifest is read once."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, str | None] = {}
+
+    def of_run(self, directory: RunDirectory) -> list[str]:
+        """Return the references, or else the digests, of a run's packages."""
+        try:
+            run_id, registry = directory.read_manifest().get("id"), Registry.of_user()
+        except RunDirectoryError:
+            return []  # the configuration's problem says so
+        found = []
+        for digest in registry.digests():
+            if digest not in self._runs:
+                try:
+                    self._runs[digest] = read_manifest(registry.path_of(digest))[0].provenance.run
+                except PackageError:  # it concerns its own commands
+                    self._runs[digest] = None
+            if self._runs[digest] == run_id:
+                found.append(digest)
+        if not found:
+            return []
+        names = [(str(reference), tag.digest) for reference, tag in registry.references().items()]
+        return [name for digest in found for name in [n for n, its in names if its == digest] or [digest]]
+
+
+def _report_of(directory: RunDirectory) -> Path:
+    return directory.path / "report.html"
+
+
+def read_report(directory: RunDirectory) -> bytes | None:
+    """Return the page of ``paceline report``; None if there is none."""
+    path = _report_of(directory)
+    try:
+        return None if path.is_symlink() else read_document(path)
+    except OSError:
+        return None
+
+
+def _trackers(directory: RunDirectory) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted((directory.path / "trackers").glob("*.json")):
+        try:
+            note = json.loads(read_document(path, _LOG_BYTES))
+            url = note.get("url")
+            is_page = isinstance(url, str) and url.startswith(("http://", "https://"))
+            found.append({"name": path.stem, "run": str(note["run"]), "url": url if is_page else None})
+        except (OSError, ValueError, KeyError, AttributeError):
+            continue  # the tracker writes another one
+    return found
+
+
+def _config(directory: RunDirectory) -> dict[str, Any]:
+    return configuration(directory.read_manifest())
+
+
+def _history(directory: RunDirectory) -> dict[str, Any]:
+    history = timeline(directory.read_events())
+    return {
+        "entries": [asdict(entry) for entry in history.entries[-_MAX_ENTRIES:]],
+        "left_out": max(0, len(history.entries) - _MAX_ENTRIES),
+        "recoveries": [
+            {**asdict(interruption), "seconds": round(interruption.seconds, 3)}
+            for interruption in history.interruptions[-_MAX_ENTRIES:]
+        ],
+        "goodput": history.goodput.share,
+        "lost_s": dict(history.goodput.lost_s),
+    }
+
+
+def _checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:
+    return [
+        {
+            **{name: getattr(entry, name) for name in ("name", "step", "version", "epoch", "created")},
+            "size_bytes": entry.size_bytes,
+            "marks": list(entry.marks),
+            "problem": entry.problem,
+        }
+        for entry in entries(directory.checkpoints, None)
+    ]
+
+
+def _logs(directory: RunDirectory) -> list[int]:
+    numbers = (path.stem.removeprefix("rank-") for path in directory.logs.glob("rank-*.log"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+# --- HTTP: static files of the package, and read-only JSON about runs ---
+
+
+_PATHS = re.compile(r"/api/runs/([0-9a-f]{16})(?:/(curves|report|logs/(\d{1,6})))?")
+_IDLE_S = 30.0  # within which a client must send its next request
+_MAX_CLIENTS = 64
+_MAX_FORM_BYTES = 1024  # bytes
+
+
+class DashboardServer:
+    """A server in threads of its own, until it is closed.
+
+    Args:
+        roots: folders of runs, or runs.
+        port: 0 picks a free one.
+        token: the secret that visitors must send; None: the server requires no token.
+
+    Raises:
+        ConfigError: the address is not available, or other machines could reach it without a token.
+    """
+
+    def __init__(
+        self, roots: list[Path], *, host: str = "127.0.0.1", port: int = 0, token: bytes | None = None
+    ) -> None:
+        DashboardAccess(host, port, token)  # check before anything is opened
+        self._jobs = Jobs()
+        pages = Pages(Index(roots), self._jobs)
+        try:
+            self._server = _Server(host, port, lambda bound: DashboardAccess(host, bound, token), pages)
+        except OSError as error:
+            self._jobs.close()
+            raise ConfigError(
+                f"cannot listen on {host}, port {port}: {error.strerror or error}. Choose another --port; 0 "
+                "picks a free one."
+            ) from error
+        self.port: int = self._server.server_address[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="paceline-dashboard", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._jobs.close()
+
+
+class Page(NamedTuple):
+    """A resource.
+
+    Attributes:
+        kind: its content type.
+        content: its bytes.
+        tag: its ``ETag``.
+        policy: its Content-Security-Policy; None for that of all others.
+    """
+
+    kind: str
+    content: bytes
+    tag: str
+    policy: str | None = None
+
+
+_REPORT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
+"""A report is a file of the run, which may be another's: it runs nothing, and has an origin of its own."""
+
+
+class Pages:
+    """The dashboard's resources, by path."""
+
+    def __init__(self, index: Index, jobs: Jobs) -> None:
+        self._index, self._jobs, self._views = index, jobs, Views()
+        self._assets = Assets("paceline_pages")
+
+    def find(self, path: str, query: dict[str, list[str]]) -> Page | None:
+        """Return a path's page; None if the path does not exist."""
+        if path == "/":
+            return self._file("index.html")
+        if path.startswith("/static/"):
+            return self._file(path.removeprefix("/static/"))
+        document = self._document(path, query)
+        if document is None:
+            return None
+        if isinstance(document, bytes):
+            return Page("text/html; charset=utf-8", document, tag_of(document), _REPORT_POLICY)
+        content = json.dumps(finite(document), separators=(",", ":"), default=str).encode()
+        return Page("application/json", content, tag_of(content))
+
+    def _file(self, name: str) -> Page | None:
+        asset = self._assets.find(name)
+        return None if asset is None else Page(asset.content_type, asset.content, asset.tag)
+
+    def _document(self, path: str, query: dict[str, list[str]]) -> dict[str, Any] | bytes | None:
+        if path == "/api/runs":
+            _, rows = self._index.rows(query.get("since", [""])[0])
+            return {**rows, "jobs": self._jobs.rows(self._index), "version": __version__}
+        match = _PATHS.fullmatch(path)
+        directory = self._index.directory(match[1]) if match else None
+        row = self._index.row(match[1]) if match else None
+        if match is None or directory is None or row is None:
+            return None
+        if match[2] is None:
+            return self._views.detail(match[1], directory, row)
+        if match[2] == "report":
+            return read_report(directory)
+        if match[3] is None:
+            return self._views.curves(match[1], directory)
+        text = log_tail(directory, int(match[3]))
+        return None if text is None else {"text": text}
+
+
+@dataclass
+class _Connection:
+    """An open connection.
+
+    Attributes:
+        since: when it was opened, or its last answer was sent.
+        is_answering: whether its request has arrived, and the answer is not sent yet.
+    """
+
+    client: str
+    since: float
+    is_answering: bool = False
+
+
+_T = TypeVar("_T")
+
+
+def choose_to_end(connections: Mapping[_T, _Connection]) -> _T:
+    """Return the oldest connection of the client that has most, which has to go if another one comes."""
+    open_by_client = Counter(connection.client for connection in connections.values())
+    return min(connections, key=lambda one: (-open_by_client[connections[one].client], connections[one].since))
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection, of which there are at most ``_MAX_CLIENTS``.
+
+    A further one takes the place of the oldest one of the client that has most, so that connections on which no
+    request arrives do not keep other visitors out. A client must send each request within
+    ``_IDLE_S``, however it divides it.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, access: Callable[[int], DashboardAccess], pages: Pages) -> None:
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._lock = threading.Lock()
+        self.pages = pages
+        super().__init__((host, port), _Handler)
+        self.access = access(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._connections) >= _MAX_CLIENTS:
+                self._end(choose_to_end(self._connections))
+            self._connections[request] = _Connection(client_address[0], time.monotonic())
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._connections.pop(request, None)
+
+    def service_actions(self) -> None:
+        """End connections whose request has not arrived in time; called by ``serve_forever`` twice a second."""
+        overdue = time.monotonic() - _IDLE_S
+        with self._lock:
+            for request, connection in list(self._connections.items()):
+                if not connection.is_answering and connection.since < overdue:
+                    self._end(request)
+
+    def mark(self, request: socket.socket, *, is_answering: bool) -> None:
+        """Record that a connection's request has arrived, or that its answer is sent."""
+        with self._lock:
+            connection = self._connections.get(request)
+            if connection is not None:
+                connection.is_answering = is_answering
+                connection.since = time.monotonic()
+
+    def _end(self, request: socket.socket) -> None:
+        """Wake the connection's thread, which then closes it."""
+        del self._connections[request]
+        with suppress(OSError):  # the client has gone
+            request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a client that went away; errors of readers are reported to the client (see ``_Handler``)."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version = "paceline"
+    sys_version = ""
+    timeout = _IDLE_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        self.server.mark(self.connection, is_answering=True)
+        target = urlsplit(self.path)
+        access, pages = self.server.access, self.server.pages
+        if not access.is_our_name(self.headers.get("Host", "")):
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has another host name")
+            return
+        if not access.admits(self.headers.get("Authorization", ""), self.headers.get("Cookie", "")):
+            public = target.path == "/" or target.path in ("/static/login.css", "/static/icon.svg")
+            if not public:
+                self._refuse(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
+                return
+            name = "/static/login.html" if target.path == "/" else target.path
+            page = pages.find(name, {})
+        else:
+            try:
+                page = pages.find(target.path, parse_qs(target.query))
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                # Files of other programs can be wrong in every way.
+                self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error}")
+                return
+        if page is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "this page does not exist")
+            return
+        if self.headers.get("If-None-Match") == page.tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, page._replace(content=b""))
+        else:
+            self._answer(HTTPStatus.OK, page)
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Answer ``/login``, which turns the form's token into a cookie."""
+        self.close_connection = True
+        access, length = self.server.access, self.headers.get("Content-Length", "")
+        if self.path != "/login" or not access.needs_token:
+            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "the dashboard is read-only")
+            return
+        # Python reads digits of other scripts too, and refuses more than 4,300 of them.
+        if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > _MAX_FORM_BYTES:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the token is too long")
+            return
+        get = self.headers.get
+        if is_cross_site(get("Host", ""), get("Origin"), get("Sec-Fetch-Site")):
+            self._refuse(HTTPStatus.FORBIDDEN, "the page of another site sent this")
+            return
+        form = parse_qs(self.rfile.read(int(length)).decode(errors="replace"))
+        if not access.knows(form.get("token", [""])[0]):
+            self._refuse(HTTPStatus.UNAUTHORIZED, "the token is wrong")
+            return
+        self.send_response(HTTPStatus.SEE_OTHER)
+        self.send_header("Location", "/")
+        self.send_header("Set-Cookie", access.set_cookie())
+        self._end(b"")
+
+    def _answer(self, status: HTTPStatus, page: Page) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", page.kind)
+        if page.tag:
+            self.send_header("ETag", page.tag)
+        self._end(page.content, {"Content-Security-Policy": page.policy} if page.policy else {})
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        self._answer(status, Page("application/json", json.dumps({"error": why}).encode(), tag=""))
+
+    def _end(self, content: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        for name, value in {**HEADERS, **headers}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        self.server.mark(self.connection, is_answering=False)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a page that polls every two seconds would fill the terminal."""

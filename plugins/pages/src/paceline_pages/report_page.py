@@ -1,0 +1,409 @@
+"""The report as an HTML page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from paceline.core.encodings import Encoding, show_category
+from paceline.core.inference import TensorSpec, name_with_unit
+from paceline.core.stats import Estimate
+from paceline.runs.console import duration
+from paceline_pages.analysis import Analysis, CurvePoint, Record
+from paceline_pages.charts import (
+    SERIES,
+    Chart,
+    Series,
+    curves,
+    histogram,
+    rates,
+    reliability,
+    require_matplotlib,
+    scatter,
+    stacked,
+    workers,
+)
+from paceline_pages.classification import BINS, ClassScore, Ranking
+from paceline_pages.evaluation_recorder import LargeError, MisclassifiedSample
+from paceline_pages.regression import figure
+from paceline_pages.report import RunReport, interval, number, points_of, probability
+
+# --- Previews of model inputs: a picture if the input is an image, else its numbers ---
+
+
+_MAX_PIXELS = 160  # per side, in the page
+_MAX_NUMBERS = 24
+_MAX_TEXT = 240
+_LONG = 24  # characters of a text that needs a wide column
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A preview of an input: a picture as a ``data:`` URL, or text."""
+
+    picture: str | None
+    text: str
+
+
+def show(tensor: torch.Tensor, spec: TensorSpec | None = None) -> Preview:
+    """Make a preview of one sample's input, as the spec describes it.
+
+    A tensor (1, H, W) or (3, H, W), or (H, W) of bytes, is a picture. Bytes are shown as they are; other values
+    are scaled to black and white by minimum and maximum, since the model's own normalisation is unknown.
+    """
+    if spec is not None and spec.encoding is not None:
+        return Preview(None, ", ".join(_texts(tensor, spec.encoding)))
+    if tensor.dim() == 2 and tensor.dtype == torch.uint8:
+        tensor = tensor[None]
+    if tensor.dim() == 3 and tensor.shape[0] in (1, 3) and min(tensor.shape[1:]) > 1:
+        return Preview(_png(tensor), "")
+    flat = tensor.reshape(-1)
+    values = [f"{value:.4g}" if tensor.is_floating_point() else str(value) for value in flat[:_MAX_NUMBERS].tolist()]
+    rest = f" … ({flat.numel():,})" if flat.numel() > _MAX_NUMBERS else ""
+    return Preview(None, " ".join(values) + rest)
+
+
+def _png(tensor: torch.Tensor) -> str:
+    from PIL import Image
+
+    if tensor.dtype != torch.uint8:
+        values = tensor.float().nan_to_num()
+        low, high = float(values.min()), float(values.max())
+        tensor = ((values - low) * (255 / (high - low) if high > low else 0)).round().to(torch.uint8)
+    pixels = np.asarray(tensor[0] if tensor.shape[0] == 1 else tensor.permute(1, 2, 0))
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    image.thumbnail((_MAX_PIXELS, _MAX_PIXELS))
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+# --- The page: one HTML file without scripts, other files or network access ---
+
+
+_TEMPLATES = Path(__file__).with_name("templates")
+_MAX_LAYERS = 60
+_MAX_ENTRIES = 80
+_MAX_METRICS = 6
+_MAX_ELEMENTS = 16  # of an input that is shown as columns
+_MAX_COLUMNS = 32
+_BINS = 40
+_HIDDEN_EVENTS = ("checkpoint", "backup", "created")
+
+
+def render(report: RunReport) -> str:
+    """Render the page.
+
+    Raises:
+        ConfigError: matplotlib, Pillow or Jinja is not installed.
+    """
+    require_matplotlib()
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,  # names, metrics and labels are not trusted
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "figure": figure,
+        "number": number,
+        "interval": interval,
+        "points": points_of,
+        "p": probability,
+        "duration": duration,
+        "show": show,
+        "svg": lambda chart: Markup(chart.svg),
+        "bytes": _bytes,
+        "weakest": _weakest_first,
+        "value": _value,
+    }
+    measured = [_all_metrics(analysis) for analysis in report.analyses]
+    style = Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8"))
+    return environment.get_template("report.html").render(
+        style=style,
+        report=report,
+        training=_training(report.analyses),
+        rankings=_rankings(report.analyses),
+        ranked=_shown_rankings(report.analyses[0]),
+        errors=_errors(report.analyses),
+        columns_of=columns_of,
+        cells_of=cells_of,
+        phases=_phases(report.analyses),
+        calibration=_calibration(report.analyses),
+        histories=[_history(index, analysis) for index, analysis in enumerate(report.analyses)],
+        tiles=_tiles(report.analyses[0]),
+        several=len(report.analyses) > 1,
+        most_layers=_MAX_LAYERS,
+        series=SERIES,
+        now=report.versions,
+        name_of=_class_name,
+        measured=measured,
+        metrics=list(dict.fromkeys(name for metrics in measured for name in metrics)),
+    )
+
+
+def _all_metrics(analysis: Analysis) -> dict[str, Estimate]:
+    """Return the task's metrics, and those of a classifier or a regression."""
+    result = analysis.classification
+    if analysis.regression is not None:
+        regression = {
+            "mean absolute error": analysis.regression.mae,
+            "root mean squared error": analysis.regression.rmse,
+            "mean residual": analysis.regression.bias,
+        }
+        if analysis.regression.r2 is not None:
+            regression["R²"] = Estimate(analysis.regression.r2)
+        return {**analysis.metrics, **regression}
+    if result is None:
+        return dict(analysis.metrics)
+    classifier_metrics = {
+        "balanced accuracy": result.balanced_accuracy,
+        "macro F1": result.macro_f1,
+        "negative log-likelihood": result.nll,
+        "Brier score": result.brier,
+    }
+    return {**analysis.metrics, **{n: e for n, e in classifier_metrics.items() if n not in analysis.metrics}}
+
+
+def _training(analyses: Sequence[Analysis]) -> list[Chart]:
+    """Draw the losses, next to them the validation's other metrics, and how the training went."""
+    several = len(analyses) > 1
+
+    def series(points: Callable[[Record], list[CurvePoint]], part: str = "", **line: Any) -> list[Series]:
+        found = []
+        for index, analysis in enumerate(analyses):
+            if run_points := points(analysis.record):
+                label = " ".join(word for word in (analysis.record.name if several else "", part) if word)
+                xs, ys = [p.step for p in run_points], [p.value for p in run_points]
+                found.append(Series(label or analysis.record.name, index, xs, ys, **line))
+        return found
+
+    losses = series(lambda record: record.loss, "training")
+    # With one run the colour, and with several the line, tells validation from training.
+    part = "validation (dashed)" if several else "validation"
+    validation = series(lambda record: record.metric("val", "loss"), part, dashed=several)
+    losses += validation if several else [replace(line, colour=1) for line in validation]
+    metrics = [name for name in analyses[0].record.metrics_of("val") if name != "loss"][:_MAX_METRICS]
+    charts: list[tuple[str, str, list[Series], str, dict[str, Any]]] = [
+        ("loss", "Loss", losses, "loss", {"log": True}),
+        *(
+            (f"val-{k}", f"Validation {name}", series(partial(Record.metric, split="val", name=name)), name, {})
+            for k, name in enumerate(metrics)
+        ),
+        ("lr", "Learning rate", series(lambda record: record.learning_rate), "learning rate", {}),
+        ("throughput", "Throughput", series(lambda record: record.throughput), "samples/s", {"from_zero": True}),
+        ("memory", "Memory of the largest rank", series(lambda record: record.memory), "MiB", {"from_zero": True}),
+    ]
+    return [curves(name, title, lines, y_label=y, **more) for name, title, lines, y, more in charts if lines]
+
+
+def _rankings(analyses: Sequence[Analysis]) -> list[Chart]:
+    """Draw the ROC and precision-recall curves: of each class of one run, or of the first run's weakest class."""
+    lines: list[tuple[str, Ranking]] = []
+    if len(analyses) == 1 and analyses[0].classification is not None:
+        lines = [(score.label, score.ranking) for score in _shown_rankings(analyses[0]) if score.ranking is not None]
+    elif (first := analyses[0].classification) is not None and (shown := _shown_rankings(analyses[0])):
+        number = first.classes.index(shown[0])
+        for analysis in analyses:
+            scores = analysis.classification.classes if analysis.classification is not None else ()
+            if number < len(scores) and (ranking := scores[number].ranking) is not None:
+                lines.append((analysis.record.name, ranking))
+    if not lines:
+        return []
+    of = f" of {shown[0].label}" if len(analyses) > 1 else ""
+    roc = [Series(label, i, r.false_positive_rate.tolist(), r.recall.tolist()) for i, (label, r) in enumerate(lines)]
+    pr = [Series(label, i, r.recall.tolist(), r.precision.tolist()) for i, (label, r) in enumerate(lines)]
+    return [
+        rates("roc", f"ROC{of}", roc, "false positive rate", "recall (true positive rate)", diagonal=True),
+        rates("pr", f"Precision and recall{of}", pr, "recall", "precision"),
+    ]
+
+
+def _shown_rankings(analysis: Analysis) -> list[ClassScore]:
+    """Return the classes with a curve, those with the smallest area first; of two, the second is the other's mirror."""
+    classes = () if analysis.classification is None else analysis.classification.classes
+    ranked = [(score.ranking.auc, score) for score in classes if score.ranking is not None]
+    if len(classes) == 2:
+        return [score for _, score in ranked[-1:]]
+    return [score for _, score in sorted(ranked, key=lambda pair: pair[0])][:SERIES]
+
+
+def _errors(analyses: Sequence[Analysis]) -> list[Chart]:
+    """Draw predicted over true values, and the residuals."""
+    found = [(i, a.record.name, a.values) for i, a in enumerate(analyses) if a.values is not None]
+    if not found:
+        return []
+    target, unit = found[0][2].target, found[0][2].unit
+    of_target = name_with_unit(target, unit)
+    residuals = [values.predicted - values.actual for _, _, values in found]
+    finite = np.concatenate([part[np.isfinite(part)] for part in residuals])
+    edges = np.histogram_bin_edges(finite, bins=_BINS) if len(finite) else np.array([-1.0, 1.0])
+    against = [Series(name, i, values.actual.tolist(), values.predicted.tolist()) for i, name, values in found]
+    over = [
+        Series(name, i, values.predicted.tolist(), part.tolist())
+        for (i, name, values), part in zip(found, residuals, strict=True)
+    ]
+    shares = [np.histogram(part[np.isfinite(part)], edges)[0] / len(part) for part in residuals]
+    bars = [Series(name, i, edges.tolist(), part.tolist()) for (i, name, _), part in zip(found, shares, strict=True)]
+    residual = "residual (predicted - true)"
+    return [
+        scatter(
+            "predicted", "Predicted and true", against, f"true {of_target}", f"predicted {of_target}", reference="equal"
+        ),
+        scatter("residuals", "Residuals", over, f"predicted {of_target}", residual, reference="zero"),
+        histogram("residual-shares", "Distribution of the residuals", bars, residual),
+    ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a sample that is a row of a table; ``kind`` is its class in the page: a number or a long text."""
+
+    text: str
+    kind: Literal["n", "long", ""]
+
+
+def columns_of(samples: Sequence[MisclassifiedSample | LargeError], specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Return the columns of samples that are rows of a table: if all inputs are texts or few numbers; else none."""
+    inputs = samples[0].inputs if samples else {}
+    if not inputs or any(len(_cells(tensor, specs[name])) > _MAX_ELEMENTS for name, tensor in inputs.items()):
+        return []
+    return list(cells_of(samples[0], specs))[:_MAX_COLUMNS]
+
+
+def cells_of(sample: MisclassifiedSample | LargeError, specs: Mapping[str, TensorSpec]) -> dict[str, Cell]:
+    """Return a sample's cells by column: a number, a category or a text."""
+    found: dict[str, Cell] = {}
+    for name, tensor in sample.inputs.items():
+        cells, spec = _cells(tensor, specs[name]), specs[name]
+        is_single = tensor.dim() == 0 or (spec.encoding is not None and bool(spec.encoding.shape))
+        numbered = [name] if is_single else [f"{name}[{i}]" for i in range(len(cells))]
+        # A signature may be wrong, which export says.
+        columns = list(spec.columns) if len(spec.columns) == len(cells) else numbered
+        found |= dict(zip(columns, cells, strict=True))
+    return found
+
+
+def _cells(tensor: torch.Tensor, spec: TensorSpec) -> list[Cell]:
+    if spec.encoding is not None:
+        return [Cell(text, "long" if len(text) > _LONG else "") for text in _texts(tensor, spec.encoding)]
+    return [
+        Cell("–" if value != value else figure(value) if isinstance(value, float) else str(value), "n")
+        for value in tensor.reshape(-1).tolist()
+    ]
+
+
+def _texts(tensor: torch.Tensor, encoding: Encoding) -> list[str]:
+    """Return the categories or the text that an input's numbers stand for."""
+    rows = [tensor.tolist()] if encoding.shape else tensor.reshape(-1).tolist()
+    texts = [
+        encoding.describe(numbers) if encoding.shape else show_category(encoding.decode(numbers)) for numbers in rows
+    ]
+    return [text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…" for text in texts]
+
+
+def _phases(analyses: Sequence[Analysis]) -> Chart | None:
+    bars = [(a.record.name, a.record.phases_s) for a in analyses if a.record.phases_s]
+    return stacked("phases", "Seconds by phase, rank 0", bars, "seconds") if bars else None
+
+
+def _calibration(analyses: Sequence[Analysis]) -> Chart | None:
+    series: list[Series] = []
+    shares: list[tuple[float, float]] = []
+    for index, analysis in enumerate(analyses):
+        if analysis.classification is None:
+            continue
+        bins = analysis.classification.bins
+        series.append(
+            Series(analysis.record.name, index, [b.confidence for b in bins], [b.accuracy.value for b in bins])
+        )
+        if not shares:
+            total = sum(b.count for b in bins)
+            shares = [((b.low + b.high) / 2, b.count / total) for b in bins]
+    return reliability("calibration", "Accuracy by confidence", series, shares, BINS) if series else None
+
+
+def _history(index: int, analysis: Analysis) -> dict[str, Any]:
+    timeline = analysis.record.timeline
+    shown_entries = [entry for entry in timeline.entries if entry.event not in _HIDDEN_EVENTS]
+    chart = None
+    if timeline.worlds:
+        end = max([entry.seconds for entry in timeline.entries] + [timeline.goodput.active_s, 1.0])
+        chart = workers(
+            f"workers-{index}",
+            f"Workers of {analysis.record.name}",
+            [(world.seconds, world.world_size) for world in timeline.worlds],
+            end,
+            [(i.begin, i.end) for i in timeline.interruptions],
+        )
+    return {
+        "chart": chart,
+        "entries": shown_entries[:_MAX_ENTRIES],
+        "left_out": len(shown_entries) - len(shown_entries[:_MAX_ENTRIES]),
+        "checkpoints": sum(entry.event == "checkpoint" for entry in timeline.entries),
+        "goodput": timeline.goodput,
+        "interruptions": timeline.interruptions,
+    }
+
+
+def _tiles(analysis: Analysis) -> list[tuple[str, str, str]]:
+    """Return (name, number, meaning) of the most important figures."""
+    record, classification = analysis.record, analysis.classification
+    result, goodput = record.result or {}, record.timeline.goodput
+    tiles = [
+        (name, number(estimate), interval(estimate))
+        for name, estimate in analysis.metrics.items()
+        if name != analysis.main_metric
+    ][: 1 if classification is not None else 2]
+    if classification is not None:
+        tiles.append(("macro F1", number(classification.macro_f1), interval(classification.macro_f1)))
+        lean = "overconfident" if classification.overconfidence > 0 else "underconfident"
+        tiles.append(("calibration error", f"{classification.calibration_error:.4f}", f"{lean} on average"))
+    tiles.append(("parameters", f"{analysis.architecture.parameters:,}", _bytes(analysis.architecture.bytes)))
+    if isinstance(result.get("seconds"), int | float):
+        speed = result.get("samples_per_s")
+        rate = f"{speed:,.0f} samples/s" if isinstance(speed, int | float) else ""
+        tiles.append(("time", duration(float(result["seconds"])), rate))
+    if goodput.share is not None:
+        tiles.append(("goodput", f"{goodput.share:.1%}".replace("%", " %"), "of the time spent in steps"))
+    return tiles
+
+
+def _weakest_first(classes: Sequence[ClassScore]) -> list[ClassScore]:
+    """Sort by F1 ascending, then by samples descending; classes without samples and predictions come last."""
+    return sorted(classes, key=lambda score: (score.f1 is None, score.f1 or 0.0, -score.support))
+
+
+def _class_name(analysis: Analysis, number: int) -> str:
+    labels = () if analysis.predictions is None else analysis.predictions.labels
+    return labels[number] if number < len(labels) else str(number)
+
+
+def _bytes(size: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size = size / 1024  # type: ignore[assignment]
+    return f"{size:,.1f} GiB"
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)

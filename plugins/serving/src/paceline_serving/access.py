@@ -1,0 +1,128 @@
+"""Access control of a server: its token, and operations reserved for this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from paceline.core.access import BearerTokens, is_cross_site, is_loopback
+from paceline.core.errors import ConfigError
+from paceline_serving.batching import RequestFailure
+
+_ORIGIN = re.compile(r"https?://[a-z0-9._-]+(:\d{1,5})?|https?://\[[0-9a-f:.]+\](:\d{1,5})?")
+_ALLOWED_HEADERS = b"Authorization, Content-Type, Inference-Header-Content-Length, Request-Timeout-Ms"
+_READABLE_HEADERS = b"Inference-Header-Content-Length, Retry-After"
+_PREFLIGHT_S = b"600"  # how long a browser may keep the answer
+
+
+def check_cors_origins(origins: Sequence[str]) -> None:
+    """Check the origins of ``--cors-origin``.
+
+    Raises:
+        ConfigError: one is not an origin as browsers write it.
+    """
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--cors-origin must be scheme, host and port as a browser sends them, such as https://example.org or "
+                f"http://localhost:3000, without a path and in lower case, but is {origin!r:.200}."
+            )
+
+
+class AccessPolicy:
+    """The access rules of one server.
+
+    Without a token, everything is open to every client, so the server must listen on loopback only, and answers only
+    under a local name: otherwise a page in a browser could use it under a name of its own. Packages may then be
+    replaced only by programs of this machine.
+
+    Args:
+        tokens: of the clients; None: the server requires no token.
+        cors_origins: whose pages in a browser may use the server, in addition to its own page.
+    """
+
+    def __init__(self, tokens: BearerTokens | None, cors_origins: Sequence[str] = ()) -> None:
+        self._tokens = tokens
+        self._cors_origins = frozenset(origin.encode() for origin in cors_origins)
+
+    def check_token(self, headers: Mapping[bytes, bytes]) -> str:
+        """Check the token of a request, or the name by which it calls a server without one; return its client's name.
+
+        Raises:
+            RequestFailure: 401 or 403.
+        """
+        if self._tokens is None:
+            if not _is_local_name(headers.get(b"host", b"localhost")):
+                raise RequestFailure(
+                    403,
+                    "without a token, this server answers only under a local name such as localhost. Send this name "
+                    "as Host, or start the server with --token-file.",
+                )
+            return ""
+        scheme, _, actual = headers.get(b"authorization", b"").partition(b" ")
+        client = self._tokens.client_of(actual.strip()) if scheme.lower() == b"bearer" else None
+        if client is None:
+            raise RequestFailure(
+                401,
+                "the token is missing or wrong. Send it as Authorization: Bearer TOKEN.",
+                [(b"www-authenticate", b"Bearer")],
+            )
+        return client
+
+    def check_origin(self, headers: Mapping[bytes, bytes]) -> None:
+        """Refuse a request that changes or computes something for a page of another site.
+
+        Raises:
+            RequestFailure: 403.
+        """
+        if _is_cross_site(headers) and headers.get(b"origin") not in self._cors_origins:
+            origin = headers.get(b"origin", b"unknown").decode("latin-1")
+            raise RequestFailure(
+                403,
+                f"a page of another site, {origin!r:.200}, sent this request. Name it with --cors-origin when you "
+                "start the server, if its page may use the models.",
+            )
+
+    def cors_headers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """Return what lets the page of an allowed origin read the answer to a request with these headers."""
+        if not self._cors_origins:
+            return []
+        origin = headers.get(b"origin")
+        if origin not in self._cors_origins or origin is None:
+            return [(b"vary", b"Origin")]
+        allowed = (b"access-control-allow-origin", origin)
+        return [(b"vary", b"Origin"), allowed, (b"access-control-expose-headers", _READABLE_HEADERS)]
+
+    def preflight(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]] | None:
+        """Return the headers of the answer to a browser's question before a request; None if it must not send it."""
+        if b"access-control-request-method" not in headers or headers.get(b"origin") not in self._cors_origins:
+            return None
+        return [
+            (b"access-control-allow-methods", b"GET, HEAD, POST"),
+            (b"access-control-allow-headers", _ALLOWED_HEADERS),
+            (b"access-control-max-age", _PREFLIGHT_S),
+        ]
+
+    def check_admin(self, client: str, headers: Mapping[bytes, bytes]) -> None:
+        """Refuse a client's request that may not change the served models, after its token has been checked."""
+        # A page of another site cannot send this content type without permission, nor use our host name.
+        if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+            raise RequestFailure(415, "the Content-Type must be application/json.")
+        if self._tokens is not None:
+            return
+        # A page that may use the models may not exchange them.
+        if not is_loopback(client) or not _is_local_name(headers.get(b"host", b"")) or _is_cross_site(headers):
+            raise RequestFailure(403, "without a token, only programs of this machine may change the served models.")
+
+
+def _is_cross_site(headers: Mapping[bytes, bytes]) -> bool:
+    host, origin, site = (headers.get(name) for name in (b"host", b"origin", b"sec-fetch-site"))
+    texts = (None if value is None else value.decode("latin-1") for value in (origin, site))
+    return is_cross_site((host or b"").decode("latin-1"), *texts)
+
+
+def _is_local_name(host: bytes) -> bool:
+    """Return whether a ``Host`` is a name of this machine for itself, with any port."""
+    text = host.decode("latin-1").lower()
+    name = text if text.endswith("]") else text.rpartition(":")[0] or text
+    return is_loopback(name.removeprefix("[").removesuffix("]"))

@@ -1,0 +1,371 @@
+"""The Open Inference Protocol over gRPC: messages and methods."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2
+
+from paceline import __version__
+from paceline.export.model import DATATYPES, Arrays, ModelSpec, ServingOptions
+from paceline_serving.access import AccessPolicy
+from paceline_serving.app import Models
+from paceline_serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
+from paceline_serving.protocol import (
+    EXACT,
+    SERVER_NAME,
+    InferRequest,
+    decode_text,
+    describe_exact,
+    find_deployment,
+    model_metadata,
+    parse_document,
+    require_version,
+    takes_long,
+)
+from paceline_serving.replicas import Deployment
+from paceline_serving.request_bodies import LARGE_BYTES
+
+# --- Protobuf messages: requests checked by the same rules as JSON, and answers ---
+#
+# The message classes are tritonclient's, generated from the protocol's ``grpc_service.proto``.
+
+
+_FIELDS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""The field of ``contents`` that holds a datatype's elements; FP16 has none."""
+
+_MAX_CONTENTS = 2**20  # elements; as Python objects they take several times their bytes
+_RAW_CONTENTS = service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
+_MAX_FIELDS = 512  # of a message: tensors, requested outputs, parameters
+_MAX_PARSED_BYTES = 16 * 2**20  # of a message without its raw contents; parsed, they may take up to 30 times the memory
+_FIXED_SIZES = {1: 8, 5: 4}  # bytes of a protobuf field, by its wire type
+
+
+def check_fields(content: bytes) -> None:
+    """Check the number and size of a message's fields before it is parsed: small fields take many times their bytes.
+
+    Raises:
+        InvalidRequest: there are too many, or bytes that are not raw tensors.
+    """
+    position = fields = parsed_bytes = 0
+    while position < len(content):
+        start = position
+        tag, position = _read_varint(content, position)
+        match tag & 7:
+            case 0:
+                _, position = _read_varint(content, position)
+            case 2:
+                length, position = _read_varint(content, position)
+                position += length
+            case kind if kind in _FIXED_SIZES:
+                position += _FIXED_SIZES[kind]
+            case _:
+                return  # the parser rejects it
+        fields += 1
+        if tag >> 3 != _RAW_CONTENTS:
+            parsed_bytes += position - start
+        if fields > _MAX_FIELDS:
+            raise InvalidRequest(f"the message has more than {_MAX_FIELDS} tensors, outputs and parameters.")
+        if parsed_bytes > _MAX_PARSED_BYTES:
+            raise InvalidRequest(
+                f"the message has more than {_MAX_PARSED_BYTES:,} bytes outside of raw_input_contents; send large "
+                "tensors there."
+            )
+
+
+def _read_varint(content: bytes, position: int) -> tuple[int, int]:
+    """Return a number of protobuf's variable length, and the position after it; a cut one ends the message."""
+    value = shift = 0
+    while position < len(content) and shift < 70:
+        byte = content[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    return value, len(content)
+
+
+def parse_message(spec: ModelSpec, message: Any) -> InferRequest:
+    """Check a ``ModelInferRequest`` against the model's schema.
+
+    Its tensors are all in ``raw_input_contents``, or all in ``contents``.
+
+    Raises:
+        InvalidRequest: says which part breaks which rule.
+    """
+    raw = message.raw_input_contents
+    if raw and len(raw) != len(message.inputs):
+        raise InvalidRequest(
+            f"raw_input_contents has {len(raw)} tensors for {len(message.inputs)} inputs; it must have all or none."
+        )
+    inputs = []
+    for number, tensor in enumerate(message.inputs):
+        entry = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        if raw:
+            if tensor.HasField("contents"):
+                raise InvalidRequest(f"input {tensor.name!r:.80} has both contents and raw_input_contents.")
+            entry["parameters"] = {"binary_data_size": len(raw[number])}
+        else:
+            entry["data"] = _elements(tensor)
+        inputs.append(entry)
+    document = {
+        "parameters": _parameters(message.parameters),
+        "inputs": inputs,
+        "outputs": [{"name": output.name, "parameters": _parameters(output.parameters)} for output in message.outputs],
+    }
+    if message.id:
+        document["id"] = message.id
+    return parse_document(spec, document, memoryview(raw[0] if len(raw) == 1 else b"".join(raw)))
+
+
+def _elements(tensor: Any) -> list[Any]:
+    field = _FIELDS.get(tensor.datatype)
+    contents = [] if field is None else getattr(tensor.contents, field)
+    if len(contents) > _MAX_CONTENTS:
+        raise InvalidRequest(
+            f"input {tensor.name!r:.80} has {len(contents):,} elements in contents.{field}; send more than "
+            f"{_MAX_CONTENTS:,} in raw_input_contents."
+        )
+    is_text = tensor.datatype == "BYTES"
+    values = [decode_text(tensor.name, content) for content in contents] if is_text else list(contents)
+    if not values:
+        fields = "raw_input_contents" if field is None else f"contents.{field} or raw_input_contents"
+        raise InvalidRequest(
+            f"input {tensor.name!r:.80}: elements of {tensor.datatype!r:.40} must be sent in {fields}."
+        )
+    return values
+
+
+def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    choices = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
+    return {name: getattr(parameters[name], kind) for name, kind in choices.items() if kind is not None}
+
+
+def build_message(deployment: Deployment, request: InferRequest, outputs: Arrays, *, raw: bool) -> Any:
+    """Build a ``ModelInferResponse``.
+
+    Args:
+        raw: send tensors as bytes, like the request's; else in ``contents`` if that can hold them.
+    """
+    spec = deployment.spec
+    answer = service_pb2.ModelInferResponse(model_name=spec.name, model_version=spec.version, id=request.id or "")
+    if deployment.exact_sizes:
+        answer.parameters[EXACT].string_param = describe_exact(deployment)
+    datatypes = {name: DATATYPES[outputs[name].dtype.name] for name in request.outputs}
+    raw = raw or not _FIELDS.keys() >= set(datatypes.values())
+    for name, datatype in datatypes.items():
+        array = outputs[name]
+        tensor = answer.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        if raw:
+            little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+            answer.raw_output_contents.append(little_endian.tobytes())
+        else:
+            getattr(tensor.contents, _FIELDS[datatype]).extend(array.reshape(-1).tolist())
+    return answer
+
+
+# --- The protocol's gRPC service: https://github.com/kserve/open-inference-protocol, ``grpc_service.proto``
+
+
+Method = Callable[[Any, Any], Awaitable[Any]]
+
+log = logging.getLogger("paceline_serving")
+access_log = logging.getLogger("paceline_serving.access")
+
+_SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+_OPEN = ("ServerLive", "ServerReady")  # open without the token, like the health addresses of HTTP
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+_CLIENT_GONE = 499
+
+
+class Service:
+    """The gRPC methods for the models of one server.
+
+    Args:
+        is_draining: whether the server will end soon.
+    """
+
+    def __init__(
+        self, models: Models, options: ServingOptions, access: AccessPolicy, is_draining: Callable[[], bool]
+    ) -> None:
+        self._models = models
+        self._options = options
+        self._access = access
+        self._is_draining = is_draining
+
+    def handler(self) -> Any:
+        """Return the handler of all methods for a gRPC server."""
+        implemented: Mapping[str, Method] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._model_infer,
+        }
+        handlers = {}
+        for method in _SERVICE.methods:
+            request_type = getattr(service_pb2, method.input_type.name)
+            call = implemented.get(method.name) or _unimplemented(method.name, implemented)
+            answer = self._wrap(method.name, request_type, call)
+            # A stream is refused at its first message. Messages are bytes here, and counted before they are parsed.
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                answer, response_serializer=lambda message: message.SerializeToString()
+            )
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+
+    def _wrap(self, name: str, request_type: Any, method: Method) -> Method:
+        """Wrap a method with the token check, the message's bounds, the codes of failures, and the access log."""
+
+        async def answer(content: bytes, context: Any) -> Any:
+            start = time.perf_counter()
+            client = context.peer()  # unknown after the client has disconnected
+            code = grpc.StatusCode.CANCELLED
+            try:
+                if name not in _OPEN:
+                    client = f"{client} {self._check_token(context)}".strip()
+                with self._models.bodies.hold() as held:
+                    held.add(len(content))
+                    check_fields(content)
+                    message = await self._parse(request_type, content, context)
+                    del content
+                    reply = await method(message, context)
+                code = grpc.StatusCode.OK
+                return reply
+            except RequestFailure as failure:
+                code = _CODES.get(failure.status, grpc.StatusCode.UNKNOWN)
+                await context.abort(code, str(failure), _trailers(failure))
+            except Exception:
+                log.exception("gRPC %s", name)
+                code = grpc.StatusCode.INTERNAL
+                await context.abort(code, "internal server error; see the server's log.")
+            finally:
+                if access_log.isEnabledFor(logging.INFO):
+                    ms = 1000 * (time.perf_counter() - start)
+                    access_log.info("%s gRPC %s %s %.1f ms", client, name, code.name, ms)
+
+        return answer
+
+    async def _parse(self, request_type: Any, content: bytes, context: Any) -> Any:
+        if len(content) <= LARGE_BYTES:
+            return _parse_protobuf(request_type, content)
+        parsing = self._models.bodies.run(_parse_protobuf, request_type, content)
+        return await _await_result(self._time_left_s(context), parsing)
+
+    def _time_left_s(self, context: Any) -> float:
+        left_s: float | None = context.time_remaining()
+        return self._options.timeout_s if left_s is None else min(left_s, self._options.timeout_s)
+
+    def _check_token(self, context: Any) -> str:
+        token = dict(context.invocation_metadata() or ()).get("authorization", "")
+        return self._access.check_token({b"authorization": token.encode()})
+
+    async def _server_live(self, message: Any, context: Any) -> Any:
+        return service_pb2.ServerLiveResponse(live=True)
+
+    async def _server_ready(self, message: Any, context: Any) -> Any:
+        return service_pb2.ServerReadyResponse(ready=self._models.ready and not self._is_draining())
+
+    async def _model_ready(self, message: Any, context: Any) -> Any:
+        deployment = find_deployment(self._models.deployments, message.name, message.version or None)
+        ready = bool(deployment.ready_replicas) and not self._is_draining()
+        return service_pb2.ModelReadyResponse(ready=ready)
+
+    async def _server_metadata(self, message: Any, context: Any) -> Any:
+        return service_pb2.ServerMetadataResponse(name=SERVER_NAME, version=__version__)
+
+    async def _model_metadata(self, message: Any, context: Any) -> Any:
+        deployment = find_deployment(self._models.deployments, message.name, message.version or None)
+        document = model_metadata(deployment)
+        document.pop("parameters")  # which only the JSON form has
+        return service_pb2.ModelMetadataResponse(**document)
+
+    async def _model_infer(self, message: Any, context: Any) -> Any:
+        start = time.perf_counter()
+        deployment = find_deployment(self._models.deployments, message.model_name)
+        status = _CLIENT_GONE
+        try:
+            require_version(deployment, message.model_version or None)
+            deployment.batcher.check_room()
+            bodies = self._models.bodies
+            is_large = takes_long(deployment.spec, message.ByteSize())
+            if is_large:
+                parsing = bodies.run(parse_message, deployment.spec, message)
+                request = await _await_result(self._time_left_s(context), parsing)
+            else:
+                request = parse_message(deployment.spec, message)
+            limit_s = min(self._time_left_s(context), request.timeout_s or math.inf)
+            outputs = await _await_result(limit_s, deployment.submit(request.inputs))
+            status = 200
+            build = partial(build_message, raw=bool(message.raw_input_contents))
+            if is_large:
+                return await bodies.run(build, deployment, request, outputs)
+            return build(deployment, request, outputs)
+        except RequestFailure as failure:
+            status = failure.status
+            raise
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._models.metrics.request(deployment.spec.name, status, time.perf_counter() - start)
+
+
+async def _await_result(timeout_s: float, future: asyncio.Future[Any]) -> Any:
+    """Return the future's result; cancel it when time is up, or when gRPC cancels this call."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await future
+    except TimeoutError:
+        raise DeadlinePassed(timeout_s) from None
+
+
+def _parse_protobuf(message_type: Any, content: bytes) -> Any:
+    try:
+        return message_type.FromString(content)
+    except DecodeError:
+        raise InvalidRequest(f"this is no {message_type.DESCRIPTOR.full_name} message.") from None
+
+
+def _unimplemented(name: str, implemented: Mapping[str, Method]) -> Method:
+    async def refuse(message: Any, context: Any) -> Any:
+        raise RequestFailure(501, f"{name} is not supported. Supported are: {', '.join(implemented)}.")
+
+    return refuse
+
+
+def _trailers(failure: RequestFailure) -> tuple[tuple[str, str], ...]:
+    """Return when to retry, as gRPC's own retries read it: https://github.com/grpc/proposal, A6."""
+    seconds = dict(failure.headers).get(b"retry-after")
+    return () if seconds is None else (("grpc-retry-pushback-ms", str(1000 * int(seconds))),)

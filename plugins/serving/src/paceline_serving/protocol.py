@@ -1,0 +1,690 @@
+"""The Open Inference Protocol v2: requests, responses and metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+
+from paceline.core.inference import TensorSpec
+from paceline.export.model import DATATYPES, Array, Arrays, ModelSpec
+from paceline.export.tables import (
+    MISSING,
+    CellError,
+    check_length,
+    columns_of,
+    encode_texts,
+    text_array,
+    to_inputs,
+    to_record,
+)
+from paceline_serving.batching import InvalidRequest, RequestFailure
+from paceline_serving.connection import JSON_TYPE, Headers
+from paceline_serving.replicas import Deployment
+from paceline_serving.request_bodies import LARGE_BYTES
+
+# --- Inference requests: JSON, and the extension for binary tensors ---
+#
+# Everything that a client sends is checked here against the model's schema, so replicas get only valid names,
+# types and shapes.
+
+
+MAX_TENSORS = 64
+_MAX_DIMENSIONS = 16
+MAX_ID_LENGTH = 256
+_LARGE_TEXT_BYTES = 16 * 1024
+_MAX_TEXTS = 2**20  # of a tensor; as Python objects they take several times their bytes
+_PIECE_BYTES = 64 * 1024  # of a large tensor's text; parsing it keeps the interpreter for a few milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferRequest:
+    """A valid request for a model.
+
+    Attributes:
+        id: the client's own, returned in the answer.
+        inputs: of the model's program by name, rows first.
+        outputs: requested name -> whether in binary.
+        timeout_s: time limit, if the request sets one.
+    """
+
+    id: str | None
+    inputs: dict[str, Array]
+    outputs: dict[str, bool]
+    timeout_s: float | None
+
+
+def takes_long(spec: ModelSpec, size: int) -> bool:
+    """Return whether to parse a body of ``size`` bytes outside of the event loop; encoding texts takes longest."""
+    return size > (_LARGE_TEXT_BYTES if spec.encodings else LARGE_BYTES)
+
+
+def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | None) -> InferRequest:
+    """Parse and check a request's body.
+
+    Args:
+        body: JSON, followed by binary tensors, if any.
+        json_length: the header ``Inference-Header-Content-Length``, where the binary tensors begin.
+
+    Raises:
+        InvalidRequest: says which part breaks which rule.
+    """
+    header, binary = _split(body, json_length)
+    document = _load_large(header) if len(header) > LARGE_BYTES else _load(header)
+    if not isinstance(document, dict):
+        raise InvalidRequest("the body must be a JSON object.")
+    return parse_document(spec, document, binary)
+
+
+def example_rows(spec: ModelSpec) -> str:
+    """Return a request in the plain form, with one row."""
+    return orjson.dumps({"rows": [to_record(spec, spec.row)]}).decode()
+
+
+def example_request(spec: ModelSpec) -> dict[str, Any]:
+    """Return a request in the protocol's form, with one row."""
+    columns = columns_of([to_record(spec, spec.row)])
+    # As the client would send it, so without encodings.
+    arrays, _ = to_inputs(columns, replace(spec, encodings={}))
+    return {
+        "inputs": [
+            {
+                "name": name,
+                "datatype": DATATYPES[spec.inputs[name].dtype],
+                "shape": list(array.shape),
+                "data": _plain_list(array.ravel()),
+            }
+            for name, array in arrays.items()
+        ]
+    }
+
+
+def _plain_list(flat: Array) -> list[Any]:
+    """Return elements in their shortest decimals, and a missing one as None."""
+    is_text = flat.dtype == object
+    plain: list[Any] = flat.tolist() if is_text else orjson.loads(orjson.dumps(flat, option=orjson.OPT_SERIALIZE_NUMPY))
+    return plain
+
+
+def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Array], dict[str, list[Any]]]:
+    """Parse the plain form of a request: ``{"rows": [{"age": 3, ...}, ...]}``.
+
+    Returns:
+        The model's inputs, and the rows' other values by name, which the answer repeats.
+
+    Raises:
+        InvalidRequest: names the row and the value.
+    """
+    document = _load(body)
+    rows = document.get("rows") if isinstance(document, dict) else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        text = example_rows(spec)
+        raise InvalidRequest(f"the body must be like {text if len(text) < 500 else text[:500] + '...'}")
+    columns = columns_of(rows)
+    try:
+        inputs, used = to_inputs(columns, spec)
+    except CellError as error:
+        place = "rows" if error.row is None else f"rows[{error.row}]"
+        raise InvalidRequest(f"{place}: {error.column} {error.problem}.") from None
+    others = {name: cells for name, cells in columns.items() if name not in used}
+    try:
+        orjson.dumps([[others]])  # the answer repeats them as deep as this; orjson reads more levels than it writes
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(f"rows: other values cannot be repeated in the answer: {error}.") from None
+    return inputs, others
+
+
+def _load(text: bytes | bytearray | memoryview) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        hint = " NaN is not JSON; a missing value is null." if b"NaN" in bytes(text) else ""
+        raise InvalidRequest(f"the body is not JSON: {error}.{hint}") from None
+
+
+class _LargeTensor(msgspec.Struct):
+    """An element of ``inputs`` whose data is not parsed yet."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _LargeRequest(msgspec.Struct):
+    """A request whose tensors are not parsed yet; unknown fields are skipped, so that they cost no memory."""
+
+    inputs: list[_LargeTensor]
+    id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    parameters: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _load_large(text: memoryview) -> dict[str, Any]:
+    """Return a large JSON document with its tensors' data as text.
+
+    As Python objects, small elements would take up to 30 times the memory of their text.
+    """
+    try:
+        request = msgspec.json.decode(text, type=_LargeRequest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON of an inference request: {error}.") from None
+    document = {name: _load_small(name, getattr(request, name)) for name in ("id", "parameters", "outputs")}
+    document["inputs"] = [
+        {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": tensor.shape,
+            "parameters": _load_small("parameters", tensor.parameters),
+            **({} if isinstance(tensor.data, msgspec.UnsetType) else {"data": tensor.data}),
+        }
+        for tensor in request.inputs[: MAX_TENSORS + 1]
+    ]
+    return document
+
+
+def _load_small(name: str, part: msgspec.Raw | msgspec.UnsetType) -> Any:
+    """Parse a part of a large document that is always small."""
+    if isinstance(part, msgspec.UnsetType):
+        return None
+    view = memoryview(part)
+    if len(view) > LARGE_BYTES:
+        raise InvalidRequest(f"{name} has {len(view):,} bytes; at most {LARGE_BYTES:,} are allowed.")
+    return _load(view)
+
+
+def parse_document(spec: ModelSpec, document: Mapping[str, Any], binary: memoryview) -> InferRequest:
+    """Check a request's JSON document against the model's schema.
+
+    Args:
+        binary: concatenated bytes of the inputs that have ``binary_data_size``.
+
+    Raises:
+        InvalidRequest: says which part breaks which rule.
+    """
+    parameters = _parameters(document, "the request")
+    request_id = document.get("id")
+    if request_id is not None and (not isinstance(request_id, str) or len(request_id) > MAX_ID_LENGTH):
+        raise InvalidRequest(f"id must be a string of at most {MAX_ID_LENGTH} characters.")
+    return InferRequest(
+        id=request_id,
+        inputs=_inputs(spec, document.get("inputs"), binary),
+        outputs=_outputs(spec, document.get("outputs"), _flag(parameters, "binary_data_output", "the request")),
+        timeout_s=_timeout_s(parameters),
+    )
+
+
+def _split(body: bytes | bytearray, json_length: str | None) -> tuple[memoryview, memoryview]:
+    view = memoryview(body)
+    if json_length is None:
+        return view, view[:0]
+    # str.isdecimal also accepts digits of other scripts, and a giant number is not a length.
+    if not (json_length.isascii() and json_length.isdecimal() and len(json_length) <= 12):
+        raise InvalidRequest(f"Inference-Header-Content-Length must be a number of bytes, not {json_length!r:.40}.")
+    length = int(json_length)
+    if length > len(view):
+        raise InvalidRequest(f"Inference-Header-Content-Length is {length}, but the body has only {len(view)} bytes.")
+    return view[:length], view[length:]
+
+
+def _parameters(owner: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    parameters = owner.get("parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise InvalidRequest(f"parameters of {where} must be an object.")
+    return parameters
+
+
+def _flag(parameters: Mapping[str, Any], name: str, where: str, default: bool = False) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"parameter {name} of {where} must be true or false.")
+    return value
+
+
+def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
+    """Return the parameter ``timeout``, in microseconds as in Triton's scheduling extension."""
+    timeout = parameters.get("timeout")
+    if timeout is None:
+        return None
+    if type(timeout) is not int or timeout < 0:
+        raise InvalidRequest("parameter timeout must be a whole number of microseconds.")
+    return min(timeout / 1e6, 86400.0) if timeout else None
+
+
+def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Array]:
+    if not isinstance(entries, list) or not entries:
+        raise InvalidRequest("inputs must be a list with at least one tensor.")
+    if len(entries) > MAX_TENSORS:
+        raise InvalidRequest(f"inputs has {len(entries)} tensors; at most {MAX_TENSORS} are allowed.")
+    arrays: dict[str, Array] = {}
+    rows = None
+    offset = 0
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise InvalidRequest("each element of inputs must be an object with a name.")
+        name = entry["name"]
+        tensor_spec = spec.inputs.get(name)
+        if tensor_spec is None:
+            raise InvalidRequest(f"{spec.name} has no input {name!r:.80}; it has: {', '.join(spec.inputs)}.")
+        if name in arrays:
+            raise InvalidRequest(f"input {name} occurs twice.")
+        shape = _shape(name, tensor_spec, entry)
+        if rows not in (None, shape[0]):
+            raise InvalidRequest(f"input {name} has {shape[0]} rows, but the previous inputs have {rows}.")
+        rows = shape[0]
+        size = _parameters(entry, f"input {name}").get("binary_data_size")
+        if size is None:
+            arrays[name] = _from_json(name, tensor_spec, shape, entry)
+        else:
+            arrays[name], offset = _from_binary(name, tensor_spec, shape, entry, size, binary, offset)
+        _check_range(name, tensor_spec, arrays[name])
+    if offset != len(binary):
+        raise InvalidRequest(f"{len(binary) - offset} bytes after the JSON do not belong to any input.")
+    missing = spec.inputs.keys() - arrays.keys()
+    if missing:
+        raise InvalidRequest(f"{spec.name} also needs the input {min(missing)}.")
+    try:
+        return encode_texts({name: arrays[name] for name in spec.inputs}, spec)
+    except CellError as error:
+        raise InvalidRequest(f"input {error.column}, row {error.row}: {error.problem}.") from None
+
+
+def _check_range(name: str, spec: TensorSpec, array: Array) -> None:
+    """Check the elements against the package's schema: an index out of range would fail in the model."""
+    is_low = spec.minimum is not None and (array < spec.minimum).any()  # min() of a NaN is NaN
+    if is_low or (spec.maximum is not None and (array > spec.maximum).any()):
+        least = "any number" if spec.minimum is None else spec.minimum
+        most = "any number" if spec.maximum is None else spec.maximum
+        raise InvalidRequest(f"input {name}: data must be between {least} and {most}.")
+
+
+def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, ...]:
+    datatype = entry.get("datatype")
+    if datatype != DATATYPES[spec.dtype]:
+        raise InvalidRequest(f"input {name} must have the datatype {DATATYPES[spec.dtype]}, not {datatype!r:.40}.")
+    shape = entry.get("shape")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MAX_DIMENSIONS
+        or any(type(size) is not int or size < 0 for size in shape)
+    ):
+        raise InvalidRequest(f"input {name}: shape must be a list of sizes.")
+    fits = len(shape) == 1 + len(spec.shape) and all(
+        expected_size is None or size == expected_size
+        for size, expected_size in zip(shape[1:], spec.shape, strict=True)
+    )
+    if not fits:
+        expected_shape = ", ".join("any" if size is None else str(size) for size in (None, *spec.shape))
+        raise InvalidRequest(f"input {name} must have the shape [{expected_shape}], not {shape}.")
+    largest = spec.max_size
+    if largest is not None and any(
+        size > largest for size, expected in zip(shape[1:], spec.shape, strict=True) if expected is None
+    ):
+        raise InvalidRequest(f"input {name} has the shape {shape}, but this model takes sizes of at most {largest}.")
+    if 0 in shape:
+        raise InvalidRequest(f"input {name} has the shape {shape}, which contains no elements.")
+    if spec.dtype == "str" and math.prod(shape) > _MAX_TEXTS:
+        raise InvalidRequest(f"input {name} has the shape {shape}, but at most {_MAX_TEXTS:,} texts are allowed.")
+    return tuple(shape)
+
+
+def _from_binary(
+    name: str,
+    spec: TensorSpec,
+    shape: tuple[int, ...],
+    entry: Mapping[str, Any],
+    size: Any,
+    binary: memoryview,
+    offset: int,
+) -> tuple[Array, int]:
+    """Read a tensor from the bytes after the JSON; return it and the next tensor's offset."""
+    if "data" in entry:
+        raise InvalidRequest(f"input {name} has both data and binary_data_size; remove one of them.")
+    dtype = spec.dtype
+    if dtype == "str":
+        if type(size) is not int or not 0 < size <= len(binary) - offset:
+            raise InvalidRequest(f"input {name} has {size!r:.40} bytes, but {len(binary) - offset} follow the JSON.")
+        return _texts_from_binary(name, shape, binary[offset : offset + size]), offset + size
+    # Python's integers, so that a giant shape does not overflow.
+    needed = math.prod(shape) * np.dtype(dtype).itemsize
+    if type(size) is not int or size != needed:
+        raise InvalidRequest(f"input {name}: {shape} needs {needed} bytes, not {size!r:.40}.")
+    if offset + needed > len(binary):
+        raise InvalidRequest(f"input {name} needs {needed} bytes, but only {len(binary) - offset} follow the JSON.")
+    piece = binary[offset : offset + needed]
+    if dtype == "bool" and np.frombuffer(piece, np.uint8).max() > 1:
+        raise InvalidRequest(f"input {name}: each BOOL must be a byte of value 0 or 1.")
+    array = np.frombuffer(piece, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False).reshape(shape)
+    if array.dtype.kind == "f" and not spec.allow_missing and np.isnan(array.min()):  # min() of a NaN is NaN
+        raise InvalidRequest(f"input {name}: data {MISSING}, but has a NaN.")
+    return array, offset + needed
+
+
+def _texts_from_binary(name: str, shape: tuple[int, ...], content: memoryview) -> Array:
+    """Read texts in UTF-8, each after its length: a uint32, little-endian, as the protocol has ``BYTES``."""
+    texts = []
+    position = 0
+    for _ in range(math.prod(shape)):
+        start = position + 4
+        length = int.from_bytes(content[position:start], "little")
+        position = start + length
+        if position > len(content):
+            raise InvalidRequest(f"input {name}: its bytes end within an element, or hold fewer elements than {shape}.")
+        texts.append(decode_text(name, bytes(content[start:position])))
+    if position != len(content):
+        raise InvalidRequest(f"input {name}: {len(content) - position} bytes follow the last element.")
+    return _check_texts(name, texts, shape)
+
+
+def decode_text(name: str, content: bytes) -> str:
+    """Return a text of UTF-8."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"input {name}: each element must be UTF-8.") from None
+
+
+def _check_texts(name: str, texts: list[Any], shape: tuple[int, ...]) -> Array:
+    if not all(type(text) is str for text in texts):
+        raise InvalidRequest(f"input {name}: data must be texts.")
+    try:
+        for number, text in enumerate(texts):
+            check_length(number, name, text)
+    except CellError as error:
+        raise InvalidRequest(f"input {name}, element {error.row}: {error.problem}.") from None
+    return text_array(texts, shape)
+
+
+def _load_texts(name: str, text: memoryview) -> Any:
+    """Parse the data of a large tensor of texts, whose number is bounded before they take their memory."""
+    content = bytes(text)
+    is_nested = content[1:].lstrip(b" \t\r\n").startswith(b"[")
+    num_texts = (content.count(b'"') - content.count(b'\\"')) // 2
+    if num_texts > _MAX_TEXTS or (is_nested and content.count(b"[") > _MAX_TEXTS):
+        raise InvalidRequest(f"input {name}: data must be at most {_MAX_TEXTS:,} texts.")
+    try:
+        return msgspec.json.decode(content, type=list[list[str]] if is_nested else list[str])
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"input {name}: data must be texts: {error}.") from None
+
+
+def _from_json(name: str, spec: TensorSpec, shape: tuple[int, ...], entry: Mapping[str, Any]) -> Array:
+    """Read a tensor from JSON: nested lists, or one list in row-major order."""
+    data = entry.get("data")
+    if isinstance(data, msgspec.Raw):
+        if spec.dtype != "str":
+            return _from_text(name, spec, shape, memoryview(data))
+        data = _load_texts(name, memoryview(data))
+    if not isinstance(data, list):
+        raise InvalidRequest(f"input {name}: data must be a list.")
+    flat = _flatten(data, shape)
+    if flat is None:
+        raise _wrong_nesting(name, shape)
+    if spec.dtype == "str":
+        return _check_texts(name, flat, shape)
+    # Check types before numpy sees them: it makes an array of strings as wide as the longest string.
+    kinds = set(map(type, flat))
+    numbers = {int, float, type(None)} if spec.allow_missing else {int, float}
+    if kinds != {bool} if spec.dtype == "bool" else not kinds <= numbers:
+        raise _wrong_elements(name, spec)
+    return _convert(name, spec, flat).reshape(shape)
+
+
+def _wrong_nesting(name: str, shape: tuple[int, ...]) -> InvalidRequest:
+    return InvalidRequest(
+        f"input {name}: data must be {math.prod(shape)} elements in one list, or lists nested like {list(shape)}."
+    )
+
+
+def _wrong_elements(name: str, spec: TensorSpec) -> InvalidRequest:
+    return InvalidRequest(f"input {name}: data must be {'true or false' if spec.dtype == 'bool' else 'numbers'}.")
+
+
+def _from_text(name: str, spec: TensorSpec, shape: tuple[int, ...], text: memoryview) -> Array:
+    """Read a tensor from valid JSON, a piece at a time: memory is a small multiple of the text's.
+
+    The brackets and commas of all pieces together are compared with those of the shape.
+    """
+    count = math.prod(shape)
+    if text[0] != ord("["):
+        raise InvalidRequest(f"input {name}: data must be a list.")
+    if 2 * count > len(text):  # an element takes a character and a comma
+        raise _wrong_nesting(name, shape)
+    structure = bytearray()
+    array = np.empty(count, spec.dtype)
+    element_marks = b"truefals" if spec.dtype == "bool" else b"+-.0123456789eE" + b"nul" * spec.allow_missing
+    start = filled = 0
+    size = _PIECE_BYTES
+    while start < len(text):
+        piece = bytes(text[start : start + size])
+        if start + size < len(text):
+            end = piece.rfind(b",")
+            if end < 0:  # within a very long number or white space
+                size *= 2
+                continue
+            piece = piece[:end]
+        marks = piece.translate(None, b" \t\r\n" + element_marks)
+        if marks.strip(b"[],"):
+            raise _wrong_elements(name, spec)
+        structure += marks
+        try:
+            elements = orjson.loads(b"[" + piece.translate(None, b"[]") + b"]")
+        except orjson.JSONDecodeError as error:
+            if "infinity" in str(error):
+                raise InvalidRequest(f"input {name}: {error}.") from None
+            raise _wrong_nesting(name, shape) from None  # commas around an empty list
+        if filled + len(elements) > count:
+            raise _wrong_nesting(name, shape)
+        if elements:
+            array[filled : filled + len(elements)] = _convert(name, spec, elements)
+        filled += len(elements)
+        start += len(piece) + 1
+        size = _PIECE_BYTES
+        if start < len(text):
+            structure += b","
+    is_flat = structure == b"[" + b"," * (count - 1) + b"]"
+    if filled != count or not (is_flat or _is_nested_like(structure, shape)):
+        raise _wrong_nesting(name, shape)
+    return array.reshape(shape)
+
+
+def _is_nested_like(structure: bytearray, shape: tuple[int, ...]) -> bool:
+    """Return whether brackets and commas are those of lists nested like ``shape``."""
+    length = 0
+    for size in reversed(shape):
+        length = size * length + (size - 1) + len("[]")
+    if length != len(structure):
+        return False
+    nested = b""
+    for size in reversed(shape):
+        nested = b"[" + b",".join([nested] * size) + b"]"
+    return structure == nested
+
+
+def _flatten(data: list[Any], shape: tuple[int, ...]) -> list[Any] | None:
+    """Return the elements of flat lists or lists nested like ``shape``; None if they are neither."""
+    if len(data) == math.prod(shape) and not isinstance(data[0], list):
+        return data
+    level = data
+    if len(level) != shape[0]:
+        return None
+    for size in shape[1:]:
+        if not all(type(item) is list and len(item) == size for item in level):
+            return None
+        level = list(chain.from_iterable(level))
+    return level
+
+
+def _convert(name: str, spec: TensorSpec, elements: list[Any]) -> Array:
+    """Convert numbers to the input's dtype if all of them can be represented; a missing one becomes NaN."""
+    dtype = np.dtype(spec.dtype)
+    values = np.asarray(elements, float) if spec.allow_missing else np.asarray(elements)
+    kind = values.dtype.kind
+    if dtype.kind == "b":
+        return values
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if kind == "f" and not (np.isfinite(values) & (values == np.trunc(values))).all():
+            raise InvalidRequest(f"input {name}: data must be whole numbers.")
+        # Beyond 2**53 a float may differ from the number that was sent.
+        least, most = (max(limits.min, -(2**53)), min(limits.max, 2**53)) if kind == "f" else (limits.min, limits.max)
+        low, high = values.min(), values.max()
+        if int(low) < least or int(high) > most:
+            raise InvalidRequest(f"input {name}: data must be between {limits.min} and {limits.max}.")
+        return values.astype(dtype)
+    with np.errstate(over="ignore"):
+        converted = values.astype(dtype)
+    if not (np.isfinite(converted) | (np.isnan(converted) & spec.allow_missing)).all():
+        raise InvalidRequest(f"input {name}: data contains a number beyond the range of {DATATYPES[dtype.name]}.")
+    return converted
+
+
+def _outputs(spec: ModelSpec, entries: Any, binary_by_default: bool) -> dict[str, bool]:
+    if entries is None or entries == []:
+        return dict.fromkeys(spec.outputs, binary_by_default)
+    if not isinstance(entries, list) or len(entries) > MAX_TENSORS:
+        raise InvalidRequest(f"outputs must be a list of at most {MAX_TENSORS} tensors.")
+    requested: dict[str, bool] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise InvalidRequest("each element of outputs must be an object with a name.")
+        name = entry["name"]
+        if name not in spec.outputs:
+            raise InvalidRequest(f"{spec.name} has no output {name!r:.80}; it has: {', '.join(spec.outputs)}.")
+        if name in requested:
+            raise InvalidRequest(f"output {name} occurs twice.")
+        parameters = _parameters(entry, f"output {name}")
+        if parameters.get("classification"):
+            raise InvalidRequest(f"output {name}: classification is not supported; request the probabilities.")
+        requested[name] = _flag(parameters, "binary_data", f"output {name}", binary_by_default)
+    return requested
+
+
+# --- Answers to inference requests, in JSON or with binary tensors ---
+
+
+_PIECE_ELEMENTS = 32 * 1024
+
+EXACT = "exact_batch_sizes"
+"""The parameter of a model's metadata, and of a gRPC response, if bits do not depend on the other requests."""
+
+EXACT_HEADER = b"paceline-exact-batch-sizes"
+"""The same in a response by HTTP."""
+
+
+def build_response(deployment: Deployment, request: InferRequest, outputs: Arrays) -> tuple[Headers, bytes]:
+    """Return the headers and the body of an answer; NaN and infinities are null in JSON."""
+    spec = deployment.spec
+    entries = []
+    binary: list[bytes] = []
+    for name, in_binary in request.outputs.items():
+        array = outputs[name]
+        entry: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype.name], "shape": array.shape}
+        if in_binary:
+            content = _bytes_of(array)
+            binary.append(content)
+            entry["parameters"] = {"binary_data_size": len(content)}
+        else:
+            entry["data"] = _json_list(np.ascontiguousarray(array).reshape(-1))
+        entries.append(entry)
+    document = {"model_name": spec.name, "model_version": spec.version, "outputs": entries}
+    if request.id is not None:
+        document["id"] = request.id
+    header = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    if not binary:
+        return [JSON_TYPE, *exact_headers(deployment)], header
+    length = str(len(header)).encode()
+    headers = [(b"content-type", b"application/octet-stream"), (b"inference-header-content-length", length)]
+    return headers + exact_headers(deployment), b"".join((header, *binary))
+
+
+def _json_list(flat: Array) -> Array | orjson.Fragment:
+    """Return a list for orjson; a long one is written a piece at a time, so that other threads get their turn."""
+    if flat.size <= _PIECE_ELEMENTS:
+        return flat
+    pieces = (flat[start : start + _PIECE_ELEMENTS] for start in range(0, flat.size, _PIECE_ELEMENTS))
+    return orjson.Fragment(
+        b"[%s]" % b",".join(orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for piece in pieces)
+    )
+
+
+def _bytes_of(array: Array) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+# --- Models and their metadata, for HTTP and gRPC ---
+
+
+SERVER_NAME = "paceline"
+
+
+def describe_exact(deployment: Deployment) -> str:
+    """Return the sizes of the batches of ``--exact``, such as "32,16"; empty without it."""
+    return ",".join(map(str, deployment.exact_sizes))
+
+
+def exact_headers(deployment: Deployment) -> Headers:
+    """Return the header of responses that tells the sizes; none without ``--exact``."""
+    sizes = describe_exact(deployment)
+    return [(EXACT_HEADER, sizes.encode())] if sizes else []
+
+
+def find_deployment(deployments: Mapping[str, Deployment], name: str, version: str | None = None) -> Deployment:
+    """Return the model of this name, and of this version if given.
+
+    Raises:
+        RequestFailure: it does not exist; names the existing ones.
+    """
+    deployment = deployments.get(name)
+    if deployment is None:
+        raise RequestFailure(404, f"unknown model {name!r:.80}. This server has: {', '.join(deployments)}.")
+    require_version(deployment, version)
+    return deployment
+
+
+def require_version(deployment: Deployment, version: str | None) -> None:
+    """Check that a client requests the existing version, or none."""
+    spec = deployment.spec
+    if version not in (None, spec.version):
+        raise RequestFailure(404, f"{spec.name} has the version {spec.version} only.")
+
+
+def model_metadata(deployment: Deployment) -> dict[str, Any]:
+    """Return a model's metadata for clients; variable sizes are -1."""
+    spec = deployment.spec
+    tensors = {
+        side: [
+            {
+                "name": name,
+                "datatype": DATATYPES[tensor.dtype],
+                "shape": [-1, *(-1 if size is None else size for size in tensor.shape)],
+            }
+            for name, tensor in specs.items()
+        ]
+        for side, specs in (("inputs", spec.inputs), ("outputs", spec.outputs))
+    }
+    # Beyond the protocol: for forms, and for tables with a column for each value of a row.
+    parameters = {
+        "labels": spec.labels,
+        "label": spec.label,
+        "probabilities": spec.probabilities,
+        "fields": [asdict(each) for each in spec.fields],
+        "output_fields": [asdict(each) for each in spec.output_fields],
+        EXACT: deployment.exact_sizes,
+    }
+    return {
+        "name": spec.name,
+        "versions": [spec.version],
+        "platform": spec.platform,
+        **tensors,
+        "parameters": {name: value for name, value in parameters.items() if value},
+    }

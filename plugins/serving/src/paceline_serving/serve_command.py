@@ -1,0 +1,276 @@
+"""``paceline serve PACKAGE...``: serve models over the Open Inference Protocol v2."""
+
+from __future__ import annotations
+
+import json as json_module
+import logging
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from paceline.cli.options import ARGUMENTS, COMMON, explicit_options, group
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_duration_s
+from paceline.core.printable import escape_controls
+from paceline_serving.kserve_options import KServeOptions, print_service
+
+if TYPE_CHECKING:
+    from paceline.export.model import ModelSpec, ServedModel, ServingOptions
+    from paceline_serving.ray_serve import RayServeOptions
+    from paceline_serving.server import ListenAddress
+
+_COMMON = Parameter(group=group(COMMON), negative="")
+_REQUESTS = Parameter(group=group("Requests"), negative="")
+_REPLICAS = Parameter(group=group("Replicas"))
+_PROGRAM = Parameter(group=group("Program"))
+_HOST, _PORT = "127.0.0.1", 8000
+_MAX_SHOWN = 500  # characters of an example of a request
+_MAX_FIELDS = 20  # of a row, that are listed
+
+
+def serve(
+    package: Annotated[tuple[str, ...], Parameter(negative="", group=group(ARGUMENTS))],
+    *,
+    host: Annotated[str, _COMMON] = _HOST,
+    port: Annotated[int, _COMMON] = _PORT,
+    replicas: Annotated[str, _COMMON] = "1",
+    devices: Annotated[str, _COMMON] = "cpu",
+    token_file: Annotated[Path | None, _COMMON] = None,
+    max_batch: Annotated[int, _COMMON] = 32,
+    max_queue: Annotated[int, _COMMON] = 256,
+    timeout: Annotated[str, _COMMON] = "30s",
+    exact: Annotated[bool, _COMMON] = False,
+    trust: Annotated[bool, _COMMON] = False,
+    on: Annotated[Literal["embedded", "ray", "kserve"], _COMMON] = "embedded",
+    json: Annotated[bool, _COMMON] = False,
+    grpc_port: Annotated[int | None, _REQUESTS] = None,
+    max_body: Annotated[int, _REQUESTS] = 64,
+    receive_timeout: Annotated[str, _REQUESTS] = "10s",
+    cors_origin: Annotated[tuple[str, ...], _REQUESTS] = (),
+    access_log: Annotated[bool, _REQUESTS] = False,
+    threads: Annotated[int, _REPLICAS] = 1,
+    max_wait: Annotated[str, _REPLICAS] = "2ms",
+    startup_timeout: Annotated[str, _REPLICAS] = "2min",
+    hang_timeout: Annotated[str, _REPLICAS] = "1min",
+    drain_delay: Annotated[str, _REPLICAS] = "1s",
+    program: Annotated[Literal["auto", "pt2", "onnx"], _PROGRAM] = "auto",
+    task: Annotated[str, _PROGRAM] = "",
+    ray_address: Annotated[str | None, Parameter(group=group("--on ray"))] = None,
+    kserve: Annotated[KServeOptions | None, Parameter(name="*")] = None,
+) -> int:
+    """Serve each PACKAGE until SIGTERM; then answer the accepted requests, and exit.
+
+    To replace a package while the server runs: paceline deploy URL PACKAGE.
+
+    Parameters
+    ----------
+    package
+        Directories, or references such as fashion-mnist@prod.
+    host
+        Address to listen on. An address that other machines can reach needs --token-file.
+    port
+        Port to listen on; 0 picks a free one.
+    replicas
+        Processes per package. With --on ray or kserve, MIN:MAX scales with the load.
+    devices
+        Devices of the replicas, in turn: cpu, or cuda:0,cuda:1.
+    token_file
+        File with the token that clients send (Authorization: Bearer TOKEN), or a line with a name and a token for each
+        client; readable only by you. The server reads it again when it changes.
+    max_batch
+        Largest number of rows in a batch.
+    max_queue
+        Rows that may wait, fewer while the server is slow; further requests get 429 and Retry-After.
+    timeout
+        Time limit of a request; a request may set a shorter one (Request-Timeout-Ms).
+    exact
+        Answer a row with the same bits whatever else the server computes with it: batches have sizes at which that was
+        proved when the model was loaded.
+    trust
+        Trust these packages' pt2 programs from now on; loading one can run any code.
+    on
+        Where replicas run. embedded: on this machine; ray: Ray Serve, on many nodes; kserve: on Kubernetes
+        (--dry-run prints the InferenceService).
+    json
+        Print one line of JSON when the server is ready.
+    grpc_port
+        Also serve gRPC, on this port of the same address.
+    max_body
+        Largest request, in MiB.
+    receive_timeout
+        How long a client may take to send a request.
+    cors_origin
+        Origin of a site whose pages may send requests and read answers, such as https://example.org; may be given
+        several times. Default: none, only the server's own page.
+    access_log
+        Log each request, without its contents.
+    threads
+        CPU threads of each replica.
+    max_wait
+        How long to wait for a batch to fill while all replicas are busy.
+    startup_timeout
+        How long a replica may take to load its model.
+    hang_timeout
+        How long a replica may compute one batch before it is replaced.
+    drain_delay
+        After SIGTERM, how long to report "not ready" before refusing connections.
+    program
+        Which of a package's programs to run. auto: pt2, else onnx.
+    task
+        Use the weights with this task's code instead of the package's program.
+    ray_address
+        HOST:PORT of a Ray cluster, or auto. Default: RAY_ADDRESS; without it, a cluster on this machine.
+    """
+    if ray_address is not None and on != "ray":
+        raise ConfigError("--ray-address is only for --on ray. Add --on ray.")
+    from paceline.export.model import ServingOptions, parse_replicas
+
+    min_replicas, max_replicas = parse_replicas(replicas)
+    options = ServingOptions(
+        replicas=min_replicas,
+        devices=tuple(word.strip() for word in devices.split(",")),
+        threads=threads,
+        max_batch=max_batch,
+        max_wait_s=parse_duration_s(max_wait, "max_wait"),
+        max_queue=max_queue,
+        timeout_s=parse_duration_s(timeout, "timeout"),
+        max_body_bytes=max_body * 2**20,
+        receive_timeout_s=parse_duration_s(receive_timeout, "receive_timeout"),
+        startup_timeout_s=parse_duration_s(startup_timeout, "startup_timeout"),
+        hang_timeout_s=parse_duration_s(hang_timeout, "hang_timeout"),
+        drain_delay_s=parse_duration_s(drain_delay, "drain_delay"),
+        exact=exact,
+    )
+    if on == "kserve":
+        if grpc_port is not None or token_file is not None or (host, port) != (_HOST, _PORT):
+            raise ConfigError(
+                "a server in a pod listens on 0.0.0.0:8080 and takes its token from --token-secret: "
+                "--host, --port, --grpc-port and --token-file are not supported by --on kserve."
+            )
+        words = (
+            *(("--program", program) if program != "auto" else ()),
+            *(("--task", task) if task else ()),
+            *(word for origin in cors_origin for word in ("--cors-origin", origin)),
+            *(word for word, is_set in (("--trust", trust), ("--access-log", access_log)) if is_set),
+        )
+        return print_service(
+            kserve or KServeOptions(), package, words, (min_replicas, max_replicas), options, json=json
+        )
+    if explicit_options(kserve):
+        raise ConfigError(f"--{min(explicit_options(kserve)).replace('_', '-')} is only for --on kserve.")
+    _require_libraries()
+    from paceline.core.access import BearerTokens
+    from paceline_serving.app import open_model
+    from paceline_serving.server import ListenAddress
+
+    tokens = None if token_file is None else BearerTokens(token_file)
+    address = ListenAddress(host=host, port=port, grpc_port=grpc_port, tokens=tokens, cors_origins=cors_origin)
+    ray_options = None
+    if on == "ray":
+        from paceline_serving.ray_serve import RayServeOptions
+
+        ray_options = RayServeOptions.make(ray_address, replicas, options)
+    elif min_replicas < max_replicas:
+        raise ConfigError(
+            f"--replicas {replicas}: the number of replicas follows the load only with --on ray. Give one number."
+        )
+    if trust:
+        _trust(package)
+    models = [open_model(package_name, program=program, task=task) for package_name in package]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LogFormatter("%(asctime)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("paceline_serving.access").setLevel(logging.INFO if access_log else logging.WARNING)
+    names = [model.spec.name for model in models]
+
+    def on_ready(url: str, grpc: str | None) -> None:
+        if json:
+            print(json_module.dumps({"url": url, "grpc": grpc, "models": names}), flush=True)
+        else:
+            for model in models:
+                print(f"{url}/v2/models/{model.spec.name} is ready.", flush=True)
+                path = "predict" if len(models) == 1 else f"predict/{model.spec.name}"
+                token = "" if token_file is None else ' -H "Authorization: Bearer $TOKEN"'
+                _print_inputs(model.spec, url, path, token)
+            if grpc is not None:
+                print(f"{grpc} serves gRPC.", flush=True)
+            print(f"Try it in a browser: {url}/", flush=True)
+
+    _run(models, address, options, on_ready, ray_options)
+    return 0
+
+
+def _print_inputs(spec: ModelSpec, url: str, path: str, token: str) -> None:
+    """Print what a model takes, and a command that asks it."""
+    from paceline.core.inference import name_with_unit
+    from paceline_serving.protocol import example_rows
+
+    fields = spec.fields
+    for field in fields[:_MAX_FIELDS]:
+        about = ", ".join(filter(None, (field.type_text, field.unit, field.values_text)))
+        print(f"  {field.name}: {about}", flush=True)
+    if len(fields) > _MAX_FIELDS:
+        print(f"  and {len(fields) - _MAX_FIELDS} more: paceline predict {url} --describe", flush=True)
+    measured = [name_with_unit(field.name, field.unit) for field in spec.output_fields if field.unit]
+    if measured:
+        print(f"  It answers with {', '.join(measured[:_MAX_FIELDS])}.", flush=True)
+    request = example_rows(spec)
+    command = f"curl {url}/{path}{token} -d {shlex.quote(request)}"
+    if len(request) > _MAX_SHOWN:  # an image's numbers would fill the terminal
+        address = f"{url}/v2/models/{spec.name}"
+        command = f"curl -s {address}/example{token} | curl {address}/infer{token} -d @-"
+    print(f"  Ask it in a terminal: {command}", flush=True)
+
+
+class _LogFormatter(logging.Formatter):
+    """A formatter whose messages are one line each, whatever a client or a package puts into them."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().formatMessage(record))
+
+
+def _require_libraries() -> None:
+    try:
+        import httptools  # noqa: F401
+        import orjson  # noqa: F401
+        import prometheus_client  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"paceline serve: {error}. Install it: pip install 'paceline[serve]'") from error
+
+
+def _run(
+    models: Sequence[ServedModel],
+    address: ListenAddress,
+    options: ServingOptions,
+    on_ready: Callable[[str, str | None], None],
+    ray_options: RayServeOptions | None,
+) -> None:
+    import asyncio
+
+    import uvloop
+
+    from paceline_serving.app import DeploymentFactory
+    from paceline_serving.server import serve as serve_packages
+
+    with ExitStack() as stack:
+        deploy: DeploymentFactory | None = None
+        if ray_options is not None:
+            from paceline_serving.ray_serve import RayDeployment, ray_serve
+
+            deploy = partial(RayDeployment, stack.enter_context(ray_serve(ray_options)))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        runner.run(serve_packages(models, address, options, on_ready, deploy))
+
+
+def _trust(packages: tuple[str, ...]) -> None:
+    from paceline.runs.package import open_package
+    from paceline.runs.package import trust as trust_digest
+
+    for package_name in packages:
+        trust_digest(open_package(package_name).digest)

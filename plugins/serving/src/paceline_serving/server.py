@@ -1,0 +1,222 @@
+"""The server's process: its connections, signals and shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.access import BearerTokens, is_loopback
+from paceline.core.errors import ConfigError
+from paceline.export.model import ServedModel, ServingOptions
+from paceline_serving.access import AccessPolicy, check_cors_origins
+from paceline_serving.app import App, DeploymentFactory, Models
+from paceline_serving.connection import BACKLOG, HttpServer
+from paceline_serving.grpc_server import GrpcServer
+
+# --- One server process, from binding its socket to its end ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenAddress:
+    """Where a server listens, and the access to it; gRPC only if it has a port.
+
+    Attributes:
+        tokens: of its clients.
+        cors_origins: of the pages in a browser that may use it.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int | None = None
+    tokens: BearerTokens | None = None
+    cors_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, port in (("port", self.port), ("grpc-port", self.grpc_port)):
+            if port is not None and not 0 <= port <= 65535:
+                raise ConfigError(f"--{name} must be between 0 and 65535, but is {port}.")
+        check_cors_origins(self.cors_origins)
+        if self.tokens is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines, so it needs --token-file. "
+                "Without a token, listen on 127.0.0.1."
+            )
+
+
+def bind(address: ListenAddress) -> socket.socket:
+    """Bind a socket to the address, without listening.
+
+    Raises:
+        ConfigError: the port is in use, or the host is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, socket_address = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(socket_address)
+        except BaseException:
+            bound.close()
+            raise
+    except OSError as error:
+        raise _cannot_listen(address.host, address.port, error) from error
+    return bound
+
+
+def listen(bound: socket.socket) -> None:
+    """Accept connections from now on.
+
+    Raises:
+        ConfigError: another server took the port first.
+    """
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:
+        host, port = bound.getsockname()[:2]
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}. --port 0 picks a free one.")
+
+
+log = logging.getLogger("paceline_serving")
+
+
+class _Shutdown:
+    """The requested kind of shutdown: drain, drain without delay, or force."""
+
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()
+        self.skip_delay = asyncio.Event()
+        self.force = asyncio.Event()
+
+    def on_signal(self, number: int) -> None:
+        if self.skip_delay.is_set():
+            self.force.set()
+        # Ctrl-C need not wait for a load balancer.
+        if self.requested.is_set() or number == signal.SIGINT:
+            self.skip_delay.set()
+        self.requested.set()
+
+
+async def serve(
+    served_models: Sequence[ServedModel],
+    address: ListenAddress,
+    options: ServingOptions,
+    on_ready: Callable[[str, str | None], None],
+    deploy: DeploymentFactory | None = None,
+) -> None:
+    """Serve packages until SIGTERM or SIGINT, then drain.
+
+    After SIGTERM the server reports that it is not ready, and asks each client to close its connection, for
+    ``drain_delay_s``; then it refuses connections, answers the accepted requests, and ends.
+
+    Args:
+        served_models: opened from packages.
+        on_ready: called with the URL, and the gRPC address if any, when all replicas are ready.
+        deploy: makes a model's deployment; by default of processes of this machine.
+
+    Raises:
+        ConfigError: it cannot listen on the address.
+        ServingError: a package cannot be loaded.
+    """
+    loop = asyncio.get_running_loop()
+    stop = _Shutdown()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.on_signal, number)
+    with bind(address) as bound:
+        models = Models(options, deploy)
+        app = App(models, options, AccessPolicy(address.tokens, address.cors_origins))
+        async with _grpc(app, models, address, options) as grpc:
+            if not await _run_unless(stop.requested, models.start(served_models)):
+                return
+            try:
+                if grpc is not None:
+                    await grpc.start()
+                grpc_address = None if grpc is None else grpc.address
+                await _serve(app, bound, options, stop, lambda url: on_ready(url, grpc_address))
+                if stop.force.is_set():
+                    models.abandon()
+                if grpc is not None:
+                    await grpc.close(at_once=stop.force.is_set())
+            finally:
+                await models.close()
+
+
+@contextlib.asynccontextmanager
+async def _grpc(
+    app: App, models: Models, address: ListenAddress, options: ServingOptions
+) -> AsyncIterator[GrpcServer | None]:
+    """Take the port of the gRPC server, if requested, and release it at the end."""
+    if address.grpc_port is None:
+        yield None
+        return
+    access = AccessPolicy(address.tokens)
+    server = GrpcServer(
+        *(address.host, address.grpc_port),
+        models=models,
+        options=options,
+        access=access,
+        is_draining=lambda: app.draining,
+    )
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Run the work, or cancel it when the event comes first; return whether it was finished."""
+    task = asyncio.create_task(work)
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return False
+    task.result()
+    return True
+
+
+async def _serve(
+    app: App, bound: socket.socket, options: ServingOptions, stop: _Shutdown, on_ready: Callable[[str], None]
+) -> None:
+    server = HttpServer(app, app.refuse, options.receive_timeout_s)
+    listen(bound)
+    await server.start(bound)
+    # Exempt the objects that exist now from later garbage collections.
+    gc.collect()
+    gc.freeze()
+    on_ready(url_of(bound))
+    await stop.requested.wait()
+    app.draining = True
+    if not stop.skip_delay.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.skip_delay.wait(), options.drain_delay_s)
+    # Normally everything is answered and sent within this time, except to clients that do not read.
+    closing = asyncio.create_task(server.close())
+    forcing = asyncio.create_task(stop.force.wait())
+    timeout_s = options.receive_timeout_s + options.timeout_s
+    await asyncio.wait((closing, forcing), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    forcing.cancel()
+    for connection in tuple(server.connections):
+        log.warning("aborted the connection of %s", connection.abort())
+    await closing
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the address as clients write it."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if bound.family == socket.AF_INET6 else f"http://{host}:{port}"

@@ -1,0 +1,449 @@
+"""Served models and their options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.encodings import EXAMPLE_DATE, Categories, Dates, Encoding, show_category
+from paceline.core.errors import ConfigError
+from paceline.core.inference import TensorSpec
+from paceline.runs.package_inputs import PackageInputs
+from paceline.runs.package_manifest import PackageManifest
+
+# --- The protocol's datatypes ---
+
+
+# By torch's and numpy's name. https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol
+DATATYPES = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "float32": "FP32",
+    "float64": "FP64",
+    "str": "BYTES",
+}
+
+
+# --- Options for batching, queueing and timeouts ---
+
+
+UNBOUNDED = 10**7
+"""Size of the queue if waiting times do not matter, as in ``paceline predict``."""
+
+_MAX_REPLICAS = 256
+_DURATIONS = ("max_wait", "timeout", "receive_timeout", "startup_timeout", "hang_timeout", "drain_delay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """The options of ``paceline serve`` that several parts share.
+
+    Attributes:
+        replicas: processes per model.
+        devices: of the replicas, in turn.
+        max_batch: rows of a batch.
+        max_wait_s: how long a batch may wait to fill while every replica is busy. It never waits for an idle
+            one.
+        max_queue: rows that may wait while replicas run at their best speed, fewer while they are slower;
+            further rows are refused with 429.
+        timeout_s: time limit of a request, unless the request sets a shorter one.
+        receive_timeout_s: how long a client may take to send one request.
+        max_body_bytes: of a request.
+        drain_delay_s: after SIGTERM, how long to report "not ready" before connections are refused.
+        startup_timeout_s: how long a replica may take to load its model.
+        hang_timeout_s: a replica that computes one batch for longer is killed.
+        threads: CPU threads of a replica.
+        exact: answer a row with the same bits whatever else is in its batch.
+    """
+
+    replicas: int = 1
+    devices: tuple[str, ...] = ("cpu",)
+    max_batch: int = 32
+    max_wait_s: float = 0.002
+    max_queue: int = 256
+    timeout_s: float = 30.0
+    receive_timeout_s: float = 10.0
+    max_body_bytes: int = 64 * 2**20
+    drain_delay_s: float = 1.0
+    startup_timeout_s: float = 120.0
+    hang_timeout_s: float = 60.0
+    threads: int = 1
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        self._check("replicas", self.replicas, 1, _MAX_REPLICAS)
+        self._check("max-batch", self.max_batch, 1, 65536)
+        self._check("max-queue", self.max_queue, 1, UNBOUNDED)
+        self._check("threads", self.threads, 1, 1024)
+        self._check("max-body", self.max_body_bytes, 1024, 2**32)
+        self._check("max-wait", self.max_wait_s, 0, 60)
+        for name in ("timeout", "receive-timeout", "startup-timeout", "hang-timeout"):
+            self._check(name, getattr(self, name.replace("-", "_") + "_s"), 0.001, 86400)
+        self._check("drain-delay", self.drain_delay_s, 0, 600)
+        for device in self.devices:
+            kind, _, index = device.partition(":")
+            if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or device == "cuda:":
+                raise ConfigError(f"--devices must be cpu, cuda or cuda:N, but is {device!r}.")
+        if self.exact and len({device.partition(":")[0] for device in self.devices}) > 1:
+            raise ConfigError("--exact: a CPU and a GPU compute other bits. Give --devices of one kind.")
+
+    def words(self) -> tuple[str, ...]:
+        """Return the options that are not the default as command-line arguments, without replicas and devices."""
+        words: list[str] = []
+        for name in ("threads", "max_batch", "max_queue"):
+            if getattr(self, name) != getattr(ServingOptions, name):
+                words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+        for name in _DURATIONS:
+            seconds = getattr(self, f"{name}_s")
+            if seconds != getattr(ServingOptions, f"{name}_s"):
+                words += [f"--{name.replace('_', '-')}", f"{1000 * seconds:.15g}ms"]
+        if self.max_body_bytes != ServingOptions.max_body_bytes:
+            words += ["--max-body", str(self.max_body_bytes // 2**20)]
+        if self.exact:
+            words.append("--exact")
+        return tuple(words)
+
+    def _check(self, name: str, value: Any, least: float, most: float) -> None:
+        if not least <= value <= most:
+            raise ConfigError(f"--{name} must be between {least} and {most}, but is {value}.")
+
+
+def parse_replicas(text: str) -> tuple[int, int]:
+    """Return the smallest and largest number of replicas of "2" or "1:4".
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text.strip())
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most <= _MAX_REPLICAS:
+        raise ConfigError(f"--replicas must be between 1 and {_MAX_REPLICAS}, or MIN:MAX such as 1:4, but is {text}.")
+    return least, most
+
+
+# --- Models: named arrays in, named arrays out ---
+
+
+Array = NDArray[Any]
+Arrays = Mapping[str, Array]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MAX_CHOICES = 1000
+_FORMATS = {"date": "date", "date-time": "date and time"}
+_MAX_NAMED = 8  # choices, for people
+_MAX_EXAMPLE = 1000  # characters of a value that is shown in a list
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputField:
+    """A value of a row: an input, or one of its columns.
+
+    Attributes:
+        input: the input's name.
+        name: the column's name, or the input's.
+        datatype: the protocol's.
+        shape: of the value; -1 is a variable size.
+        unit: of its numbers, or "".
+        minimum: smallest valid number, or None.
+        maximum: largest valid number, or None.
+        observed: the smallest and largest number that the export saw, or None.
+        choices: the categories, if it has some and they are few.
+        is_open: whether it takes other texts than the choices.
+        format: "date" or "date-time" (JSON Schema's words) if its texts are dates, or "".
+        allow_missing: whether it may be missing: null in JSON, empty in a CSV.
+        example: a value, or None if it is long.
+    """
+
+    input: str
+    name: str
+    datatype: str
+    shape: tuple[int, ...] = ()
+    unit: str = ""
+    minimum: int | None = None
+    maximum: int | None = None
+    observed: tuple[float, float] | None = None
+    choices: tuple[str, ...] = ()
+    is_open: bool = False
+    format: str = ""
+    allow_missing: bool = False
+    example: Any = None
+
+    @property
+    def type_text(self) -> str:
+        """The datatype and shape for people."""
+        if self.datatype == "BYTES":
+            kind = _FORMATS[self.format] if self.format else "category" if self.choices else "text"
+            return ", ".join(filter(None, (kind, _sizes_text(self.shape))))
+        return _number_text(self.datatype, self.shape)
+
+    @property
+    def values_text(self) -> str:
+        """The values that it takes, as far as they are known, for people."""
+        parts = []
+        if self.choices:
+            named, more = ", ".join(map(show_category, self.choices[:_MAX_NAMED])), len(self.choices) - _MAX_NAMED
+            named = f"{named} and {more} more" if more > 0 else named
+            parts.append(f"{named} or any other" if self.is_open else named)
+        elif self.minimum is not None or self.maximum is not None:
+            least, most = ("any" if end is None else str(end) for end in (self.minimum, self.maximum))
+            parts.append(f"{least} to {most}")
+        if self.observed is not None:
+            parts.append("seen: {:g} to {:g}".format(*self.observed))
+        if self.allow_missing:
+            parts.append("may be missing")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputField:
+    """A value of a prediction: an output, or one of its elements that has a name.
+
+    Attributes:
+        output: the output's name.
+        name: the element's name, or the output's.
+        datatype: the protocol's.
+        shape: of the value; -1 is a variable size.
+        unit: of its numbers, or "".
+    """
+
+    output: str
+    name: str
+    datatype: str
+    shape: tuple[int, ...] = ()
+    unit: str = ""
+
+    @property
+    def type_text(self) -> str:
+        """The datatype and shape for people."""
+        return _number_text(self.datatype, self.shape)
+
+
+def _number_text(datatype: str, shape: Sequence[int]) -> str:
+    if shape:
+        return f"{datatype.lower()}, {_sizes_text(shape)}"
+    return "true or false" if datatype == "BOOL" else "number" if "F" in datatype else "whole number"
+
+
+def _sizes_text(shape: Sequence[int]) -> str:
+    return " x ".join("any" if size == -1 else str(size) for size in shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The description of a model for clients.
+
+    Attributes:
+        name: in the server's addresses.
+        version: in the server's addresses; the start of the package's digest.
+        inputs: by name; shapes are of one row, without the batch. Texts have the dtype "str".
+        outputs: by name.
+        labels: names of the classes, by index.
+        probabilities: name of the output with the classes' probabilities.
+        label: name of the output with the most likely class.
+        platform: of the protocol's metadata.
+        encodings: of those inputs that are texts, by name; a client of another server has none.
+        ranges: the smallest and largest number that the export saw, by input or column.
+        example: a row, by input; empty if there is none.
+    """
+
+    name: str
+    version: str
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    labels: tuple[str, ...] = ()
+    probabilities: str | None = None
+    label: str | None = None
+    platform: str = "pytorch"
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    example: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def program(self) -> ModelSpec:
+        """The same model as its program takes it: every input is a tensor of numbers."""
+        tensors = {
+            name: tensor
+            if name not in self.encodings
+            else TensorSpec(dtype="int64", shape=(*tensor.shape, *self.encodings[name].shape))
+            for name, tensor in self.inputs.items()
+        }
+        return replace(self, inputs=tensors, encodings={}, ranges={}, example={})
+
+    @cached_property
+    def row(self) -> Mapping[str, Any]:
+        """A valid row as a client sends it, by input: the package's own, or else one of zeros if possible."""
+        row: dict[str, Any] = {}
+        for name, tensor in self.inputs.items():
+            if name in self.example:
+                row[name] = self.example[name]
+            elif tensor.dtype == "str":
+                text = next(iter(self.choices(name)), EXAMPLE_DATE if self.format(name) else "")
+                row[name] = text if not tensor.shape else [text] * (tensor.shape[0] or 1)
+            else:
+                row[name] = example(tensor, 1)[0].tolist()
+        return row
+
+    @cached_property
+    def fields(self) -> Sequence[InputField]:
+        """The values of a row in their order."""
+        return [field for name in self.inputs for field in self._fields_of(name)]
+
+    def _fields_of(self, name: str) -> Iterator[InputField]:
+        tensor, encoding = self.inputs[name], self.encodings.get(name)
+        columns = list(tensor.columns)
+        for number, column in enumerate(columns or [name]):
+            value = self.row[name][number] if columns else self.row[name]
+            yield InputField(
+                input=name,
+                name=column,
+                datatype=DATATYPES[tensor.dtype],
+                shape=() if columns else tuple(-1 if size is None else size for size in tensor.shape),
+                unit=tensor.columns.get(column, tensor.unit),
+                minimum=tensor.minimum,
+                maximum=tensor.maximum,
+                observed=self.ranges.get(column),
+                choices=self.choices(name),
+                is_open=isinstance(encoding, Categories) and encoding.unknown is not None,
+                format=self.format(name),
+                allow_missing=tensor.allow_missing,
+                example=value if len(repr(value)) <= _MAX_EXAMPLE else None,
+            )
+
+    @cached_property
+    def output_fields(self) -> Sequence[OutputField]:
+        """The values of a prediction in their order."""
+        return [
+            OutputField(
+                output=name,
+                name=each,
+                datatype=DATATYPES[tensor.dtype],
+                shape=() if tensor.columns else tuple(-1 if size is None else size for size in tensor.shape),
+                unit=tensor.columns.get(each, tensor.unit),
+            )
+            for name, tensor in self.outputs.items()
+            for each in tensor.columns or [name]
+        ]
+
+    def format(self, name: str) -> str:
+        """Return "date" or "date-time" for an input of dates; else an empty text."""
+        encoding = self.encodings.get(name)
+        return "" if not isinstance(encoding, Dates) else "date-time" if encoding.has_time else "date"
+
+    def choices(self, name: str) -> tuple[str, ...]:
+        """Return the categories of an input; empty if it has none, or too many to list."""
+        encoding = self.encodings.get(name)
+        if not isinstance(encoding, Categories) or len(encoding.codes) > _MAX_CHOICES:
+            return ()
+        return tuple(encoding.codes)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"a model's name must consist of letters, digits, '.', '_' and '-', but is {self.name!r}."
+            )
+        for kind, specs in (("input", self.inputs), ("output", self.outputs)):
+            for name, spec in specs.items():
+                if spec.dtype not in DATATYPES:
+                    known = ", ".join(DATATYPES)
+                    raise ConfigError(
+                        f"{self.name}: {kind} {name} is {spec.dtype}, which cannot be served. Supported are: {known}."
+                    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLocation:
+    """The location of a replica's model; JSON, since it is sent to another process.
+
+    Attributes:
+        package: the package's directory.
+        digest: of the opened package; another one in its place is refused.
+        kind: ``pt2`` a torch.export program, ``onnx`` a model for onnxruntime, ``task`` weights with the task's
+            own code.
+        task: ``file.py:Name`` or a built-in task, for ``task``.
+    """
+
+    package: str
+    digest: str
+    kind: Literal["pt2", "onnx", "task"]
+    task: str = ""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A verified package: how replicas load it, and what clients see of it."""
+
+    source: ModelLocation
+    spec: ModelSpec
+
+
+class Servable(Protocol):
+    """A loaded model."""
+
+    def predict(self, inputs: Arrays) -> dict[str, Array]:
+        """Return outputs by name for a batch of inputs by name; rows are the first dimension, in the same order."""
+        ...
+
+
+def rows_of(arrays: Arrays) -> int:
+    """Return the number of rows of a batch."""
+    return int(next(iter(arrays.values())).shape[0])
+
+
+_VERSION_DIGITS = 12  # of a package's digest
+
+
+def make_spec(
+    manifest: PackageManifest, about: PackageInputs, digest: str = "", platform: str = "pytorch"
+) -> ModelSpec:
+    """Describe a package's model for clients."""
+    inputs, encodings = client_specs(about.specs)
+    return ModelSpec(
+        name=manifest.name,
+        version=digest[:_VERSION_DIGITS],
+        inputs=inputs,
+        outputs=manifest.outputs,
+        labels=manifest.labels,
+        probabilities=manifest.probabilities,
+        label=manifest.label,
+        platform=platform,
+        encodings=encodings,
+        ranges=about.ranges,
+        example=about.example,
+    )
+
+
+def client_specs(tensors: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpec], dict[str, Encoding]]:
+    """Return a program's inputs as clients send them, and the encodings of those that are texts."""
+    encodings = {name: tensor.encoding for name, tensor in tensors.items() if tensor.encoding is not None}
+    inputs = dict(tensors)
+    for name, encoding in encodings.items():
+        tensor = tensors[name]
+        inputs[name] = TensorSpec(
+            dtype="str",
+            shape=tensor.shape[: len(tensor.shape) - len(encoding.shape)],
+            unit=tensor.unit,
+            columns=tensor.columns,
+            allow_missing=encoding.takes_missing,
+        )
+    return inputs, encodings
+
+
+def example(spec: TensorSpec, rows: int, *, default_size: int = 8) -> Array:
+    """Return ``rows`` valid rows, of zeros if possible; dimensions of any size have at most ``default_size``."""
+    size_of_any = default_size if spec.max_size is None else min(default_size, spec.max_size)
+    value = max(0, spec.minimum or 0) if spec.maximum is None else min(max(0, spec.minimum or 0), spec.maximum)
+    return np.full((rows, *(size_of_any if size is None else size for size in spec.shape)), value, dtype=spec.dtype)
