@@ -157,11 +157,11 @@ def main() -> int:
     ]
     plugins = re.compile(rf"\b({'|'.join(path.name for path in (ROOT / 'plugins').glob('*/src/*'))})\b")
     problems += [
-        f"{path.relative_to(ROOT)}:{number} names the plug-in {name[0]}; only built_in.py may"
+        f"{path.relative_to(ROOT)}:{number} names the plug-in {found[0]}; only built_in.py may"
         for path in sorted(CORE.rglob("*.py"))
         if path.name != "built_in.py"
         for number, line in enumerate(lines_of(path), 1)
-        if (name := plugins.search(line))
+        if (found := plugins.search(line))
     ]
     for problem in problems:
         print(problem, file=sys.stderr)
