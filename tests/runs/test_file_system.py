@@ -13,6 +13,7 @@ import pytest
 from tests.lab.network_file_system import network_file_system
 from tests.processes import Processes
 
+from paceline.core.files import see_listed
 from paceline.launch.preflight.facts import can_lock, leave_mark
 from paceline.runs.file_system import probe
 
@@ -26,6 +27,18 @@ def test_times_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     utime = os.utime
     monkeypatch.setattr(os, "utime", lambda path, times=(0, 0): utime(path, times))
     assert [lack.found for lack in probe(tmp_path)] == ["does not renew the time of a file (it stays)"]
+
+
+@pytest.mark.system
+def test_what_a_folder_lists_is_waited_for_where_its_absence_is_cached(tmp_path: Path) -> None:
+    with network_file_system(tmp_path, absence_s=5.0) as fs:
+        here, there = (fs[node].path / "checkpoints" for node in "ab")
+        assert not there.exists()
+        see_listed(there)  # at once: it is not listed
+        here.mkdir()
+        assert not there.exists(), "the absence is not cached"
+        see_listed(there)
+        assert there.exists()
 
 
 @pytest.mark.system

@@ -62,13 +62,16 @@ def check_path(path: str | Path, name: str) -> None:
 
 DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM),
-    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.ENXIO),
+    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.ENXIO, errno.EFBIG),
 )
 """Errors of a full, read-only, broken or unreachable disk, which may recover later.
 
 At the start of a run, :meth:`paceline.runs.directory.RunDirectory.create` reports any error at once. After it, a run
 waits for its disk.
 """
+FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space")
+FULL |= {errno.EFBIG: "Allow larger files there (ulimit -f unlimited; a FAT disk takes 4 GiB)"}
+"""What to do where a disk takes no more, by the number of the error."""
 
 
 def append_lines(path: Path, content: bytes) -> None:
@@ -211,6 +214,19 @@ def wait_to_see(path: Path, tell: Callable[[str], object], limit_s: float = SEEN
     return True
 
 
+def see_listed(path: Path) -> None:
+    """Wait for what its folder lists, where this node still remembers from an earlier look that it is absent."""
+    look_anew(path.parent)
+    if _is_listed(path):
+        wait_to_see(path, _log.warning)
+
+
+def _is_listed(path: Path) -> bool:
+    with suppress(OSError):
+        return path.name in os.listdir(path.parent)
+    return False
+
+
 # --- Reading files that other users or programs may have put there ---
 
 
@@ -236,10 +252,16 @@ def read_document(path: Path, limit: int = _MAX_DOCUMENT_BYTES) -> bytes:
     Raises:
         OSError: it cannot be read, is not a regular file, or has more bytes.
     """
-    with open_regular(path) as file:
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        if not (_is_listed(path) and wait_to_see(path, _log.warning)):
+            raise
+        file = open_regular(path)
+    with file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise OSError(errno.EFBIG, f"this has more than {limit:,} bytes", str(path))
+        raise OSError(errno.EINVAL, f"this has more than {limit:,} bytes", str(path))
     return content
 
 

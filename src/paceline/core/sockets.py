@@ -141,6 +141,15 @@ def own_address(host: str) -> str:
     return next(iter(others.values()))
 
 
+def address_beside(host: str, port: int) -> str:
+    """Return this node's IPv4 address for the nodes that meet at a host, which may be this one.
+
+    Raises:
+        ConfigError: as :func:`own_address` and :func:`address_towards` say.
+    """
+    return own_address(host) if is_ours(host) else address_towards(host, port)
+
+
 def address_towards(host: str, port: int) -> str:
     """Return this node's IPv4 address on the route to another host; nothing is sent.
 

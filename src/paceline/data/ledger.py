@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from paceline.core.errors import RunDirectoryError, RunDirectoryWriteError, UserError
-from paceline.core.files import fsync_directory, open_regular
+from paceline.core.files import fsync_directory, open_regular, see_listed
 from paceline.core.options import Shuffle
 from paceline.data.order import DeterministicSampler
 
@@ -176,6 +176,12 @@ def generations(directory: Path) -> list[int]:
         return []
     matches = (re.fullmatch(r"gen-(\d{5,})\.jsonl", path.name) for path in directory.iterdir())
     return [int(match[1]) for match in matches if match]
+
+
+def last_generation(directory: Path) -> int:
+    """Return the generation of the last group that has recorded a step; -1 without one."""
+    see_listed(directory)
+    return max(generations(directory), default=-1)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -13,8 +13,6 @@ import selectors
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -67,7 +65,6 @@ class Agent:
         self._control: ControlSocket | None = None
         self._retry_at = 0.0  # when to try again to take the leader's resources, by the monotonic clock
         self._has_reported_no_control = False  # whether the lack of a control socket was reported
-        self._pending: dict[Callable[[], None], Future[None]] = {}
         self._stack = ExitStack()
         try:
             self._begin(spec, spec.job_file, forkserver)
@@ -197,7 +194,7 @@ class Agent:
         node.expire(now)
         controller.expire(now)
         if self._directory.has_queued_events:
-            self._do_unless_pending(self._directory.append_queued_events)
+            self._files.do_again(self._directory.append_queued_events)
         self._take_leadership(controller, now)
 
     def _take_leadership(self, controller: Controller, now: float) -> None:
@@ -207,27 +204,20 @@ class Agent:
         continue in both cases.
         """
         if controller.leader is None:
-            if self._control is not None:
-                self._control.close()
-                self._control = None
+            self._close_control()
             return
         if now < self._retry_at:
             return
         # The other nodes' heartbeats wake the loop often enough, so no deadline is needed.
         self._retry_at = now + _RETRY_S
         if not self._lock.held:
-            self._do_unless_pending(self._try_to_take_lock)
+            self._files.do_again(self._try_to_take_lock)
         if self._control is None:
             try:
                 self._control = ControlSocket(self._directory, self._selector, self._requests)
                 self._files.do(partial(self._try_to_publish, self._control), self._on_published)
             except (OSError, RunDirectoryError) as error:
                 self._on_published(error)
-
-    def _do_unless_pending(self, work: Callable[[], None]) -> None:
-        """Have work on files done that is asked for again and again, while a disk may not answer."""
-        if work not in self._pending or self._pending[work].done():
-            self._pending[work] = self._files.do(work)
 
     def _try_to_take_lock(self) -> None:
         with suppress(OSError):
@@ -243,12 +233,16 @@ class Agent:
     def _on_published(self, error: Exception | None) -> None:
         if error is None:
             return
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+        self._close_control()
         if not self._has_reported_no_control:
             print_status(f"other commands cannot reach this run yet: {error}")
         self._has_reported_no_control = True
+
+    def _close_control(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._files.do(self._control.withdraw)
+            self._control = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -275,8 +269,7 @@ class Agent:
         """Release everything, after any error."""
         if self._node is not None:
             self._node.end()
-        if self._control is not None:
-            self._control.close()
+        self._close_control()
         if self._controller is not None:
             self._controller.close()
         self._stack.close()

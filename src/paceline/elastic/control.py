@@ -115,7 +115,7 @@ class ControlSocket:
     """The agent's side; its descriptors are in the agent's selector, with handlers as their data.
 
     Args:
-        directory: the run's; contains ``agent.json`` from :meth:`publish` until :meth:`close`.
+        directory: the run's; contains ``agent.json`` from :meth:`publish` until :meth:`withdraw`.
         selector: the agent's.
         controlled: answers requests.
     """
@@ -156,17 +156,20 @@ class ControlSocket:
         self.close()
 
     def close(self) -> None:
-        """Close all connections, and remove the files."""
+        """Close all connections."""
         for served in (*self._clients, self._listener):
             with suppress(KeyError, ValueError):
                 self._selector.unregister(served)
             served.close()
         self._clients.clear()
+        shutil.rmtree(self._socket_directory, ignore_errors=True)
+
+    def withdraw(self) -> None:
+        """Remove what :meth:`publish` wrote."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             # Another node's agent may lead by now, and have written its own file.
             if parse_json(read_document(self._address_file))["socket"] == str(self._socket_directory / _NAME):
                 self._address_file.unlink()
-        shutil.rmtree(self._socket_directory, ignore_errors=True)
 
     def _on_client(self) -> None:
         with suppress(BlockingIOError, ConnectionError):

@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.signals import ECHO_S, StopRequests, forwarded_signal
 from paceline.core.sockets import LOOPBACK
-from paceline.data.ledger import generations
+from paceline.data.ledger import last_generation
 from paceline.elastic.coordinator import (
     Action,
     BreakGroup,
@@ -293,10 +293,9 @@ class JobController:
         self.coordinator = coordinator
         self.failure_policy = FailurePolicy(directory, RestartBudget(spec.max_restarts, first=-1 if follows else None))
         self.beats: dict[int, WorkerHeartbeat] = {}
-        self._hangs = HangDetector(directory)
+        self._hangs = HangDetector(directory, here.files.do)
         self._restart = RestartAllPolicy(self._pool)
         self._knows_microbatches = False  # whether the run is created
-        self._asks_microbatches = False  # whether its file is being read
         self._culprit_is_to_come = False  # the job ends, and the root cause has not been reported yet
         coordinator.hold()
 
@@ -338,9 +337,8 @@ class JobController:
 
         Until then it is that of the least number of nodes; nodes beyond that take part after a step.
         """
-        if not (self._knows_microbatches or self._asks_microbatches):
-            self._asks_microbatches = True
-            self._here.files.do(self._read_microbatches, self._on_microbatches)
+        if not self._knows_microbatches:
+            self._here.files.do_again(self._read_microbatches, self._on_microbatches)
 
     def _read_microbatches(self) -> int | None:
         with suppress(OSError, RunDirectoryError, KeyError, TypeError, ValueError):
@@ -349,8 +347,8 @@ class JobController:
         return None
 
     def _on_microbatches(self, most: int | None) -> None:
-        self._asks_microbatches, self._knows_microbatches = False, most is not None
         if most is not None:
+            self._knows_microbatches = True
             self._do(self.coordinator.allow(most))
 
     def settle(self) -> None:
@@ -543,21 +541,17 @@ class JobController:
         self._pool.place(view, self._address, port)
 
 
-def last_generation(directory: RunDirectory) -> int:
-    """Return the generation of the last group that has recorded a step; -1 without one."""
-    return max(generations(directory.ledger), default=-1)
-
-
-def make_coordinator(spec: LaunchSpec, directory: RunDirectory, seats: Iterable[tuple[int, WorkerSlot]]) -> Coordinator:
+def make_coordinator(spec: LaunchSpec, generation: int, seats: Iterable[tuple[int, WorkerSlot]]) -> Coordinator:
     """Make a coordinator without nodes, which continues after the last group of the run.
 
     Args:
+        generation: of that group.
         seats: the running workers, each with the generation of its last group.
     """
     return Coordinator(
         nodes={},
         max_workers=spec.local_world_size * spec.nodes[0],
-        generation=max([last_generation(directory), *(generation for generation, _ in seats)]),
+        generation=max([generation, *(generation for generation, _ in seats)]),
         spares=spec.spares,
         initial_nodes=spec.nodes[0],
         min_nodes=spec.least_nodes,
@@ -620,7 +614,9 @@ class SingleNodeController:
         self._nproc, self._node = spec.local_world_size, node
         self.name = socket.gethostname()
         self.nodes = (self.name,)
-        self.leader = JobController(spec, directory, make_coordinator(spec, directory, ()), self, node, LOOPBACK)
+        self.leader = JobController(
+            spec, directory, make_coordinator(spec, last_generation(directory.ledger), ()), self, node, LOOPBACK
+        )
 
     def begin(self) -> None:
         """Start the workers."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import (
@@ -22,7 +23,7 @@ from paceline.elastic.coordinator import WorkerGroup
 from paceline.elastic.node import Ended
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.runs.directory import RunDirectory
-from paceline.runs.failures import STOPPED, FailureRecord, ProcessExit, describe, report_job_failure
+from paceline.runs.failures import STOPPED, FailureRecord, ProcessExit, advise, describe, report_job_failure
 
 if TYPE_CHECKING:
     from paceline.data.order import DeterministicSampler
@@ -52,7 +53,7 @@ def describe_crash_loop(
     """
     position = f"at step {steps}" if steps >= 0 else "before its first step"
     text = f"The run is still {position} after {replacements} replacements, the last of which {how}: "
-    text += "another one would fail the same way."
+    text += " ".join(["another one would fail the same way.", *advise(how)])
     samples = "" if steps < 0 or rank is None or rank >= ranks else _samples(directory, steps, rank, ranks)
     if samples:
         text += f"\n  In step {steps + 1}, rank {rank} computes {samples}."
@@ -197,13 +198,14 @@ class FailurePolicy:
 
     Attributes:
         recoveries: workers lost so far.
-        reason: why the job ends; "" if it does not.
+        reason: why the job ends, if not for a worker's exit.
     """
 
     def __init__(self, directory: RunDirectory, budget: RestartBudget) -> None:
         self._directory, self.budget = directory, budget
         self.recoveries = 0
         self.reason = ""
+        self._explain: Callable[[], str] = str  # reads the run's files, which may take long while others wait
         self._exits: list[ProcessExit] = []  # exits that determine the job's exit code
         self._lost: list[ProcessExit] = []  # faults without a replacement
         self._distrusted: set[int] = set()  # local indices of workers that computed wrongly
@@ -222,7 +224,7 @@ class FailurePolicy:
         exit_class = classify_exit(
             end.code,
             end.failure,
-            finished=end.code != 0 and self._directory.has_result(),
+            finished=end.finished,
             stopping=stopping,
             progressed=self.budget.progressed,
             distrusted=end.local_index in self._distrusted,
@@ -249,7 +251,7 @@ class FailurePolicy:
     def may_go_on(
         self, end: Ended, view: WorkerGroup | None, *, hiring: bool, again: bool = False, shared: bool = False
     ) -> bool:
-        """Return whether the job continues after a fault; if not, :attr:`reason` explains.
+        """Return whether the job continues after a fault.
 
         Args:
             hiring: whether a replacement is started.
@@ -269,7 +271,8 @@ class FailurePolicy:
         if not shared:
             self._exits.append(_exit_of(end))
         members = () if view is None else view.members
-        self.reason = describe_crash_loop(
+        self._explain = partial(
+            describe_crash_loop,
             self._directory,
             steps=self.budget.step,
             replacements=self.budget.most,
@@ -286,7 +289,7 @@ class FailurePolicy:
         Args:
             asked: the signal that requested the stop.
         """
-        return report_job_failure(self._directory, self._exits or self._lost, asked, self.reason)
+        return report_job_failure(self._directory, self._exits or self._lost, asked, self.reason or self._explain())
 
 
 def _exit_of(end: Ended, *, code: int | None = None, stopped: bool = False) -> ProcessExit:

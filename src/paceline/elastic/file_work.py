@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -25,6 +25,7 @@ class FileWork:
         self._wake = wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-files")
         self._done: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._last: dict[Callable[[], object], Future[Any]] = {}  # of :meth:`do_again`
 
     def do(self, work: Callable[[], T], then: Callable[[T], object] | None = None) -> Future[T]:
         """Have ``work`` done, and ``then`` called in the loop with its result; an exception is raised there."""
@@ -32,6 +33,11 @@ class FileWork:
         if then is not None:
             future.add_done_callback(partial(self._on_done, then))
         return future
+
+    def do_again(self, work: Callable[[], T], then: Callable[[T], object] | None = None) -> None:
+        """Have work done that is asked for again and again, unless it still waits for the disk."""
+        if work not in self._last or self._last[work].done():
+            self._last[work] = self.do(work, then)
 
     def deliver(self) -> None:
         """Call the follow-ups of all work that is done."""

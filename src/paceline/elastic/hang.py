@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -219,9 +220,13 @@ class _Names:
 # --- The record of a hang in the run directory: an event, and each rank's stacks ---
 
 
-def record_hang(directory: RunDirectory, verdict: HangVerdict, reports: Sequence[Told]) -> Path:
-    """Add an event, and write ``hangs/TIME/rank-N.txt``; return that directory, even if writing failed."""
-    folder = directory.hangs / time.strftime("%Y%m%d-%H%M%S")
+def new_folder(directory: RunDirectory) -> Path:
+    """Return the path of ``hangs/TIME``, for :func:`record_hang`."""
+    return directory.hangs / time.strftime("%Y%m%d-%H%M%S")
+
+
+def record_hang(directory: RunDirectory, folder: Path, verdict: HangVerdict, reports: Sequence[Told]) -> None:
+    """Add an event, and write ``rank-N.txt`` in ``folder``, as far as the disk takes them."""
     step = max((r.step for r in reports if isinstance(r, StallSnapshot)), default=-1)
     # A full disk must not keep the ranks hanging.
     with suppress(OSError):
@@ -237,7 +242,6 @@ def record_hang(directory: RunDirectory, verdict: HangVerdict, reports: Sequence
             sentence=verdict.sentence,
             stacks=str(folder.relative_to(directory.path)),
         )
-    return folder
 
 
 def record_slow(directory: RunDirectory, verdict: HangVerdict) -> None:
@@ -293,10 +297,14 @@ class Hang:
 
 
 class HangDetector:
-    """Watches the members of one group after another."""
+    """Watches the members of one group after another.
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
+    Args:
+        do: does work on its files, at once or later.
+    """
+
+    def __init__(self, directory: RunDirectory, do: Callable[[Callable[[], None]], object]) -> None:
+        self._directory, self._do = directory, do
         self._view: WorkerGroup | None = None
         self._nodes: dict[int, str] = {}  # by rank
         self._finished: set[int] = set()
@@ -356,7 +364,8 @@ class HangDetector:
             self._record_slow(verdict, now)
             return None
         self._view = None
-        folder = record_hang(self._directory, verdict, reports)
+        folder = new_folder(self._directory)
+        self._do(partial(record_hang, self._directory, folder, verdict, reports))
         return Hang(
             f"{verdict.sentence}. All stacks: {folder}",
             {members[rank]: reason for rank, reason in verdict.reasons.items()},
@@ -365,7 +374,7 @@ class HangDetector:
     def _record_slow(self, verdict: HangVerdict, now: float) -> None:
         if verdict.culprits and now >= self._next_slow:
             self._next_slow = now + _SLOW_EVERY_S
-            record_slow(self._directory, verdict)
+            self._do(partial(record_slow, self._directory, verdict))
 
 
 # --- The watchdog for jobs without an agent, through files in the run directory. No torch
@@ -490,7 +499,8 @@ class Watchdog:
                 record_slow(self._directory, verdict)
             self._request_file.unlink(missing_ok=True)
             return
-        folder = record_hang(self._directory, verdict, reports)
+        folder = new_folder(self._directory)
+        record_hang(self._directory, folder, verdict, reports)
         text = f"{verdict.sentence}. All stacks: {folder}"
         if unseen:
             text += f". Ranks {unseen} are unknown, because they do not share this directory"

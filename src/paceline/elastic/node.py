@@ -58,6 +58,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind", forbid_u
         silent_s: seconds since its last message when it ended.
         retired: whether it got the order to end.
         failure: the error that it recorded.
+        finished: whether it failed although the run has its result.
     """
 
     worker: int
@@ -69,6 +70,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind", forbid_u
     step: int
     retired: bool
     failure: FailureRecord | None
+    finished: bool = False
 
 
 class NodeEvents(Protocol):
@@ -325,7 +327,8 @@ class NodeWorkers:
                 worker.enter_group(generation, self._heartbeat_s)
                 if world_size > local_world_size:
                     order = msgspec.structs.replace(order, interface=self._interface)
-            case GroupBroken():
+            case GroupBroken(generation):
+                worker.generation = max(worker.generation, generation)  # it enters no group of a lower number
                 worker.expect_leave(_LEAVE_S)
             case ExitRequest():
                 worker.retired = True
@@ -535,7 +538,12 @@ class NodeWorkers:
             retired=worker.retired,
             failure=worker.failure,
         )
-        self.files.do(partial(read_failure, self._directory.error_of(worker.local_index)), partial(self._report, end))
+        self.files.do(partial(self._complete, end), self._report)
 
-    def _report(self, end: Ended, recorded: FailureRecord | None) -> None:
-        self.reports.ended(end if recorded is None else msgspec.structs.replace(end, failure=recorded))
+    def _complete(self, end: Ended) -> Ended:
+        """Add what the run's files tell."""
+        failure = read_failure(self._directory.error_of(end.local_index)) or end.failure
+        return msgspec.structs.replace(end, failure=failure, finished=end.code != 0 and self._directory.has_result())
+
+    def _report(self, end: Ended) -> None:
+        self.reports.ended(end)

@@ -14,7 +14,8 @@ import torch
 
 from paceline import __version__
 from paceline.core.config import RunConfig, config_from_mapping
-from paceline.core.errors import RunDirectoryError
+from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.files import see_listed
 from paceline.core.job import WorkerConfig
 from paceline.core.option_sets import CLASSIFICATIONS, resume_config
 from paceline.core.options import parse_walltime_s
@@ -99,6 +100,11 @@ def setup_run(
     threads = config.threads or request.default_threads
     config = dataclasses.replace(config, task=spec, run_dir=str(directory.path), threads=threads)
     if config.backup_to is not None:
+        if Path(config.backup_to).resolve().is_relative_to(directory.path.resolve()):
+            raise ConfigError(
+                f"--backup-to {config.backup_to} is inside of the run {directory.path}, and would be lost with it. "
+                "Give a folder elsewhere, best on another disk."
+            )
         # Recorded, and so the same if the run continues from another directory.
         config = dataclasses.replace(config, backup_to=str(Path(config.backup_to).absolute()))
     require(config.log_to)
@@ -154,6 +160,7 @@ def create(run: RunContext, run_id: str, parent: PretrainedWeights | None) -> No
 
 def load_manifest(directory: RunDirectory) -> dict[str, Any]:
     """Read the run's manifest and result, if they exist."""
+    see_listed(directory.manifest)
     if not directory.exists():
         return {"manifest": None, "result": None}
     return {"manifest": directory.read_complete_manifest(), "result": directory.read_result()}

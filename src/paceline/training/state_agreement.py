@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import CheckpointError
-from paceline.core.files import look_anew, wait_to_see
+from paceline.core.files import look_anew, see_listed, wait_to_see
 from paceline.data.ledger import LedgerEntry, last_recorded_version
 from paceline.elastic.state_transfer import StateSource, elect_source, transfer_state
 from paceline.parallel.device import why_idle
@@ -84,8 +84,8 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
 
 def _share_manifest(run: RunContext, world: World) -> None:
     """Give every rank the run's manifest: it may be younger than a process, and its node may see it late."""
-    if world.rank == 0 and not run.manifest and run.directory.exists():
-        run.manifest.update(run.directory.read_complete_manifest())
+    if world.rank == 0 and not run.manifest:
+        run.manifest.update(run_setup.load_manifest(run.directory)["manifest"] or {})
     known = world.all_gather_object(bool(run.manifest))
     if any(known) and not all(known):
         run.manifest.update(world.broadcast_object(run.manifest, known.index(True)))
@@ -185,7 +185,8 @@ class _CheckpointSearch:
     def __init__(self, run: RunContext, world: World) -> None:
         self._run, self._world = run, world
         if world.rank == 0:
-            look_anew(run.directory.path, run.directory.checkpoints)
+            see_listed(run.directory.checkpoints)
+            look_anew(run.directory.checkpoints)
         self._failed: list[str] = []
         self._may_restore = True
         self.num_passed_over = 0

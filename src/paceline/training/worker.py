@@ -242,9 +242,9 @@ def _watch_over(job: WorkerConfig, world: World, directory: RunDirectory, stack:
 
 
 def _next_generation(directory: RunDirectory) -> int:
-    from paceline.data.ledger import generations
+    from paceline.data.ledger import last_generation
 
-    return max(generations(directory.ledger), default=-1) + 1
+    return last_generation(directory.ledger) + 1
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ class Job:
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         self.socket.close()
+        self.socket.withdraw()
         self.selector.close()
         os.close(self._stop)
 

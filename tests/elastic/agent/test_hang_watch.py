@@ -42,7 +42,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def watch(tmp_path: Path, now: list[float]) -> HangDetector:
-    watching = HangDetector(RunDirectory(tmp_path))
+    watching = HangDetector(RunDirectory(tmp_path), lambda work: work())
     watching.forms(WorkerGroup(4, (7, 9), 2), ["a", "b"])
     return watching
 

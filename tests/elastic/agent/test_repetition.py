@@ -36,12 +36,14 @@ def test_verdict_names_step_samples_and_error(tmp_path: Path) -> None:
     directory.write_manifest({"config": CONFIG})
     LedgerWriter(directory.ledger, ORDER, generation=0, parent_version=None).close()
 
-    def verdict(error: Exception | None, rank: int | None, steps: int = 6) -> list[str]:
+    def verdict(
+        error: Exception | None, rank: int | None, steps: int = 6, how: str = "exited with status 1"
+    ) -> list[str]:
         return describe_crash_loop(
             directory,
             steps=steps,
             replacements=3,
-            how="exited with status 1",
+            how=how,
             failure=None if error is None else failure_of(1, error),
             rank=rank,
             ranks=2,
@@ -57,6 +59,7 @@ def test_verdict_names_step_samples_and_error(tmp_path: Path) -> None:
     assert len(verdict(PeerLostError("gone"), 1)) == 2
     assert len(verdict(None, None)) == 1
     assert "before its first step" in verdict(None, 1, steps=-1)[0]
+    assert "ulimit -u" in verdict(None, 1, how="could not be started: [Errno 11] Resource temporarily unavailable")[0]
     # A spare computes nothing, and a damaged record must not hide the verdict.
     assert len(verdict(None, 2)) == 1
     directory.manifest.write_text("not toml")

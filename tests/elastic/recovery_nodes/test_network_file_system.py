@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.lab.network_file_system import Mount, network_file_system
 from paceline.runs.directory import RunDirectory
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(480)]
-_ABSENCE_S = 20.0
+_AWAY_S = 15.0  # longer than a node may be silent
 
 
 class SharedRun(Run):
@@ -33,11 +34,13 @@ class SharedRun(Run):
         return super().paceline(node, *(str(self.at(node)) if word == "run" else word for word in arguments))
 
 
-@pytest.fixture
-def shared(tmp_path: Path, machines: Machines, wait_until: Callable[..., None]) -> Iterator[SharedRun]:
-    """Two machines; each believes for a while that a file is absent."""
+@pytest.fixture(params=[20.0])
+def shared(
+    request: pytest.FixtureRequest, tmp_path: Path, machines: Machines, wait_until: Callable[..., None]
+) -> Iterator[SharedRun]:
+    """Two machines; each believes for so many seconds that a file is absent."""
     names = ("node0", "node1")
-    with network_file_system(tmp_path, names, absence_s=_ABSENCE_S) as mounts:  # before the machines, which copy it
+    with network_file_system(tmp_path, names, absence_s=request.param) as mounts:  # before the machines, which copy it
         yield SharedRun(machines(2)[0].lab, wait_until, mounts, tmp_path / "backing")
 
 
@@ -75,6 +78,47 @@ def test_a_node_that_believes_in_an_absence_joins(shared: SharedRun, undisturbed
     assert codes == [0, 0], (leading.text, joining.text)
     assert "waiting for" in joining.text, "the absence was cached"
     assert shared.result()["model_sha256"] == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [50.0], indirect=True)
+def test_a_restart_on_a_node_that_believes_in_absences_begins_at_the_checkpoint(
+    shared: SharedRun, undisturbed: str
+) -> None:
+    first, second = shared.lab.nodes
+    shared.hold(2)
+    restarts = ("--recover", "restart")
+    processes = [shared.train(node, "2", "1", "--node-rank", node.name[-1], *restarts) for node in (first, second)]
+    shared.wait_until((shared.path / "held-2").exists, "the second step")
+    assert not (shared.at(second) / "checkpoints").exists()
+    shared.hold(12)
+    shared.wait_for("checkpoint", lambda event: event["step"] == 10, *processes)
+    assert not (shared.at(second) / "checkpoints").exists(), "the absence is cached no more"
+    first.kill()
+    shared.go_on()
+    assert processes[1].wait(180) == 0, processes[1].text
+    assert shared.result()["model_sha256"] == undisturbed
+    events = shared.directory.read_events()
+    assert [event["step"] for event in events if event["event"] == "started"] == [0, 10]
+    assert not {"fallback", "paused"} & {event["event"] for event in events}
+
+
+def test_a_silent_file_system_removes_no_leading_node(shared: SharedRun, undisturbed: str) -> None:
+    """A worker of the other node ends meanwhile, on which the leader decides without its disk."""
+    first, second = shared.lab.nodes
+    shared.hold(12)
+    processes = [shared.train(node, "2", "1", "--node-rank", node.name[-1]) for node in (first, second)]
+    shared.wait_for("checkpoint", lambda event: event["step"] == 10, *processes)
+    shared.mounts[first.name].set(away=True)
+    shared.kill_worker(second)
+    time.sleep(_AWAY_S)
+    shared.mounts[first.name].set()
+    shared.go_on()
+    assert [process.wait(180) for process in processes] == [0, 0], [process.text for process in processes]
+    assert shared.result()["model_sha256"] == undisturbed
+    kinds = [event["event"] for event in shared.directory.read_events()]
+    assert kinds.count("fault") == 1
+    assert not {"node lost", "takeover", "paused"} & set(kinds), kinds
 
 
 def test_a_slow_file_system_removes_no_node(shared: SharedRun, undisturbed: str) -> None:

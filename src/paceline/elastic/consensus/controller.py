@@ -15,6 +15,7 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.signals import ECHO_S, StopRequests
+from paceline.data.ledger import last_generation
 from paceline.elastic.consensus.connectivity import LinkMap
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory
 from paceline.elastic.consensus.membership import (
@@ -52,7 +53,7 @@ from paceline.elastic.consensus.messages import (
 )
 from paceline.elastic.consensus.paxos import PaxosMembership
 from paceline.elastic.consensus.transport import PeerNetwork
-from paceline.elastic.controller import JobController, last_generation, make_coordinator
+from paceline.elastic.controller import JobController, make_coordinator
 from paceline.elastic.node import Ended, NodeWorkers, Said
 from paceline.elastic.recovery_log import print_status
 from paceline.elastic.worker_channel import GroupBroken
@@ -125,6 +126,7 @@ _TIMEOUT_S = 1.0
 _SETTLE_S = 2.0  # nodes connect to the leader first, and to the others a little later
 _ETCD_ANSWERS_S = 10.0  # at the start; longer than etcd needs to elect its own leader
 _NUMBERS_A_TERM = 1 << 20  # worker numbers that one leader can assign
+_GENERATIONS_A_LEADER = 10_000  # more than leaders form
 
 
 class ConsensusDriver:
@@ -170,7 +172,7 @@ class ConsensusDriver:
         self.is_removed = False
         self._is_joining = spec.joins
         # Of the job before this one; a node that joins finds one that has begun.
-        self._earlier_generation = -2 if spec.joins else last_generation(directory)
+        self._earlier_generation = -2 if spec.joins else last_generation(directory.ledger)
 
     def _make_membership(self, selector: selectors.BaseSelector) -> Membership:
         if self._spec.coordinator is None:
@@ -221,10 +223,13 @@ class ConsensusDriver:
         if now < self._timeout_at:
             return
         self._timeout_at = math.inf
-        if self._membership.role == "paused" and self._directory.has_result():
-            self._leave("the other nodes have finished the run.", 0)
-            return
+        if self._membership.role == "paused":
+            self._node.files.do_again(self._directory.has_result, self._on_result)
         self._act(self._membership.on_timeout())
+
+    def _on_result(self, is_there: bool) -> None:
+        if is_there and self._membership.role == "paused":
+            self._leave("the other nodes have finished the run.", 0)
 
     def _give_up_start(self) -> None:
         """End the job on all its nodes, if there were too few for the first group all the time."""
@@ -445,10 +450,19 @@ class ConsensusDriver:
                     None,
                 )
 
+    def _last_generation(self) -> int | None:
+        with suppress(OSError):
+            return last_generation(self._directory.ledger)
+        return None
+
     def _lead(self, term: Term, node_set: NodeSet) -> None:
         follows = term.number > 1
         seats = self._node.seats
-        coordinator = make_coordinator(self._spec, self._directory, seats.values())
+        # Not for longer, or the others elect another leader.
+        last = self._peers.soon(term, self._last_generation, within_s=_TIMEOUT_S / 2)
+        if last is None:  # then a number that no group of an earlier leader has
+            last = max([self._earlier_generation, *(seen for seen, _ in seats.values())]) + _GENERATIONS_A_LEADER
+        coordinator = make_coordinator(self._spec, last, seats.values())
         has_begun = coordinator.generation > self._earlier_generation
         if follows:
             places = self._spec.local_world_size * len(node_set.nodes)

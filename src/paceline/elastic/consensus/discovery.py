@@ -25,13 +25,12 @@ from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import SEEN_S, parse_json, read_document, wait_to_see, write_atomically
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.sockets import (
-    address_towards,
+    address_beside,
     has_interface,
     interface_address,
     interface_of,
     is_ours,
     meeting_address,
-    own_address,
 )
 from paceline.elastic.consensus.messages import AddressBook, Message, NodeSet, write
 from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork, agent_name, is_agent
@@ -141,7 +140,7 @@ def _own_address(spec: LaunchSpec, host: str, port: int) -> str:
         try:
             if spec.interface is not None:
                 return interface_address(spec.interface)
-            return own_address(host) if is_ours(host) else address_towards(host, port)
+            return address_beside(host, port)
         except ConfigError as error:
             comes_later = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_NETWORK
             if spec.interface is not None:
@@ -414,7 +413,7 @@ class PeerDirectory:
                 print_status(f"{peer} belongs to another start of this run, which this node does not take part in.")
             return self._witness.key == str(hello["lease"])
         witness = FileWitness(self._directory.path / "agents", str(hello["lease"]))
-        if not self._soon(witness, witness.is_shared):
+        if not self.soon(witness, witness.is_shared):
             if self._unseen_until == math.inf:
                 self._unseen_until = time.monotonic() + SEEN_S
                 print_status(f"waiting for the run directory of {peer} to appear on this node, as {witness.path}")
@@ -435,7 +434,7 @@ class PeerDirectory:
         if self._witness is None:
             return None
         try:
-            held_by = self._soon((node_set, winners), partial(self._witness.acquire, node_set, winners))
+            held_by = self.soon((node_set, winners), partial(self._witness.acquire, node_set, winners))
         except RunDirectoryError as error:
             if str(error) != self._no_witness:  # retried every second, e.g. while a disk is full
                 self._no_witness = str(error)
@@ -444,12 +443,12 @@ class PeerDirectory:
         self._no_witness = ""
         return held_by
 
-    def _soon(self, question: Hashable, work: Callable[[], T]) -> T | None:
+    def soon(self, question: Hashable, work: Callable[[], T], within_s: float = math.inf) -> T | None:
         """Return what ``work`` returns, or None if that takes long: then the caller asks the same question again."""
         if question not in self._asked:
             self._asked[question] = self._files.do(work)
         answer: Future[T] = self._asked[question]
-        wait([answer], self._spec.heartbeat_s / 2)  # this node must not be silent for longer
+        wait([answer], min(within_s, self._spec.heartbeat_s / 2))  # this node must not be silent for longer
         if not answer.done():
             return None
         del self._asked[question]
