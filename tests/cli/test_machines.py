@@ -122,7 +122,7 @@ MACHINES = (
     Machine("64 open files", (TWO, RESUME), shell="ulimit -n 64"),
     Machine("256 open files", (TWO,), shell="ulimit -n 256"),
     Machine("2 GiB of addresses", (ONE,), shell="ulimit -v 2097152"),
-    Machine("files of at most 512 bytes", (ONE,), shell="ulimit -f 1", code=1, says="File too large"),
+    Machine("files of at most 512 bytes", (ONE,), shell="ulimit -f 1", code=2, says="ulimit -f unlimited"),
     Machine(
         "no locked memory, an endless stack, one CPU",
         (TWO,),
@@ -172,6 +172,7 @@ MACHINES = (
     ),
     Machine("no loopback, one process", (ONE,), "ip link set lo down"),
     Machine("no loopback, two processes", (TWO,), "ip link set lo down", code=2, says="loopback"),
+    Machine("no loopback, doctor", (DOCTOR,), "ip link set lo down", code=2, says="ip link set lo up"),
     Machine("no IPv6", (TWO,), "echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6"),
     Machine(
         "dead proxies",
@@ -200,6 +201,14 @@ MACHINES = (
         "a newline, quotes and % in a name",
         (TWO, 'paceline audit "$RUN"'),
         shell="export RUN='it'\"'\"'s \"50%s\"\n{run}'",
+    ),
+    Machine(
+        "a backup that is the run, behind a link",
+        (f"{ONE} --backup-to link",),
+        "mkdir far; ln -s far link",
+        "export RUN=far",
+        code=2,
+        says="--backup-to link is inside of the run",
     ),
     Machine("a decomposed accent after a dash", (TWO, 'paceline audit -- "$RUN"'), shell="export RUN=-e\u0301"),
     Machine(

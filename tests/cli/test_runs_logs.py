@@ -177,7 +177,9 @@ def test_a_run_of_somebody_else_hides_no_other(capsys: pytest.CaptureFixture[str
     closed.path.chmod(0)
     try:
         assert runs(root, json=True) == 0
-        assert [run["name"] for run in json.loads(capsys.readouterr().out)] == ["own"]
+        printed = capsys.readouterr()
+        assert [run["name"] for run in json.loads(printed.out)] == ["own"]
+        assert "1 of the folders cannot be read, first [Errno 13] Permission denied: 'elsewhere/closed" in printed.err
         with pytest.raises(RunDirectoryError, match=r"closed cannot be read: Permission denied"):
             runs(closed.path)
         with pytest.raises(RunDirectoryError, match=r"inside cannot be read: Permission denied\. Give the"):

@@ -28,7 +28,7 @@ from cyclopts import (
 from paceline import __version__
 from paceline.core.built_in import COMMANDS
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
-from paceline.core.files import check_path
+from paceline.core.files import FULL, check_path
 from paceline.core.printable import PrintableStream, escape_controls
 
 
@@ -106,14 +106,15 @@ def _run(arguments: list[str]) -> int:
         try:
             _require_current_directory()
             _require_text(arguments)
+            threading.Thread(target=int).start()  # without room for one, OpenBLAS would end this process like Ctrl-C
             return _call(arguments)
         except (PacelineError, CycloptsError) as error:
             if not interrupts.seen:
                 return _report(error)
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, OSError) and error.errno in FULL:
                 _discard_output()
-                print(f"paceline: {error.strerror}. Free some space, and repeat the command.", file=sys.stderr)
+                print(f"paceline: {error.strerror}. {FULL[error.errno]}, and repeat the command.", file=sys.stderr)
                 return PacelineError.exit_code
             if not interrupts.seen:
                 return _report(_of_this_machine(error))

@@ -63,7 +63,10 @@ def runs(
         return _print_comparison(compared, json=json) if in_ is None else _serve(compared, in_, json=json)
     if root != _DEFAULT_ROOT:
         check_folder(root)
-    summaries = find_runs(root / "trials" if is_search(root) else root)
+    unreadable: list[OSError] = []
+    summaries = find_runs(root / "trials" if is_search(root) else root, unreadable)
+    if unreadable:
+        print(f"paceline: {len(unreadable)} of the folders cannot be read, first {unreadable[0]}", file=sys.stderr)
     if json:
         print(json_module.dumps([asdict(run) for run in summaries], indent=2))
         return 0

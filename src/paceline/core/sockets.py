@@ -177,7 +177,7 @@ def require_loopback() -> None:
     except OSError as error:
         remedy = (
             "A firewall of this node drops connections: allow those of the loopback interface"
-            if isinstance(error, TimeoutError)
+            if getattr(psutil.net_if_stats().get("lo"), "isup", False)
             else "Bring the loopback interface up (ip link set lo up)"
         )
         raise ConfigError(

@@ -147,14 +147,6 @@ class ControlSocket:
         note = {"pid": os.getpid(), "socket": str(self._socket_directory / _NAME)}
         write_atomically(self._address_file, json.dumps(note).encode())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close all connections."""
         for served in (*self._clients, self._listener):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import (
@@ -198,14 +197,13 @@ class FailurePolicy:
 
     Attributes:
         recoveries: workers lost so far.
-        reason: why the job ends, if not for a worker's exit.
+        reason: why the job ends; "" if it does not.
     """
 
     def __init__(self, directory: RunDirectory, budget: RestartBudget) -> None:
         self._directory, self.budget = directory, budget
         self.recoveries = 0
         self.reason = ""
-        self._explain: Callable[[], str] = str  # reads the run's files, which may take long while others wait
         self._exits: list[ProcessExit] = []  # exits that determine the job's exit code
         self._lost: list[ProcessExit] = []  # faults without a replacement
         self._distrusted: set[int] = set()  # local indices of workers that computed wrongly
@@ -251,7 +249,7 @@ class FailurePolicy:
     def may_go_on(
         self, end: Ended, view: WorkerGroup | None, *, hiring: bool, again: bool = False, shared: bool = False
     ) -> bool:
-        """Return whether the job continues after a fault.
+        """Return whether the job continues after a fault; if not, :attr:`reason` explains.
 
         Args:
             hiring: whether a replacement is started.
@@ -271,8 +269,7 @@ class FailurePolicy:
         if not shared:
             self._exits.append(_exit_of(end))
         members = () if view is None else view.members
-        self._explain = partial(
-            describe_crash_loop,
+        self.reason = describe_crash_loop(
             self._directory,
             steps=self.budget.step,
             replacements=self.budget.most,
@@ -289,7 +286,7 @@ class FailurePolicy:
         Args:
             asked: the signal that requested the stop.
         """
-        return report_job_failure(self._directory, self._exits or self._lost, asked, self.reason or self._explain())
+        return report_job_failure(self._directory, self._exits or self._lost, asked, self.reason)
 
 
 def _exit_of(end: Ended, *, code: int | None = None, stopped: bool = False) -> ProcessExit:

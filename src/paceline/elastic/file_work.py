@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,12 +41,8 @@ class FileWork:
 
     def deliver(self) -> None:
         """Call the follow-ups of all work that is done."""
-        while True:
-            try:
-                follow_up = self._done.get_nowait()
-            except Empty:
-                return
-            follow_up()
+        while not self._done.empty():  # no other thread takes any
+            self._done.get()()
 
     def close(self) -> None:
         """Finish the work; nothing follows it any more."""

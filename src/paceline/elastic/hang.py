@@ -75,11 +75,6 @@ class HangVerdict:
         """The root-cause ranks."""
         return tuple(sorted(self.reasons))
 
-    @property
-    def is_deadlock(self) -> bool:
-        """Whether the ranks wait for each other, as they would again."""
-        return not self.reasons
-
 
 Told = StallSnapshot | NoResponse | ExitedRank
 """The report on one rank."""
@@ -220,9 +215,7 @@ class _Names:
 # --- The record of a hang in the run directory: an event, and each rank's stacks ---
 
 
-def new_folder(directory: RunDirectory) -> Path:
-    """Return the path of ``hangs/TIME``, for :func:`record_hang`."""
-    return directory.hangs / time.strftime("%Y%m%d-%H%M%S")
+_FOLDER = "%Y%m%d-%H%M%S"
 
 
 def record_hang(directory: RunDirectory, folder: Path, verdict: HangVerdict, reports: Sequence[Told]) -> None:
@@ -233,21 +226,19 @@ def record_hang(directory: RunDirectory, folder: Path, verdict: HangVerdict, rep
         folder.mkdir(parents=True, exist_ok=True)
         for report in reports:
             (folder / f"rank-{report.rank}.txt").write_text(_page(report), encoding="utf-8")
-    with suppress(OSError):
-        directory.append_event(
-            "hang",
-            step=step,
-            culprits=list(verdict.culprits),
-            victims=list(verdict.victims),
-            sentence=verdict.sentence,
-            stacks=str(folder.relative_to(directory.path)),
-        )
+    directory.append_event(
+        "hang",
+        step=step,
+        culprits=list(verdict.culprits),
+        victims=list(verdict.victims),
+        sentence=verdict.sentence,
+        stacks=str(folder.relative_to(directory.path)),
+    )
 
 
 def record_slow(directory: RunDirectory, verdict: HangVerdict) -> None:
     """Add an event about ranks that slow the others down, but still progress."""
-    with suppress(OSError):
-        directory.append_event("slow", ranks=list(verdict.culprits), sentence=verdict.sentence)
+    directory.append_event("slow", ranks=list(verdict.culprits), sentence=verdict.sentence)
 
 
 def _page(report: Told) -> str:
@@ -364,7 +355,7 @@ class HangDetector:
             self._record_slow(verdict, now)
             return None
         self._view = None
-        folder = new_folder(self._directory)
+        folder = self._directory.hangs / time.strftime(_FOLDER)
         self._do(partial(record_hang, self._directory, folder, verdict, reports))
         return Hang(
             f"{verdict.sentence}. All stacks: {folder}",
@@ -499,7 +490,7 @@ class Watchdog:
                 record_slow(self._directory, verdict)
             self._request_file.unlink(missing_ok=True)
             return
-        folder = new_folder(self._directory)
+        folder = self._directory.hangs / time.strftime(_FOLDER)
         record_hang(self._directory, folder, verdict, reports)
         text = f"{verdict.sentence}. All stacks: {folder}"
         if unseen:

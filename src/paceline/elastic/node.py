@@ -538,12 +538,9 @@ class NodeWorkers:
             retired=worker.retired,
             failure=worker.failure,
         )
-        self.files.do(partial(self._complete, end), self._report)
+        self.files.do(partial(self._complete, end), self.reports.ended)
 
     def _complete(self, end: Ended) -> Ended:
         """Add what the run's files tell."""
         failure = read_failure(self._directory.error_of(end.local_index)) or end.failure
         return msgspec.structs.replace(end, failure=failure, finished=end.code != 0 and self._directory.has_result())
-
-    def _report(self, end: Ended) -> None:
-        self.reports.ended(end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from abc import ABC, abstractmethod
@@ -314,19 +313,6 @@ def get_launcher(name: str) -> Launcher:
         ConfigError: there is none, and the message lists those there are; or it is a plug-in that cannot be used.
     """
     return load_launcher(name)()
-
-
-def make_launcher(name: str, places: Mapping[str, str]) -> object:
-    """Return a launcher of the class that ``places`` has, as ``module:Class``, for its name.
-
-    Raises:
-        ConfigError: it says none; the message lists those there are.
-    """
-    if name not in places:
-        raise ConfigError(f"there is no launcher {name!r}. Choose one of: {', '.join(places)}.")
-    module, _, attribute = places[name].partition(":")
-    launcher: object = getattr(importlib.import_module(module), attribute)()
-    return launcher
 
 
 def job_name(text: str) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import signal
+import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from paceline.core.access import is_loopback
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import Command, LaunchSpec, split_python
+from paceline.core.sockets import address_beside, interface_of
 from paceline.launch import torchrun_agent
 from paceline.launch.launcher import RenderedJob
 from paceline.launch.local import LocalLauncher, process_command, process_variables
@@ -86,7 +91,7 @@ class Torchrun(LocalLauncher):
                 f"--signals-to-handle={signals}",
                 *(*restarts, *([] if python else ["--no-python"]), *arguments),
             ),
-            env={**spec.thread_variables(), **own_store, **process_variables(spec)},
+            env={**spec.thread_variables(), **own_store, **_gloo_variables(spec), **process_variables(spec)},
         )
         return (command,)
 
@@ -141,11 +146,12 @@ def _rendezvous(spec: LaunchSpec, backend: str) -> list[str]:
             f"--master-addr={host}",
             f"--master-port={port}",
         ]
-    is_host, local_addr = [], []
+    # Workers meet at the address of one of the agents, which by default reports its hostname.
+    address = _address_for_loopback_name(spec)
+    is_host, local_addr = [], [] if address is None else [f"--local-addr={address}"]
     if spec.node_rank is not None:
         is_host = [f"--rdzv-conf=is_host={int(spec.node_rank == 0)}"]
-        # Workers meet at the address of one of the agents, which by default reports its hostname.
-        local_addr = [f"--local-addr={host}" for host in spec.hosts[spec.node_rank : spec.node_rank + 1]]
+        local_addr = [f"--local-addr={host}" for host in spec.hosts[spec.node_rank :][:1]] or local_addr
     return [
         f"--nnodes={least}:{most}" if most > least else f"--nnodes={least}",
         "--rdzv-backend=c10d",
@@ -153,6 +159,20 @@ def _rendezvous(spec: LaunchSpec, backend: str) -> list[str]:
         f"--rdzv-id={spec.rdzv_id}",
         *(*is_host, *local_addr),
     ]
+
+
+def _address_for_loopback_name(spec: LaunchSpec) -> str | None:
+    """Return this node's address for the others, if its own name is a loopback address, as 127.0.1.1 on Debian."""
+    with suppress(OSError):  # no such name
+        if spec.rdzv_endpoint is not None and is_loopback(socket.gethostbyname(socket.gethostname())):
+            return address_beside(*parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint"))
+    return None
+
+
+def _gloo_variables(spec: LaunchSpec) -> dict[str, str]:
+    """Have gloo announce that address, too."""
+    address = None if "GLOO_SOCKET_IFNAME" in os.environ else _address_for_loopback_name(spec)
+    return {} if address is None else {"GLOO_SOCKET_IFNAME": interface_of(address)}
 
 
 def _verdict(directory: RunDirectory, began: float) -> str:

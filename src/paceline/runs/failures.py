@@ -35,7 +35,7 @@ from paceline.core.errors import (
     StopRequested,
     UserError,
 )
-from paceline.core.files import DISK_ERRORS, open_regular, parse_json, read_document, write_atomically
+from paceline.core.files import DISK_ERRORS, FULL, open_regular, parse_json, read_document, write_atomically
 from paceline.core.owned_names import SHARED_MEMORY
 from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.runs.directory import RunDirectory
@@ -205,14 +205,14 @@ def explain_disk_error(error: Exception, directory: RunDirectory | None) -> Exce
     """Return the same error, or one that names the disk that failed, and the remedy."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
-    is_of_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+    is_of_disk = error.errno in (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
     is_ours = path is not None and directory is not None and path.absolute().is_relative_to(directory.path.absolute())
     if not is_of_disk and not is_ours:
         return error  # such as a file of the task that another user may read
     if path is None and error.errno == errno.ENOSPC:
         path = _full_place(directory)
-    remedy = {errno.ENOSPC: "Make room", errno.EDQUOT: "Make room"}.get(error.errno or 0, "Make it writable")
+    remedy = FULL.get(error.errno or 0, "Make it writable")
     if path is not None and path.is_relative_to(SHARED_MEMORY):
         remedy = "Give more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory)"
     place = traceback.extract_tb(error.__traceback__)[-1:]

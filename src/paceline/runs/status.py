@@ -207,18 +207,21 @@ def check_folder(root: Path) -> None:
         raise RunDirectoryError(f"{problem}. Give the directory that contains the runs.")
 
 
-def find_runs(root: Path) -> list[RunSummary]:
+def find_runs(root: Path, unreadable: list[OSError] | None = None) -> list[RunSummary]:
     """Return all runs directly under ``root``, oldest first, including damaged ones.
+
+    Args:
+        unreadable: receives the errors of what cannot be read, and may be a run.
 
     Raises:
         RunDirectoryError: the directory cannot be read.
     """
-    summaries = [summarise(directory) for directory in run_directories(root)]
+    summaries = [summarise(directory) for directory in run_directories(root, unreadable)]
     return sorted(summaries, key=lambda run: (run.created or 0.0, run.name))
 
 
-def run_directories(root: Path) -> list[RunDirectory]:
-    """Return the directories of the runs directly in a directory; none if it does not exist.
+def run_directories(root: Path, unreadable: list[OSError] | None = None) -> list[RunDirectory]:
+    """Return the directories of the runs directly in a directory; none if it does not exist; see :func:`find_runs`.
 
     Raises:
         RunDirectoryError: the directory cannot be read.
@@ -230,7 +233,7 @@ def run_directories(root: Path) -> list[RunDirectory]:
         return []
     except OSError as error:
         raise RunDirectoryError(f"{root} cannot be read: {error.strerror}.") from error
-    return [directory for directory in directories if _looks_like_run(directory)]
+    return [directory for directory in directories if _looks_like_run(directory, unreadable)]
 
 
 def search_directories(root: Path) -> list[Path]:
@@ -273,11 +276,13 @@ def damaged(directory: RunDirectory, error: Exception) -> RunSummary:
     return RunSummary(name=directory.path.name, path=str(directory.path), state="damaged", problem=problem)
 
 
-def _looks_like_run(directory: RunDirectory) -> bool:
+def _looks_like_run(directory: RunDirectory, unreadable: list[OSError] | None) -> bool:
     """Return whether a run was started here, even if its files are damaged by now."""
     try:
         return directory.exists() or directory.events.exists() or directory.checkpoints.is_dir()
-    except OSError:  # another user's, or on a broken disk
+    except OSError as error:  # another user's, or on a broken disk
+        if unreadable is not None:
+            unreadable.append(error)
         return False
 
 

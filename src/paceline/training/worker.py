@@ -173,6 +173,7 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
 
 def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: ExitStack) -> tuple[World, RunDirectory]:
     """Join the launcher's group, and agree on the run directory, which rank 0 locks."""
+    from paceline.data.ledger import last_generation
     from paceline.parallel.rendezvous import agree_once
     from paceline.parallel.world import open_world
 
@@ -196,7 +197,7 @@ def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: Ex
                 interface=config.interface,
                 init_timeout_s=init_timeout_s,
                 comm_debug=config.comm_debug,
-                generation=_next_generation(own) if environment.rank == 0 else 0,
+                generation=last_generation(own.ledger) + 1 if environment.rank == 0 else 0,
             )
         )
     if environment.rank == 0 and config.resume != "auto":
@@ -239,12 +240,6 @@ def _watch_over(job: WorkerConfig, world: World, directory: RunDirectory, stack:
             tell=tell,
         )
     )
-
-
-def _next_generation(directory: RunDirectory) -> int:
-    from paceline.data.ledger import last_generation
-
-    return last_generation(directory.ledger) + 1
 
 
 if __name__ == "__main__":

@@ -141,7 +141,8 @@ def test_whoever_does_not_hold_the_token_is_not_let_in(run: Run, undisturbed: st
     assert run.result()["model_sha256"] == undisturbed
 
 
-def test_each_machine_may_have_its_own_name_on_loopback(run: Run, undisturbed: str) -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(("--on", "torchrun"), marks=pytest.mark.slow)])
+def test_each_machine_may_have_its_own_name_on_loopback(run: Run, undisturbed: str, more: tuple[str, ...]) -> None:
     """As Debian's /etc/hosts has it."""
     processes = []
     for node in run.lab.nodes:
@@ -150,6 +151,6 @@ def test_each_machine_may_have_its_own_name_on_loopback(run: Run, undisturbed: s
         hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {node.name}\n{others}")
         assert node.run(["mount", "--bind", hosts, "/etc/hosts"]).returncode == 0
         meet = ("--rdzv-endpoint", f"{run.lab.nodes[0].name}:29500", "--nodes", "2", "--run-dir", "run")
-        processes.append(run.paceline(node, "train", "small.py:Small", *OPTIONS, *PATIENT, *meet))
+        processes.append(run.paceline(node, "train", "small.py:Small", *OPTIONS, *(more or PATIENT), *meet))
     assert [process.wait(120) for process in processes] == [0, 0], processes[0].text
     assert run.result()["model_sha256"] == undisturbed

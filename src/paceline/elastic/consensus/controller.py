@@ -450,16 +450,11 @@ class ConsensusDriver:
                     None,
                 )
 
-    def _last_generation(self) -> int | None:
-        with suppress(OSError):
-            return last_generation(self._directory.ledger)
-        return None
-
     def _lead(self, term: Term, node_set: NodeSet) -> None:
         follows = term.number > 1
         seats = self._node.seats
         # Not for longer, or the others elect another leader.
-        last = self._peers.soon(term, self._last_generation, within_s=_TIMEOUT_S / 2)
+        last = self._peers.soon(term, partial(last_generation, self._directory.ledger), within_s=_TIMEOUT_S / 2)
         if last is None:  # then a number that no group of an earlier leader has
             last = max([self._earlier_generation, *(seen for seen, _ in seats.values())]) + _GENERATIONS_A_LEADER
         coordinator = make_coordinator(self._spec, last, seats.values())

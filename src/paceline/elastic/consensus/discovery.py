@@ -444,7 +444,7 @@ class PeerDirectory:
         return held_by
 
     def soon(self, question: Hashable, work: Callable[[], T], within_s: float = math.inf) -> T | None:
-        """Return what ``work`` returns, or None if that takes long: then the caller asks the same question again."""
+        """Return what ``work`` returns, or None if that takes long, or fails: then the caller asks again."""
         if question not in self._asked:
             self._asked[question] = self._files.do(work)
         answer: Future[T] = self._asked[question]
@@ -452,7 +452,9 @@ class PeerDirectory:
         if not answer.done():
             return None
         del self._asked[question]
-        return answer.result()
+        with suppress(OSError):
+            return answer.result()
+        return None
 
     # The leader's part: admission, and the address book.
 

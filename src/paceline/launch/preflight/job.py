@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.owned_names import own_prefix
+from paceline.core.sockets import require_loopback
 from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher
 from paceline.launch.options import RendezvousOptions
 from paceline.launch.preflight.spec import PreflightReport, PreflightSpec
@@ -54,7 +55,10 @@ def check_locally(spec: LaunchSpec) -> tuple[int, PreflightReport | None]:
 
     Raises:
         LaunchError: they could not be started.
+        ConfigError: they could not reach each other, for which torch would try for minutes.
     """
+    if spec.local_world_size > 1:
+        require_loopback()
     with tempfile.TemporaryDirectory(prefix=own_prefix("preflight")) as directory:
         file, spawn = Path(directory) / REPORT, get_launcher("spawn")
         code = spawn.submit(spawn.render(replace(spec, command=(*spec.command, str(file))))).wait()
