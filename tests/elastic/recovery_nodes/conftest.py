@@ -19,7 +19,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("undisturbed")
     (path / "small.py").write_text(TASK)
     command = [sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run-dir", "run"]
-    subprocess.run(command, cwd=path, capture_output=True, timeout=120, check=True)
+    subprocess.run(command, cwd=path, capture_output=True, timeout=300, check=True)
     sha256: str = json.loads((path / "run/result.json").read_text())["model_sha256"]
     return sha256
 
