@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -12,7 +12,7 @@ from paceline.cli.byte_progress import byte_progress
 from paceline.core.errors import PackageError
 
 if TYPE_CHECKING:
-    from paceline.runs.package_transfer import Transferred
+    from paceline.runs.package_registry import PackageReference
 
 app = App(name="registry", help="List, tag, copy and roll back packages.")
 
@@ -33,7 +33,12 @@ def ls(*, json: Json = False) -> int:
     rows = []
     known = read_trusted()
     for digest in registry.digests():
-        row = {"digest": digest, "tags": tags.get(digest, []), "trusted": digest in known, "problem": None}
+        row: dict[str, Any] = {
+            "digest": digest,
+            "tags": tags.get(digest, []),
+            "trusted": digest in known,
+            "problem": None,
+        }
         try:
             manifest, _ = read_manifest(registry.path_of(digest))
             row |= {
@@ -92,19 +97,13 @@ def tag(package: PackageName, tag: str, *, json: Json = False) -> int:
         NAME@TAG, or TAG to use the package's own name.
     """
     from paceline.runs.package import open_package
-    from paceline.runs.package_manifest import plain_name
-    from paceline.runs.package_registry import PackageReference, Registry, parse_reference
+    from paceline.runs.package_registry import Registry, parse_reference
 
     registry = Registry.of_user()
     opened = open_package(registry.path_of(registry.resolve(package)))
-    reference = parse_reference(tag) if "@" in tag else PackageReference(opened.manifest.name, plain_name(tag, "a tag"))
-    previous = registry.find(reference)
-    registry.put_tag(reference, opened.digest)
-    return _print_result(
-        json,
-        {"reference": str(reference), "digest": opened.digest, "before": previous and previous.digest},
-        f"{reference} now points to {opened.digest}" + (f", previously {previous.digest}." if previous else "."),
-    )
+    reference = parse_reference(tag if "@" in tag else f"{opened.manifest.name}@{tag}")
+    before = registry.put_tag(reference, opened.digest)
+    return _print_tag(reference, opened.digest, before.digest if before else None, json=json)
 
 
 @app.command
@@ -119,12 +118,7 @@ def untag(reference: str, *, json: Json = False) -> int:
     from paceline.runs.package_registry import Registry, parse_reference
 
     parsed = parse_reference(reference)
-    previous = Registry.of_user().remove_tag(parsed)
-    return _print_result(
-        json,
-        {"reference": str(parsed), "before": previous.digest},
-        f"{parsed} was removed; it pointed to {previous.digest}.",
-    )
+    return _print_tag(parsed, None, Registry.of_user().remove_tag(parsed).digest, json=json)
 
 
 @app.command
@@ -139,74 +133,62 @@ def rollback(reference: str, *, json: Json = False) -> int:
     from paceline.runs.package_registry import Registry, parse_reference
 
     parsed = parse_reference(reference)
-    previous, current = Registry.of_user().roll_back(parsed)
-    return _print_result(
-        json,
-        {"reference": str(parsed), "digest": current.digest, "before": previous.digest},
-        f"{parsed} points to {current.digest} again, previously {previous.digest}.",
-    )
+    before, now = Registry.of_user().roll_back(parsed)
+    return _print_tag(parsed, now.digest, before.digest, json=json)
+
+
+def _print_tag(reference: PackageReference, digest: str | None, before: str | None, *, json: bool) -> int:
+    if json:
+        print(json_module.dumps({"reference": str(reference), "digest": digest, "before": before}))
+    else:
+        text = f"points to {digest}" if digest else "was removed"
+        print(f"{reference} {text}{f', previously {before}' if before else ''}.")
+    return 0
 
 
 @app.command
-def push(package: PackageName, to: Path, *, json: Json = False) -> int:
-    """Copy a package and its tag into another registry.
+def push(package: PackageName, to: str, *, json: Json = False) -> int:
+    """Copy a package and its tag into another registry; it is verified before it becomes visible there.
 
     Parameters
     ----------
     to
-        The other registry's directory; any static file server can serve it.
+        The other registry's directory.
     """
-    from paceline.runs.package_registry import Registry
-    from paceline.runs.package_transfer import push as push_package
+    from paceline.runs.package_registry import registry_path
 
-    with byte_progress("copying", quiet=json) as on_bytes:
-        copied = push_package(package, to, Registry.of_user(), on_bytes)
-    return _print_copied(json, copied, to)
+    return _copy(package, registry_path(), to, json=json)
 
 
 @app.command
-def pull(package: str, source: str, *, json: Json = False) -> int:
-    """Copy a package and its tag from another registry, and verify it before it becomes visible.
-
-    An interrupted pull continues where it stopped.
+def pull(package: PackageName, source: str, *, json: Json = False) -> int:
+    """Copy a package and its tag from another registry; it is verified before it becomes visible.
 
     Parameters
     ----------
-    package
-        NAME@TAG, NAME (tag latest), or a whole digest.
     source
-        The other registry's directory, or its http(s) URL.
+        The other registry's directory.
     """
-    from paceline.runs.package_registry import Registry
-    from paceline.runs.package_transfer import pull as pull_package
+    from paceline.runs.package_registry import registry_path
 
-    registry = Registry.of_user()
+    return _copy(package, source, registry_path(), json=json)
+
+
+def _copy(package: str, source: str | Path, to: str | Path, *, json: bool) -> int:
+    from paceline.runs.package_transfer import DirectoryStore, copy_package
+
     with byte_progress("copying", quiet=json) as on_bytes:
-        copied = pull_package(package, source, registry, on_bytes)
-    return _print_copied(json, copied, registry.path)
-
-
-def _print_copied(json: bool, copied: Transferred, registry: Path) -> int:
-    path = registry / "packages" / copied.digest
-    name = copied.reference or copied.digest
-    return _print_result(
-        json,
-        {
-            "package": str(path),
-            "digest": copied.digest,
-            "reference": None if copied.reference is None else str(copied.reference),
-            "fetched_bytes": copied.fetched_bytes,
-        },
-        f"{name} is in {path}; copied {copied.fetched_bytes:,} bytes.",
-    )
-
-
-def _print_result(json: bool, document: dict[str, object], text: str) -> int:
-    print(json_module.dumps(document) if json else text)
+        digest, reference, size = copy_package(package, DirectoryStore(source), DirectoryStore(to), on_bytes)
+    path = str(Path(to) / "packages" / digest)
+    name = None if reference is None else str(reference)
+    if json:
+        print(json_module.dumps({"package": path, "digest": digest, "reference": name, "fetched_bytes": size}))
+    else:
+        print(f"{name or digest} is in {path}; copied {size:,} bytes.")
     return 0
 
 
-def _print_table(rows: list[dict[str, object]]) -> None:
+def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.filesize import decimal
     from rich.table import Table
@@ -214,26 +196,17 @@ def _print_table(rows: list[dict[str, object]]) -> None:
 
     from paceline.cli.export import wide_console
 
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("digest", no_wrap=True)
-    table.add_column("name and tags", overflow="fold", min_width=16)
-    table.add_column("programs", no_wrap=True)
-    table.add_column("created", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    headings = ("digest", "name and tags", "programs", "created", "size", "")
+    table = Table(*headings, box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for row in rows:
-        tags, formats, size = row["tags"], row.get("formats", []), row.get("size_bytes")
-        assert isinstance(tags, list)
-        assert isinstance(formats, list)
-        marks = [str(row["quantization"])] if row.get("quantization") else []
-        marks += ["damaged"] if row["problem"] else [] if row["trusted"] else ["not trusted"]
+        mark = "damaged" if row["problem"] else "" if row["trusted"] else "not trusted"
         cells = (
-            str(row["digest"])[:12],
-            "\n".join(tags) or str(row.get("name", "")),
-            " ".join(kind for kind in formats if kind != "safetensors"),
-            str(row.get("created", ""))[:16].replace("T", " "),
-            decimal(size) if isinstance(size, int) else "",
-            ", ".join(marks),
+            row["digest"][:12],
+            "\n".join(row["tags"]) or row.get("name", ""),
+            " ".join(kind for kind in row.get("formats", ()) if kind != "safetensors"),
+            row.get("created", "")[:16].replace("T", " "),
+            decimal(row["size_bytes"]) if "size_bytes" in row else "",
+            ", ".join(filter(None, (row.get("quantization"), mark))),
         )
         table.add_row(*map(Text, cells), style="red" if row["problem"] else None)
     wide_console().print(table)

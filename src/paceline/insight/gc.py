@@ -109,7 +109,7 @@ def packages_in(registry: Registry) -> list[Artifact]:
 def _tagged(registry: Registry) -> dict[str, str]:
     """Return the packages that tags name, and those that a roll-back would restore."""
     tagged: dict[str, str] = {}
-    for reference, tag in registry.all_tags().items():
+    for reference, tag in registry.references(strict=True).items():
         for digest in tag.earlier[:1]:
             tagged.setdefault(digest, f"previous package of {reference}")
         tagged[tag.digest] = str(reference)

@@ -4,9 +4,6 @@
 
     packages/DIGEST/        a package, written once
     tags/NAME/TAG.json      the package of NAME@TAG, and the previous ones
-    partial/DIGEST/         an unfinished pull of a package
-
-Any static file server can serve a registry.
 """
 
 from __future__ import annotations
@@ -118,10 +115,6 @@ class Registry:
     def tags(self) -> Path:
         return self.path / "tags"
 
-    def partial_of(self, digest: str) -> Path:
-        """Return the directory of an unfinished pull."""
-        return self.path / "partial" / digest
-
     def path_of(self, digest: str) -> Path:
         return self.packages / digest
 
@@ -134,48 +127,24 @@ class Registry:
             return sorted(entry.name for entry in self.packages.iterdir() if is_digest(entry.name))
         return []
 
-    def references(self) -> dict[PackageReference, Tag]:
-        """Return all readable tags, sorted by name."""
-        tags = {}
-        for file in sorted(self.tags.glob("*/*.json")):
-            with suppress(PackageError):
-                tags.update(self._tag_in(file))
-        return tags
-
-    def all_tags(self) -> dict[PackageReference, Tag]:
-        """Return all tags.
+    def references(self, *, strict: bool = False) -> dict[PackageReference, Tag]:
+        """Return all tags, sorted by name.
 
         Raises:
-            PackageError: a tag cannot be read.
+            PackageError: with ``strict``, a tag cannot be read; without, it is left out.
         """
         tags = {}
         for file in sorted(self.tags.glob("*/*.json")):
             try:
-                tags.update(self._tag_in(file))
+                reference = PackageReference(plain_name(file.parent.name, "a name"), plain_name(file.stem, "a tag"))
+                if tag := self.find(reference):  # it may have been removed meanwhile
+                    tags[reference] = tag
             except PackageError as error:
-                raise PackageError(
-                    f"{file} cannot be read, so its package is unknown. Restore it, or remove it."
-                ) from error
+                if strict:
+                    raise PackageError(
+                        f"{file} cannot be read, so its package is unknown. Restore it, or remove it."
+                    ) from error
         return tags
-
-    def _tag_in(self, file: Path) -> dict[PackageReference, Tag]:
-        """Return the tag in a file; nothing if it was removed meanwhile."""
-        reference = PackageReference(plain_name(file.parent.name, "a name"), plain_name(file.stem, "a tag"))
-        tag = self.find(reference)
-        return {} if tag is None else {reference: tag}
-
-    @contextmanager
-    def unchanging(self, *, exclusive: bool = True) -> Iterator[None]:
-        """Lock the registry: no tag changes to another package, and no package is removed.
-
-        Raises:
-            PackageError: the registry cannot be written.
-        """
-        with ExitStack() as stack:
-            with _writable(self.path):
-                self.packages.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(self.path / "lock", shared=not exclusive))
-            yield
 
     def find(self, reference: PackageReference) -> Tag | None:
         """Return a tag, or None if it does not exist.
@@ -208,36 +177,43 @@ class Registry:
         reference = parse_reference(text)
         tag = self.find(reference)
         if tag is None:
-            tags = [other.tag for other in self.references() if other.name == reference.name]
-            names = sorted({other.name for other in self.references()})
-            alternatives = (
-                f"{reference.name} has the tags {', '.join(tags)}"
-                if tags
-                else f"it has {', '.join(names[:20])}"
-                if names
-                else "it is empty"
-            )
+            names = [str(other) for other in self.references()]
+            names = [name for name in names if name.startswith(f"{reference.name}@")] or names
             raise PackageError(
-                f"there is no {reference} in the registry {self.path}; {alternatives}. A package is a directory, "
-                "NAME@TAG or a digest; see: paceline registry ls"
+                f"there is no {reference} in the registry {self.path}; it has {', '.join(names[:20]) or 'no tags'}. "
+                "A package is a directory, NAME@TAG or a digest; see: paceline registry ls"
             )
         if not self.holds(tag.digest):
             raise PackageError(f"{reference} is the package {tag.digest}, which is not in {self.path}.")
         return tag.digest
 
-    def put_tag(self, reference: PackageReference, digest: str) -> Tag:
-        """Point a tag at a package.
+    @contextmanager
+    def unchanging(self) -> Iterator[None]:
+        """Lock the registry: nothing else changes a tag, or removes a package.
+
+        Raises:
+            PackageError: the registry cannot be written.
+        """
+        with ExitStack() as stack:
+            with writable(self.path):
+                self.packages.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.path / "lock"))
+            yield
+
+    def put_tag(self, reference: PackageReference, digest: str) -> Tag | None:
+        """Point a tag at a package, and return what it was before.
 
         Raises:
             PackageError: the package is not here, or the tag cannot be written.
         """
-        with self.unchanging(exclusive=False), self._changing(reference) as before:
+        with self.unchanging():
             if not self.holds(digest):
                 raise PackageError(f"there is no package {digest} in {self.path}: nothing to tag.")
-            if before is not None and before.digest == digest:
-                return before
-            earlier = () if before is None else (before.digest, *before.earlier)[:_MOST_EARLIER]
-            return self._write(reference, Tag(digest, earlier))
+            before = self.find(reference)
+            if before is None or before.digest != digest:
+                earlier = () if before is None else (before.digest, *before.earlier)[:_MOST_EARLIER]
+                self._write(reference, Tag(digest, earlier))
+            return before
 
     def roll_back(self, reference: PackageReference) -> tuple[Tag, Tag]:
         """Point a tag at its previous package; return the tag before and after.
@@ -245,29 +221,27 @@ class Registry:
         Raises:
             PackageError: there is no such tag, it has no previous package, or that one is gone.
         """
-        with self.unchanging(exclusive=False), self._changing(reference) as before:
-            if before is None:
-                raise PackageError(f"there is no {reference} in the registry {self.path}.")
-            if not before.earlier:
+        with self.unchanging():
+            before = self._existing(reference)
+            if not before.earlier or not self.holds(before.earlier[0]):
+                why = f"{before.earlier[0]} is no longer in {self.path}" if before.earlier else "it has none"
                 raise PackageError(
-                    f"{reference} is {before.digest} and has no previous package, so it cannot be rolled back."
-                )
-            if not self.holds(before.earlier[0]):
-                raise PackageError(
-                    f"the previous package of {reference}, {before.earlier[0]}, is no longer in {self.path}."
+                    f"{reference} cannot be rolled back from {before.digest} to a previous package: {why}."
                 )
             return before, self._write(reference, Tag(before.earlier[0], before.earlier[1:]))
 
     def remove_tag(self, reference: PackageReference) -> Tag:
-        """Remove a tag; its package stays.
+        """Remove a tag, and return it; its package stays.
 
         Raises:
             PackageError: there is no such tag.
         """
-        with self._changing(reference) as before:
-            if before is None:
-                raise PackageError(f"there is no {reference} in the registry {self.path}.")
-            self._file_of(reference).unlink(missing_ok=True)  # it was there, so only the answer was lost
+        with self.unchanging(), writable(self.path):
+            before = self._existing(reference)
+            file = self._file_of(reference)
+            file.unlink(missing_ok=True)  # it was there, so only the answer was lost
+            with suppress(OSError):  # it has other tags
+                file.parent.rmdir()
             return before
 
     @contextmanager
@@ -277,7 +251,7 @@ class Registry:
         Raises:
             PackageError: the registry cannot be written.
         """
-        with _writable(self.path):
+        with writable(self.path):
             self.packages.mkdir(parents=True, exist_ok=True)
             remove_stale(self.packages)
         with temporary_directory(self.packages) as directory:
@@ -289,56 +263,46 @@ class Registry:
         Raises:
             PackageError: the registry cannot be written.
         """
-        with _writable(self.path):
+        with writable(self.path):
             own = write_file(draft / MANIFEST, [manifest.to_bytes()])
             fsync_directory(draft)
             require_complete(draft, {**manifest.files, MANIFEST: own})
-            target = self.path_of(manifest.digest)
             try:
-                draft.rename(target)
+                draft.rename(self.path_of(manifest.digest))
             except OSError:
                 if not self.holds(manifest.digest):
                     raise
             fsync_directory(self.packages)
         return manifest.digest
 
-    def put(self, whole: Path, digest: str) -> None:
-        """Move a verified directory to a package's place, and replace a damaged package there.
+    def discard(self, digest: str) -> None:
+        """Remove a package; the caller holds the lock of :meth:`unchanging`.
 
         Raises:
             PackageError: the registry cannot be written.
         """
-        with self.unchanging(), _writable(self.path), temporary_directory(self.packages) as old:
-            with suppress(FileNotFoundError):
-                rename(self.path_of(digest), old / digest)
-            rename(whole, self.path_of(digest))
-            fsync_directory(self.packages)
+        with writable(self.path), temporary_directory(self.packages) as old:
+            rename(self.path_of(digest), old / digest)
 
     def _file_of(self, reference: PackageReference) -> Path:
         return self.tags / reference.name / f"{reference.tag}.json"
 
+    def _existing(self, reference: PackageReference) -> Tag:
+        tag = self.find(reference)
+        if tag is None:
+            raise PackageError(f"there is no {reference} in the registry {self.path}.")
+        return tag
+
     def _write(self, reference: PackageReference, tag: Tag) -> Tag:
-        with _writable(self.path):
+        with writable(self.path):
+            self._file_of(reference).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file_of(reference), tag.to_bytes())
         return tag
 
-    @contextmanager
-    def _changing(self, reference: PackageReference) -> Iterator[Tag | None]:
-        """Lock a tag, and yield it."""
-        with ExitStack() as stack:
-            with _writable(self.path):
-                self.tags.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(self.path / "tags.lock"))
-                self._file_of(reference).parent.mkdir(exist_ok=True)
-            try:
-                yield self.find(reference)
-            finally:
-                with suppress(OSError):  # remove the directory of a name without tags
-                    (self.tags / reference.name).rmdir()
-
 
 @contextmanager
-def _writable(path: Path) -> Iterator[None]:
+def writable(path: Path) -> Iterator[None]:
+    """Turn an error of the disk into one that names the registry in ``path`` and the remedy."""
     try:
         yield
     except OSError as error:
