@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 from cyclopts import App, Parameter
 
 from paceline.core.errors import PacelineError
-from paceline.insight.bench.report import print_report
+from paceline_checks.bench_report import print_report
 
 if TYPE_CHECKING:
     from benchmarks.results import BenchResult

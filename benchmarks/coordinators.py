@@ -23,8 +23,8 @@ from benchmarks.results import BenchResult, Progress, Spread, significant
 from benchmarks.rounds import end_processes
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.signals import interrupt_on_sigterm
-from paceline.insight.bench.report import ReportTable
 from paceline.runs.directory import RunDirectory
+from paceline_checks.bench_report import ReportTable
 
 Coordinator = Literal["embedded", "etcd"]
 _COORDINATORS: tuple[Coordinator, ...] = ("embedded", "etcd")

@@ -323,7 +323,7 @@ class MonarchPolling(Monarch):
     """The same with the settings of ``--on monarch``."""
 
     def start(self, number: int) -> None:
-        from paceline.launch.monarch import import_monarch
+        from paceline_frameworks.monarch import import_monarch
 
         self._start(import_monarch(), number)
 

@@ -21,7 +21,7 @@ from benchmarks.results import BenchResult, Progress, significant
 from benchmarks.rounds import end_processes, log_tails, read_json
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.signals import interrupt_on_sigterm
-from paceline.insight.bench.report import ReportTable
+from paceline_checks.bench_report import ReportTable
 
 SPACING = 150
 """Steps between two kills at least: the time in which a replacement joins, 3 s and more."""

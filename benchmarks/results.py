@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.rounds import Sample, Variant, interleave
-from paceline.insight.bench.report import ReportTable, describe_machine, machine_note
+from paceline_checks.bench_report import ReportTable, describe_machine, machine_note
 
 Progress = Callable[[str], None]
 """Shows one line."""

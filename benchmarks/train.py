@@ -42,8 +42,8 @@ from benchmarks.workloads import (
 )
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
-from paceline.insight.bench.report import installed_version
 from paceline.launch.local import free_master_port
+from paceline_checks.bench_report import installed_version
 
 INSTALL = "pip install 'paceline[bench]'"
 """The command that installs every peer."""

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.insight.bench.report import Point, line_chart
+from paceline_checks.bench_report import Point, line_chart
 
 _NEXT = 1.15  # a point is drawn once its step is so many times the last one's
 

@@ -12,12 +12,12 @@ import pytest
 
 from paceline.core.errors import LaunchError
 from paceline.launch import job_logs
-from paceline.launch.kubernetes_api import KubernetesJob
 from paceline.launch.launcher import JobHandle, JobStatus
-from paceline.launch.sagemaker import SageMakerJob
 from paceline.launch.slurm import SlurmJob
 from paceline.launch.submit import JobRecord, finish, read_records
 from paceline.launch.submitit import SubmititJob
+from paceline_clouds.sagemaker import SageMakerJob
+from paceline_kubernetes.api import KubernetesJob
 
 AWAY = LaunchError("the cluster is not reachable.")
 RUNNING = JobStatus(state="running")
@@ -110,7 +110,7 @@ def test_logs_are_followed_while_the_system_is_away(
     monkeypatch.setattr(f"paceline.launch.{module}.time", clock)
     monkeypatch.setattr(type(job), "status", asked)
     if kind == "kubernetes":
-        monkeypatch.setattr("paceline.launch.kubernetes_api._POLL_S", 0.0)
+        monkeypatch.setattr("paceline_kubernetes.api._POLL_S", 0.0)
         monkeypatch.setattr(job, "_pods", answering(AWAY, []))
     elif kind == "sagemaker":
         event = {"eventId": "1", "timestamp": 1, "logStreamName": "t-7/algo-1-1", "message": "last words"}

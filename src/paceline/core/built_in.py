@@ -100,14 +100,16 @@ COMMANDS: Mapping[str, CliCommand] = {
     ),
     "chaos": CliCommand(
         "Prove",
-        "paceline.cli.chaos:chaos",
+        "paceline_checks.chaos_command:chaos",
         "Train under injected faults, and prove that nothing is lost.",
         usage="[OPTIONS] TASK",
         computes=True,
         trains=True,
         takes_run_options=True,
     ),
-    "bench": CliCommand("Prove", "paceline.cli.bench:app", "Measure collectives on your machines.", computes=True),
+    "bench": CliCommand(
+        "Prove", "paceline_checks.bench_command:app", "Measure collectives on your machines.", computes=True
+    ),
     "tune": CliCommand(
         "Tune",
         "paceline_tune.command:tune",
@@ -152,14 +154,14 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "slurm": "paceline.launch.slurm:Slurm",
         "submitit": "paceline.launch.submitit:Submitit",
         "ray": "paceline.launch.ray:Ray",
-        "monarch": "paceline.launch.monarch:Monarch",
+        "monarch": "paceline_frameworks.monarch:Monarch",
         "mpi": "paceline.launch.mpi:MpiLauncher",
         "horovod": "paceline.launch.horovod:HorovodLauncher",
         "ssh": "paceline.launch.ssh:Ssh",
-        "kubernetes": "paceline.launch.kubernetes:Kubernetes",
-        "sagemaker": "paceline.launch.sagemaker:SageMaker",
-        "azureml": "paceline.launch.clouds:AzureML",
-        "google": "paceline.launch.clouds:Google",
+        "kubernetes": "paceline_kubernetes.launcher:Kubernetes",
+        "sagemaker": "paceline_clouds.sagemaker:SageMaker",
+        "azureml": "paceline_clouds.rendered:AzureML",
+        "google": "paceline_clouds.rendered:Google",
     },
     "paceline.strategies": {
         "single": "paceline.parallel.data_parallel:Single",
@@ -186,3 +188,20 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
     },
 }
 """The class of each name of ours, as an entry point's value: ``module:Class``."""
+
+LAUNCHER_OPTIONS: Mapping[str, str] = {
+    "spawn": "paceline.launch.options:RendezvousOptions",
+    "torchrun": "paceline.launch.options:TorchrunOptions",
+    "slurm": "paceline.launch.options:SlurmOptions",
+    "submitit": "paceline.launch.submitit:SubmititOptions",
+    "ray": "paceline.launch.ray:RayOptions",
+    "monarch": "paceline_frameworks.monarch:MonarchOptions",
+    "mpi": "paceline.launch.mpi:MpiOptions",
+    "horovod": "paceline.launch.horovod:HorovodOptions",
+    "ssh": "paceline.launch.ssh:SshOptions",
+    "kubernetes": "paceline_kubernetes.options:KubernetesOptions",
+    "sagemaker": "paceline_clouds.options:SageMakerOptions",
+    "azureml": "paceline_clouds.rendered:AzureMLOptions",
+    "google": "paceline_clouds.rendered:GoogleOptions",
+}
+"""Each launcher's own options, which ``--help`` imports without the launcher; a plug-in's class names its own."""

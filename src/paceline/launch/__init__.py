@@ -1,1 +1,1 @@
-"""How processes start: on this machine, by ssh, MPI, Slurm, Ray, Monarch, Kubernetes, and in clouds."""
+"""How processes start: on this machine, by ssh, MPI, Slurm and Ray."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.built_in import BUILT_IN
+from paceline.core.built_in import BUILT_IN, LAUNCHER_OPTIONS
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag
 from paceline.core.plugins import import_object, load
@@ -25,23 +25,6 @@ if TYPE_CHECKING:
 
 LAUNCHER_NAMES = tuple(BUILT_IN["paceline.launchers"])
 """What ``--on`` calls each launcher of ours."""
-
-# Apart from the launchers, whose modules take ``--help`` too long to import; a plug-in's class names its own.
-_OPTIONS = {
-    "spawn": "paceline.launch.options:RendezvousOptions",
-    "torchrun": "paceline.launch.options:TorchrunOptions",
-    "slurm": "paceline.launch.options:SlurmOptions",
-    "submitit": "paceline.launch.submitit:SubmititOptions",
-    "ray": "paceline.launch.ray:RayOptions",
-    "monarch": "paceline.launch.monarch:MonarchOptions",
-    "mpi": "paceline.launch.mpi:MpiOptions",
-    "horovod": "paceline.launch.horovod:HorovodOptions",
-    "ssh": "paceline.launch.ssh:SshOptions",
-    "kubernetes": "paceline.launch.options:KubernetesOptions",
-    "sagemaker": "paceline.launch.options:SageMakerOptions",
-    "azureml": "paceline.launch.clouds:AzureMLOptions",
-    "google": "paceline.launch.clouds:GoogleOptions",
-}
 
 
 def load_launcher(name: str) -> type[Launcher]:
@@ -78,8 +61,8 @@ def options_type(name: str) -> type | None:
     Raises:
         ConfigError: it is neither one of our launchers nor a plug-in, or the plug-in cannot be used.
     """
-    if name in _OPTIONS:
-        options: type = import_object(_OPTIONS[name])
+    if name in LAUNCHER_OPTIONS:
+        options: type = import_object(LAUNCHER_OPTIONS[name])
         return options
     return None if name in LAUNCHER_NAMES else load_launcher(name).options_type
 

@@ -52,7 +52,7 @@ def print_service(
     Raises:
         ConfigError: Kubernetes would refuse the manifest, or the server its options.
     """
-    from paceline.launch.kubernetes_manifests import InferenceService
+    from paceline_kubernetes.manifests import InferenceService
 
     if not kserve.dry_run:
         raise ConfigError(

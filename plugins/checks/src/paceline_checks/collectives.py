@@ -1,0 +1,399 @@
+"""``paceline bench comm``: the collectives, what is asked of them, and what is reported; no torch is imported.
+
+Time and bandwidths are what NVIDIA's nccl-tests report, by the formulas of its ``doc/PERFORMANCE.md``: the
+*algorithm bandwidth* is size over time; the *bus bandwidth* is that times a factor, so that it can be
+compared with what the hardware is able to do, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.core.errors import ConfigError
+from paceline_checks.bench_report import ReportTable, describe_machine, line_chart
+
+if TYPE_CHECKING:
+    import torch
+
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "p2p"]
+Backend = Literal["gloo", "nccl", "mpi"]
+Mode = Literal["process-per-device", "one-process", "threads-per-device"]
+
+ELEMENT_BYTES = 4
+"""All data are float32, and whole numbers so small that their sums are exact in any order."""
+
+_PERIOD = 13
+_SHIFT = 7
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One operation of ``size`` bytes over n ranks.
+
+    Attributes:
+        op: its name.
+        divided: the size is that of n equal parts, of which each rank gives or receives one.
+        in_place: it works on one buffer.
+    """
+
+    op: Op
+    divided: bool
+    in_place: bool
+
+    def elements(self, size_bytes: int, ranks: int) -> int:
+        """Elements of the whole buffer: as many as fit, at least one for each part."""
+        parts = ranks if self.divided else 1
+        return max(1, size_bytes // (ELEMENT_BYTES * parts)) * parts
+
+    def bus_factor(self, ranks: int) -> float:
+        """Bus bandwidth over algorithm bandwidth, as in nccl-tests.
+
+        all_reduce: each element crosses the bottleneck 2(n - 1)/n times; all_gather, reduce_scatter and
+        all_to_all: (n - 1)/n times; broadcast and p2p: once.
+        """
+        if self.op == "all_reduce":
+            return 2 * (ranks - 1) / ranks
+        if self.divided:
+            return (ranks - 1) / ranks
+        return 1.0
+
+    def source_elements(self, elements: int, ranks: int) -> int:
+        """Return the elements that a rank gives."""
+        return elements // ranks if self.op == "all_gather" else elements
+
+    def target_elements(self, elements: int, ranks: int) -> int:
+        """Return the elements that a rank receives."""
+        return elements // ranks if self.op == "reduce_scatter" else elements
+
+    def given(self, base: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return a rank's values: a pattern that is shifted by its number.
+
+        Args:
+            base: the pattern of this repetition, of :meth:`source_elements`.
+            rank: the giver.
+        """
+        return base + rank
+
+    def expected(self, base: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        """Return the values that a rank must receive, of :meth:`target_elements`."""
+        all_numbers = ranks * (ranks - 1) / 2
+        match self.op:
+            case "all_reduce":
+                return base * ranks + all_numbers
+            case "reduce_scatter":
+                return base.chunk(ranks)[rank] * ranks + all_numbers
+            case "broadcast":
+                return base
+            case "p2p":
+                return base + (rank - 1) % ranks
+            case "all_gather":
+                return _with_numbers(base.repeat(ranks), ranks)
+            case "all_to_all":
+                return _with_numbers(base.chunk(ranks)[rank].repeat(ranks), ranks)
+
+
+def _with_numbers(parts: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Add its giver's number to each of n parts."""
+    return (parts.view(ranks, -1) + parts.new_tensor(range(ranks)).unsqueeze(1)).flatten()
+
+
+COLLECTIVES: dict[Op, Collective] = {
+    "all_reduce": Collective("all_reduce", divided=False, in_place=True),
+    "all_gather": Collective("all_gather", divided=True, in_place=False),
+    "reduce_scatter": Collective("reduce_scatter", divided=True, in_place=False),
+    "broadcast": Collective("broadcast", divided=False, in_place=True),
+    "all_to_all": Collective("all_to_all", divided=True, in_place=False),
+    "p2p": Collective("p2p", divided=False, in_place=False),
+}
+"""p2p: each rank sends to the next one and receives from the one before, as nccl-tests' sendrecv does."""
+
+
+def pattern(elements: int, repetition: int, device: torch.device) -> torch.Tensor:
+    """Whole numbers from 0 to 12, others in each repetition, so that a result that was left over is seen."""
+    import torch
+
+    numbers = torch.arange(elements, device=device).remainder_(_PERIOD).add_(_SHIFT * repetition)
+    return numbers.remainder_(_PERIOD).to(torch.float32)
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Parse ``8B:256MiB`` into bytes, doubling from the first to the last; ``1MiB`` into that alone.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    least, colon, most = text.partition(":")
+    first, last = _bytes(least, text), _bytes(most if colon else least, text)
+    if not 0 < first <= last:
+        raise ConfigError(f"--sizes must go from a smaller size to a larger one, but is {text!r}.")
+    return tuple(_doubled(first, last))
+
+
+def _doubled(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2
+
+
+def _bytes(word: str, text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", word.strip())
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"--sizes must be such as 8B:256MiB or 1MiB (B, KiB, MiB, GiB, KB, MB, GB), but is {text!r}.")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationPlan:
+    """What is measured.
+
+    Attributes:
+        backend: what carries the data.
+        mode: how ranks are driven.
+        ops: the collectives.
+        sizes: bytes of each.
+        nproc: ranks of this machine.
+        iterations: timed repetitions.
+        warmup: repetitions before.
+        interface: the network interface between machines.
+    """
+
+    backend: Backend
+    mode: Mode
+    ops: tuple[Op, ...]
+    sizes: tuple[int, ...]
+    nproc: int
+    iterations: int = 20
+    warmup: int = 5
+    interface: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("nproc", "iterations"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} must be at least 1, but is {getattr(self, name)}.")
+        if self.warmup < 0:
+            raise ConfigError(f"--warmup must be 0 or more, but is {self.warmup}.")
+        if self.mode != "process-per-device" and self.backend == "mpi":
+            raise ConfigError(f"--mode {self.mode} does not work with --backend mpi: an MPI rank is a process.")
+        if self.mode == "one-process" and self.backend != "nccl":
+            raise ConfigError(
+                f"--mode one-process drives several GPUs by NCCL, which --backend {self.backend} "
+                "cannot. On CPUs use --mode process-per-device or threads-per-device."
+            )
+
+
+# --- what the link between the ranks is able to do, as far as it is known ---
+
+_NETWORK = Path("/sys/class/net")
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """The limit that a bus bandwidth is compared with.
+
+    Attributes:
+        gbytes_per_s: 10^9 bytes a second; None: not known.
+        title: for people: where the number comes from, or why there is none.
+    """
+
+    gbytes_per_s: float | None
+    title: str
+
+    def share(self, busbw_gbps: float) -> float | None:
+        """Return the reached part of the limit."""
+        return None if self.gbytes_per_s is None else busbw_gbps / self.gbytes_per_s
+
+
+def find_link(link_gbps: float | None, *, one_machine: bool, interface: str | None) -> LinkSpeed:
+    """Return the user's limit, else the kernel's speed of the network interface between machines.
+
+    Args:
+        link_gbps: ``--link-gbps``, in 10^9 bits a second.
+        one_machine: all ranks are on it, so no interface is between them.
+        interface: the network interface; default: that of the default route.
+
+    Raises:
+        ConfigError: the number is not above 0.
+    """
+    if link_gbps is not None:
+        if link_gbps <= 0:
+            raise ConfigError(f"--link-gbps must be above 0, but is {link_gbps:g}.")
+        return LinkSpeed(link_gbps / 8, f"--link-gbps {link_gbps:g}")
+    if one_machine:
+        return LinkSpeed(None, "all ranks are on one machine; say what its memory or NVLink can do: --link-gbps")
+    name = interface or os.environ.get("GLOO_SOCKET_IFNAME") or default_interface()
+    speed = interface_speed_gbps(name) if name is not None else None
+    if speed is None:
+        return LinkSpeed(None, f"the kernel does not say how fast {name or 'the network'} is; give --link-gbps")
+    return LinkSpeed(speed / 8, f"{name} at {speed:g} Gbit/s")
+
+
+def default_interface(routes: Path = Path("/proc/net/route")) -> str | None:
+    """Return the interface of the default route."""
+    try:
+        rows = [line.split() for line in routes.read_text().splitlines()[1:]]
+    except OSError:
+        return None
+    return next((row[0] for row in rows if len(row) > 7 and row[1] == "00000000" == row[7]), None)
+
+
+def interface_speed_gbps(name: str, network: Path = _NETWORK) -> float | None:
+    """Gbit/s of an interface; None where it does not know, as virtual ones often do not."""
+    try:
+        megabits = int((network / name / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return megabits / 1000 if megabits > 0 else None
+
+
+# --- the report ---
+
+
+@dataclass(frozen=True)
+class CollectiveTiming:
+    """One operation at one size.
+
+    Attributes:
+        op: its name.
+        size: bytes, as nccl-tests counts them: the whole buffer, over all its parts.
+        time_us: mean of a call, over repetitions and ranks.
+        algbw_gbps: size over time, in GB/s (10^9 bytes).
+        busbw_gbps: that times the operation's factor.
+        wrong: elements with another value than they must have, over all repetitions and ranks.
+        checked: number of checked elements.
+    """
+
+    op: Op
+    size: int
+    time_us: float
+    algbw_gbps: float
+    busbw_gbps: float
+    wrong: int
+    checked: int
+
+
+_SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass
+class CommunicationReport:
+    """The results of one call.
+
+    Attributes:
+        carrier: what carried the data, with its version.
+        mode: how the ranks were driven.
+        ranks: over all nodes.
+        machines: how many.
+        link: what the bus bandwidths are compared with.
+        results: in the order in which they were measured.
+    """
+
+    carrier: str
+    mode: str
+    ranks: int
+    machines: int
+    link: LinkSpeed
+    results: Sequence[CollectiveTiming] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> int:
+        """Wrong elements, over all results."""
+        return sum(result.wrong for result in self.results)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine and its software."""
+        return {
+            "machine": {**describe_machine(), "host": socket.gethostname()},
+            "carrier": self.carrier,
+            "mode": self.mode,
+            "ranks": self.ranks,
+            "machines": self.machines,
+            "link": dataclasses.asdict(self.link),
+            "results": [
+                {**dataclasses.asdict(result), "share_of_link": self.link.share(result.busbw_gbps)}
+                for result in self.results
+            ],
+        }
+
+    def tables(self) -> list[ReportTable]:
+        """Return one table for each operation."""
+        top = max((result.busbw_gbps for result in self.results), default=0.0)
+        return [
+            ReportTable(
+                headings=self._columns(),
+                rows=[self._cells(result) for result in results],
+                title=op,
+                subtitle=self._who(),
+                failed=[number for number, result in enumerate(results) if result.wrong],
+                bars=[result.busbw_gbps / max(top, 1e-9) for result in results],
+            )
+            for op, results in self._by_op().items()
+        ]
+
+    def notes(self) -> list[str]:
+        """Return lines about the numbers' meaning, and about the correctness of the results."""
+        checked = sum(result.checked for result in self.results)
+        verdict = (
+            f"{self.wrong} of {checked:,} elements are WRONG." if self.wrong else f"All {checked:,} elements are right."
+        )
+        return [
+            "algbw is size over time, busbw that times the operation's factor as in nccl-tests; GB is 10^9 bytes.",
+            f"Link: {self.link.title}.",
+            verdict,
+        ]
+
+    def chart(self) -> str:
+        """Bus bandwidth over size as SVG."""
+        series: dict[str, list[tuple[float, float]]] = {
+            op: [(float(r.size), r.busbw_gbps) for r in results] for op, results in self._by_op().items()
+        }
+        return line_chart(
+            series,
+            title=f"Bus bandwidth: {self._who()}",
+            x_label="size",
+            y_label="GB/s",
+            x_text=lambda size: size_text(round(size)),
+        )
+
+    def _by_op(self) -> dict[Op, list[CollectiveTiming]]:
+        found: dict[Op, list[CollectiveTiming]] = {}
+        for result in self.results:
+            found.setdefault(result.op, []).append(result)
+        return found
+
+    def _who(self) -> str:
+        machines = f", {self.machines} machines" if self.machines > 1 else ""
+        return f"{self.carrier}, {self.ranks} ranks{machines}, {self.mode}"
+
+    def _columns(self) -> list[str]:
+        link = [] if self.link.gbytes_per_s is None else ["of link"]
+        return ["size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", *link, "wrong"]
+
+    def _cells(self, result: CollectiveTiming) -> list[str]:
+        share = self.link.share(result.busbw_gbps)
+        return [
+            size_text(result.size),
+            f"{result.time_us:,.1f}",
+            f"{result.algbw_gbps:.3g}",
+            f"{result.busbw_gbps:.3g}",
+            *([] if share is None else [f"{share:.1%}"]),
+            str(result.wrong),
+        ]
+
+
+def size_text(size: int) -> str:
+    """``8 B``, ``1 KiB``, ``1.5 MiB``."""
+    power = 0
+    while size >= 1024 ** (power + 1) and power < len(_SIZE_UNITS) - 1:
+        power += 1
+    return f"{size / 1024**power:.4g} {_SIZE_UNITS[power]}"

@@ -1,0 +1,471 @@
+"""The running of ``paceline bench comm``: processes and threads, the engines that they drive, and the measurement.
+
+An engine carries the data: one of torch's process groups, MPI, or NCCL driven by one thread over several GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import AllreduceOptions, BroadcastOptions
+
+from paceline.core.environment import Environment
+from paceline.core.errors import ConfigError
+from paceline.core.signals import join_all
+from paceline.parallel.rendezvous import rendezvous
+from paceline.torch_internals import (
+    HashStore,
+    PrefixStore,
+    Store,
+    all_gather_into,
+    end_coalescing,
+    gloo_group,
+    nccl_group,
+    reduce_scatter_into,
+    start_coalescing,
+)
+from paceline_checks.collectives import (
+    COLLECTIVES,
+    ELEMENT_BYTES,
+    Collective,
+    CollectiveTiming,
+    CommunicationPlan,
+    Op,
+    pattern,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_MEETING_TIMEOUT_S = 120.0
+_STORE_TIMEOUT = timedelta(seconds=120)
+_ROUND_BYTES = 64 * 2**20
+"""As many repetitions follow each other without a pause as their buffers fit into this."""
+
+
+def run_plan(
+    plan: CommunicationPlan, place: Environment, report: Callable[[CollectiveTiming], None]
+) -> tuple[str, int]:
+    """Measure, as one of the job's processes; return what carried the data, and the number of ranks.
+
+    Args:
+        plan: the same in all processes.
+        place: which of them this is.
+        report: called with each result, in the process of rank 0 alone.
+
+    Raises:
+        ConfigError: there are not as many GPUs, or the backend cannot be used here.
+    """
+    require_gpus(plan, place.local_world_size)
+    if plan.mode == "one-process":
+        return _drive(OneThreadEngine(plan.nproc), plan, report)
+    if plan.backend == "mpi":
+        return _drive(MpiEngine.world(), plan, report)
+    with _store(place, plan.interface) as store:
+        if plan.mode == "threads-per-device":
+            return _drive_threads(plan, place, store, report)
+        return _drive(_group(plan, store, place.rank, place, place.local_rank), plan, report)
+
+
+def _drive(
+    engine: CollectiveEngine, plan: CommunicationPlan, report: Callable[[CollectiveTiming], None]
+) -> tuple[str, int]:
+    try:
+        for measured in measure(engine, plan.ops, plan.sizes, iterations=plan.iterations, warmup=plan.warmup):
+            if 0 in engine.local:
+                report(measured)
+        return engine.title, engine.ranks
+    finally:
+        engine.close()
+
+
+def _drive_threads(
+    plan: CommunicationPlan, place: Environment, store: Store, report: Callable[[CollectiveTiming], None]
+) -> tuple[str, int]:
+    """Run a thread for each of this process's ranks; Ctrl-C ends the process."""
+    titles: list[tuple[str, int]] = []
+    errors: list[BaseException] = []
+    whole = replace(place, world_size=place.world_size * plan.nproc)
+
+    def drive(number: int) -> None:
+        try:
+            rank = place.rank * plan.nproc + number
+            # A client waits for one thing at a time, and the threads wait for each other.
+            client = store.clone()  # type: ignore[attr-defined]
+            device = place.local_rank * plan.nproc + number
+            group = _group(plan, client, rank, whole, device)
+            titles.append(_drive(group, plan, report))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=drive, args=(n,), name=f"rank-{n}") for n in range(plan.nproc)]
+    try:
+        for thread in threads:
+            thread.start()
+        join_all(threads)
+    except KeyboardInterrupt:
+        os._exit(130)  # nothing else ends a thread that waits for its peers
+    if errors:
+        raise errors[0]
+    return titles[0]
+
+
+def _group(plan: CommunicationPlan, store: Store, rank: int, place: Environment, device: int) -> GroupEngine:
+    if plan.backend == "nccl":
+        return GroupEngine.nccl(store, rank, place.world_size, torch.device("cuda", device))
+    return GroupEngine.gloo(store, rank, place.world_size, one_machine=place.nodes == 1, interface=plan.interface)
+
+
+@contextmanager
+def _store(place: Environment, interface: str | None) -> Iterator[Store]:
+    """Return the store of the ranks' groups."""
+    if place.world_size == 1:
+        store = HashStore()
+        store.set_timeout(_STORE_TIMEOUT)
+        yield store
+        return
+    with rendezvous(place, {}, generation=0, interface=interface, timeout_s=_MEETING_TIMEOUT_S) as meeting:
+        yield PrefixStore("comm", meeting.store)
+
+
+def require_gpus(plan: CommunicationPlan, local_world_size: int) -> None:
+    """Refuse NCCL where a rank would have no GPU of its own.
+
+    Args:
+        plan: what is measured.
+        local_world_size: processes of this machine.
+
+    Raises:
+        ConfigError: torch sees fewer.
+    """
+    if plan.backend != "nccl":
+        return
+    there = torch.cuda.device_count()
+    of_each = {"process-per-device": 1, "one-process": plan.nproc, "threads-per-device": plan.nproc}
+    wanted = local_world_size * of_each[plan.mode]
+    if there < wanted:
+        raise ConfigError(
+            f"--backend nccl, --mode {plan.mode} needs {wanted} GPUs on this machine, one for each rank, but "
+            f"torch sees {there}. On CPUs use --backend gloo, with --mode process-per-device or "
+            "threads-per-device."
+        )
+
+
+# --- the measurement ---
+
+
+def measure(
+    engine: CollectiveEngine, ops: Sequence[Op], sizes: Sequence[int], *, iterations: int, warmup: int
+) -> Iterator[CollectiveTiming]:
+    """Measure all operations at all sizes; every driver calls it alike and gets the same.
+
+    Args:
+        engine: this driver's.
+        ops: what to run.
+        sizes: bytes.
+        iterations: timed repetitions of each; all are checked.
+        warmup: repetitions before those.
+    """
+    for op in ops:
+        collective = COLLECTIVES[op]
+        # Small sizes of many ranks can come out as the same number of elements.
+        counts = dict.fromkeys(collective.elements(size, engine.ranks) for size in sizes)
+        for elements in counts:
+            yield _measure_one(engine, collective, elements, iterations, warmup)
+
+
+def _measure_one(
+    engine: CollectiveEngine, collective: Collective, elements: int, iterations: int, warmup: int
+) -> CollectiveTiming:
+    size = elements * ELEMENT_BYTES
+    in_a_row = max(1, min(iterations, _ROUND_BYTES // (2 * size)))
+    rounds = -(-iterations // in_a_row)
+    slots = [_BufferSlot(engine, collective, elements) for _ in range(in_a_row)]
+    for repetition in range(warmup):
+        slots[0].fill(repetition)
+        slots[0].run()
+    engine.synchronize()
+    seconds, wrong = 0.0, 0
+    for round_ in range(rounds):
+        for number, slot in enumerate(slots):
+            slot.fill(round_ * in_a_row + number)
+        engine.synchronize()
+        engine.sums([0.0])  # begin together
+        started = time.perf_counter()
+        for slot in slots:
+            slot.run()
+        engine.synchronize()
+        seconds += time.perf_counter() - started
+        wrong += sum(slot.wrong() for slot in slots)
+    calls = rounds * in_a_row
+    drivers = engine.ranks // len(engine.local)
+    total_s, total_wrong = engine.sums([seconds / calls, float(wrong)])
+    mean_s = total_s / drivers
+    algbw = size / mean_s / 1e9
+    return CollectiveTiming(
+        op=collective.op,
+        size=size,
+        time_us=mean_s * 1e6,
+        algbw_gbps=algbw,
+        busbw_gbps=algbw * collective.bus_factor(engine.ranks),
+        wrong=round(total_wrong),
+        checked=calls * engine.ranks * collective.target_elements(elements, engine.ranks),
+    )
+
+
+class _BufferSlot:
+    """The buffers of one repetition, for the ranks of one driver."""
+
+    def __init__(self, engine: CollectiveEngine, collective: Collective, elements: int) -> None:
+        self._engine = engine
+        self._collective = collective
+        self._given = collective.source_elements(elements, engine.ranks)
+        received = collective.target_elements(elements, engine.ranks)
+        self._targets = [torch.empty(received, device=device) for device in engine.devices]
+        self._sources = (
+            self._targets
+            if collective.in_place
+            else [torch.empty(self._given, device=device) for device in engine.devices]
+        )
+        self._repetition = 0
+
+    def fill(self, repetition: int) -> None:
+        """Write what each rank gives, and nothing that could be taken for a result."""
+        self._repetition = repetition
+        for rank, source, target in zip(self._engine.local, self._sources, self._targets, strict=True):
+            target.fill_(torch.nan)
+            source.copy_(self._collective.given(self._base(source.device), rank))
+
+    def run(self) -> None:
+        """Run the collective once."""
+        self._engine.run(self._collective.op, self._sources, self._targets)
+
+    def wrong(self) -> int:
+        """Count the wrong elements."""
+        return sum(
+            int((target != self._collective.expected(self._base(target.device), rank, self._engine.ranks)).sum())
+            for rank, target in zip(self._engine.local, self._targets, strict=True)
+        )
+
+    def _base(self, device: torch.device) -> torch.Tensor:
+        return pattern(self._given, self._repetition, device)
+
+
+# --- the engines ---
+
+_TIMEOUT = timedelta(minutes=5)
+"""A rank that is gone is waited for no longer."""
+
+
+class CollectiveEngine(ABC):
+    """Runs collectives for the ranks that one thread drives: one, or the GPUs of the process.
+
+    Attributes:
+        ranks: n, over all processes.
+        local: the numbers of those driven here.
+        devices: where each of these keeps its data.
+        title: for people: "gloo", "NCCL 2.27".
+    """
+
+    ranks: int
+    local: tuple[int, ...]
+    devices: tuple[torch.device, ...]
+    title: str
+
+    @abstractmethod
+    def run(self, op: Op, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Run one collective, or enqueue it.
+
+        Args:
+            op: which.
+            sources: what each local rank gives; not used in place.
+            targets: where each receives; in place what it gives, too.
+        """
+
+    @abstractmethod
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Element by element over all drivers; waits for all of them."""
+
+    def synchronize(self) -> None:
+        """Wait for what was enqueued."""
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def close(self) -> None:
+        """Give connections back."""
+        return None
+
+
+class GroupEngine(CollectiveEngine):
+    """A process group of torch: gloo or NCCL, one rank for each process or thread.
+
+    The group is made without ``init_process_group``, which knows one group of ranks for each process.
+    """
+
+    def __init__(self, group: Any, rank: int, ranks: int, device: torch.device, title: str) -> None:
+        self._group = group
+        self._rank = rank
+        self.ranks = ranks
+        self.local = (rank,)
+        self.devices = (device,)
+        self.title = title
+
+    @classmethod
+    def gloo(cls, store: Store, rank: int, ranks: int, *, one_machine: bool, interface: str | None) -> GroupEngine:
+        """Make a gloo group, on loopback if all ranks are on one machine."""
+        hostname = "127.0.0.1" if one_machine else None
+        group = gloo_group(store, rank, ranks, _TIMEOUT, hostname=hostname, interface=interface)
+        return cls(group, rank, ranks, torch.device("cpu"), "gloo")
+
+    @classmethod
+    def nccl(cls, store: Store, rank: int, ranks: int, device: torch.device) -> GroupEngine:
+        """Make an NCCL group, whose rank works on ``device``."""
+        torch.cuda.set_device(device)
+        return cls(nccl_group(store, rank, ranks, _TIMEOUT), rank, ranks, device, _nccl_title())
+
+    def run(self, op: Op, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Run it in the group; on a CPU it has ended then, on a GPU the stream waits for it."""
+        group, [source], [target] = self._group, sources, targets
+        match op:
+            case "all_reduce":
+                group.allreduce([target], AllreduceOptions()).wait()
+            case "all_gather":
+                all_gather_into(group, target, source).wait()
+            case "reduce_scatter":
+                reduce_scatter_into(group, target, source).wait()
+            case "broadcast":
+                group.broadcast([target], BroadcastOptions()).wait()
+            case "all_to_all":
+                group.alltoall_base(target, source, [], []).wait()
+            case "p2p":
+                self._exchange(source, target)
+
+    def _exchange(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        after, before = (self._rank + 1) % self.ranks, (self._rank - 1) % self.ranks
+        if self.ranks == 1:
+            target.copy_(source)
+            return
+        group = self._group
+        together = source.device.type == "cuda"
+        if together:
+            start_coalescing(group)
+        pending = [group.send([source], after, 0), group.recv([target], before, 0)]
+        if together:
+            end_coalescing(group).wait()
+            return
+        for work in pending:
+            work.wait()
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Run one all-reduce of doubles."""
+        summed = torch.tensor(values, dtype=torch.float64, device=self.devices[0])
+        self._group.allreduce([summed], AllreduceOptions()).wait()
+        return [float(value) for value in summed]
+
+    def close(self) -> None:
+        """Have the group end its threads and connections."""
+        self._group.shutdown()
+
+
+class MpiEngine(CollectiveEngine):
+    """MPI by mpi4py, one rank for each process, data on the CPU."""
+
+    def __init__(self, comm: MPI.Comm, title: str) -> None:
+        self._comm = comm
+        self.ranks = comm.Get_size()
+        self.local = (comm.Get_rank(),)
+        self.devices = (torch.device("cpu"),)
+        self.title = title
+
+    @classmethod
+    def world(cls) -> MpiEngine:
+        """Make a group of all processes of this ``mpirun``.
+
+        Raises:
+            ConfigError: mpi4py is missing, or finds no MPI.
+        """
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise ConfigError(
+                f"--backend mpi: mpi4py cannot be used ({error}). Install it: pip install 'paceline[mpi]'"
+            ) from error
+        name = MPI.Get_library_version().partition(",")[0].strip("\0 \n")
+        return cls(MPI.COMM_WORLD, name)
+
+    def run(self, op: Op, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Run it on the tensors' own memory."""
+        from mpi4py import MPI
+
+        comm, [source], [target] = self._comm, [t.numpy() for t in sources], [t.numpy() for t in targets]
+        match op:
+            case "all_reduce":
+                comm.Allreduce(MPI.IN_PLACE, target)
+            case "all_gather":
+                comm.Allgather(source, target)
+            case "reduce_scatter":
+                comm.Reduce_scatter_block(source, target)
+            case "broadcast":
+                comm.Bcast(target)
+            case "all_to_all":
+                comm.Alltoall(source, target)
+            case "p2p":
+                [rank] = self.local
+                comm.Sendrecv(source, (rank + 1) % self.ranks, recvbuf=target, source=(rank - 1) % self.ranks)
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Run one all-reduce of doubles."""
+        import numpy as np
+        from mpi4py import MPI
+
+        summed = np.array(values, dtype=np.float64)
+
+        self._comm.Allreduce(MPI.IN_PLACE, summed)
+        return [float(value) for value in summed]
+
+
+class OneThreadEngine(CollectiveEngine):
+    """All GPUs of this process, driven by one thread: ``ncclCommInitAll`` and grouped calls."""
+
+    def __init__(self, gpus: int) -> None:
+        self.ranks = gpus
+        self.local = tuple(range(gpus))
+        self.devices = tuple(torch.device("cuda", index) for index in range(gpus))
+        self.title = _nccl_title()
+
+    def run(self, op: Op, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Enqueue it on each GPU's stream."""
+        nccl: Any = torch.cuda.nccl
+        match op:
+            case "all_reduce":
+                nccl.all_reduce(targets, targets)
+            case "all_gather":
+                nccl.all_gather(sources, targets)
+            case "reduce_scatter":
+                nccl.reduce_scatter(sources, targets)
+            case "broadcast":
+                nccl.broadcast(targets)
+            case _:
+                raise ConfigError(
+                    f"--mode one-process cannot do {op}: torch.cuda.nccl has no such call. "
+                    "Use --mode process-per-device or threads-per-device."
+                )
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Do nothing: there is no other driver."""
+        return list(values)
+
+
+def _nccl_title() -> str:
+    nccl: Any = torch.cuda.nccl
+    return f"NCCL {'.'.join(map(str, nccl.version()))}"

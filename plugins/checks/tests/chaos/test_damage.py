@@ -1,0 +1,52 @@
+"""Damage from outside is what it says, and a checkpoint that was written again is not taken for damaged."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from paceline.runs.checkpoint_manifest import CheckpointInfo
+from paceline.runs.checkpoint_store import commit, newest_verified
+from paceline_checks import fault_injection
+
+
+def save(directory: Path, step: int) -> Path:
+    info = CheckpointInfo(
+        task="t",
+        run="r",
+        step=step,
+        state_version=step,
+        epoch=0,
+        generation=0,
+        microbatches=1,
+        pins={},
+        best_version=None,
+    )
+    return commit(directory, info, [("a.bin", [bytes(300)]), ("b.bin", [b"\xff" * 70])])
+
+
+@pytest.mark.parametrize("harm", [fault_injection.flip_bit, fault_injection.truncate])
+def test_whatever_is_chosen_the_checkpoint_does_not_verify(harm: object, tmp_path: Path) -> None:
+    chosen = random.Random(3)
+    for step in range(1, 40):
+        path = save(tmp_path, step)
+        assert newest_verified(tmp_path).path == path
+        before = {file.name: file.read_bytes() for file in path.iterdir()}
+        told = harm(path, chosen.getrandbits(32))  # type: ignore[operator]
+        after = {file.name: file.read_bytes() for file in path.iterdir()}
+        changed = [name for name in before if before[name] != after[name]]
+        assert len(changed) == 1
+        assert f"{path.name}/{changed[0]}" in told
+        assert newest_verified(tmp_path).path != path
+
+
+def test_the_newest_comes_first_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step) for step in (9, 10, 100)]
+    assert fault_injection.checkpoints(tmp_path) == paths[::-1]
+    harmed = {fault_injection.identity(paths[2])}
+    assert fault_injection.intact(tmp_path, harmed) == [paths[1], paths[0]]
+    fault_injection.truncate(paths[2], 7)
+    assert save(tmp_path, 100) == paths[2]  # moved aside, and written again
+    assert fault_injection.intact(tmp_path, harmed) == paths[::-1]

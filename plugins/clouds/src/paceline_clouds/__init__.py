@@ -1,0 +1,1 @@
+"""Jobs on SageMaker, Azure ML and Google Cloud."""

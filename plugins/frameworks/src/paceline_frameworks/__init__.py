@@ -1,0 +1,1 @@
+"""Launchers and strategies of other frameworks."""

@@ -1,0 +1,362 @@
+"""``--on monarch``: a job that PyTorch's actor engine starts and carries, here or on hosts that it is attached to."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.access import is_loopback
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.sockets import address_towards
+from paceline.launch.actor_nodes import (
+    PATIENCE_S,
+    READ_S,
+    TURN_S,
+    ActorJob,
+    ActorJobController,
+    NodePlace,
+    reason_of,
+)
+from paceline.launch.launcher import (
+    Command,
+    JobHandle,
+    LaunchSpec,
+    RenderedJob,
+    option,
+    refuse_restarts,
+    refuse_walltime,
+    refuse_what_is_for_clusters,
+)
+from paceline.launch.local import processes_here
+from paceline.launch.node import node_command
+from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
+from paceline_frameworks.monarch_hosts import MonarchHost, read_hosts
+
+# --- The library, imported on use ---
+
+
+_SETTINGS = {
+    # By default Monarch reports a killed process after up to 10 s, and a lost host after more than a minute. A limit
+    # must span many polls: one as long as a poll makes it report nodes that are well.
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "20s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "20s",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "60s",
+}
+_GREETING = b"Monarch internal logs are being written to"
+_START_S = 60.0
+_GREET_S = 5.0
+_POLL_S = 1.0
+
+_SEE_ITS_LOG = "See the log of the job that starts their worker loops."
+_START_A_LOOP = (
+    "Start Monarch's worker loop on each: python -c \"from monarch.actor import run_worker_loop_forever as run; "
+    "run(address='tcp://HOST:PORT', ca='trust_all_connections')\""
+)
+
+
+def import_monarch() -> Any:
+    """Import ``monarch.actor``.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import monarch.actor
+    except ImportError as error:
+        raise LaunchError(f"Monarch is not installed ({error}). Run: pip install 'paceline[monarch]'") from error
+    return monarch.actor
+
+
+@contextmanager
+def _without_greeting() -> Iterator[None]:
+    """Drop the line that Monarch prints about its log; pass on all else that is printed to stderr."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            printed.seek(0)
+            os.write(2, b"".join(line for line in printed if _GREETING not in line))
+
+
+# --- The job, as a file, and the process that follows it ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonarchJob(ActorJob):
+    """The job for Monarch's hosts; the content of ``monarch-job.json``.
+
+    Attributes:
+        hosts: the addresses of worker loops, the first ones for the job's nodes, others to replace lost ones; empty:
+            one node, on this machine.
+        machines: the number of nodes.
+    """
+
+    hosts: tuple[str, ...] = ()
+    machines: int = 1
+
+
+class MonarchJobController(ActorJobController):
+    """Starts a job's nodes, and follows them to their end."""
+
+    def __init__(self, monarch: Any, job: MonarchJob) -> None:
+        super().__init__("--hosts" if job.hosts else "this machine", job, job.machines)
+        from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+        self.errors = (SupervisionError, monarch.ActorError, TimeoutError, OSError)
+        self._monarch = monarch
+        hosts = [MonarchHost.parse(text) for text in job.hosts]
+        self._hosts = dict(zip(self._places, hosts, strict=False))
+        self._idle = hosts[job.machines :]
+        self._lock = threading.Lock()
+        self._meshes: dict[NodePlace, Any] = {}
+        self._generations = dict.fromkeys(self._places, 0)
+        self._answers: queue.Queue[tuple[NodePlace, int, Any]] = queue.Queue(2 * job.machines)
+        self._over = threading.Event()
+
+    # Begin
+
+    def _place_all(self) -> None:
+        # A pending call of a lost actor raises an error; by default this hook would end the process besides.
+        self._monarch.unhandled_fault_hook = lambda failure: None
+        if self._hosts:
+            self._connect()
+        with _without_greeting():
+            self._monarch.context()
+        for place in self._places:
+            self._place(place)
+        for place in self._places:
+            place.host = place.actor.name.call_one().get(timeout=_START_S)
+        threading.Thread(target=self._greet, daemon=True).start()
+
+    def _connect(self) -> None:
+        """Choose the address at which the hosts reach this process.
+
+        Raises:
+            LaunchError: a host does not answer.
+        """
+        deadline = time.monotonic() + _START_S
+        while silent := {host: why for host in self._hosts.values() if (why := host.answers())}:
+            is_starting = all(host.of_job for host in silent)
+            if is_starting and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+            reasons = "; ".join(f"{host.text}: {why}" for host, why in silent.items())
+            advice = _SEE_ITS_LOG if is_starting else _START_A_LOOP
+            raise LaunchError(f"{len(silent)} of {len(self._hosts)} hosts do not answer: {reasons}. {advice}")
+        first = self._hosts[self._places[0]]
+        if is_loopback(first.name):
+            own = first.name
+        elif first.scheme == "tls":
+            own = socket.getfqdn()  # which certificates name
+        else:
+            own = address_towards(first.name, first.port)
+        self._monarch.enable_transport(f"{first.scheme}://{own}:0")
+
+    def _place(self, place: NodePlace) -> None:
+        """Make an actor for a place. Nothing is waited for."""
+        from paceline_frameworks.monarch_node import NodeActor
+
+        if self._hosts:
+            host = self._hosts[place]
+            place.address = host.name
+            mesh = self._monarch.attach_to_workers(ca="trust_all_connections", workers=[host.text])
+        else:
+            place.address = "127.0.0.1"
+            mesh = self._monarch.this_host()
+        self._meshes[place] = mesh
+        processes = mesh.spawn_procs(name=f"node{place.rank}")
+        place.actor = processes.spawn("agent", NodeActor)
+        if self._hosts:  # a mesh of one host, not a single one
+            place.actor = place.actor.slice(hosts=0)
+
+    def _can_listen(self, place: NodePlace, port: int) -> bool:
+        free: bool = place.actor.can_listen.call_one(place.address, port).get(timeout=_START_S)
+        return free
+
+    def _start_all(self) -> None:
+        answers = [self._start(place) for place in self._places]
+        for place, answer in zip(self._places, answers, strict=True):
+            answer.get(timeout=_START_S)
+            place.started = True
+            self._follow(place)
+
+    def _start(self, place: NodePlace) -> Any:
+        return place.actor.start.call_one(self._job.command, self._variables_of(place), self._job.workdir)
+
+    def _greet(self) -> None:
+        """Keep the actors from ending themselves, also while nothing reads this process's output."""
+        while not self._over.wait(_GREET_S):
+            for place in self._places:
+                with suppress(Exception):  # of an actor that is lost; the others need it
+                    place.actor.greet.broadcast()
+
+    # Follow
+
+    def _follow(self, place: NodePlace, *, new: bool = False) -> None:
+        threading.Thread(target=self._carry, args=(place, self._generations[place], new), daemon=True).start()
+
+    def _carry(self, place: NodePlace, generation: int, new: bool) -> None:
+        """Read what a node prints until it ends or is lost; a new one is started first."""
+        try:
+            if new:
+                self._find_host(place)
+                self._place(place)
+                place.host = place.actor.name.call_one().get(timeout=_START_S)
+                self._start(place).get(timeout=_START_S)
+                self._answers.put((place, generation, ([], None)))
+            code = None
+            while code is None and not self._over.is_set():
+                lines, code = place.actor.read.call_one(READ_S).get()
+                self._answers.put((place, generation, (lines, code)))
+        except Exception as error:  # whatever it is, the job must not wait for this node
+            self._answers.put((place, generation, error))
+
+    def _find_host(self, place: NodePlace) -> None:
+        """Wait for a host that answers: one that was not used yet, else the lost one, whose loop may run again."""
+        if not self._hosts:
+            return
+        with self._lock:
+            self._idle.append(self._hosts[place])
+        while not self._over.is_set():
+            for host in tuple(self._idle):
+                if host.answers():
+                    continue
+                with self._lock:
+                    if host in self._idle:  # no other place has taken it
+                        self._idle.remove(host)
+                        self._hosts[place] = host
+                        return
+            self._over.wait(_POLL_S)
+
+    def _poll(self) -> None:
+        with suppress(queue.Empty):
+            place, generation, said = self._answers.get(timeout=TURN_S)
+            while True:
+                if generation == self._generations[place]:
+                    self._hear(place, said)
+                place, generation, said = self._answers.get_nowait()
+
+    def _hear(self, place: NodePlace, said: Any) -> None:
+        if isinstance(said, BaseException):
+            self._lose(place, reason_of(said))
+            return
+        place.started = True
+        self._take(place, *said)
+
+    def _send_signal(self, place: NodePlace, number: int) -> None:
+        place.actor.send_signal.broadcast(number)
+
+    def _replace(self, place: NodePlace) -> None:
+        self._generations[place] += 1
+        self._follow(place, new=True)
+
+    def _forget(self, place: NodePlace) -> None:
+        self._generations[place] += 1
+
+    def _end_all(self) -> None:
+        """Kill what runs, and give the hosts back; their worker loops take the next job."""
+        self._over.set()
+        deadline = time.monotonic() + PATIENCE_S
+        self._await([place.actor.end.call_one() for place in self._places if place.running], deadline)
+        if self._hosts:
+            self._await([mesh.stop() for mesh in self._meshes.values()], deadline)
+
+    def _await(self, answers: Sequence[Any], deadline: float) -> None:
+        for answer in answers:
+            with suppress(Exception):  # of a node that is lost
+                answer.get(timeout=max(0.1, deadline - time.monotonic()))
+
+
+# --- The launcher ---
+
+
+JOB_FILE = "monarch-job.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonarchOptions:
+    """Where Monarch runs a job."""
+
+    hosts: str | None = option(
+        "Addresses of Monarch's worker loops, such as tcp://node0:26600,tcp://node1:26600, or a file with one "
+        "per line; slurm:JOB: the nodes of Monarch's SlurmJob (inside of it: slurm); kubernetes:NAMESPACE/MESH: the "
+        "pods of its KubernetesJob. Those beyond --nodes replace lost ones. Default: this machine, without any."
+    )
+    machine_restarts: int = option("Number of lost nodes of a task to replace.", 3)
+
+
+class Monarch(ForegroundLauncher):
+    """Jobs whose nodes are Monarch's hosts."""
+
+    name = "monarch"
+    rank_launchers = ("torchrun", "spawn", "agent")
+    preallocated = True
+    extra = "monarch"
+
+    def resolve_sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: MonarchOptions | None
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """Return, for ``--nodes 1``, the default, all hosts; here ``--nproc auto`` is known, too."""
+        if options is None or options.hosts is None:
+            return nodes, nproc or (processes_here(),)
+        if nodes == (1, 1):
+            count = len(read_hosts(options.hosts))
+            return (count, count), nproc
+        return nodes, nproc
+
+    def render(self, spec: LaunchSpec, options: MonarchOptions | None = None) -> RenderedJob:
+        """Render one command, and the file that it reads."""
+        options = options or MonarchOptions()
+        refuse_what_is_for_clusters(spec, self.name)
+        refuse_walltime(spec, self.name)
+        refuse_restarts(spec, self.name)
+        if options.machine_restarts < 0:
+            raise ConfigError(f"--machine-restarts must be 0 or more, but is {options.machine_restarts}.")
+        least, most = spec.nodes
+        if least != most:
+            raise ConfigError(
+                f"--nodes {least}:{most}: --on monarch starts a fixed number of nodes. "
+                "paceline join RUN adds others to a run."
+            )
+        hosts = read_hosts(options.hosts) if options.hosts is not None else ()
+        if least > max(1, len(hosts)):
+            raise ConfigError(
+                f"--nodes {least} needs as many hosts, but --hosts names {len(hosts)}. Give such as "
+                "--hosts tcp://node0:26600,tcp://node1:26600."
+            )
+        job = MonarchJob(
+            command=node_command(spec),
+            workdir=str(spec.workdir),
+            env=spec.env,
+            recovers=spec.rank_launcher == "agent",
+            replacements=options.machine_restarts,
+            hosts=tuple(host.text for host in hosts),
+            machines=least,
+        )
+        command = Command(
+            title=f"the job, on {least} of Monarch's hosts" if hosts else "the job, in a process of Monarch's here",
+            argv=(spec.python, "-P", "-m", "paceline_frameworks.monarch_job", str(spec.directory / JOB_FILE)),
+        )
+        return RenderedJob(spec=spec, options=options, files={JOB_FILE: job.text}, commands=(command,))
+
+    def submit(self, rendered: RenderedJob) -> JobHandle:
+        """Start the command."""
+        starter = RankStarter(name="Monarch's controller", says_why=True)
+        return ForegroundJob(SupervisedJob(rendered.commands, starter=starter), rendered.spec.directory)

@@ -1,0 +1,1 @@
+"""``--on kubernetes``: jobs on a Kubernetes cluster."""

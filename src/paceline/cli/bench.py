@@ -1,8 +1,0 @@
-"""``paceline bench``: measurements of the user's own machines."""
-
-from __future__ import annotations
-
-from cyclopts import App
-
-app = App(name="bench", help="Measure collectives on your machines.")
-app.command("paceline.cli.bench_comm:comm", name="comm", help="How fast collectives are, and whether they are right.")

@@ -1,1 +1,0 @@
-"""Measurements of collectives on a user's own machines."""
