@@ -169,7 +169,7 @@ def test_processes_of_the_command_and_of_threads_in_them(run_processes: Processe
 
 INTERRUPTED = """
 import sys
-from paceline.insight.bench import run_collectives
+from paceline_checks import run_collectives
 from paceline.cli import main
 
 measure = run_collectives.measure
