@@ -163,9 +163,12 @@ def _rendezvous(spec: LaunchSpec, backend: str) -> list[str]:
 
 def _address_for_loopback_name(spec: LaunchSpec) -> str | None:
     """Return this node's address for the others, if its own name is a loopback address, as 127.0.1.1 on Debian."""
-    with suppress(OSError):  # no such name
-        if spec.rdzv_endpoint is not None and is_loopback(socket.gethostbyname(socket.gethostname())):
-            return address_beside(*parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint"))
+    if spec.rdzv_endpoint is None:
+        return None
+    host, port = parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
+    with suppress(OSError):  # no such name, as on a machine that only prints the command
+        if is_loopback(socket.gethostbyname(socket.gethostname())) and socket.gethostbyname(host):
+            return address_beside(host, port)
     return None
 
 
