@@ -142,9 +142,10 @@ OMP_NUM_THREADS=1 \\
     ],
 )
 def test_torchrun_is_told_what_other_machines_know_this_one_by(
-    hosts: tuple[str, ...], node_rank: int, known_by: list[str]
+    hosts: tuple[str, ...], node_rank: int, known_by: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own idea, ``socket.getfqdn()``, may be ``localhost`` or a name that the others cannot look up."""
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "10.0.0.9")  # and not a loopback address, as some have
     spec = LaunchSpec(
         command=("python", "train.py"),
         nodes=(2, 2),
