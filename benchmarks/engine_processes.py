@@ -245,7 +245,7 @@ class Ray(Engine):
     """A Ray cluster of this process's own, with an actor in each process."""
 
     def start(self, number: int) -> None:
-        from paceline.launch.ray_cluster import own_cluster
+        from paceline_ray.cluster import own_cluster
 
         self._cluster = own_cluster("ray")
         self._ray = self._cluster.__enter__()

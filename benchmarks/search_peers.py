@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.parent_death import die_with_parent
-from paceline.launch.ray_cluster import private_directory
+from paceline_ray.cluster import private_directory
 from paceline_tune.plan_search import own_cpus
 
 _REDUCTION = 4

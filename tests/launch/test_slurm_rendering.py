@@ -616,7 +616,7 @@ def test_mpirun_and_ray_in_the_allocation(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="--rank-launcher mpi needs one number"):
         text(SCRIPT, **{**two, "nodes": (1, 2)})
     script = joined(text(SCRIPT, nodes=(2, 2), rank_launcher="ray", env_style="none"))
-    assert "--ntasks=2 --ntasks-per-node=1 $cpus /opt/python -P -m paceline.launch.ray_node" in script
+    assert "--ntasks=2 --ntasks-per-node=1 $cpus /opt/python -P -m paceline_ray.node" in script
 
 
 def test_horovodrun_reaches_the_other_machines_by_steps() -> None:

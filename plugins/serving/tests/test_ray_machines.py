@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PATIENCE_S = 300
 SMALL = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 2**20)}
-STARTS = (sys.executable, "-m", "paceline.launch.ray_node")
+STARTS = (sys.executable, "-m", "paceline_ray.node")
 # Asks without a pause until a file tells it to end; says how each request was answered.
 CLIENT = f"""
 import collections, http.client, json, pathlib, sys

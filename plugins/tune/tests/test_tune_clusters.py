@@ -24,7 +24,7 @@ TASK = f"{Path(__file__).parent / 'tasks.py'}:Line"
 LENGTH = ("--max-steps", "16", "--eval-every", "4steps", "--checkpoint-every", "4steps")
 SPACE = ("--search", "lr=log:1e-4:0.3", "--scheduler", "none")
 TUNE = (sys.executable, "-m", "paceline", "tune", TASK, *SPACE, *LENGTH)
-NODE = (sys.executable, "-m", "paceline.launch.ray_node", "--cpus", "2", "--directory")
+NODE = (sys.executable, "-m", "paceline_ray.node", "--cpus", "2", "--directory")
 SMALL = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 2**20)}
 STEPS = [4, 8, 12, 16]
 TIME_LIMIT_S = 300

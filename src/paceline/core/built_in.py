@@ -153,7 +153,7 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "torchrun": "paceline.launch.torchrun:Torchrun",
         "slurm": "paceline.launch.slurm:Slurm",
         "submitit": "paceline.launch.submitit:Submitit",
-        "ray": "paceline.launch.ray:Ray",
+        "ray": "paceline_ray.launcher:Ray",
         "monarch": "paceline_frameworks.monarch:Monarch",
         "mpi": "paceline.launch.mpi:MpiLauncher",
         "horovod": "paceline.launch.horovod:HorovodLauncher",
@@ -194,7 +194,7 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
     "torchrun": "paceline.launch.options:TorchrunOptions",
     "slurm": "paceline.launch.options:SlurmOptions",
     "submitit": "paceline.launch.submitit:SubmititOptions",
-    "ray": "paceline.launch.ray:RayOptions",
+    "ray": "paceline_ray.launcher:RayOptions",
     "monarch": "paceline_frameworks.monarch:MonarchOptions",
     "mpi": "paceline.launch.mpi:MpiOptions",
     "horovod": "paceline.launch.horovod:HorovodOptions",
@@ -205,3 +205,6 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
     "google": "paceline_clouds.rendered:GoogleOptions",
 }
 """Each launcher's own options, which ``--help`` imports without the launcher; a plug-in's class names its own."""
+
+NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
+"""What returns the command of each node, of rank launchers that the core does not have."""

@@ -1,1 +1,1 @@
-"""How processes start: on this machine, by ssh, MPI, Slurm and Ray."""
+"""How processes start: on this machine, by ssh, MPI and Slurm."""

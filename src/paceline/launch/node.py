@@ -17,15 +17,16 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from paceline.core.built_in import NODE_COMMANDS
 from paceline.core.environment import NodeEnvironment, detect_node
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import parse_nodes, parse_nproc
+from paceline.core.plugins import import_object
 from paceline.core.sockets import job_port
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.local import free_master_port
 from paceline.launch.preflight.job import run_before
 from paceline.launch.rank import expand_placeholders, names_port
-from paceline.launch.ray_node import ray_node_command
 from paceline.launch.stop_codes import STOP_CODES, leave_stop_code
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED
@@ -44,8 +45,9 @@ _ENDED_BY_SIGNAL = (*STOPPED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 def node_command(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the command that a launcher starts on each node of a job."""
-    if spec.rank_launcher == "ray":
-        return ray_node_command(spec)
+    if spec.rank_launcher in NODE_COMMANDS:
+        command: tuple[str, ...] = import_object(NODE_COMMANDS[spec.rank_launcher])(spec)
+        return command
     least, most = spec.nodes
     options: list[str] = ["--rank-launcher", spec.rank_launcher]
     if most > 1:

@@ -31,11 +31,11 @@ from paceline.core.sockets import require_loopback
 from paceline.core.task import Task
 from paceline.core.task_loading import build_task, load_task_class, parse_assignments, split_spec
 from paceline.launch.launcher import Command, LaunchSpec
-from paceline.launch.ray_cluster import import_ray, require_answer
-from paceline.launch.ray_node import cluster_command
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
 from paceline.runs.trackers import require as require_trackers
+from paceline_ray.cluster import import_ray, require_answer
+from paceline_ray.node import cluster_command
 from paceline_tune.history import MAX_FAILED, SearchHistory, describe_failure, describe_failures
 from paceline_tune.sampler import import_optuna
 from paceline_tune.search import CostEstimate, Search, SearchCost, SearchDirectory, estimate, require_room, show_seconds

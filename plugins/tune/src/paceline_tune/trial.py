@@ -37,10 +37,10 @@ from paceline.core.job import WorkerConfig
 from paceline.core.owned_names import make_directory
 from paceline.core.parent_death import die_with_parent, kill_with_parent_command
 from paceline.core.task_loading import parse_assignments
-from paceline.launch.ray import own_variables
 from paceline.runs.directory import RunDirectory, RunLock
 from paceline.runs.failures import read_failure
 from paceline.runs.fork import fork_run
+from paceline_ray.launcher import own_variables
 from paceline_tune.history import TrialState
 
 _SOCKET = "referee"

@@ -1,4 +1,4 @@
-"""The program that starts a Ray cluster of the job's own: ``python -m paceline.launch.ray_node OPTIONS -- COMMAND``.
+"""The program that starts a Ray cluster of the job's own: ``python -m paceline_ray.node OPTIONS -- COMMAND``.
 
 It starts once on each node of the job. The first one starts the cluster's head, waits for the others,
 and runs the command, with RAY_ADDRESS and the cluster's token in its environment; the others join the cluster
@@ -39,8 +39,8 @@ from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port
 from paceline.launch.launcher import LaunchSpec
 from paceline.launch.preflight.job import run_before
-from paceline.launch.ray_cluster import cluster_variables, import_ray, kill, private_directory, shut_down
 from paceline.launch.supervisor import RankStarter, SupervisedJob
+from paceline_ray.cluster import cluster_variables, import_ray, kill, private_directory, shut_down
 
 _MEETING_S = 300.0
 _POLL_S = 0.2
@@ -88,12 +88,12 @@ def cluster_command(
             options += [f"--{name}", str(value)]
     if preflight:
         options += ["--preflight", shlex.join(preflight)]
-    return (spec.python, "-P", "-m", "paceline.launch.ray_node", *options, "--", *command)
+    return (spec.python, "-P", "-m", "paceline_ray.node", *options, "--", *command)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the cluster's head, or one of its nodes; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.launch.ray_node", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m paceline_ray.node", description=__doc__)
     parser.add_argument("--directory", type=Path, required=True, help="the job's; its machines share it")
     parser.add_argument("--cpus", type=int, help="that Ray may give away here; default: the job's")
     parser.add_argument("--gpus", type=int, help="default: those that there are")

@@ -34,8 +34,8 @@ from paceline.launch.launcher import (
 )
 from paceline.launch.node import node_command
 from paceline.launch.rank import interface_variables
-from paceline.launch.ray_node import cluster_command, ray_node_command
 from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
+from paceline_ray.node import cluster_command, ray_node_command
 
 # --- A job for the machines of a Ray cluster, as a file ---
 
@@ -320,7 +320,7 @@ class Ray(ForegroundLauncher):
             own_cluster=address is None,
         )
         argv: tuple[str, ...]
-        argv = (spec.python, "-P", "-m", "paceline.launch.ray_job", str(spec.directory / JOB_FILE))
+        argv = (spec.python, "-P", "-m", "paceline_ray.job", str(spec.directory / JOB_FILE))
         if address is None:
             gpus = None if spec.gpus_per_node is None else least * spec.gpus_per_node
             argv = cluster_command(spec, argv, cpus=sum(cpus), gpus=gpus)

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 
 from paceline.core.errors import LaunchError
-from paceline.launch.ray_cluster import private_directory
+from paceline_ray.cluster import private_directory
 
 
 def test_where_no_folder_can_be_made_it_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

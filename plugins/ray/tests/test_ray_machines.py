@@ -82,7 +82,7 @@ def test_the_script_for_slurm_starts_one_program_on_each_machine() -> None:
     text = " ".join(Slurm().render(job).files["job.sh"].replace("\\\n", "").split())
     assert (
         "srun --kill-on-bad-exit=1 --wait=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 "
-        "python -P -m paceline.launch.ray_node --directory /jobs/test --cpus 8 --gpus 2 "
+        "python -P -m paceline_ray.node --directory /jobs/test --cpus 8 --gpus 2 "
         "-- python test.py & "
     ) in text
     with pytest.raises(ConfigError, match=r"--signal-before: .* Leave it out with --rank-launcher ray"):
@@ -167,7 +167,7 @@ def test_a_lost_machine_is_replaced_by_another_of_the_cluster(
         *(
             sys.executable,
             "-m",
-            "paceline.launch.ray_node",
+            "paceline_ray.node",
             "--directory",
             run.path,
             "--cpus",

@@ -21,8 +21,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.sockets import job_port
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.node import node_command
-from paceline.launch.ray import RayOptions
-from paceline.launch.ray_node import main as ray_node
+from paceline_ray.launcher import RayOptions
+from paceline_ray.node import main as ray_node
 
 pytestmark = pytest.mark.ray
 
@@ -158,7 +158,7 @@ def cluster(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
             *(
                 sys.executable,
                 "-m",
-                "paceline.launch.ray_node",
+                "paceline_ray.node",
                 "--directory",
                 directory,
                 "--cpus",
@@ -206,7 +206,7 @@ def test_a_program_is_rendered_with_its_cluster(monkeypatch: pytest.MonkeyPatch)
     assert own.text == (
         "# a Ray cluster on this machine, and the program in it\n"
         "GLOO_SOCKET_IFNAME=lo \\\n  NCCL_SOCKET_IFNAME=lo \\\n  UCX_NET_DEVICES=lo \\\n  A=b \\\n"
-        "  python -P -m paceline.launch.ray_node --directory /jobs/train --cpus 4 --interface lo "
+        "  python -P -m paceline_ray.node --directory /jobs/train --cpus 4 --interface lo "
         "-- python train.py\n"
     )
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
@@ -237,7 +237,7 @@ def test_machines_are_rendered_as_a_file_and_a_command() -> None:
 
 # the job, in the Ray cluster at head:6379
 RAY_ADDRESS=head:6379 \\
-  python -P -m paceline.launch.ray_job /jobs/train/ray-job.json
+  python -P -m paceline_ray.job /jobs/train/ray-job.json
 """
     )
     own = get_launcher("ray").render(spec(nproc=(2,)))
@@ -246,14 +246,14 @@ RAY_ADDRESS=head:6379 \\
             "python",
             "-P",
             "-m",
-            "paceline.launch.ray_node",
+            "paceline_ray.node",
             "--directory",
             "/jobs/train",
             "--cpus",
             "2",
             "--",
         ),
-        *("python", "-P", "-m", "paceline.launch.ray_job", "/jobs/train/ray-job.json"),
+        *("python", "-P", "-m", "paceline_ray.job", "/jobs/train/ray-job.json"),
     )
 
 

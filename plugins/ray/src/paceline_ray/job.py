@@ -1,4 +1,4 @@
-"""Runs a job on the machines of a Ray cluster: ``python -m paceline.launch.ray_job FILE``.
+"""Runs a job on the machines of a Ray cluster: ``python -m paceline_ray.job FILE``.
 
 Ray finds the machines and starts an actor on each, which runs what every launcher starts there
 (:mod:`paceline.launch.node`). This process follows them: it shows what they print, passes signals on, and
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
-from paceline.launch.ray import RayJob, RayJobController
-from paceline.launch.ray_cluster import connect, import_ray
+from paceline_ray.cluster import connect, import_ray
+from paceline_ray.launcher import RayJob, RayJobController
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,1 @@
+"""``--on ray``, and Ray clusters of a job's own."""
