@@ -53,7 +53,7 @@ def recorded_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name, text in (("place.py", PLACE), ("waits.py", WAITS)):
         (tmp_path / name).write_text(text)
-    shutil.copy(Path(__file__).with_name("harmed.py"), tmp_path)
+    shutil.copy(Path(__file__).parents[3] / "tests/launch/harmed.py", tmp_path)
     (tmp_path / "plan").mkdir()
 
 

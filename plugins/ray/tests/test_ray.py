@@ -121,7 +121,7 @@ def small_and_recorded_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "test.py").write_text(TEST)
     (tmp_path / "waits.py").write_text(WAITS)
-    shutil.copy(Path(__file__).with_name("harmed.py"), tmp_path)
+    shutil.copy(Path(__file__).parents[3] / "tests/launch/harmed.py", tmp_path)
     (tmp_path / "plan").mkdir()
 
 
