@@ -127,9 +127,10 @@ def _of_this_machine(error: Exception) -> PacelineError:
     """Return what to do about an error of files or limits; raise any other one again."""
     from paceline.runs.failures import advise
 
-    if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("paceline_"):
+    missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+    if isinstance(missing, ModuleNotFoundError) and str(missing.name).startswith("paceline_"):
         return ConfigError(
-            f"this needs {error.name}, a part of Paceline that is not installed here. Install all of it: "
+            f"this needs {missing.name}, a part of Paceline that is not installed here. Install all of it: "
             "pip install paceline"
         )
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

@@ -1,0 +1,81 @@
+"""The core works without any plug-in: it trains, resumes, audits, launches and exports where none is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from tests.processes import Processes
+
+from paceline.core.built_in import BUILT_IN, COMMANDS, LAUNCHER_OPTIONS, NAMES, NODE_COMMANDS
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[2]
+TASK = f"{ROOT / 'tests/network_file_systems/tasks.py'}:Dots"
+STEPS = ("--max-steps", "16", "--threads", "1", "--quiet")
+
+Paceline = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def alone(run_processes: Processes, tmp_path: Path) -> Paceline:
+    """Run a command in an environment that has the core and the libraries of this one, and no plug-in."""
+    done = run_processes.run([sys.executable, "-m", "venv", "--without-pip", "env"])
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(
+        ROOT / "src" / "paceline", tmp_path / "src" / "paceline", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    [site] = (tmp_path / "env").glob("lib/python*/site-packages")
+    # A folder of a .pth file is searched, and the .pth files in it are not read: those have the plug-ins.
+    (site / "core.pth").write_text(f"{tmp_path / 'src'}\n{sysconfig.get_path('purelib')}\n")
+
+    def run(*words: str) -> CompletedProcess[str]:
+        return run_processes.run([str(tmp_path / "env" / "bin" / "python"), "-P", "-m", "paceline", *words])
+
+    return run
+
+
+def test_it_trains_resumes_audits_and_exports(alone: Paceline, tmp_path: Path) -> None:
+    sha256 = {}
+    for name, options in {
+        "inprocess": (),
+        "spawn": ("--nproc", "2"),
+        "torchrun": ("--nproc", "2", "--on", "torchrun"),
+        "fsdp": ("--nproc", "2", "--strategy", "fsdp"),
+    }.items():
+        done = alone("train", TASK, *STEPS, *options, "--run-dir", name, "--json")
+        assert done.returncode == 0, done.stderr
+        sha256[name] = json.loads(done.stdout.splitlines()[-1])["model_sha256"]
+    assert len(set(sha256.values())) == 1
+    for words in (
+        ("resume", "spawn", "--quiet"),
+        ("audit", "spawn"),
+        ("runs", "."),
+        ("export", "spawn", "--format", "safetensors", "pt2"),
+        ("launch", "--on", "spawn", "--nproc", "2", "--", sys.executable, "-c", "print()"),
+    ):
+        done = alone(*words)
+        assert done.returncode == 0, (words, done.stderr)
+
+
+def test_a_command_of_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
+    done = alone("serve", "fashion-mnist")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "paceline: this needs paceline_serving, a part of Paceline that is not installed here. Install all of it: "
+        "pip install paceline\n"
+    )
+
+
+def test_every_place_of_the_tables_exists() -> None:
+    places = [command.place for command in COMMANDS.values()] + [*LAUNCHER_OPTIONS.values(), *NODE_COMMANDS.values()]
+    places += [*NAMES.values(), *(place for group in BUILT_IN.values() for place in group.values())]
+    assert [place for place in places if importlib.util.find_spec(place.partition(":")[0]) is None] == []
