@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.rows import Machine, Outcome, Row
 
 ROOT = Path(__file__).parents[2]
+SOURCES = [*map(str, (ROOT, ROOT / "src", *sorted(ROOT.glob("plugins/*/src"))))]
 _PROBE_S = 90
 _PATIENCE = 6.0  # with a CPU that pretends to be a GPU
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     work = out / f"{arguments.command}-work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    path = [*unpack_site(arguments.site, work), str(ROOT), str(ROOT / "src")]
+    path = [*unpack_site(arguments.site, work), *SOURCES]
     sys.path[:0] = path
     # A fixed seed of hashes: a process that trains without one would start itself once more.
     variables = {"PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "0"}
@@ -182,7 +183,7 @@ def _write(results: Path, machine: Machine, outcomes: list[Outcome], log: Path) 
 
 
 def _write_docs(results: Sequence[Path]) -> int:
-    sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+    sys.path[:0] = SOURCES
     from benchmarks.gpu.pages import write
     from benchmarks.gpu.rows import from_json
 
