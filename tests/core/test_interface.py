@@ -1,0 +1,56 @@
+"""All commands and options stand in a text file of the core, and in one of each plug-in: a new one shows in review."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from cyclopts import App
+
+from paceline.cli import app
+from paceline.core.built_in import BUILT_IN, COMMANDS
+from paceline.core.config import RunConfig
+from paceline.core.options import flag
+from paceline.launch.registry import option_names
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands_of(group: App, path: tuple[str, ...]) -> Iterator[tuple[str, set[str]]]:
+    """Yield each command with its options and arguments."""
+    if group.default_command is not None:
+        names = {argument.name for argument in group.assemble_argument_collection()} - {"*"}
+        yield " ".join(path), names
+    for name in group:
+        if not name.startswith("-"):
+            yield from commands_of(group[name], (*path, name))
+
+
+def interfaces() -> dict[str, str]:
+    """Return the text of each package."""
+    texts: defaultdict[str, list[str]] = defaultdict(list)
+    run_options = {flag(field.name) for field in dataclasses.fields(RunConfig)}
+    texts["paceline"] = ["options of a run:", *(f"  {name}" for name in sorted(run_options)), ""]
+    of_launchers: set[str] = set()
+    for name, place in BUILT_IN["paceline.launchers"].items():
+        own = set(map(flag, option_names(name)))
+        of_launchers |= own
+        texts[place.partition(".")[0]] += [f"--on {name}: {' '.join(sorted(own))}".rstrip(": ")]
+    for name, command in COMMANDS.items():
+        for words, options in commands_of(app[name], (name,)):
+            others = run_options if {"--strategy", "--seed"} <= options else set()
+            others = others | of_launchers if {"--partition", "--image"} <= options else others
+            kinds = ["RUN OPTIONS"] * ("--strategy" in others) + ["LAUNCHER OPTIONS"] * ("--partition" in others)
+            line = f"paceline {words}: {' '.join([*kinds, *sorted(options - others)])}"
+            texts[command.place.partition(".")[0]].append(line)
+    return {package: "\n".join(lines) + "\n" for package, lines in texts.items()}
+
+
+def test_commands_and_options_are_those_of_the_files(golden: Callable[[Path, str], None]) -> None:
+    for package, text in interfaces().items():
+        importlib.import_module(package)
+        folder = ROOT / "src" if package == "paceline" else ROOT / "plugins" / package.removeprefix("paceline_")
+        golden(folder / "interface.txt", text)
