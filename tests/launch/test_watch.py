@@ -106,8 +106,8 @@ def test_logs_are_followed_while_the_system_is_away(
 ) -> None:
     job = handle(kind, tmp_path)
     asked = answering(AWAY, RUNNING, AWAY, SUCCEEDED)
-    module = {"kubernetes": "kubernetes_api", "sagemaker": "sagemaker"}.get(kind, "job_logs")
-    monkeypatch.setattr(f"paceline.launch.{module}.time", clock)
+    module = {"kubernetes": "paceline_kubernetes.api", "sagemaker": "paceline_clouds.sagemaker"}.get(kind)
+    monkeypatch.setattr(f"{module or 'paceline.launch.job_logs'}.time", clock)
     monkeypatch.setattr(type(job), "status", asked)
     if kind == "kubernetes":
         monkeypatch.setattr("paceline_kubernetes.api._POLL_S", 0.0)
