@@ -41,10 +41,12 @@ def interfaces() -> dict[str, str]:
         texts[place.partition(".")[0]] += [f"--on {name}: {' '.join(sorted(own))}".rstrip(": ")]
     for name, command in COMMANDS.items():
         for words, options in commands_of(app[name], (name,)):
-            others = run_options if {"--strategy", "--seed"} <= options else set()
-            others = others | of_launchers if {"--partition", "--image"} <= options else others
-            kinds = ["RUN OPTIONS"] * ("--strategy" in others) + ["LAUNCHER OPTIONS"] * ("--partition" in others)
-            line = f"paceline {words}: {' '.join([*kinds, *sorted(options - others)])}"
+            kinds = []
+            if {"--strategy", "--seed"} <= options:
+                kinds, options = ["RUN OPTIONS"], options - run_options
+            if "--rdzv-backend" in options:  # and of other launchers those that the command line asks for
+                kinds, options = [*kinds, "LAUNCHER OPTIONS"], options - of_launchers
+            line = f"paceline {words}: {' '.join([*kinds, *sorted(options)])}"
             texts[command.place.partition(".")[0]].append(line)
     return {package: "\n".join(lines) + "\n" for package, lines in texts.items()}
 

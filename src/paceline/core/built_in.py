@@ -208,3 +208,12 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
 
 NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
 """What returns the command of each node, of rank launchers that the core does not have."""
+
+PACKAGES = frozenset(
+    place.partition(":")[0].partition(".")[0]
+    for place in (
+        *(command.place for command in COMMANDS.values()),
+        *(place for places in (NAMES, LAUNCHER_OPTIONS, *BUILT_IN.values()) for place in places.values()),
+    )
+)
+"""The core and its plug-ins, as packages to import."""

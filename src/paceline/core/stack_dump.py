@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-import paceline
+from paceline.core.own_code import is_own_file
 
 # --- Stacks of this process's threads, and of another process even while a C call holds its interpreter ---
 #
@@ -31,8 +31,6 @@ _FILE = "paceline-stacks"
 _SIGNAL = signal.SIGRTMIN
 _GLANCE_S = 0.01
 _LIBRARIES = ("/site-packages/", f"{sysconfig.get_path('stdlib')}/", "<frozen", "<string>")
-_OURS = f"{Path(paceline.__file__).parent}/"
-_RECIPES = f"{_OURS}training/tasks/"  # tasks, as a user would write them
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _FUNCTIONAL = "/torch/distributed/_functional_collectives.py"  # what split layers wait in
 _ENGINE = ("/torch/autograd/graph.py", "_engine_run_backward")
@@ -81,7 +79,7 @@ def locate_user_frame(frames: Sequence[Frame]) -> UserFrame:
             collective = frame.name  # the outermost is what was called
         elif frame.file.endswith(_FUNCTIONAL):
             of_layers = of_layers or frame.name
-        elif frame.file.startswith(_OURS) and not frame.file.startswith(_RECIPES):
+        elif is_own_file(frame.file):
             place = frame
             break
         elif not any(part in frame.file for part in _LIBRARIES):

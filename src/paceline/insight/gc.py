@@ -57,7 +57,7 @@ class Artifact:
     def size_bytes(self) -> int:
         """Return the bytes of its files, without the targets of links; files that vanish count zero."""
         size = 0
-        for folder, _, files in os.walk(self.path):
+        for folder, _, files in () if self.path.is_symlink() else os.walk(self.path):
             for name in files:
                 with suppress(OSError):
                     size += os.lstat(os.path.join(folder, name)).st_size
@@ -79,15 +79,16 @@ def _run(directory: RunDirectory) -> Artifact:
     run = Artifact(kind="run", path=path, name=path.name, time=_last_activity(directory), reason=reason)
     if path.is_symlink():
         run.reason = "a link"
+        return run
     try:
         manifest = directory.read_complete_manifest()
         source = dict(manifest.get("parent", {}))
+        run.group, run.identity = summary.task or "", str(manifest["id"])
+        run.sources = tuple(str(source[kind]) for kind in ("run", "package") if source.get(kind))
         metrics = dict((directory.read_result() or {}).get("metrics", {}))
     except (RunDirectoryError, OSError, TypeError, ValueError):
         run.reason = run.reason or "damaged"
         return run
-    run.group, run.identity = summary.task or "", str(manifest["id"])
-    run.sources = tuple(str(source[kind]) for kind in ("run", "package") if source.get(kind))
     run.score, run.criterion = _score(manifest["config"].get("best_metric"), metrics)
     return run
 
@@ -118,11 +119,12 @@ def _tagged(registry: Registry) -> dict[str, str]:
 
 def _package(path: Path, digest: str, reason: str | None) -> Artifact:
     written = path.lstat().st_mtime
-    if path.is_symlink():
-        reason = "a link"
-    elif time.time() - written < FRESH_S:
-        reason = reason or "just created"
     package = Artifact(kind="package", path=path, name=digest[:12], identity=digest, time=written, reason=reason)
+    if path.is_symlink():
+        package.reason = "a link"
+        return package
+    if time.time() - written < FRESH_S:
+        package.reason = reason = reason or "just created"
     try:
         manifest, _ = read_manifest(path)
     except PackageError:
@@ -133,7 +135,7 @@ def _package(path: Path, digest: str, reason: str | None) -> Artifact:
     best = evaluation.get("best_metric") if isinstance(evaluation, dict) else None
     package.name, package.group = f"{manifest.name} {digest[:12]}", manifest.name
     package.sources = (origin.run,)
-    package.score, package.criterion = _score(best, {str(origin.data.get("compared_split")): manifest.metrics})
+    package.score, package.criterion = _score(best, {str(origin.data.get("compared_split", "test")): manifest.metrics})
     return package
 
 
@@ -151,7 +153,7 @@ def _score(best: object, metrics: Mapping[str, Any]) -> tuple[float | None, str]
 
 def _last_activity(directory: RunDirectory) -> float:
     times = [0.0]
-    for path in (*directory.event_files(), directory.metrics, directory.result):
+    for path in (directory.manifest, *directory.event_files(), directory.metrics, directory.result):
         with suppress(OSError):
             times.append(path.lstat().st_mtime)
     return max(times)

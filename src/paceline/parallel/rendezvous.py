@@ -226,6 +226,7 @@ def _connect_to_store(environment: Environment, deadline: float, timeout_s: floa
                 # The plain probe keeps c10d from logging a warning for each refused connection.
                 with socket.create_connection((host, port), timeout=5) as probe:
                     address = probe.getpeername()[0]
+                problem = ""
                 store = TCPStore(
                     address,
                     port,
@@ -237,7 +238,7 @@ def _connect_to_store(environment: Environment, deadline: float, timeout_s: floa
                     store.set_timeout(timedelta(seconds=timeout_s))
                     return store
             except (OSError, DistError) as error:
-                reason = getattr(error, "strerror", None) or str(error)
+                reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
                 problem = (
                     f"Rank {environment.rank} does not reach it at {host}:{port} ({reason}): check that it runs, "
                     f"and open TCP port {port} between the nodes, or choose another port."

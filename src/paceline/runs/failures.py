@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 
-import paceline
 from paceline.core import errors
 from paceline.core.errors import (
     RESTART_EXIT_CODE,
@@ -36,6 +35,7 @@ from paceline.core.errors import (
     UserError,
 )
 from paceline.core.files import DISK_ERRORS, FULL, open_regular, parse_json, read_document, write_atomically
+from paceline.core.own_code import own_folders
 from paceline.core.owned_names import SHARED_MEMORY
 from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.runs.directory import RunDirectory
@@ -87,7 +87,6 @@ _DELIBERATE = {
 _LIBRARIES = (
     "/site-packages/",
     f'"{sysconfig.get_path("stdlib")}/',
-    f'"{Path(paceline.__file__).parent}/',
     '"<frozen',
 )
 
@@ -273,7 +272,8 @@ def describe(failure: FailureRecord, directory: RunDirectory | None) -> str:
         lines = [f"{rank_name} failed first: {failure.type}: {failure.message}"]
         locations = [line.strip() for line in failure.traceback.splitlines() if line.startswith("  File ")]
         # The user's own code, not a library that it called.
-        user_locations = [line for line in locations if not any(path in line for path in _LIBRARIES)]
+        libraries = (*_LIBRARIES, *(f'"{folder}' for folder in own_folders()))
+        user_locations = [line for line in locations if not any(path in line for path in libraries)]
         lines += [f"  {(user_locations or locations)[-1]}"] if locations else []
         lines += [f"  {advice}" for advice in advise(failure.message)]
     if directory is not None and failure.rank >= 0:

@@ -90,7 +90,8 @@ class PurityRecord:
         gathered = world.all_gather_object([dataclasses.astuple(found) for found in pending.values()])
         new: dict[tuple[str, str], Impurity] = {}
         for found in (Impurity(*entry) for entries in gathered for entry in entries):
-            new.setdefault((found.kind, found.about), found)
+            if (found.kind, found.about) not in self._known:
+                new.setdefault((found.kind, found.about), found)
         self._known |= new
         saved = bool(world.broadcast_object(bool(scan(directory.checkpoints)) if world.rank == 0 else None))
         if world.rank == 0:

@@ -227,7 +227,7 @@ def run_directories(root: Path, unreadable: list[OSError] | None = None) -> list
         RunDirectoryError: the directory cannot be read.
     """
     try:
-        # Names with a dot are being removed by `paceline gc`.
+        # Names with a dot are drafts, and what `paceline gc` removes.
         directories = [RunDirectory(path) for path in root.iterdir() if not path.name.startswith(".")]
     except FileNotFoundError:
         return []

@@ -30,6 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.core.built_in import PACKAGES
 from paceline.core.errors import join_names
 from paceline.core.impurities import Impurity, impurity
 from paceline.core.task import Loss, Task
@@ -76,7 +77,7 @@ def bits_by_name(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _NO_OWNERS = (nn.Module, Optimizer, Dataset, DataLoader, type, types.ModuleType, types.FunctionType, torch.Tensor)
-_FOREIGN = ("torch", "numpy", "builtins", "collections", "paceline", "lightning", "pytorch_lightning", "torchmetrics")
+_FOREIGN = ("torch", "numpy", "builtins", "collections", *PACKAGES, "lightning", "pytorch_lightning", "torchmetrics")
 _MOST_ITEMS = 64
 _MOST_NUMBERS = 2**20  # a larger tensor or array is rather data
 _SCALARS = (bool, int, float, str, bytes, complex, type(None))
@@ -137,9 +138,12 @@ def _plain(owner: Any) -> Iterator[tuple[str, Any]]:
     for name, value in vars(owner).items():
         if isinstance(owner, nn.Module) and name in _MODULE_ATTRIBUTES:
             continue
-        size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 0)
-        if isinstance(value, (*_SCALARS, *_ITEMS)) or (isinstance(value, _NUMBERS) and size <= _MOST_NUMBERS):
+        if isinstance(value, (*_SCALARS, *_ITEMS)):
             yield name, value
+        elif isinstance(value, _NUMBERS):
+            size = value.numel() if isinstance(value, torch.Tensor) else value.size
+            if size <= _MOST_NUMBERS:
+                yield name, value
 
 
 def _token(value: Any) -> tuple[type, Any]:

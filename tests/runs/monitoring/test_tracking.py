@@ -19,7 +19,7 @@ from paceline.core.files import read_json_lines
 from paceline.runs.directory import RunDirectory
 from paceline.runs.trackers import RunInfo, TrackerWriter, mlflow_metrics, require
 
-TASK = Path(__file__).parents[2] / "insight" / "dashboard" / "paced.py"
+TASK = Path(__file__).parents[3] / "plugins/pages/tests/dashboard/paced.py"
 
 READ_WANDB = """
 import json, struct, sys

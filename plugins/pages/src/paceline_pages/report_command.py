@@ -69,6 +69,8 @@ def report(
         if not tolerance >= 0 or output or checkpoint:
             raise ConfigError("--check takes a --tolerance of at least 0, and no --output or --checkpoint.")
         return max(_check(path, task, tolerance, trust=trust, json=json) for path in paths)
+    if trust:
+        raise ConfigError("--trust is for a package with --check: a report evaluates runs.")
     for path in paths:
         if not RunDirectory(path).exists() and (path / "tune.json").exists():
             raise ConfigError(f"{path} is a search, not a run. Give its trials, such as {path / 'trials' / '00000'}.")
@@ -124,7 +126,7 @@ def _check(subject: Path, task: str, tolerance: float, *, trust: bool, json: boo
 
             result = check_package(opened, on_progress, task=task, tolerance=tolerance)
     if json:
-        print(json_module.dumps(result.as_json()))
+        print(json_module.dumps({"subject": str(subject), **result.as_json()}))
     else:
         _print_check(result, subject)
     return 0 if result.holds else 1

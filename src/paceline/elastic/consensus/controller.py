@@ -453,12 +453,15 @@ class ConsensusDriver:
     def _lead(self, term: Term, node_set: NodeSet) -> None:
         follows = term.number > 1
         seats = self._node.seats
-        # Not for longer, or the others elect another leader.
-        last = self._peers.soon(term, partial(last_generation, self._directory.ledger), within_s=_TIMEOUT_S / 2)
+        known = max([self._earlier_generation, *(seen for seen, _ in seats.values())])
+        last: int | None = known
+        if follows:
+            # Not for longer, or the others elect another leader.
+            last = self._peers.soon(term, partial(last_generation, self._directory.ledger), within_s=_TIMEOUT_S / 2)
+        has_begun = max(known, -1 if last is None else last) > self._earlier_generation
         if last is None:  # then a number that no group of an earlier leader has
-            last = max([self._earlier_generation, *(seen for seen, _ in seats.values())]) + _GENERATIONS_A_LEADER
+            last = known + _GENERATIONS_A_LEADER
         coordinator = make_coordinator(self._spec, last, seats.values())
-        has_begun = coordinator.generation > self._earlier_generation
         if follows:
             places = self._spec.local_world_size * len(node_set.nodes)
             coordinator.take_over(term.number * _NUMBERS_A_TERM, places, has_begun=has_begun)

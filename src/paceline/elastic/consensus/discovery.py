@@ -296,7 +296,7 @@ class PeerDirectory:
     ) -> None:
         self._spec, self._directory, self._discovery, self._network = spec, directory, discovery, network
         self._files = files
-        self._asked: dict[object, Future[Any]] = {}  # of the witness, and not answered in time yet
+        self._asked: dict[object, Future[Any]] = {}  # of the disk, and not answered in time yet
         self.name = discovery.name
         self.address = discovery.address
         self.is_first = discovery.is_first
@@ -444,7 +444,7 @@ class PeerDirectory:
         return held_by
 
     def soon(self, question: Hashable, work: Callable[[], T], within_s: float = math.inf) -> T | None:
-        """Return what ``work`` returns, or None if that takes long, or fails: then the caller asks again."""
+        """Return what ``work`` returns, or None if that takes long, or fails; the same question later waits for it."""
         if question not in self._asked:
             self._asked[question] = self._files.do(work)
         answer: Future[T] = self._asked[question]

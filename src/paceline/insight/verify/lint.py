@@ -25,10 +25,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import Subset
 
-import paceline
 from paceline.core.callback import BatchInfo, RunSchedule
 from paceline.core.config import RunConfig
 from paceline.core.impurities import Impurity, impurity
+from paceline.core.own_code import is_own_file, own_folders
 from paceline.core.task import Loss, Task
 from paceline.data.order import derive_key
 from paceline.data.sample_check import MOST_SAMPLES, check_samples, digest_of, generator_digests
@@ -45,15 +45,12 @@ _log = logging.getLogger(__name__)
 # --- Lines of the user's code ---
 
 
-_PACELINE = str(Path(paceline.__file__).parent) + "/"
 _LIBRARIES = ("<", *(f"{path}/" for path in [Path(torch.__file__).parent, *sysconfig.get_paths().values()]))
 
 
 def is_own(path: str) -> bool:
     """Return whether a file belongs to the user or a built-in task, and not to a library."""
-    if path.startswith(_PACELINE):
-        return path.startswith(_PACELINE + "training/tasks/")
-    return not path.startswith(_LIBRARIES)
+    return not is_own_file(path) and (path.startswith(own_folders()) or not path.startswith(_LIBRARIES))
 
 
 @contextmanager
