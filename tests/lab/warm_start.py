@@ -61,14 +61,13 @@ _MOST_FDS = 64
 _ROOM = "PACELINE_TESTS_ROOM_FOR_AN_ENVIRONMENT"
 # These start no Python of their own: some count their children, and none needs a template.
 START_NONE = frozenset(
-    f"paceline.{name}"
-    for name in (
-        "elastic.forkserver",
-        "training.worker",
-        "serving.fork_server",
-        "serving.replica",
-        "tune.trial",
-    )
+    {
+        "paceline.elastic.forkserver",
+        "paceline.training.worker",
+        "paceline_serving.fork_server",
+        "paceline_serving.replica",
+        "paceline_tune.trial",
+    }
 )
 
 # What the interpreter and the libraries read once, as they are loaded.
