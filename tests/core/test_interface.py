@@ -44,7 +44,7 @@ def interfaces() -> dict[str, str]:
             kinds = []
             if {"--strategy", "--seed"} <= options:
                 kinds, options = ["RUN OPTIONS"], options - run_options
-            if "--rdzv-backend" in options:  # and of other launchers those that the command line asks for
+            if "--cpus-per-task" in options:  # a job's; of launchers a command has only those that argv asks for
                 kinds, options = [*kinds, "LAUNCHER OPTIONS"], options - of_launchers
             line = f"paceline {words}: {' '.join([*kinds, *sorted(options)])}"
             texts[command.place.partition(".")[0]].append(line)
