@@ -107,7 +107,9 @@ MACHINES = (
         (TWO,),
         shell="TMPDIR=$(printf /tmp/%0125d 0); export TMPDIR; mkdir -p $TMPDIR",
     ),
-    Machine("/tmp is read-only", (TWO, EXPORT), "mount -o remount,ro none /tmp", "unset TMPDIR"),
+    Machine(
+        "/tmp is read-only", (TWO, EXPORT), "mount -o remount,ro none /tmp", "unset TMPDIR TORCHINDUCTOR_CACHE_DIR"
+    ),
     Machine(
         "/dev/shm has 64 KiB", (TWO, DOCTOR), "mount -o remount,size=64k none /dev/shm", code=1, says="64 KiB for 2"
     ),

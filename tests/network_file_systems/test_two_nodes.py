@@ -99,3 +99,22 @@ def test_two_predictions_into_one_file(
         with (b.path / "out.csv").open(newline="") as file:
             assert [int(row["row"]) for row in csv.DictReader(file)] == list(range(ROWS))
         assert not list(a.path.glob("out.csv.parts/part-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # a search that lasts longer than a heartbeat
+@pytest.mark.parametrize("locks", ["node", pytest.param(errno.ENOLCK, id="ENOLCK")])
+def test_a_search_that_another_node_runs(
+    locks: str | int, tmp_path: Path, node: Callable[[Mount], Node], wait_until: Callable[..., None]
+) -> None:
+    with nodes_with(locks, tmp_path, node) as (a, b):
+        words = ("tune", TASK, "--search", "pause_s=choice:0.4,0.5", "--trials", "2", "--max-steps", "24")
+        searching = a.start(*words, "--metric", "loss:min", "--cpus-per-trial", "1", "--run-dir", a.path / "search")
+        wait_until(lambda: [*(b.path / "search").glob("trials/*/ledger/*")], "the search's trials", timeout_s=60)
+        again = b.finish(b.start("tune", "--resume", "--run-dir", b.path / "search"))
+        assert again.returncode == 2, again.stderr
+        assert "is in use by a process of" in again.stderr
+        done = a.finish(searching)
+        assert done.returncode == 0, done.stderr
+        b.paceline("tune", "--resume", "--run-dir", b.path / "search")
+        assert len(list((b.path / "search" / "trials").iterdir())) == 2
