@@ -110,7 +110,7 @@ def test_a_search_that_another_node_runs(
     with nodes_with(locks, tmp_path, node) as (a, b):
         words = ("tune", TASK, "--search", "pause_s=choice:0.4,0.5", "--trials", "2", "--max-steps", "24")
         searching = a.start(*words, "--metric", "loss:min", "--cpus-per-trial", "1", "--run-dir", a.path / "search")
-        wait_until(lambda: [*(b.path / "search").glob("trials/*/ledger/*")], "the search's trials", timeout_s=60)
+        wait_until(lambda: [*(b.path / "search").glob("trials/*/ledger/*")], "the search's trials", timeout_s=240)
         again = b.finish(b.start("tune", "--resume", "--run-dir", b.path / "search"))
         assert again.returncode == 2, again.stderr
         assert "is in use by a process of" in again.stderr
