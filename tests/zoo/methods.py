@@ -96,7 +96,8 @@ class Distillation(paceline.Task):
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         features, labels = batch
         with torch.no_grad():
-            wanted = (self.teacher(features) / self.temperature).softmax(dim=1)
+            # Of the inputs' type, so that verify can compare in float64.
+            wanted = (self.teacher.to(features.dtype)(features) / self.temperature).softmax(dim=1)
         logits = model(features)
         soft = functional.kl_div((logits / self.temperature).log_softmax(dim=1), wanted, reduction="batchmean")
         return 0.7 * self.temperature**2 * soft + 0.3 * functional.cross_entropy(logits, labels)

@@ -38,7 +38,7 @@ OTHERS = (
 OWN_STEP = {task for task in (*QUICK, *OTHERS) if task.startswith("steps:")}
 STREAMS = {"sequences:Lines"}
 ONLY_FLOAT32 = {
-    *("structured:Graphs", "structured:Table", "methods:Reinforcement", "methods:Distillation", "layers:Quantized"),
+    *("structured:Graphs", "structured:Table", "methods:Reinforcement", "layers:Quantized"),
 }
 
 
