@@ -1,4 +1,4 @@
-"""A pytest plugin: texts that tests compare as a whole stand in files, which ``--update`` writes anew."""
+"""A pytest plugin: tests compare whole texts with files; ``--update`` replaces the files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let files follow what the code writes now; the difference shows in review."""
-    parser.addoption("--update", action="store_true", help="write the golden files of tests anew")
+    """Let a user replace the files; the difference shows in review."""
+    parser.addoption("--update", action="store_true", help="replace the golden files of tests")
 
 
 @pytest.fixture
@@ -20,6 +20,6 @@ def golden(pytestconfig: pytest.Config) -> Callable[[Path, str], None]:
     def compare(path: Path, text: str) -> None:
         if pytestconfig.getoption("--update"):
             path.write_text(text, encoding="utf-8")
-        assert text == path.read_text(encoding="utf-8"), f"{path} differs; --update writes it anew"
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs; --update replaces it"
 
     return compare

@@ -133,7 +133,7 @@ def job_with_preflight(spec: LaunchSpec, preflight: PreflightSpec) -> LaunchSpec
             f"--preflight needs a command that is started once on each node, but --rank-launcher "
             f"{spec.rank_launcher} starts each rank. Use another --rank-launcher, or paceline doctor before the job."
         )
-    preflight = replace(preflight, agents=spec.rank_launcher == "agent", before_job=True)
+    preflight = replace(preflight, agents=spec.rank_launcher == "agent")
     return replace(spec, preflight=preflight.command(spec.python))
 
 
