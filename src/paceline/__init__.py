@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.api import Result, TaskJob, fit, submit, submit_array
+    from paceline.api import Result, fit
     from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
     from paceline.core.encodings import Categories, Dates, Tokenizer, Vocabulary
     from paceline.core.errors import (
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from paceline.core.inference import InferenceSignature, TensorSpec
     from paceline.core.task import Defaults, Loss, Task
     from paceline.core.train_step import TrainStep
-    from paceline.launch.submitit_functions import FunctionJob
 
 __version__ = "0.1.0"
 
@@ -56,7 +55,6 @@ __all__ = [
     "Dates",
     "Defaults",
     "ExportError",
-    "FunctionJob",
     "HangError",
     "InferenceSignature",
     "LaunchError",
@@ -78,7 +76,6 @@ __all__ = [
     "StopRequested",
     "Task",
     "TaskError",
-    "TaskJob",
     "TensorSpec",
     "Tokenizer",
     "TrainStep",
@@ -87,17 +84,14 @@ __all__ = [
     "Vocabulary",
     "__version__",
     "fit",
-    "submit",
-    "submit_array",
 ]
 
 _HOME = {
-    "paceline.api": ("Result", "TaskJob", "fit", "submit", "submit_array"),
+    "paceline.api": ("Result", "fit"),
     "paceline.core.callback": ("BatchInfo", "Callback", "RankInfo", "RunSchedule"),
     "paceline.core.encodings": ("Categories", "Dates", "Tokenizer", "Vocabulary"),
     "paceline.core.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
     "paceline.core.inference": ("InferenceSignature", "TensorSpec"),
-    "paceline.launch.submitit_functions": ("FunctionJob",),
     "paceline.core.task": ("Defaults", "Loss", "Task"),
     "paceline.core.train_step": ("TrainStep",),
 }

@@ -1,4 +1,4 @@
-"""The Python interface for scripts: ``paceline.fit`` and ``paceline.submit``."""
+"""The Python interface for scripts: ``paceline.fit``."""
 
 from __future__ import annotations
 
@@ -6,34 +6,25 @@ import dataclasses
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 from paceline.core.config import config_from_mapping
 from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import ConfigError, LaunchError, StopRequested, TaskError
 from paceline.core.job import WorkerConfig
-from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.standard_streams import open_closed_streams
 from paceline.core.task import Task
 from paceline.core.task_loading import (
     BUILT_IN_TASKS,
     build_task,
-    check_spec,
     refuse_call_at_import,
-    task_assignments,
     task_fields,
 )
-from paceline.launch.launcher import JobHandle, JobStatus, get_launcher
 from paceline.launch.local_run import launch, own_environment, require_recovery
-from paceline.launch.registry import make_options, option_names
-from paceline.launch.submit import JobRecord, finish, task_job
-from paceline.launch.submit import submit as submit_job
-from paceline.launch.submitit_functions import FunctionJob, submit_functions
-from paceline.runs.directory import RunDirectory
 from paceline.training.worker import run
 
 
@@ -224,181 +215,3 @@ def task_spec(task: Task) -> str:
 def _shown(path: Path) -> str:
     path = path.resolve()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-class TaskJob:
-    """A task that was submitted; its result is that of the run.
-
-    Args:
-        record: how the job is remembered.
-    """
-
-    def __init__(self, record: JobRecord, handle: JobHandle) -> None:
-        self._record = record
-        self._handle = handle
-
-    @property
-    def id(self) -> str:
-        """The system's number of the job."""
-        return str(self._handle.reference["id"])
-
-    @property
-    def run(self) -> Path:
-        """The run's directory."""
-        assert self._record.run is not None
-        return Path(self._record.run)
-
-    def result(self) -> Result:
-        """Wait for the end of the training; over all restarts of the job.
-
-        Raises:
-            LaunchError: it failed.
-        """
-        code = finish(self._record, self._handle)
-        record = RunDirectory(self.run).read_result()
-        if code != 0 or record is None:
-            raise LaunchError(
-                f"job {self.id}, which trains in {self.run}, ended with exit code {code}. What it printed: "
-                f"paceline logs {self._record.id}",
-                exit_code=code or 1,
-            )
-        return Result.of(record)
-
-    def status(self) -> JobStatus:
-        """Return the job's status."""
-        return self._handle.status()
-
-    def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Yield the job's output, line by line; with ``follow`` until it ends."""
-        return self._handle.logs(follow=follow)
-
-    def cancel(self) -> None:
-        """Cancel the job, which saves its state first."""
-        self._handle.cancel()
-
-    def __repr__(self) -> str:
-        return f"TaskJob(id={self.id!r}, run={str(self.run)!r})"
-
-
-@overload
-def submit(work: Task, **options: Any) -> TaskJob: ...
-@overload
-def submit(work: Callable[..., Any], *args: Any, **options: Any) -> FunctionJob: ...
-def submit(
-    work: Task | Callable[..., Any],
-    *args: Any,
-    on: Literal["slurm", "local"] = "slurm",
-    kwargs: Mapping[str, Any] | None = None,
-    folder: str | Path | None = None,
-    **options: Any,
-) -> TaskJob | FunctionJob:
-    """Submit a function or a task as a job, by submitit, and return at once.
-
-    ``submit(add, 5, 7).result()`` is 12. With ``nproc=3`` three processes call the function, each with
-    torch's variables for its rank, and ``results()`` lists what they returned. Where the system stops a job
-    early, it is queued again: a task then continues exactly; a callable with a method ``checkpoint`` is
-    asked for the callable to continue with, any other function begins again.
-
-    Args:
-        work: a function, any callable, or a task.
-        args: the function's arguments.
-        on: "slurm", or "local" for processes of this machine.
-        kwargs: the function's keyword arguments.
-        folder: the directory of a function's files, private to this user; default: a new one in ``jobs/``. A task's
-            job is kept in its run.
-        options: the job's: ``nodes``, ``nproc``, ``cpus_per_task``, ``gpus_per_node``, ``walltime="2h"``,
-            ``name``, Slurm's such as ``partition``, and a task's run options as for :func:`fit`.
-
-    Raises:
-        ConfigError: an option is unknown or wrong, or the folder is open to others.
-        TaskError: a field of the task cannot be given to a job.
-        LaunchError: the job was refused.
-    """
-    if isinstance(work, Task):
-        if args or kwargs or folder is not None:
-            raise ConfigError("submit(): a task takes no arguments and no folder; its fields are its arguments.")
-        return _submit_task(work, on, options)
-    [job] = _submit_functions(work, [(args, kwargs or {})], on, folder, options)
-    return job
-
-
-def submit_array(
-    function: Callable[..., Any],
-    *iterables: Iterable[Any],
-    on: Literal["slurm", "local"] = "slurm",
-    folder: str | Path | None = None,
-    **options: Any,
-) -> list[FunctionJob]:
-    """Submit a job for each element, as ``map(function, *iterables)`` would call; on Slurm as one array.
-
-    Args:
-        function: the function that each job calls.
-        iterables: its arguments, all of one length.
-        on: as for :func:`submit`.
-        folder: as for :func:`submit`.
-        options: as for :func:`submit`; each job gets them.
-
-    Raises:
-        ConfigError: an option is unknown or wrong, or there is nothing to submit.
-        LaunchError: the jobs were refused.
-    """
-    try:
-        calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = [
-            (arguments, {}) for arguments in zip(*iterables, strict=True)
-        ]
-    except ValueError as error:
-        raise ConfigError(f"submit_array(): the arguments differ in length: {error}.") from None
-    if not calls:
-        raise ConfigError("submit_array(): there are no arguments, so there is nothing to submit.")
-    return _submit_functions(function, calls, on, folder, options)
-
-
-_FUNCTION_OPTIONS = ("name", "nodes", "nproc", "cpus_per_task", "gpus_per_node", "walltime")
-
-
-def _submit_functions(
-    function: Callable[..., Any],
-    calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
-    on: str,
-    folder: str | Path | None,
-    options: Mapping[str, Any],
-) -> list[FunctionJob]:
-    given = {name: options[name] for name in _FUNCTION_OPTIONS if name in options}
-    own = {name: value for name, value in options.items() if name not in given}
-    walltime = given.pop("walltime", None)
-    return submit_functions(
-        function,
-        calls,
-        options=make_options(get_launcher("submitit"), {"executor": on, **own}),
-        folder=folder,
-        walltime_s=None if walltime is None else parse_walltime_s(walltime),
-        **given,
-    )
-
-
-def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
-    launcher = get_launcher("submitit")
-    of_launcher = {name: options[name] for name in option_names("submitit") if name in options}
-    of_job = {
-        name: options[name]
-        for name in ("name", "cpus_per_task", "gpus_per_node", "rank_launcher", "env")
-        if name in options
-    }
-    of_run = {name: value for name, value in options.items() if name not in {**of_launcher, **of_job}}
-    config = config_from_mapping(
-        {**of_run, "task": task_spec(task), "set": task_assignments(task), "on": "submitit"}, "submit()"
-    )
-    check_spec(config.task)
-    counts = parse_nproc(config.nproc)
-    if counts is None:
-        raise ConfigError("submit(): give nproc, the number of processes a machine.")
-    fields = {
-        **of_job,
-        "nodes": parse_nodes(config.nodes),
-        "nproc": counts,
-        "max_restarts": config.max_restarts if config.recover == "restart" else 0,
-        "walltime_s": None if config.walltime is None else parse_walltime_s(config.walltime),
-    }
-    spec = task_job(config, fields, launcher, sys.executable)
-    own = make_options(launcher, {"executor": on, **of_launcher})
-    return TaskJob(*submit_job(launcher, launcher.render(spec, own)))

@@ -15,8 +15,8 @@ from paceline.launch import job_logs
 from paceline.launch.launcher import JobHandle, JobStatus
 from paceline.launch.slurm import SlurmJob
 from paceline.launch.submit import JobRecord, finish, read_records
-from paceline.launch.submitit import SubmititJob
 from paceline_clouds.sagemaker import SageMakerJob
+from paceline_frameworks.submitit import SubmititJob
 from paceline_kubernetes.api import KubernetesJob
 
 AWAY = LaunchError("the cluster is not reachable.")

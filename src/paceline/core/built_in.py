@@ -141,8 +141,12 @@ Group = Literal["paceline.launchers", "paceline.strategies", "paceline.trackers"
 """The group in which an entry point is registered."""
 
 NAMES: Mapping[str, str] = {
+    "FunctionJob": "paceline_frameworks.submit:FunctionJob",
     "LightningTask": "paceline_lightning:LightningTask",
+    "TaskJob": "paceline_frameworks.submit:TaskJob",
     "TransformersTask": "paceline_lm:TransformersTask",
+    "submit": "paceline_frameworks.submit:submit",
+    "submit_array": "paceline_frameworks.submit:submit_array",
 }
 """The names in ``paceline`` that a plug-in defines, as ``module:name``."""
 
@@ -152,7 +156,7 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "spawn": "paceline.launch.local:Spawn",
         "torchrun": "paceline.launch.torchrun:Torchrun",
         "slurm": "paceline.launch.slurm:Slurm",
-        "submitit": "paceline.launch.submitit:Submitit",
+        "submitit": "paceline_frameworks.submitit:Submitit",
         "ray": "paceline_ray.launcher:Ray",
         "monarch": "paceline_frameworks.monarch:Monarch",
         "mpi": "paceline.launch.mpi:MpiLauncher",
@@ -193,7 +197,7 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
     "spawn": "paceline.launch.options:RendezvousOptions",
     "torchrun": "paceline.launch.options:TorchrunOptions",
     "slurm": "paceline.launch.options:SlurmOptions",
-    "submitit": "paceline.launch.submitit:SubmititOptions",
+    "submitit": "paceline_frameworks.submitit:SubmititOptions",
     "ray": "paceline_ray.launcher:RayOptions",
     "monarch": "paceline_frameworks.monarch:MonarchOptions",
     "mpi": "paceline.launch.mpi:MpiOptions",

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from plugins.frameworks.tests.submitit_programs import ADD
 from tests.lab.slurm_cluster import SlurmCluster
-from tests.launch.submitit_programs import ADD
 from tests.processes import Processes
 
 pytestmark = pytest.mark.slurm

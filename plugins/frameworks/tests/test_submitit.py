@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.launch.submitit_programs import ADD, COUNT, NETWORK
+from plugins.frameworks.tests.submitit_programs import ADD, COUNT, NETWORK
 from tests.processes import Processes, children
 
 import paceline
@@ -23,8 +23,8 @@ from paceline.core.errors import ConfigError, TaskError
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.registry import make_options
 from paceline.launch.submit import JobRecord
-from paceline.launch.submitit import SubmititOptions, executor_parameters
-from paceline.launch.submitit_running import check_private, make_private
+from paceline_frameworks.submitit import SubmititOptions, executor_parameters
+from paceline_frameworks.submitit_running import check_private, make_private
 
 TRAIN = (
     *("train", "fashion-mnist", "--microbatches", "12", "--global-batch-size", "96", "--max-steps", "120"),
@@ -36,7 +36,7 @@ WHOLE_TEXT = '''\
 """Submits the job with submitit, and prints its number."""
 
 import submitit
-from paceline.launch.submitit_running import StartCommand
+from paceline_frameworks.submitit_running import StartCommand
 
 executor = submitit.AutoExecutor(
     folder='/shared/net/job/submitit',

@@ -25,8 +25,8 @@ from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
 from paceline.launch.registry import option
 from paceline.launch.slurm import SlurmJob, refusal
-from paceline.launch.submitit_running import PREEMPT_SIGNAL, exit_code_file, make_private
 from paceline.launch.supervisor import ended_status, process_reference, process_status, process_to_end
+from paceline_frameworks.submitit_running import PREEMPT_SIGNAL, exit_code_file, make_private
 
 # --- What a job asks of its cluster, in the names of submitit's ``AutoExecutor`` ---
 
@@ -295,7 +295,7 @@ _PROGRAM = '''\
 """Submits the job with submitit, and prints its number."""
 
 import submitit
-from paceline.launch.submitit_running import StartCommand
+from paceline_frameworks.submitit_running import StartCommand
 
 executor = submitit.AutoExecutor(
 {arguments}

@@ -1,0 +1,394 @@
+"""Python functions and tasks as jobs: ``paceline.submit(add, 5, 7)``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from paceline.api import Result, task_spec
+from paceline.core.config import config_from_mapping
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
+from paceline.core.task import Task
+from paceline.core.task_loading import check_spec, task_assignments
+from paceline.launch.launcher import JobHandle, JobStatus, LaunchSpec, get_launcher, job_name
+from paceline.launch.registry import make_options, option_names
+from paceline.launch.submit import JobRecord, finish, job_directory, record_id, remember, room_for_record, task_job
+from paceline.launch.submit import submit as submit_job
+from paceline.runs.directory import RunDirectory
+from paceline_frameworks.submitit import (
+    SubmititJob,
+    SubmititOptions,
+    executor_arguments,
+    executor_parameters,
+    require_submitit,
+    submission_error,
+)
+from paceline_frameworks.submitit_running import callable_for, check_private, make_private
+
+
+class FunctionJob(SubmititJob):
+    """A submitted function; :meth:`result` returns its result.
+
+    Args:
+        reference: see :class:`SubmititJob`.
+        job: submitit's own.
+    """
+
+    def __init__(self, reference: Mapping[str, Any], job: Any) -> None:
+        super().__init__(reference)
+        self._job = job
+
+    def result(self) -> Any:
+        """Wait for the function, and return what it returned.
+
+        Raises:
+            ConfigError: the job has several tasks, so several results.
+            LaunchError: the function raised, or was ended; the message has its traceback.
+        """
+        if self._tasks > 1:
+            raise ConfigError(f"job {self.id} has {self._tasks} tasks: ask for its results().")
+        return self.results()[0]
+
+    def results(self) -> list[Any]:
+        """Wait for all tasks, and return what each returned, by rank.
+
+        Raises:
+            LaunchError: one raised, or was ended; the message has its traceback.
+        """
+        from submitit.core.utils import UncompletedJobError
+
+        self.wait()
+        check_private(self._folder)
+        try:
+            results: list[Any] = self._job.results()
+        except UncompletedJobError as error:
+            raise LaunchError(f"job {self.id} failed: {error}") from error
+        return results
+
+    def wait(self) -> int:
+        """Wait for all tasks; return 0, or the first code that is not 0."""
+        code = super().wait()
+        if self._reference["executor"] == "local":
+            self._job.wait()  # its controller's end
+        return code
+
+    def stdout(self) -> str:
+        """Return the function's output."""
+        return str(self._job.stdout() or "")
+
+    def stderr(self) -> str:
+        """Return the function's error output."""
+        return str(self._job.stderr() or "")
+
+    def __repr__(self) -> str:
+        return f"FunctionJob(id={self.id!r}, tasks={self._tasks}, folder={str(self._folder)!r})"
+
+
+def submit_functions(
+    function: Callable[..., Any],
+    calls: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]],
+    *,
+    options: SubmititOptions,
+    folder: str | Path | None = None,
+    name: str | None = None,
+    nodes: int = 1,
+    nproc: int = 1,
+    cpus_per_task: int | None = None,
+    gpus_per_node: int | None = None,
+    walltime_s: float | None = None,
+    python: str = sys.executable,
+) -> list[FunctionJob]:
+    """Submit one job for each call; on Slurm several are one array.
+
+    Args:
+        function: the function to call.
+        calls: arguments and keyword arguments.
+        options: the launcher's.
+        folder: where submitit keeps its files; default: a new one in ``jobs/``.
+        name: the job's; default: the function's.
+        nodes: machines.
+        nproc: tasks of each machine; each calls the function.
+        cpus_per_task: of each.
+        gpus_per_node: to ask for.
+        walltime_s: how long a job may take.
+        python: the interpreter on the machines.
+
+    Raises:
+        ConfigError: an option is wrong, the folder is not private, or the jobs cannot be recorded; none is
+            left.
+        LaunchError: submitit or Slurm refused.
+    """
+    for option, value in (("nodes", nodes), ("nproc", nproc)):
+        if value < 1:
+            raise ConfigError(f"{option} must be at least 1, but is {value}.")
+    require_submitit()
+    import submitit
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    name = name or job_name(getattr(function, "__name__", type(function).__name__))
+    parameters = executor_parameters(
+        options,
+        name=name,
+        nodes=nodes,
+        tasks_per_node=nproc,
+        cpus_per_task=cpus_per_task,
+        gpus_per_node=gpus_per_node,
+        walltime_s=walltime_s,
+        signal_name=submitit.JobEnvironment.USR_SIG,
+    )
+    wrapped = callable_for(function)
+    chosen = Path(folder) if folder is not None else job_directory(name, attached=False)
+    spec = LaunchSpec(
+        command=(name,),
+        name=name,
+        directory=chosen.absolute(),
+        nodes=(nodes, nodes),
+        nproc=(nproc,),
+        cpus_per_task=cpus_per_task,
+        gpus_per_node=gpus_per_node,
+        walltime_s=walltime_s,
+    )
+    fresh = not chosen.exists()
+    private = make_private(chosen)
+    try:
+        with room_for_record():
+            executor = submitit.AutoExecutor(private, **executor_arguments(options, python))
+            executor.update_parameters(**parameters)
+            with executor.batch():
+                jobs = [executor.submit(wrapped, *args, **kwargs) for args, kwargs in calls]
+    except ConfigError:
+        _clear(private, fresh=fresh)
+        raise
+    except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
+        _clear(private, fresh=fresh)
+        raise submission_error(str(error), spec, options) from error
+    except TypeError as error:
+        _clear(private, fresh=fresh)
+        raise ConfigError(f"{name} or its arguments cannot be sent to another process: {error}.") from error
+    handles = [_handle(job, options, private, nodes * nproc) for job in jobs]
+    for handle in handles:
+        try:
+            remember(_record(handle, private, name), handle)
+        except (ConfigError, LaunchError):
+            _end(handles, cancelled=handle)
+            raise
+    return handles
+
+
+def _end(handles: Sequence[FunctionJob], *, cancelled: FunctionJob) -> None:
+    """Cancel all jobs but the one that is already; those of this machine have ended then."""
+    for handle in handles:
+        with suppress(LaunchError):
+            if handle is not cancelled:
+                handle.cancel()
+    for handle in handles:
+        if handle.reference["executor"] == "local":
+            handle.wait()
+
+
+def _handle(job: Any, options: SubmititOptions, folder: Path, tasks: int) -> FunctionJob:
+    plain = SubmititJob.submitted(job.job_id, options.executor, folder, tasks=tasks, is_command=False)
+    return FunctionJob(plain.reference, job)
+
+
+def _record(handle: FunctionJob, folder: Path, name: str) -> JobRecord:
+    return JobRecord(
+        id=record_id("submitit", handle.reference),
+        launcher="submitit",
+        name=name,
+        command=(name,),
+        directory=str(folder),
+        reference=handle.reference,
+    )
+
+
+def _clear(folder: Path, *, fresh: bool) -> None:
+    """Leave nothing of a job that was not submitted."""
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- ``paceline.submit`` and ``paceline.submit_array`` ---
+
+
+class TaskJob:
+    """A task that was submitted; its result is that of the run.
+
+    Args:
+        record: how the job is remembered.
+    """
+
+    def __init__(self, record: JobRecord, handle: JobHandle) -> None:
+        self._record = record
+        self._handle = handle
+
+    @property
+    def id(self) -> str:
+        """The system's number of the job."""
+        return str(self._handle.reference["id"])
+
+    @property
+    def run(self) -> Path:
+        """The run's directory."""
+        assert self._record.run is not None
+        return Path(self._record.run)
+
+    def result(self) -> Result:
+        """Wait for the end of the training; over all restarts of the job.
+
+        Raises:
+            LaunchError: it failed.
+        """
+        code = finish(self._record, self._handle)
+        record = RunDirectory(self.run).read_result()
+        if code != 0 or record is None:
+            raise LaunchError(
+                f"job {self.id}, which trains in {self.run}, ended with exit code {code}. What it printed: "
+                f"paceline logs {self._record.id}",
+                exit_code=code or 1,
+            )
+        return Result.of(record)
+
+    def status(self) -> JobStatus:
+        """Return the job's status."""
+        return self._handle.status()
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """Yield the job's output, line by line; with ``follow`` until it ends."""
+        return self._handle.logs(follow=follow)
+
+    def cancel(self) -> None:
+        """Cancel the job, which saves its state first."""
+        self._handle.cancel()
+
+    def __repr__(self) -> str:
+        return f"TaskJob(id={self.id!r}, run={str(self.run)!r})"
+
+
+@overload
+def submit(work: Task, **options: Any) -> TaskJob: ...
+@overload
+def submit(work: Callable[..., Any], *args: Any, **options: Any) -> FunctionJob: ...
+def submit(
+    work: Task | Callable[..., Any],
+    *args: Any,
+    on: Literal["slurm", "local"] = "slurm",
+    kwargs: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+    **options: Any,
+) -> TaskJob | FunctionJob:
+    """Submit a function or a task as a job, by submitit, and return at once.
+
+    ``submit(add, 5, 7).result()`` is 12. With ``nproc=3`` three processes call the function, each with
+    torch's variables for its rank, and ``results()`` lists what they returned. Where the system stops a job
+    early, it is queued again: a task then continues exactly; a callable with a method ``checkpoint`` is
+    asked for the callable to continue with, any other function begins again.
+
+    Args:
+        work: a function, any callable, or a task.
+        args: the function's arguments.
+        on: "slurm", or "local" for processes of this machine.
+        kwargs: the function's keyword arguments.
+        folder: the directory of a function's files, private to this user; default: a new one in ``jobs/``. A task's
+            job is kept in its run.
+        options: the job's: ``nodes``, ``nproc``, ``cpus_per_task``, ``gpus_per_node``, ``walltime="2h"``,
+            ``name``, Slurm's such as ``partition``, and a task's run options as for :func:`fit`.
+
+    Raises:
+        ConfigError: an option is unknown or wrong, or the folder is open to others.
+        TaskError: a field of the task cannot be given to a job.
+        LaunchError: the job was refused.
+    """
+    if isinstance(work, Task):
+        if args or kwargs or folder is not None:
+            raise ConfigError("submit(): a task takes no arguments and no folder; its fields are its arguments.")
+        return _submit_task(work, on, options)
+    [job] = _submit_functions(work, [(args, kwargs or {})], on, folder, options)
+    return job
+
+
+def submit_array(
+    function: Callable[..., Any],
+    *iterables: Iterable[Any],
+    on: Literal["slurm", "local"] = "slurm",
+    folder: str | Path | None = None,
+    **options: Any,
+) -> list[FunctionJob]:
+    """Submit a job for each element, as ``map(function, *iterables)`` would call; on Slurm as one array.
+
+    Args:
+        function: the function that each job calls.
+        iterables: its arguments, all of one length.
+        on: as for :func:`submit`.
+        folder: as for :func:`submit`.
+        options: as for :func:`submit`; each job gets them.
+
+    Raises:
+        ConfigError: an option is unknown or wrong, or there is nothing to submit.
+        LaunchError: the jobs were refused.
+    """
+    try:
+        calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = [
+            (arguments, {}) for arguments in zip(*iterables, strict=True)
+        ]
+    except ValueError as error:
+        raise ConfigError(f"submit_array(): the arguments differ in length: {error}.") from None
+    if not calls:
+        raise ConfigError("submit_array(): there are no arguments, so there is nothing to submit.")
+    return _submit_functions(function, calls, on, folder, options)
+
+
+_FUNCTION_OPTIONS = ("name", "nodes", "nproc", "cpus_per_task", "gpus_per_node", "walltime")
+
+
+def _submit_functions(
+    function: Callable[..., Any],
+    calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
+    on: str,
+    folder: str | Path | None,
+    options: Mapping[str, Any],
+) -> list[FunctionJob]:
+    given = {name: options[name] for name in _FUNCTION_OPTIONS if name in options}
+    own = {name: value for name, value in options.items() if name not in given}
+    walltime = given.pop("walltime", None)
+    return submit_functions(
+        function,
+        calls,
+        options=make_options(get_launcher("submitit"), {"executor": on, **own}),
+        folder=folder,
+        walltime_s=None if walltime is None else parse_walltime_s(walltime),
+        **given,
+    )
+
+
+def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
+    launcher = get_launcher("submitit")
+    of_launcher = {name: options[name] for name in option_names("submitit") if name in options}
+    of_job = {
+        name: options[name]
+        for name in ("name", "cpus_per_task", "gpus_per_node", "rank_launcher", "env")
+        if name in options
+    }
+    of_run = {name: value for name, value in options.items() if name not in {**of_launcher, **of_job}}
+    config = config_from_mapping(
+        {**of_run, "task": task_spec(task), "set": task_assignments(task), "on": "submitit"}, "submit()"
+    )
+    check_spec(config.task)
+    counts = parse_nproc(config.nproc)
+    if counts is None:
+        raise ConfigError("submit(): give nproc, the number of processes a machine.")
+    fields = {
+        **of_job,
+        "nodes": parse_nodes(config.nodes),
+        "nproc": counts,
+        "max_restarts": config.max_restarts if config.recover == "restart" else 0,
+        "walltime_s": None if config.walltime is None else parse_walltime_s(config.walltime),
+    }
+    spec = task_job(config, fields, launcher, sys.executable)
+    own = make_options(launcher, {"executor": on, **of_launcher})
+    return TaskJob(*submit_job(launcher, launcher.render(spec, own)))
