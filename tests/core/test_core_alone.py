@@ -14,7 +14,7 @@ from subprocess import CompletedProcess
 import pytest
 from tests.processes import Processes
 
-from paceline.core.built_in import BUILT_IN, COMMANDS, LAUNCHER_OPTIONS, NAMES, NODE_COMMANDS
+from paceline.core.built_in import BUILT_IN, COMMANDS, LAUNCHER_OPTIONS, NAMES, NODE_COMMANDS, VARIANTS, VERIFIED
 
 pytestmark = pytest.mark.system
 
@@ -77,5 +77,10 @@ def test_a_command_of_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
 
 def test_every_place_of_the_tables_exists() -> None:
     places = [command.place for command in COMMANDS.values()] + [*LAUNCHER_OPTIONS.values(), *NODE_COMMANDS.values()]
-    places += [*NAMES.values(), *(place for group in BUILT_IN.values() for place in group.values())]
+    places += [
+        *NAMES.values(),
+        *VARIANTS.values(),
+        *VERIFIED,
+        *(place for group in BUILT_IN.values() for place in group.values()),
+    ]
     assert [place for place in places if importlib.util.find_spec(place.partition(":")[0]) is None] == []

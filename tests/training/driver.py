@@ -25,10 +25,11 @@ from typing import Any
 from unittest import mock
 
 import paceline
-from paceline.insight.verify.reference import PipeDreamReference
 from paceline.parallel import load_balancing, reducer, world
 from paceline.parallel.pipeline.stages import cut, find_blocks
-from paceline.training import parameter_server, run_context
+from paceline.training import run_context
+from paceline_more_strategies import server_engines
+from paceline_more_strategies.reference import PipeDreamReference
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where the tests are found as they are by pytest
 from tests.training import branch_tasks, data_tasks, impure_tasks, model_tasks, optimizer_tasks, order_tasks, tasks
@@ -87,7 +88,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     tasks.interruption.calls, tasks.interruption.at = 0, job.get("stop_at", 0)
     task = task_named(job["task"])(**job.get("fields", {}))
     try:
-        order = mock.patch.object(parameter_server.AsyncServerEngine, "order", iter(job.get("arrival", ())))
+        order = mock.patch.object(server_engines.AsyncServerEngine, "order", iter(job.get("arrival", ())))
         network = mock.patch.object(reducer, "supported", return_value=False)
         with (
             restless(job["computing"]) if "computing" in job else nullcontext(),

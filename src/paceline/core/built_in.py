@@ -169,7 +169,7 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
     },
     "paceline.strategies": {
         "single": "paceline.parallel.data_parallel:Single",
-        "dp": "paceline.parallel.dp_threads:DataParallel",
+        "dp": "paceline_more_strategies.dp_threads:DataParallel",
         "ddp": "paceline.parallel.data_parallel:DDP",
         "zero1": "paceline.parallel.zero1:ZeRO1",
         "fsdp": "paceline.parallel.fsdp:FSDP",
@@ -177,9 +177,8 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "pp": "paceline.parallel.pipeline.pipeline:Pipeline",
         "deepspeed": "paceline.parallel.deepspeed:DeepSpeed",
         "horovod": "paceline.parallel.horovod:Horovod",
-        "ps": "paceline.parallel.parameter_server:ParameterServer",
-        # A rank computes whole steps by itself; its trainer shares the model.
-        "hogwild": "paceline.parallel.data_parallel:DDP",
+        "ps": "paceline_more_strategies.parameter_server:ParameterServer",
+        "hogwild": "paceline_more_strategies.hogwild:Hogwild",
     },
     "paceline.trackers": {
         "mlflow": "paceline.runs.trackers:MlflowTracker",
@@ -192,6 +191,17 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
     },
 }
 """The class of each name of ours, as an entry point's value: ``module:Class``."""
+
+VARIANTS: Mapping[str, str] = {
+    "ddp-stock": "paceline.parallel.torch_ddp:TorchDDP",
+    "local-sgd": "paceline.parallel.data_parallel:LocalSGDStrategy",
+    "pipedream": "paceline.parallel.pipeline.pipedream:PipeDream",
+    "ps-async": "paceline_more_strategies.parameter_server:AsyncParameterServer",
+}
+"""What steps in place of a strategy's own class where other options ask for it."""
+
+VERIFIED = ("paceline_more_strategies.verify_cases:CASES",)
+"""Cases of ``paceline verify`` for the strategies of plug-ins."""
 
 LAUNCHER_OPTIONS: Mapping[str, str] = {
     "spawn": "paceline.launch.options:RendezvousOptions",
@@ -217,7 +227,7 @@ PACKAGES = frozenset(
     place.partition(":")[0].partition(".")[0]
     for place in (
         *(command.place for command in COMMANDS.values()),
-        *(place for places in (NAMES, LAUNCHER_OPTIONS, *BUILT_IN.values()) for place in places.values()),
+        *(place for places in (NAMES, VARIANTS, LAUNCHER_OPTIONS, *BUILT_IN.values()) for place in places.values()),
     )
 )
 """The core and its plug-ins, as packages to import."""

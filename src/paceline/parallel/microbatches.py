@@ -25,6 +25,8 @@ class MicrobatchStrategy:
     """Computes this rank's micro-batches one by one; its :class:`GradientReducer` sums buffers, losses and rows.
 
     Attributes:
+        engine: ``module:Class`` of the :class:`~paceline.training.group_context.Engine` that takes the steps; None:
+            the one of synchronous training, :class:`~paceline.training.trainer.SyncEngine`.
         plan: the assignment of micro-batches to the ranks of ``mesh.data``.
         reducer: sums the contributions of the micro-batches.
 
@@ -35,6 +37,7 @@ class MicrobatchStrategy:
         transport: see :class:`GradientReducer`.
     """
 
+    engine: str | None = None
     num_dummy_steps = 0
     overlaps_steps = False
 

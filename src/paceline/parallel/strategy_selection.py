@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.core.built_in import VARIANTS
 from paceline.core.config import RunConfig
 from paceline.core.plugins import import_object, load
 from paceline.core.task import Task
@@ -20,11 +21,6 @@ from paceline.parallel.world import ParallelDims
 
 _AXES_FIRST = ("pp", "fsdp", "tp")
 """Of the strategies of a mesh, the first of these runs the step; dp only copies what another one lays out."""
-
-_PIPEDREAM = "paceline.parallel.pipeline.pipedream:PipeDream"
-_LOCAL_SGD = "paceline.parallel.data_parallel:LocalSGDStrategy"
-_TORCH_DDP = "paceline.parallel.torch_ddp:TorchDDP"
-"""What steps in place of a strategy's own class where other options ask for it."""
 
 
 def strategy_name(config: RunConfig, world_size: int) -> str:
@@ -68,7 +64,7 @@ def build_layout(
 
         layouts.append(FullyShard(mesh, config))
     if not layouts:
-        layout: ParameterLayout = _load_class(config, mesh.world.world_size).build_layout(mesh, config)
+        layout: ParameterLayout = strategy_class(config, mesh.world.world_size).build_layout(mesh, config)
         return layout
     return layouts[0] if len(layouts) == 1 else ComposedLayout(layouts)
 
@@ -79,22 +75,22 @@ def build_strategy(module: nn.Module, mesh: ParallelDims, options: StrategyOptio
     Raises:
         ConfigError: the options do not fit the number of processes.
     """
-    strategy: Strategy = _load_class(options.config, mesh.world.world_size)(module, mesh, options)
+    strategy: Strategy = strategy_class(options.config, mesh.world.world_size)(module, mesh, options)
     return strategy
 
 
-def _load_class(config: RunConfig, world_size: int) -> Any:
+def strategy_class(config: RunConfig, world_size: int) -> Any:
     """Return the class of the strategy that runs the step."""
     name = next((each for each in _AXES_FIRST if each in config.strategies), config.strategies[0])
     if strategy_name(config, world_size) == "single":
         name = "single"
     if name == "pp" and config.pp_schedule == "pipedream":
-        return import_object(_PIPEDREAM)
+        return import_object(VARIANTS["pipedream"])
     if name == "ps" and config.asynchronous:
-        name = "ddp"  # a rank computes whole steps by itself; its trainer sends them
+        return import_object(VARIANTS["ps-async"])
     if name in ("single", "ddp") and config.local_sgd_steps:
-        return import_object(_LOCAL_SGD)
+        return import_object(VARIANTS["local-sgd"])
     if name in ("single", "ddp") and config.reducer == "ddp":
-        return import_object(_TORCH_DDP)
+        return import_object(VARIANTS["ddp-stock"])
     requirement = "a strategy: a class with `build_layout`, such as a subclass of MicrobatchStrategy"
     return load("paceline.strategies", name, requirement, lambda found: callable(getattr(found, "build_layout", None)))

@@ -51,7 +51,7 @@ class Carryover:
 
 
 class Engine:
-    """Computes and applies the steps of a run in one group; the strategy selects which.
+    """Computes and applies the steps of a run in one group; the strategy names its own, if it has one.
 
     Args:
         world: the ranks; all of them construct it together, before the strategy is built.
@@ -138,7 +138,7 @@ class GroupContext:
         world, progress = mesh.world, states.state.progress
         world.progress_tracker.helpers = data_workers
         with ExitStack() as stack:
-            # Before the strategy: with --strategy hogwild it moves the model into shared memory.
+            # Before the strategy: it may move the model, as into memory that the ranks share.
             self.engine = stack.enter_context(closing(engine(run, states, world)))
             # In asynchronous training each rank computes whole steps by itself.
             self._strategy_mesh = ParallelDims(_alone(world), {"dp": 1}) if run.config.asynchronous else mesh

@@ -15,11 +15,13 @@ import torch
 
 from paceline.core.errors import ConfigError, PeerLostError, RunDirectoryError, StopRequested, TaskError
 from paceline.core.options import parse_duration_s
+from paceline.core.plugins import import_object
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.elastic.worker_group import open_process_group
 from paceline.parallel.device import LocalDevice, gpu_identity
 from paceline.parallel.planning.auto_strategy import memory_per_process, require_replaceable
 from paceline.parallel.progress import note_progress
+from paceline.parallel.strategy_selection import strategy_class
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
 from paceline.training import run_setup
@@ -91,23 +93,18 @@ def _train(request: RunRequest, groups: Groups, directory: RunDirectory, signals
     )
     if groups.member is not None:
         require_replaceable(run.config, request.job.config)
-    with build_trainer(run, groups.member) as trainer:
+    with build_trainer(run, groups.world_size, groups.member) as trainer:
         return groups.train(trainer, partial(train_in_group, trainer, notes, started))
 
 
-def build_trainer(run: RunContext, member: AgentClient | None = None) -> Trainer:
-    """Build the run's trainer, with the engine of its strategy.
+def build_trainer(run: RunContext, world_size: int, member: AgentClient | None = None) -> Trainer:
+    """Build the run's trainer, with the engine that its strategy names (``module:Class``) or :class:`SyncEngine`.
 
     Raises:
         UserError: the task's model, optimizers or data cannot be built, or do not work with the strategy.
     """
-    engine: type[Engine] = SyncEngine
-    if "hogwild" in run.config.strategies:
-        from paceline.training.hogwild import HogwildEngine as engine
-    elif "ps" in run.config.strategies and run.config.asynchronous:
-        from paceline.training.parameter_server import AsyncServerEngine as engine
-    elif "ps" in run.config.strategies:
-        from paceline.training.parameter_server import SyncServerEngine as engine
+    place = getattr(strategy_class(run.config, world_size), "engine", None)
+    engine: type[Engine] = SyncEngine if place is None else import_object(place)
     return Trainer(run, engine, member)
 
 

@@ -36,7 +36,7 @@ from paceline.training.step import require_finite
 from paceline.training.train_step import ComposedStep, overrides_train_step, require_train_step_support
 from paceline.training.trial_scheduler import TrialSchedulerClient
 
-# --- The step, computed by all ranks together; the engines of parameter servers and Hogwild have their own files ---
+# --- The step, computed by all ranks together ---
 
 
 class SyncEngine(Engine):

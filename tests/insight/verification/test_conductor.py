@@ -15,9 +15,9 @@ from tests.processes import children
 
 from paceline.core.errors import ConfigError
 from paceline.insight.verify.cases import (
-    CASES,
     StrategyCase,
     VerificationRequest,
+    all_cases,
     parse_worlds,
     select_cases,
 )
@@ -106,7 +106,7 @@ def test_ctrl_c_ends_all_processes(run_processes: Any, tmp_path: Path, wait_unti
 
 
 def test_methods_on_numbers_of_processes() -> None:
-    assert len({method.name for method in CASES}) == len(CASES)
+    assert len({method.name for method in all_cases()}) == len(all_cases())
     mesh = StrategyCase(name="grid", options={"mesh": "dp=*,fsdp=2"}, least=4)
     assert mesh.options_on(2) is None
     assert mesh.options_on(5) is None
@@ -142,7 +142,7 @@ def test_what_differs_first_is_named() -> None:
 
 def test_clipping_sharded_gradients_promises_a_tolerance() -> None:
     def promises(**options: Any) -> dict[str, str]:
-        return {method.name: method.with_options(options).guarantee for method in CASES}
+        return {method.name: method.with_options(options).guarantee for method in all_cases()}
 
     changed = {n for n, promised in promises(clip_norm=1.0).items() if promised != promises(seed=1)[n]}
     assert changed == {"fsdp", "dp-fsdp"}

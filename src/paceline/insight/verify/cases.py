@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,10 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.core.built_in import VERIFIED
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError
 from paceline.core.option_sets import select
 from paceline.core.options import flag, parse_mesh
+from paceline.core.plugins import import_object
 from paceline.core.task_loading import check_spec
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import FailureRecord, read_failure
@@ -77,7 +81,7 @@ class StrategyCase:
         return {**self.options, "mesh": mesh.replace("*", str(world_size // fixed))}
 
 
-CASES = (
+_CORE_CASES = (
     StrategyCase(name="single", options={"strategy": "single"}, least=1, most=1),
     StrategyCase(
         name="plain-pytorch",
@@ -87,37 +91,9 @@ CASES = (
         most=1,
         simulation="paceline.insight.verify.plain:train_plainly",
     ),
-    StrategyCase(name="dp", options={"strategy": "dp", "dp_devices": 2}, least=1, most=1),
     StrategyCase(name="ddp", options={"strategy": "ddp"}),
     StrategyCase(name="ddp-allreduce", options={"strategy": "ddp", "reduction": "allreduce"}, guarantee="tolerance"),
     StrategyCase(name="ddp-stock", options={"strategy": "ddp", "reduction": "ddp"}, guarantee="tolerance"),
-    StrategyCase(
-        name="fp16-hook",
-        options={"comm_hook": "fp16"},
-        guarantee="reference",
-        most=2,
-        simulation="paceline.insight.verify.reference:simulated_compression",
-    ),
-    StrategyCase(
-        name="bf16-hook",
-        options={"comm_hook": "bf16"},
-        guarantee="reference",
-        most=2,
-        simulation="paceline.insight.verify.reference:simulated_compression",
-    ),
-    StrategyCase(
-        name="local-sgd",
-        options={"local_sgd_steps": 2},
-        guarantee="reference",
-        simulation="paceline.insight.verify.reference:simulated_model",
-    ),
-    StrategyCase(
-        name="diloco",
-        options={"local_sgd_steps": 2, "outer_optimizer": "nesterov"},
-        guarantee="reference",
-        simulation="paceline.insight.verify.reference:simulated_model",
-    ),
-    StrategyCase(name="powersgd-hook", options={"comm_hook": "powersgd"}, guarantee="convergence"),
     StrategyCase(name="zero1", options={"strategy": "zero1"}),
     StrategyCase(name="fsdp", options={"strategy": "fsdp"}),
     StrategyCase(name="dp-fsdp", options={"mesh": "dp=*,fsdp=2"}, least=4),
@@ -131,29 +107,9 @@ CASES = (
     StrategyCase(name="pp-1f1b", options={"strategy": "pp", "pp_schedule": "1f1b"}),
     StrategyCase(name="pp-interleaved", options={"strategy": "pp", "pp_schedule": "interleaved"}),
     StrategyCase(name="pp-zero-bubble", options={"strategy": "pp", "pp_schedule": "zero-bubble"}),
-    StrategyCase(
-        name="pipedream",
-        options={"strategy": "pp", "pp_schedule": "pipedream", "pp_split": "equal"},
-        guarantee="reference",
-        simulation="paceline.insight.verify.reference:simulated_pipedream",
-    ),
     StrategyCase(name="pp-dp", options={"mesh": "pp=2,dp=*"}, least=4),
     StrategyCase(name="pp-tp", options={"mesh": "pp=2,tp=*"}, guarantee="tolerance", least=4, most=4),
     StrategyCase(name="pp-dp-tp", options={"mesh": "pp=2,dp=*,tp=2"}, guarantee="tolerance", least=8),
-    StrategyCase(name="ps", options={"strategy": "ps"}, takes_callbacks=False),
-    StrategyCase(
-        name="ps-async",
-        options={"strategy": "ps", "ps_mode": "async"},
-        guarantee="convergence",
-        takes_callbacks=False,
-    ),
-    StrategyCase(
-        name="ps-ssp",
-        options={"strategy": "ps", "ps_mode": "ssp", "ps_staleness": 2},
-        guarantee="convergence",
-        takes_callbacks=False,
-    ),
-    StrategyCase(name="hogwild", options={"strategy": "hogwild"}, guarantee="convergence", takes_callbacks=False),
     *(
         StrategyCase(
             name=f"deepspeed-{stage}",
@@ -165,7 +121,13 @@ CASES = (
     ),
     StrategyCase(name="horovod", options={"strategy": "horovod"}, guarantee="tolerance", needs="horovod"),
 )
-"""All cases, in the order of the report."""
+"""The cases of the core's strategies."""
+
+
+def all_cases() -> tuple[StrategyCase, ...]:
+    """Return the cases of the core and of the plug-ins that are installed, in the order of the report."""
+    installed = [place for place in VERIFIED if importlib.util.find_spec(place.partition(".")[0]) is not None]
+    return (*_CORE_CASES, *itertools.chain.from_iterable(map(import_object, installed)))
 
 
 def select_cases(text: str | None) -> tuple[StrategyCase, ...]:
@@ -175,8 +137,8 @@ def select_cases(text: str | None) -> tuple[StrategyCase, ...]:
         ConfigError: a name is unknown; suggests the nearest.
     """
     if text is None:
-        return CASES
-    known = {case.name: case for case in CASES}
+        return all_cases()
+    known = {case.name: case for case in all_cases()}
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in known:

@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch import nn
 
 from paceline.core.errors import ConfigError
+from paceline.parallel.data_parallel import DDP
 from paceline.parallel.grad_buffers import FlatLayout
 from paceline.parallel.messages import TensorBundle
 from paceline.parallel.microbatches import MicrobatchStrategy
@@ -148,7 +149,7 @@ class ServerTransport:
 #
 # In each step, the workers push the sums of their micro-batches to the servers, each server adds its parameters' part
 # along the tree, its optimizer updates them, and all ranks get the new parameters. The bits are those of ``ddp``
-# with the same optimizer. The asynchronous modes are in :mod:`paceline.training.parameter_server`.
+# with the same optimizer. The asynchronous modes are in :mod:`paceline_more_strategies.server_engines`.
 
 
 class ServerParameters:
@@ -201,6 +202,8 @@ class ParameterServer(MicrobatchStrategy):
         ConfigError: there are fewer parameters than servers.
     """
 
+    engine = "paceline_more_strategies.server_engines:SyncServerEngine"
+
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         plan = ReductionPlan(sum(options.work_split), mesh.world.world_size, "exact", options.work_split)
         sizes = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
@@ -229,3 +232,9 @@ class ParameterServer(MicrobatchStrategy):
         is_server = self._mesh.world.rank < len(self._ranges)
         rows = self._mesh.gather_rows([float(sums.finite or not is_server)])
         return replace(sums, finite=all(of_rank[0] for of_rank in rows))
+
+
+class AsyncParameterServer(DDP):
+    """``--ps-mode async`` or ``ssp``: a rank computes whole steps by itself; the engine sends them."""
+
+    engine = "paceline_more_strategies.server_engines:AsyncServerEngine"

@@ -23,19 +23,32 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.errors import ConfigError
+from paceline.parallel.data_parallel import DDP
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.transports import map_shared
 from paceline.parallel.world import World
-from paceline.training.asynchronous import Staleness, SyncPoints, compute_step, gather_requests, require_asynchronous
 from paceline.training.control import ControlFlags
 from paceline.training.group_context import Engine, GroupContext
 from paceline.training.run_context import RunContext
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
+from paceline_more_strategies.asynchronous import (
+    Staleness,
+    SyncPoints,
+    compute_step,
+    gather_requests,
+    require_asynchronous,
+)
 
 _ALIGNMENT = 64
 _TAKEN, _APPLIED = 0, 1
+
+
+class Hogwild(DDP):
+    """A rank computes whole steps by itself; the engine shares the model."""
+
+    engine = "paceline_more_strategies.hogwild:HogwildEngine"
 
 
 class SharedModel:

@@ -14,12 +14,12 @@ from tests.training import optimizer_tasks, tasks
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.data.order import DeterministicSampler
-from paceline.parallel.parameter_server import partition_parameters
 from paceline.runs.checkpoint_state import model_sha256
-from paceline.training.asynchronous import Staleness, StalenessBound, SyncPoints, most_stale
 from paceline.training.reproducibility import seed_model
 from paceline.training.resolve import DataSetup
 from paceline.training.state import TrainProgress
+from paceline_more_strategies.asynchronous import Staleness, StalenessBound, SyncPoints, most_stale
+from paceline_more_strategies.parameter_server import partition_parameters
 
 SYNC: dict[str, dict[str, Any]] = {
     # Carved validation, plateau schedule, early stop; dropout, batch norm, AdamW; a short last batch.

@@ -3,8 +3,8 @@
 Asynchronous updates have no moment at which the state is whole: some step is always under way. So the run is divided
 into intervals. Within one, steps are computed and applied in whatever order; it ends when all its steps are applied,
 and every rank then has the same parameters. At this sync point the state is that of any other strategy's run after so
-many steps: evaluated, saved, stopped and continued as such. :mod:`paceline.training.parameter_server` and
-:mod:`paceline.training.hogwild` are the two engines.
+many steps: evaluated, saved, stopped and continued as such. :mod:`paceline_more_strategies.server_engines` and
+:mod:`paceline_more_strategies.hogwild` are the two engines.
 """
 
 from __future__ import annotations

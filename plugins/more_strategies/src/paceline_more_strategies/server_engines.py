@@ -8,7 +8,7 @@ worker gets are all from between the same two. So a run is a function of its opt
 (``order``), and of nothing else.
 
 Dean et al., "Large Scale Distributed Deep Networks", 2012 (Downpour SGD); the bound of ``ssp`` is in
-:mod:`paceline.training.asynchronous`.
+:mod:`paceline_more_strategies.asynchronous`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,9 @@ from torch import distributed as dist
 
 from paceline.elastic.state_transfer import StateSource, transfer_state
 from paceline.parallel.messages import AnySourceReceiver, TensorBundle
-from paceline.parallel.parameter_server import ServerParameters
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
-from paceline.training.asynchronous import (
-    Staleness,
-    StalenessBound,
-    SyncPoints,
-    compute_step,
-    gather_requests,
-    require_asynchronous,
-    require_no_callback,
-)
 from paceline.training.control import ControlFlags, StopCause
 from paceline.training.group_context import Engine, GroupContext
 from paceline.training.reproducibility import deterministic_kernels
@@ -44,6 +34,16 @@ from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
 from paceline.training.trainer import SyncEngine
+from paceline_more_strategies.asynchronous import (
+    Staleness,
+    StalenessBound,
+    SyncPoints,
+    compute_step,
+    gather_requests,
+    require_asynchronous,
+    require_no_callback,
+)
+from paceline_more_strategies.parameter_server import ServerParameters
 
 # --- What the servers hold: each its range of the parameters, and their optimizer state ---
 

@@ -401,7 +401,7 @@ def simulated_pipedream(run: RunContext, world_size: int) -> dict[str, torch.Ten
         generation=0,
         one_host=True,
     )
-    with build_trainer(single) as trainer:
+    with build_trainer(single, world_size) as trainer:
         train_in_group(trainer, [], time.perf_counter(), world)
         return dict(trainer.state.module.state_dict())
 
