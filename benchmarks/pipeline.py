@@ -26,10 +26,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
 from benchmarks.results import Spread
-from paceline.core.config import RunConfig
+from paceline.core.config import ResolvedConfig
 from paceline.core.environment import detect_environment
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
+from paceline.parallel.options import Split
 from paceline.parallel.pipeline.pipeline import Pipeline, PipelineLayout
 from paceline.parallel.pipeline.schedules import Name
 from paceline.parallel.pipeline.stages import find_stage_executor
@@ -70,9 +71,9 @@ def _rank(rounds: int) -> None:
         directory = Path(d)
         balanced, _ = _contender(world, UNEQUAL, "1f1b", "balanced", directory)
         equal, _ = _contender(world, UNEQUAL, "1f1b", "equal", directory)
-        ours, pipeline = _contender(world, EVEN, "1f1b", "4,4", directory)
+        ours, pipeline = _contender(world, EVEN, "1f1b", (4, 4), directory)
         by_hand = _by_hand(EVEN)
-        gpipe, all_first = _contender(world, EVEN, "gpipe", "4,4", directory)
+        gpipe, all_first = _contender(world, EVEN, "gpipe", (4, 4), directory)
         found = {
             "balanced_over_equal": _ratio(world, balanced, equal, rounds),
             "over_torch_by_hand": _ratio(world, ours, by_hand, rounds),
@@ -146,7 +147,7 @@ class _Trial:
 
 
 def _contender(
-    world: World, widths: Sequence[int], schedule: Name, how: str, directory: Path
+    world: World, widths: Sequence[int], schedule: Name, how: Split, directory: Path
 ) -> tuple[Callable[[], None], Pipeline]:
     features, labels = _data(widths)
     chunks = zip(features.chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True)
@@ -155,7 +156,7 @@ def _contender(
     layout = PipelineLayout(mesh, schedule, how, MICROBATCHES, _Trial(microbatches[0]))
     module = layout.place(_model(widths), world.device)
     options = StrategyOptions(
-        config=RunConfig(strategy="pp", pp_schedule=schedule),
+        config=ResolvedConfig(strategy="pp", pp_schedule=schedule),
         work_split=(MICROBATCHES,),
         row_length=1,
         static_graph=False,

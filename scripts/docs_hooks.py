@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import typing
 from typing import Any
@@ -12,9 +11,8 @@ from mkdocs.structure.files import File, Files
 
 from paceline.cli import app
 from paceline.cli.options import GROUPS
-from paceline.core.config import RunConfig
-from paceline.core.option_sets import CLASSIFICATIONS
-from paceline.core.options import flag
+from paceline.core.config import all_options
+from paceline.core.option_values import flag
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -33,20 +31,18 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _options() -> str:
-    """All fields of ``RunConfig`` as a page, a table for each group."""
+    """All options of a run as a page, a table for each group."""
     groups: dict[str, list[str]] = {}
-    hints = typing.get_type_hints(RunConfig)
-    for field in dataclasses.fields(RunConfig):
-        default = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+    for name, its in all_options().items():
+        default = " ".join(its.default) if isinstance(its.default, tuple) else its.default
         shown = "" if default is None or default is False or default == "" else f"`{default}`"
-        choices = ", ".join(f"`{choice}`" for choice in _choices(hints[field.name]))
-        help_text = field.metadata["help"] + (f" One of {choices}." if "," in choices else "")
-        its = CLASSIFICATIONS[field.name]
+        choices = ", ".join(f"`{choice}`" for choice in _choices(its.type))
+        help_text = its.help + (f" One of {choices}." if "," in choices else "")
         # What names the task is compared by itself.
         resume = "fixed" if its.scope == "task" else its.resume
         bits = its.bits.replace("_", " ")
-        row = f"| `{flag(field.name)}` | {shown} | {help_text} | {resume} | {bits} |\n"
-        groups.setdefault(field.metadata["group"], []).append(row)
+        row = f"| `{flag(name)}` | {shown} | {help_text} | {resume} | {bits} |\n"
+        groups.setdefault(its.group, []).append(row)
     head = "| Option | Default | | Resume | Bits |\n|---|---|---|---|---|\n"
     tables = [f"## {group}\n\n{head}{''.join(rows)}" for group, rows in sorted(groups.items(), key=_place)]
     return "\n".join([_OPTIONS_INTRODUCTION, *tables])

@@ -134,16 +134,16 @@ def fit(
     config = config_from_mapping({**options, "task": task_spec(task)}, "fit()")
     job = WorkerConfig(config=config, explicit_options=frozenset(options), quiet=quiet)
     environment = detect_environment(
-        rank=rank, world_size=world_size, init_url=init_url, rdzv_endpoint=config.rdzv_endpoint
+        rank=rank, world_size=world_size, init_url=init_url, rdzv_endpoint=config.processes.rdzv_endpoint
     )
     environment = own_environment(config, options, environment)
     if is_rank(environment):
         require_recovery(config, environment)
     if is_rank(environment) or (
-        config.nproc in (1, "1")
-        and config.nodes in (1, "1")
-        and config.on in ("auto", "inprocess")
-        and config.recover in ("auto", "none")
+        config.processes.nproc == (1,)
+        and config.processes.nodes == (1, 1)
+        and config.processes.on in ("auto", "inprocess")
+        and config.recovery.recover in ("auto", "none")
     ):
         try:
             return Result.of(run(job, environment, task))

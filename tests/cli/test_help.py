@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -16,8 +15,8 @@ from cyclopts import App
 
 from paceline.cli import app, main
 from paceline.cli.launcher_options import relevant_launchers
-from paceline.core.config import RunConfig
-from paceline.core.options import flag
+from paceline.core.config import all_options
+from paceline.core.option_values import flag
 from paceline.launch.registry import LAUNCHER_NAMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.cold]
@@ -137,15 +136,15 @@ def test_all_groups_follow_in_the_order_in_which_they_are_met(said: dict[str, tu
 def test_every_option_is_explained(said: dict[str, tuple[int, str]], command: str) -> None:
     words = said[f"{command} --help-all"][1].split()
     own = {"tune": ("resume",)}
-    for field in dataclasses.fields(RunConfig):
-        if field.name not in ("task", "run_dir", *own.get(command, ())):
-            assert words.count(flag(field.name)) >= 1, field.name
+    for name in all_options():
+        if name not in ("task", "run_dir", *own.get(command, ())):
+            assert words.count(flag(name)) >= 1, name
     for group in ("Processes", "Parallelism", "Training", "Data", "Evaluation", "Run"):
         assert group in words
     if command in ("train", "resume"):
         assert {"--dry-run", "--json", "--quiet"} <= set(words)
     # Options are switched on, not off again.
-    assert not {f"--no-{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)} & set(words)
+    assert not {f"--no-{name.replace('_', '-')}" for name in all_options()} & set(words)
 
 
 @pytest.mark.parametrize("command", ["tune", "chaos", "verify"])

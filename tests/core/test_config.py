@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.core.config import RunConfig, config_from_mapping, non_defaults, read_config_file
+from paceline.core.config import RunConfig, all_options, config_from_mapping, read_config_file
 from paceline.core.errors import ConfigError
-from paceline.core.options import (
+from paceline.core.option_values import (
     Interval,
     Shuffle,
     flag,
@@ -105,7 +104,7 @@ def test_a_wrong_value_is_refused_with_option_value_and_rule(options: dict[str, 
 
 
 def test_whole_numbers_are_numbers() -> None:
-    assert RunConfig(clip_norm=1, ema=0.5).clip_norm == 1
+    assert RunConfig(clip_norm=1, ema=0.5).training.clip_norm == 1
 
 
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:
@@ -116,25 +115,25 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
 
 
 def test_lists_and_a_lone_text_become_tuples() -> None:
-    assert config_from_mapping({"checkpoint_every": ["5steps", "1epoch"]}, "").checkpoint_every == (
-        "5steps",
-        "1epoch",
+    assert config_from_mapping({"checkpoint_every": ["5steps", "1epoch"]}, "").records.checkpoint_every == (
+        Interval(steps=5),
+        Interval(epochs=1),
     )
-    assert config_from_mapping({"checkpoint_every": "5steps"}, "").checkpoint_every == ("5steps",)
+    assert config_from_mapping({"checkpoint_every": "5steps"}, "").records.checkpoint_every == (Interval(steps=5),)
 
 
 def test_every_option_explains_itself_and_its_default_is_valid() -> None:
     RunConfig()
-    for option in dataclasses.fields(RunConfig):
-        assert option.metadata["help"].endswith("."), option.name
-        assert option.metadata["group"], option.name
+    for option in all_options().values():
+        assert option.help.endswith("."), option.name
+        assert option.group, option.name
         assert flag(option.name) == "--" + option.name.replace("_", "-")
 
 
 def test_non_defaults_are_what_was_changed() -> None:
     config = RunConfig(seed=3, epochs=2)
-    assert non_defaults(config) == {"epochs": 2, "seed": 3}
-    assert RunConfig(**non_defaults(config)) == config
+    assert config.non_defaults() == {"epochs": 2, "seed": 3}
+    assert RunConfig(**config.non_defaults()) == config
 
 
 @pytest.mark.parametrize(
@@ -198,11 +197,11 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_mesh_lays_out_the_processes() -> None:
     config = RunConfig(mesh="fsdp=2, dp=3")
-    assert list(config.axes(6).items()) == [("dp", 3), ("fsdp", 2)]
+    assert list(config.parallel.axes(6).items()) == [("dp", 3), ("fsdp", 2)]
     assert config.strategies == ("ddp", "fsdp")
     assert config.data_ranks(6) == 6
-    assert RunConfig().axes(4) == {"dp": 4}
-    assert RunConfig(strategy="fsdp").axes(4) == {"fsdp": 4}
+    assert RunConfig().parallel.axes(4) == {"dp": 4}
+    assert RunConfig(strategy="fsdp").parallel.axes(4) == {"fsdp": 4}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_a_mesh_lays_out_the_processes() -> None:
 )
 def test_a_mesh_that_cannot_be(mesh: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RunConfig(mesh=mesh).axes(6)
+        RunConfig(mesh=mesh).parallel.axes(6)
 
 
 def test_a_mesh_of_other_strategies_than_the_one_asked_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,8 +11,8 @@ from cyclopts import App
 
 from paceline.cli import app
 from paceline.core.built_in import BUILT_IN, COMMANDS
-from paceline.core.config import RunConfig
-from paceline.core.options import flag
+from paceline.core.config import all_options
+from paceline.core.option_values import flag
 from paceline.launch.registry import option_names
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +31,7 @@ def commands_of(group: App, path: tuple[str, ...]) -> Iterator[tuple[str, set[st
 def interfaces() -> dict[str, str]:
     """Return the text of each package."""
     texts: defaultdict[str, list[str]] = defaultdict(list)
-    run_options = {flag(field.name) for field in dataclasses.fields(RunConfig)}
+    run_options = set(map(flag, all_options()))
     texts["paceline"] = ["options of a run:", *(f"  {name}" for name in sorted(run_options)), ""]
     of_launchers: set[str] = set()
     for name, place in BUILT_IN["paceline.launchers"].items():

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import fields
 
 import pytest
 
-from paceline.core.config import RunConfig
+from paceline.core.built_in import TRAITS
+from paceline.core.config import RunConfig, all_options
 from paceline.core.errors import ConfigError
 from paceline.core.option_sets import (
-    CLASSIFICATIONS,
-    DEFAULTS,
-    merge_resumed_config,
+    merge_resumed_options,
     require_unchanged,
     select,
 )
-from paceline.core.options import Bits, Capability, Resume, Scope, flag, option
+from paceline.core.option_values import flag
+from paceline.core.options import Bits, Capability, Resume, Scope, option
 from paceline.core.parallel_config import STRATEGIES
 
 
@@ -26,15 +25,14 @@ def test_an_option_that_is_not_classified_is_an_error_at_import() -> None:
 
 
 def test_every_option_is_classified() -> None:
-    assert list(CLASSIFICATIONS) == [field.name for field in fields(RunConfig)]
-    for name, its in CLASSIFICATIONS.items():
+    for name, its in all_options().items():
         assert its.resume in typing.get_args(Resume), name
         assert its.bits in typing.get_args(Bits), name
         assert its.scope in typing.get_args(Scope), name
         assert its.needs in (None, *typing.get_args(Capability)), name
-        assert set(its.strategies) <= STRATEGIES.keys(), name
-        assert its.requires is None or its.requires.option in CLASSIFICATIONS, name
-        assert its.replaces is None or CLASSIFICATIONS[its.replaces].replaces == name, name
+        assert set(its.strategies) <= STRATEGIES.keys() | TRAITS.keys(), name
+        assert its.requires is None or its.requires.option in all_options(), name
+        assert its.replaces is None or all_options()[its.replaces].replaces == name, name
 
 
 def test_a_run_keeps_what_decides_its_bits() -> None:
@@ -132,38 +130,38 @@ SAMPLES: dict[str, dict[str, object]] = {
 
 
 def test_a_resumed_run_has_all_options_of_its_creation_but_the_fresh_ones() -> None:
-    assert list(SAMPLES) == list(CLASSIFICATIONS), "an option has no sample"
+    assert SAMPLES.keys() == all_options().keys(), "an option has no sample"
     for name, sample in SAMPLES.items():
-        recorded = RunConfig(**sample)  # type: ignore[arg-type]
-        assert getattr(recorded, name) != DEFAULTS[name]
+        recorded = RunConfig(**sample)
+        assert recorded.values[name] != all_options()[name].default
         asked = {"run_dir": "runs/a", "resume": "must"}
-        resumed = RunConfig(**merge_resumed_config(asked, asked, recorded))
+        resumed = RunConfig(**merge_resumed_options(asked, asked, recorded))
         if name in asked:
-            assert getattr(resumed, name) == asked[name]
-        elif CLASSIFICATIONS[name].resume == "fresh":
-            assert getattr(resumed, name) == DEFAULTS[name], name
+            assert resumed.values[name] == asked[name]
+        elif all_options()[name].resume == "fresh":
+            assert resumed.values[name] == all_options()[name].default, name
         else:
-            assert getattr(resumed, name) == getattr(recorded, name), name
+            assert resumed.values[name] == recorded.values[name], name
 
 
 def test_a_resumed_run_takes_another_value_of_all_but_the_fixed_options() -> None:
     for name, sample in SAMPLES.items():
         before: dict[str, object] = {"ps_staleness": 5} if name == "ps_staleness" else {}  # it has no default there
         beside = {key: value for key, value in sample.items() if key != name} | before
-        recorded = RunConfig(**beside)  # type: ignore[arg-type]
+        recorded = RunConfig(**beside)
         asked = {"run_dir": "runs/a", "resume": "must", name: sample[name]}
-        if CLASSIFICATIONS[name].resume == "fixed":
+        if all_options()[name].resume == "fixed":
             with pytest.raises(ConfigError, match=f"{flag(name)}: .* when the run was created"):
                 require_unchanged(asked, asked, recorded)
             continue
         require_unchanged(asked, asked, recorded)
-        assert getattr(RunConfig(**merge_resumed_config(asked, asked, recorded)), name) == sample[name]
+        assert RunConfig(**merge_resumed_options(asked, asked, recorded)).values[name] == sample[name]
 
 
 def test_the_same_command_takes_the_present_value_of_what_decides_no_bit() -> None:
     recorded = RunConfig(keep_checkpoints=5, num_workers=2, seed=4, threads=3, local_sgd_steps=5)
     config = RunConfig(run_dir="runs/a", keep_checkpoints=7)
-    merged = RunConfig(**merge_resumed_config(vars(config), {"keep_checkpoints"}, recorded))
+    merged = RunConfig(**merge_resumed_options(config.values, {"keep_checkpoints"}, recorded))
     assert merged == RunConfig(run_dir="runs/a", keep_checkpoints=7, seed=4, threads=3, local_sgd_steps=5)
 
 
@@ -182,30 +180,30 @@ def test_the_same_command_takes_the_present_value_of_what_decides_no_bit() -> No
 def test_an_option_is_dropped_with_the_one_that_it_requires(
     created: dict[str, object], asked: dict[str, object]
 ) -> None:
-    recorded = RunConfig(**created)  # type: ignore[arg-type]
-    resumed = RunConfig(**merge_resumed_config({**asked, "run": "runs/a"}, asked, recorded))
+    recorded = RunConfig(**created)
+    resumed = RunConfig(**merge_resumed_options({**asked, "run": "runs/a"}, asked, recorded))
     for name in created.keys() - {"strategy"}:
-        assert getattr(resumed, name) == DEFAULTS[name], name
+        assert resumed.values[name] == all_options()[name].default, name
 
 
 @pytest.mark.parametrize("name", select(lambda its: its.requires is not None))
 def test_an_option_has_no_meaning_without_the_one_that_it_requires(name: str) -> None:
-    requires = CLASSIFICATIONS[name].requires
+    requires = all_options()[name].requires
     assert requires is not None
-    without = {**SAMPLES[name], requires.option: requires.other_than or DEFAULTS[requires.option]}
-    for other in CLASSIFICATIONS:
-        its = CLASSIFICATIONS[other]
+    without = {**SAMPLES[name], requires.option: requires.other_than or all_options()[requires.option].default}
+    for other in all_options():
+        its = all_options()[other]
         if its.requires is not None and its.requires.option == requires.option and other != name:
             without.pop(other, None)
     if name in ("outer_lr", "outer_momentum"):
         without.pop("local_sgd_steps")
     with pytest.raises(ConfigError, match=flag(requires.option)):
-        RunConfig(**without)  # type: ignore[arg-type]
+        RunConfig(**without)
 
 
 @pytest.mark.parametrize("name", select(lambda its: its.minimum is not None))
 def test_a_number_out_of_its_bounds_is_refused(name: str) -> None:
-    its = CLASSIFICATIONS[name]
+    its = all_options()[name]
     beside = {key: value for key, value in SAMPLES[name].items() if key != name}
     low, high = its.minimum, its.maximum
     assert low is not None
@@ -214,4 +212,4 @@ def test_a_number_out_of_its_bounds_is_refused(name: str) -> None:
         wrong.append(high if its.exclusive else high + 1)
     for value in wrong:
         with pytest.raises(ConfigError, match=f"{flag(name)} must be .*, but is "):
-            RunConfig(**beside, **{name: value})  # type: ignore[arg-type]
+            RunConfig(**beside, **{name: value})

@@ -29,7 +29,7 @@ from tests.fuzz.damage import ODD_VALUES, copy_tree, damage_bytes, damage_json, 
 from tritonclient.grpc import service_pb2
 
 from paceline.cli import _run
-from paceline.core.config import RunConfig
+from paceline.core.config import RunConfig, all_options
 from paceline.core.errors import PacelineError
 from paceline.core.job import WorkerConfig
 from paceline.insight.run_index import Index
@@ -136,10 +136,10 @@ def fuzz_job(rng: random.Random, world: World) -> None:
 def fuzz_options(rng: random.Random, world: World) -> None:
     """Give options of ``train`` values that they may not have, and print what would start."""
     words: list[str] = []
-    for field in rng.sample(dataclasses.fields(RunConfig), rng.choice((1, 2, 4))):
+    for name in rng.sample(list(all_options()), rng.choice((1, 2, 4))):
         value = rng.choice(ODD_VALUES)
         text = rng.choice((str(value), "1", "0", "-1", "2", "auto", "8,4", "1:2", "5min", "x=y", "1e9"))
-        words.append(f"--{field.name.replace('_', '-')}={text.replace(chr(0), '')[:500]}")
+        words.append(f"--{name.replace('_', '-')}={text.replace(chr(0), '')[:500]}")
     run = world.scratch / "never"
     _command("train", "fashion-mnist-mlp", "--run-dir", str(run), *words, "--dry-run")
     assert not run.exists()

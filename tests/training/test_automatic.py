@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import os
@@ -16,14 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.core.config import RunConfig
+from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError
 from paceline.parallel.planning import auto_strategy, recommend
 from paceline.parallel.planning.auto_strategy import choose_strategy, require_replaceable
 from paceline.training.tasks.transformer import Transformer
 
 MIB = 2**20
-CONFIG = RunConfig(task="transformer", reduction="allreduce", microbatches=2, global_batch_size=2)
+CONFIG = ResolvedConfig(task="transformer", reduction="allreduce", microbatches=2, global_batch_size=2)
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Counted(Transformer):
         return super().build_model()
 
 
-def settled(memory: int, config: RunConfig = CONFIG, **changes: Any) -> tuple[RunConfig, str | None]:
+def settled(memory: int, config: ResolvedConfig = CONFIG, **changes: Any) -> tuple[ResolvedConfig, str | None]:
     arguments = {"world_size": 2, "memory": memory, "device": "cpu", **changes}
     return choose_strategy(config, Counted(), **arguments)
 
@@ -58,9 +57,9 @@ def test_what_does_not_fit_ddp_is_split_and_said() -> None:
     config, note = settled(130 * MIB)
     assert config.strategies != ("ddp",)
     assert note is not None
-    assert note.startswith(f"strategy: {config.mesh or config.strategy}. ddp needs 0.1")
+    assert note.startswith(f"strategy: {config.values['mesh'] or config.parallel.strategy}. ddp needs 0.1")
     # Nothing else is decided: the bits are the same.
-    assert dataclasses.replace(config, strategy="auto", mesh=None) == CONFIG
+    assert config.replace(strategy="auto", mesh=None) == CONFIG
 
 
 @pytest.mark.integration
@@ -94,7 +93,7 @@ def test_where_nothing_fits_it_is_ddp_and_said() -> None:
     [({"strategy": "ddp"}, 2), ({"mesh": "dp=2"}, 2), ({"reduction": "ddp"}, 2), ({}, 1)],
 )
 def test_what_was_asked_for_stays(options: dict[str, Any], world: int) -> None:
-    config = dataclasses.replace(CONFIG, **options)
+    config = CONFIG.replace(**options)
     assert settled(MIB, config, world_size=world) == (config, None)
 
 
@@ -202,13 +201,13 @@ def test_garbage_of_before_is_not_collected_in_the_fork(tmp_path: Path) -> None:
 
 
 def test_in_place_recovery_names_what_to_give() -> None:
-    chosen = dataclasses.replace(CONFIG, strategy="fsdp")
+    chosen = CONFIG.replace(strategy="fsdp")
     with pytest.raises(ConfigError, match=r"only ddp can replace .* Give --strategy fsdp"):
         require_replaceable(chosen, CONFIG)
     require_replaceable(CONFIG, CONFIG)
     require_replaceable(chosen, chosen)
-    restarted = dataclasses.replace(CONFIG, recover="restart")
-    require_replaceable(dataclasses.replace(restarted, strategy="fsdp"), restarted)
+    restarted = CONFIG.replace(recover="restart")
+    require_replaceable(restarted.replace(strategy="fsdp"), restarted)
 
 
 def test_processes_share_the_machine() -> None:

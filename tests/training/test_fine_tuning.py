@@ -135,7 +135,7 @@ def test_only_adapters_are_trained_and_merging_them_gives_the_tasks_own_model(on
     kept = {name.replace(".base_layer.", "."): tensor for name, tensor in after.items() if name not in trained}
     assert kept.keys() == before.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in kept.items())
-    adapters = config_from_mapping({"lora": _TEXT["lora"]}, "here").adapters
+    adapters = config_from_mapping({"lora": _TEXT["lora"]}, "here").fine_tuning.lora
     assert adapters is not None
     plain = merge_adapters(after, adapters)
     changed = {name for name in plain if not torch.equal(plain[name], before[name])}

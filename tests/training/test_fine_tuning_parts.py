@@ -43,7 +43,7 @@ def test_a_pattern_names_a_parameter_or_what_is_around_it(pattern: str, name: st
 def test_a_scaled_group_is_updated_as_with_a_rate_so_much_smaller(kind: Any, schedule: str) -> None:
     """A second optimizer with the lower rate, and the same schedule of it, is the reference."""
 
-    def trained(base: float, scales: tuple[str, ...]) -> list[torch.Tensor]:
+    def trained(base: float, scales: tuple[tuple[str, float], ...]) -> list[torch.Tensor]:
         model = _model()
         optimizer = kind(model.parameters(), lr=base)
         scale_lr({"main": optimizer}, model, scales)
@@ -62,7 +62,7 @@ def test_a_scaled_group_is_updated_as_with_a_rate_so_much_smaller(kind: Any, sch
             scheduler.step()
         return [p.detach() for p in model.parameters()]
 
-    scaled_down = trained(0.5, ("3=0.25",))
+    scaled_down = trained(0.5, (("3", 0.25),))
     plain, quarter = trained(0.5, ()), trained(0.125, ())
     for found, expected in zip(scaled_down[:4], plain[:4], strict=True):
         assert torch.equal(found, expected)
@@ -81,7 +81,7 @@ def test_groups_keep_their_options_and_the_last_pattern_counts() -> None:
         lr=1.0,
         momentum=0.9,
     )
-    scale_lr({"main": optimizer}, model, ("0=0.5", "0.bias=0.25"))
+    scale_lr({"main": optimizer}, model, (("0", 0.5), ("0.bias", 0.25)))
     told = {
         id(p): (current_lr(group), group["weight_decay"], group["momentum"])
         for group in optimizer.param_groups
@@ -99,7 +99,7 @@ def test_groups_keep_their_options_and_the_last_pattern_counts() -> None:
 def test_named_parameters_stay_named() -> None:
     model = _model()
     optimizer = SGD(list(model.named_parameters()), lr=1.0)
-    scale_lr({"main": optimizer}, model, ("0=0.5",))
+    scale_lr({"main": optimizer}, model, (("0", 0.5),))
     assert [group["param_names"] for group in optimizer.param_groups] == [
         ["0.weight", "0.bias"],
         ["1.weight", "1.bias", "3.weight", "3.bias"],
@@ -128,7 +128,7 @@ def test_what_matches_nothing_is_refused_with_the_nearest_names(pattern: str, pa
     with pytest.raises(ConfigError, match=part):
         freeze(_model(), [pattern])
     with pytest.raises(ConfigError, match=part):
-        scale_lr({}, _model(), [f"{pattern}=0.5"])
+        scale_lr({}, _model(), [(pattern, 0.5)])
 
 
 def test_freezing_everything_leaves_nothing_to_train() -> None:

@@ -21,11 +21,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 from torch.utils.data import TensorDataset
 
 from paceline.core.callback import RunSchedule
-from paceline.core.config import RunConfig
+from paceline.core.config import ResolvedConfig, RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, TaskError
-from paceline.core.option_sets import resume_config
+from paceline.core.option_sets import resumed_options
 from paceline.core.task import Defaults, Loss, Task
 from paceline.data.loader import EvalBatches
+from paceline.parallel.options import FsdpOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.training.control import ROW_LENGTH, ControlFlags, StopCause, merge, statuses
 from paceline.training.evaluation import Evaluator, as_loss
@@ -75,7 +76,7 @@ def points(number: int) -> TensorDataset:
 
 def test_what_is_left_open_is_filled_in_once() -> None:
     config, notes = resolve_config(RunConfig(), Line(), 1)
-    assert (config.microbatches, config.global_batch_size, config.epochs, config.best_metric) == (
+    assert (config.microbatches, config.global_batch_size, config.training.epochs, config.values["best_metric"]) == (
         2,
         8,
         3,
@@ -87,13 +88,13 @@ def test_what_is_left_open_is_filled_in_once() -> None:
 def test_what_is_given_wins_over_the_task() -> None:
     given = RunConfig(microbatches=4, global_batch_size=16, max_steps=5, best_metric="loss:min")
     config, _ = resolve_config(given, Line(), 1)
-    assert (config.microbatches, config.global_batch_size, config.epochs, config.max_steps) == (
+    assert (config.microbatches, config.global_batch_size, config.training.epochs, config.training.max_steps) == (
         4,
         16,
         None,
         5,
     )
-    assert config.best_metric == "loss:min"
+    assert config.evaluation.best_metric == ("loss", "min")
 
 
 @pytest.mark.parametrize(
@@ -107,33 +108,44 @@ def test_what_is_given_wins_over_the_task() -> None:
 def test_auto_microbatches_are_said_aloud(options: dict[str, Any], microbatches: int) -> None:
     config, notes = resolve_config(RunConfig(**options), Line(), 3)
     assert config.microbatches == microbatches
-    assert notes == [f"micro-batches: {microbatches} (3 processes x {config.grad_accumulation}), fixed for this run"]
+    assert notes == [
+        f"micro-batches: {microbatches} (3 processes x {config.parallel.grad_accumulation}), fixed for this run"
+    ]
 
 
 def test_more_processes_than_microbatches_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"5 processes cannot share 4 micro-batches.*--nproc 4 or fewer.*--microbatches 5"
     ):
-        check_world(RunConfig(microbatches=4), 5)
+        check_world(ResolvedConfig(microbatches=4), 5)
 
 
 def resumed(config: RunConfig, explicit: Collection[str], recorded: RunConfig) -> RunConfig:
-    return resume_config(vars(config), explicit, recorded)
+    return RunConfig(**resumed_options(config.values, explicit, recorded))
 
 
 def test_a_continued_run_keeps_its_options_and_takes_over_what_decides_no_bits() -> None:
     recorded = RunConfig(microbatches=4, seed=7, epochs=3, nproc=1, threads=1)
     config = resumed(RunConfig(nproc=2, num_workers=0, seed=7, run_dir="a"), {"nproc", "num_workers", "seed"}, recorded)
-    assert (config.seed, config.microbatches, config.epochs) == (7, 4, 3)
-    assert (config.nproc, config.num_workers, config.run_dir, config.threads) == (2, 0, "a", 1)
+    assert (config.training.seed, config.parallel.microbatches, config.training.epochs) == (7, 4, 3)
+    assert (config.processes.nproc, config.data.num_workers, config.records.run_dir, config.processes.threads) == (
+        (2,),
+        0,
+        "a",
+        1,
+    )
 
 
 def test_another_strategy_continues_a_run_whose_parameters_were_gathered_in_low_precision() -> None:
     recorded = RunConfig(microbatches=4, strategy="fsdp", precision="bf16", fsdp_mixed_precision=True)
     config = resumed(RunConfig(strategy="ddp", run_dir="a"), {"strategy"}, recorded)
-    assert (config.strategy, config.precision, config.fsdp_mixed_precision) == ("ddp", "bf16", False)
+    assert (config.parallel.strategy, config.training.precision, config[FsdpOptions].fsdp_mixed_precision) == (
+        "ddp",
+        "bf16",
+        False,
+    )
     again = resumed(RunConfig(precision="bf16", fsdp_mixed_precision=False), {"fsdp_mixed_precision"}, recorded)
-    assert not again.fsdp_mixed_precision
+    assert not again[FsdpOptions].fsdp_mixed_precision
 
 
 def test_a_continued_run_refuses_another_accumulation_which_would_have_no_effect() -> None:
@@ -141,10 +153,12 @@ def test_a_continued_run_refuses_another_accumulation_which_would_have_no_effect
     with pytest.raises(ConfigError, match="--grad-accumulation: 2 when the run was created, 4 now"):
         resumed(RunConfig(grad_accumulation=4, run_dir="runs/a"), {"grad_accumulation"}, recorded)
     assert (
-        resumed(RunConfig(grad_accumulation=2, run_dir="runs/a"), {"grad_accumulation"}, recorded).grad_accumulation
+        resumed(
+            RunConfig(grad_accumulation=2, run_dir="runs/a"), {"grad_accumulation"}, recorded
+        ).parallel.grad_accumulation
         == 2
     )
-    assert resumed(RunConfig(run_dir="runs/a"), (), recorded).grad_accumulation == 2
+    assert resumed(RunConfig(run_dir="runs/a"), (), recorded).parallel.grad_accumulation == 2
 
 
 def test_a_continued_run_refuses_what_decides_bits() -> None:

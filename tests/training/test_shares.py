@@ -245,5 +245,5 @@ def test_speeds_travel_in_the_rows() -> None:
 
 
 def test_the_option_has_two_values() -> None:
-    assert RunConfig().load_balance == "auto"
-    assert RunConfig(load_balance="equal").load_balance == "equal"
+    assert RunConfig().parallel.load_balance == "auto"
+    assert RunConfig(load_balance="equal").parallel.load_balance == "equal"

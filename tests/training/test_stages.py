@@ -178,8 +178,8 @@ def test_what_cannot_be_cut_says_why() -> None:
     with pytest.raises(ConfigError, match="Use 3 stages at most"):
         require_blocks(find_blocks(model, None), 4)
     with pytest.raises(ConfigError, match=r"Give 2 numbers that add up to 3, such as 1,2, or balanced"):
-        manual_split(find_blocks(model, None), 2, "2,2")
-    assert manual_split(find_blocks(model, None), 2, "2,1") == (2, 1)
+        manual_split(find_blocks(model, None), 2, (2, 2))
+    assert manual_split(find_blocks(model, None), 2, (2, 1)) == (2, 1)
     with pytest.raises(TaskError, match="part 0 of pipeline_blocks is a int; it must be a module"):
         find_blocks(model, [3])
     with pytest.raises(TaskError, match="uses a parameter that is not one of the model's"):

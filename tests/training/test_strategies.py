@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from tests.training.states import newest
 
-from paceline.core.parallel_config import StrategyName
+from paceline.core.built_in import BUILT_IN
 
 STEPS = {"max_steps": 3}
 ON_ONE = ("single", "dp")
@@ -32,7 +32,7 @@ def on_two(start_trainings: Any) -> Any:
 
 def test_every_strategy_is_here() -> None:
     # Horovod is a system of its own, and auto one of the others.
-    names = get_args(StrategyName)
+    names = ("auto", *BUILT_IN["paceline.strategies"])
     assert {*ON_ONE, *ON_TWO} == {*names} - {"auto", "horovod"}
 
 

@@ -269,7 +269,7 @@ def _command(error: CycloptsError) -> list[str]:
 
 def _explain(error: CycloptsError) -> str:
     """Return a sentence that says what is wrong with the command line."""
-    from paceline.core.config import RunConfig, config_from_mapping
+    from paceline.core.config import all_options, config_from_mapping
 
     if isinstance(error, UnusedCliTokensError):
         problem = f"unexpected argument: {' '.join(map(repr, error.unused_tokens or []))}."
@@ -280,7 +280,7 @@ def _explain(error: CycloptsError) -> str:
         return _explain_missing(error.argument.name, is_positional=error.argument.field_info.is_positional)
     if isinstance(error, CoercionError) and error.token is not None:
         field = (error.token.keyword or "").lstrip("-").replace("-", "_")
-        if field in RunConfig.__dataclass_fields__:
+        if field in all_options():
             try:
                 config_from_mapping({field: error.token.value}, "the command line")
             except ConfigError as known:

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.options import flag, parse_nodes, parse_nproc, parse_walltime_s
+from paceline.core.option_values import flag
 from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher, refuse_gpu_type, refuse_torchrun_options
 from paceline.launch.local_run import check_task
 from paceline.launch.submit import (
@@ -42,17 +42,19 @@ def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptio
                 f"{flag(name)} is for scripts, but a task finds its rank itself. Leave it out, or start a "
                 "script with paceline launch."
             )
-    nodes, counts = launcher.resolve_sizes(parse_nodes(config.nodes), parse_nproc(config.nproc), own)
+    nodes, counts = launcher.resolve_sizes(config.processes.nodes, config.processes.nproc, own)
     if launcher.files == "shared":
         check_task(config)
     if counts is None:
-        raise ConfigError(f"--nproc auto is not supported by --on {config.on}: give the number of processes per node.")
+        raise ConfigError(
+            f"--nproc auto is not supported by --on {config.processes.on}: give the number of processes per node."
+        )
     fields = {
         **options.spec_fields(None),
         "nodes": nodes,
         "nproc": counts,
-        "max_restarts": config.max_restarts if config.recover == "restart" else 0,
-        "walltime_s": None if config.walltime is None else parse_walltime_s(config.walltime),
+        "max_restarts": config.recovery.max_restarts if config.recovery.recover == "restart" else 0,
+        "walltime_s": config.recovery.walltime,
     }
     return task_job(config, fields, launcher, nodes_python(launcher, None))
 

@@ -9,10 +9,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from paceline.core.config import all_options
 from paceline.core.errors import ConfigError
 from paceline.core.files import wait_to_see
 from paceline.core.job import WorkerConfig
-from paceline.core.option_sets import DEFAULTS, select
+from paceline.core.option_sets import select
 from paceline.elastic.consensus.discovery import read_agents
 from paceline.elastic.recovery_log import print_status
 from paceline.launch.local_run import launch
@@ -60,10 +61,14 @@ def join(
         job = WorkerConfig.from_toml(file)
     except OSError as error:
         raise ConfigError(f"{file}, the run's job file, cannot be read: {error.strerror}.") from error
-    overrides = {name: DEFAULTS[name] for name in (*_PER_NODE, "on")}
-    overrides |= {"run_dir": str(run), "nproc": job.config.nproc if nproc is None else nproc, "interface": interface}
+    overrides = {name: all_options()[name].default for name in (*_PER_NODE, "on")}
+    overrides |= {
+        "run_dir": str(run),
+        "nproc": job.config.values["nproc"] if nproc is None else nproc,
+        "interface": interface,
+    }
     overrides["token_file"] = None if token_file is None else str(token_file)
-    config = dataclasses.replace(job.config, **overrides)
+    config = job.config.replace(**overrides)
     code, directory = launch(dataclasses.replace(job, config=config, quiet=quiet), joins=True)
     if code == 0 and json:
         print(json_module.dumps(directory.read_result()), flush=True)

@@ -13,7 +13,7 @@ from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError
-from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
+from paceline.core.option_values import parse_nodes, parse_nproc, parse_walltime_s
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from paceline.cli.options import group, options_class
-from paceline.core.config import RunConfig
+from paceline.core.config import all_options
 from paceline.core.plugins import plugin_names
 from paceline.launch import registry
 from paceline.launch.registry import option_types
@@ -41,7 +41,7 @@ def launchers_options(*, for_tasks: bool = False) -> Any:
             owners.append(name)
     fields = []
     for name, (text, owners) in helps.items():
-        if for_tasks and name in RunConfig.__dataclass_fields__:
+        if for_tasks and name in all_options():
             continue
         parameter = Parameter(help=text, group=group(f"--on {', '.join(owners)}"), show_default=False, negative="")
         fields.append((name, Annotated[types[name] | None, parameter], dataclasses.field(default=None)))

@@ -1,15 +1,14 @@
-"""The options of a run as command-line flags, derived from the fields of :class:`~paceline.core.config.RunConfig`."""
+"""The options of a run as command-line flags, derived from the groups of options."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from paceline.core.config import RunConfig
+from paceline.core.config import all_options
 
 ARGUMENTS, COMMON = "Arguments", "Common"
 GROUPS = (
@@ -52,19 +51,18 @@ def run_options(*, without: tuple[str, ...] = (), common: tuple[str, ...] = ()) 
         without: options to leave out.
         common: options that the command's ``--help`` shows, in this order.
     """
-    hints = typing.get_type_hints(RunConfig)
     order = {name: index for index, name in enumerate(common)}
     fields = []
-    for f in sorted(dataclasses.fields(RunConfig), key=lambda f: order.get(f.name, len(order))):
-        if f.name in (*_NOT_FLAGS, *without):
+    for name, its in sorted(all_options().items(), key=lambda item: order.get(item[0], len(order))):
+        if name in (*_NOT_FLAGS, *without):
             continue
-        help_text = f.metadata["help"]
-        if f.default is not None and f.default is not False and f.default != ():
-            shown = " ".join(f.default) if isinstance(f.default, tuple) else f.default
+        help_text = its.help
+        if its.default is not None and its.default is not False and its.default != ():
+            shown = " ".join(its.default) if isinstance(its.default, tuple) else its.default
             help_text += f" [default: {shown}]"
-        panel = group(COMMON if f.name in order else f.metadata["group"])
+        panel = group(COMMON if name in order else its.group)
         parameter = Parameter(help=help_text, group=panel, show_default=False, negative="")
-        fields.append((f.name, Annotated[hints[f.name] | None, parameter], dataclasses.field(default=None)))
+        fields.append((name, Annotated[its.type | None, parameter], dataclasses.field(default=None)))
     return options_class("Options", fields)
 
 

@@ -16,11 +16,10 @@ from cyclopts import Parameter
 from paceline.cli.job_options import JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, explicit_options, group, run_options
-from paceline.core.config import RunConfig, config_from_mapping, read_config_file
+from paceline.core.config import RunConfig, all_options, config_from_mapping, read_config_file
 from paceline.core.errors import ConfigError
 from paceline.core.files import parse_toml
-from paceline.core.option_sets import CLASSIFICATIONS, resume_config
-from paceline.core.options import parse_duration_s, parse_nproc
+from paceline.core.option_sets import resumed_options
 
 if TYPE_CHECKING:
     from paceline.launch.launcher import Command, LaunchSpec
@@ -80,7 +79,7 @@ def train(
     if "set" in overrides:
         overrides["set"] = (*values.get("set", ()), *overrides["set"])  # the last value of a field counts
     for name in overrides:
-        if (replaced := CLASSIFICATIONS[name].replaces) is not None:
+        if (replaced := all_options()[name].replaces) is not None:
             values.pop(replaced, None)
     values |= overrides
     own = explicit_options(launcher_options)
@@ -115,7 +114,7 @@ def resume(
     manifest = RunDirectory(Path(run)).read_complete_manifest()
     recorded = config_from_mapping(manifest["config"], f"{run}/run.toml")
     overrides = {**explicit_options(options), "run_dir": run, "resume": "must"}
-    values = vars(resume_config(overrides, overrides, recorded))
+    values = resumed_options(overrides, overrides, recorded)
     own = explicit_options(launcher_options)
     return _start(values, frozenset(overrides), overrides, job, own, dry_run=dry_run, json=json, quiet=quiet)
 
@@ -147,13 +146,13 @@ def _start(
     from paceline.launch.local_run import own_environment, prepare_local_run, require_recovery
 
     config = config_from_mapping(values, "the command line")
-    if config.on not in _LOCAL_LAUNCHERS:
+    if config.processes.on not in _LOCAL_LAUNCHERS:
         return _submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json, quiet=quiet)
     preflight = explicit_options(job_options) == {"preflight": True}
     if own or not (job_options is None or preflight):
-        refuse_job_options(config.on, job_options, own)
+        refuse_job_options(config.processes.on, job_options, own)
     job = WorkerConfig(config=config, explicit_options=explicit, quiet=quiet)
-    environment = detect_environment(rdzv_endpoint=config.rdzv_endpoint)
+    environment = detect_environment(rdzv_endpoint=config.processes.rdzv_endpoint)
     environment = own_environment(config, typed, environment)
     if preflight and environment.source != "single":
         raise ConfigError("--preflight runs once per node: give it to the command that starts the ranks.")
@@ -167,7 +166,7 @@ def _start(
             print(json_module.dumps(result), flush=True)
         return code
     run = prepare_local_run(job, reserve=not dry_run)
-    checks = _preflight(run, parse_nproc(config.nproc)) if preflight else None
+    checks = _preflight(run, config.processes.nproc) if preflight else None
     if dry_run:
         _print_dry_run(run, checks, json=json)
         return 0
@@ -176,7 +175,7 @@ def _start(
 
         code, interface = run_before(checks)
         if code:
-            if config.run_dir is None:
+            if config.records.run_dir is None:
                 with suppress(OSError):  # a rank that was killed leaves its mark there
                     run.directory.path.rmdir()
             return code
@@ -214,11 +213,11 @@ def _preflight(run: LocalRun, nproc: tuple[int, ...] | None) -> LaunchSpec:
     config, spec = run.job.config, run.rendered.spec
     preflight = PreflightSpec(
         run=str(run.directory.path.absolute()),
-        task=config.task,
+        task=config.processes.task,
         nproc=nproc or spec.nproc,
         threads=spec.threads,
         interface=spec.interface,
-        keep=config.keep_checkpoints,
+        keep=config.records.keep_checkpoints,
         agents=run.launcher.name == "spawn" and spec.recover != "none",
         timeout_s=spec.init_timeout_s,
         before_job=True,
@@ -236,11 +235,11 @@ def _submit(
     from paceline.launch.registry import make_options
     from paceline.launch.submit import remote_task
 
-    launcher = get_launcher(config.on)
+    launcher = get_launcher(config.processes.on)
     launcher_options = make_options(launcher, own)
     if launcher.files == "uploaded":
-        task = remote_task(config.task, partial(launcher.remote_path, options=launcher_options))
-        config = dataclasses.replace(config, task=task)
+        task = remote_task(config.processes.task, partial(launcher.remote_path, options=launcher_options))
+        config = config.replace(task=task)
     spec = task_spec(launcher, config, launcher_options, options)
     if quiet:
         spec = dataclasses.replace(spec, command=(*spec.command, "--quiet"))
@@ -251,9 +250,9 @@ def _submit(
         options,
         dry_run=dry_run,
         json=json,
-        task=config.task,
-        keep=config.keep_checkpoints,
-        init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
+        task=config.processes.task,
+        keep=config.records.keep_checkpoints,
+        init_timeout_s=config.processes.init_timeout,
     )
 
 

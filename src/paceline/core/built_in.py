@@ -220,6 +220,26 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
 }
 """Each launcher's own options, which ``--help`` imports without the launcher; a plug-in's class names its own."""
 
+OPTION_GROUPS = (
+    "paceline.parallel.more_options:CommunicationOptions",
+    "paceline.parallel.options:FsdpOptions",
+    "paceline.parallel.deepspeed_options:DeepSpeedOptions",
+    "paceline.parallel.options:MemoryOptions",
+    "paceline.parallel.more_options:ServerOptions",
+    "paceline.parallel.more_options:DataParallelOptions",
+    "paceline.parallel.options:TensorOptions",
+    "paceline.parallel.options:PipelineOptions",
+)
+"""The groups of a run's options besides those of :mod:`paceline.core`."""
+
+TRAITS: Mapping[str, str] = {
+    "dp": "paceline.parallel.more_options:DATA_PARALLEL",
+    "deepspeed": "paceline.parallel.deepspeed_options:DEEPSPEED",
+    "ps": "paceline.parallel.more_options:PARAMETER_SERVER",
+    "hogwild": "paceline.parallel.more_options:HOGWILD",
+}
+"""What further strategies can do, which ``--help`` and checks import without the strategy."""
+
 NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
 """What returns the command of each node, of rank launchers that the core does not have."""
 

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import math
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar, cast
 
-from paceline.core.built_in import BUILT_IN
+from paceline.core.built_in import BUILT_IN, OPTION_GROUPS
 from paceline.core.errors import ConfigError
 from paceline.core.files import check_path, parse_toml
 from paceline.core.fine_tuning_config import FineTuningOptions
-from paceline.core.options import (
-    Requirement,
-    check_bounds,
-    check_type,
+from paceline.core.option_values import (
+    BestMetric,
+    EarlyStop,
+    Interval,
+    Shuffle,
     flag,
-    option,
     parse_best,
     parse_early_stop,
     parse_interval,
     parse_shuffle,
 )
-from paceline.core.plugins import all_names, plugin_names
+from paceline.core.options import Option, OptionGroup, Requirement, option, options_of
+from paceline.core.parallel_config import AXIS_TO_STRATEGY, DATA_AXES, ParallelOptions, find_traits
+from paceline.core.plugins import all_names, import_object, plugin_names
+from paceline.core.process_config import ProcessOptions, RecoveryOptions
 
-# --- The configuration of a run: its fields, with those of its base classes, are the options of every entry point ---
+# --- The core's groups of options ---
 #
 # ``paceline train --global-batch-size 96``, ``paceline.fit(task, global_batch_size=96)`` and
 # ``global_batch_size = 96`` in a ``run.toml`` are the same field. ``--help`` shows the help
@@ -41,8 +44,8 @@ _record_option = partial(option, group="Run directory and checkpoints", resume="
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(FineTuningOptions):
-    """All options of a training run; ``None`` means "the task's default, else Paceline's"."""
+class TrainingOptions(OptionGroup):
+    """Options of the optimization."""
 
     global_batch_size: int | None = _training_option(
         None, "Samples per step, over all processes.", minimum=1, fingerprint=True, evaluation=True
@@ -80,7 +83,12 @@ class RunConfig(FineTuningOptions):
     )
     compile: bool = _training_option(False, "Compile the model with torch.compile.", needs="compile", fingerprint=True)
 
-    shuffle: str = _data_option("sample", "sample, window:N (blocks of N neighbours) or none.")
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(OptionGroup):
+    """Options of the training data."""
+
+    shuffle: Shuffle = _data_option("sample", "sample, window:N (blocks of N neighbours) or none.", parse=parse_shuffle)
     num_workers: int | Literal["auto"] = option(
         "auto",
         "Data-loading processes per rank. auto: 0 for tensors, else up to 4.",
@@ -99,20 +107,36 @@ class RunConfig(FineTuningOptions):
         evaluation=True,
     )
 
-    eval_every: str = _evaluation_option("1epoch", "Evaluate every Nsteps or Nepochs, or never.", evaluation=True)
-    early_stop: str | None = _evaluation_option(
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions(OptionGroup):
+    """When to evaluate, and how to select the model."""
+
+    eval_every: Interval = _evaluation_option(
+        "1epoch",
+        "Evaluate every Nsteps or Nepochs, or never.",
+        parse=partial(parse_interval, name="eval_every", allow_time=False),
+        evaluation=True,
+    )
+    early_stop: EarlyStop | None = _evaluation_option(
         None,
         "METRIC:PATIENCE or METRIC:min:PATIENCE. Stop after PATIENCE evaluations without a better METRIC. Default: "
         "higher is better, unless its name ends in loss or --best-metric says min.",
+        parse=parse_early_stop,
         requires=Requirement(
             "eval_every",
             other_than="never",
             message="--early-stop needs evaluations, but --eval-every is {value}.",
         ),
     )
-    best_metric: str | None = _evaluation_option(
-        None, "METRIC:min or METRIC:max, to select the best checkpoint.", evaluation=True
+    best_metric: BestMetric | None = _evaluation_option(
+        None, "METRIC:min or METRIC:max, to select the best checkpoint.", parse=parse_best, evaluation=True
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(OptionGroup):
+    """The run directory, checkpoints and logs."""
 
     run_dir: str | None = option(
         None,
@@ -131,8 +155,10 @@ class RunConfig(FineTuningOptions):
         bits="never",
         scope="place",
     )
-    checkpoint_every: tuple[str, ...] = _record_option(
-        ("1epoch",), "Save every Nsteps, Nepochs or time such as 5min; may be repeated. never: only at the end."
+    checkpoint_every: tuple[Interval, ...] = _record_option(
+        ("1epoch",),
+        "Save every Nsteps, Nepochs or time such as 5min; may be repeated. never: only at the end.",
+        parse=partial(parse_interval, name="checkpoint_every"),
     )
     keep_checkpoints: int = _record_option(3, "Checkpoints to keep, besides the best.", minimum=1)
     backup_to: str | None = _record_option(
@@ -156,27 +182,11 @@ class RunConfig(FineTuningOptions):
         minimum=0,
     )
 
-    def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            check_type(f.name, getattr(self, f.name), _hints()[f.name])
-            check_bounds(f.name, getattr(self, f.name), f.metadata["classification"])
-        for name in ("run_dir", "backup_to", "init_from"):
+    def check(self, config: RunConfig) -> None:
+        """Reject paths that cannot be, and unknown trackers."""
+        for name in ("run_dir", "backup_to"):
             if (path := getattr(self, name)) is not None:
                 check_path(path, flag(name))
-        self._check_replaced()
-        super().__post_init__()
-        self._check_requirements()
-        self.check_communication(self.strategies, self.reduction, self.precision)
-        self.check_memory(self.precision, compiles=self.compile)
-        self.check_servers(self.strategies, self.precision, self.clip_norm)
-        parse_shuffle(self.shuffle)
-        parse_interval(self.eval_every, "eval_every", allow_time=False)
-        for text in self.checkpoint_every:
-            parse_interval(text, "checkpoint_every")
-        if self.early_stop is not None:
-            parse_early_stop(self.early_stop)
-        if self.best_metric is not None:
-            parse_best(self.best_metric)
         for name in self.log_to:
             if name not in BUILT_IN["paceline.trackers"] and name not in plugin_names("paceline.trackers"):
                 raise ConfigError(
@@ -184,34 +194,177 @@ class RunConfig(FineTuningOptions):
                     "files are always written."
                 )
 
-    def _check_replaced(self) -> None:
-        for f in dataclasses.fields(self):
-            other = f.metadata["classification"].replaces
-            if other is not None and None not in (getattr(self, f.name), getattr(self, other)):
-                raise ConfigError(f"give {flag(f.name)} or {flag(other)}, not both.")
 
-    def _check_requirements(self) -> None:
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for f in dataclasses.fields(self):
-            requires: Requirement | None = f.metadata["classification"].requires
-            own = getattr(self, f.name)
-            if requires is None or own == f.default:
-                continue
-            value = getattr(self, requires.option)
-            if requires.is_met(value, defaults[requires.option]):
-                continue
-            if requires.message is not None:
-                raise ConfigError(requires.message.format(flag=flag(f.name), own=own, value=value))
-            hint = _hints()[requires.option]
-            choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-            works = [choice for choice in choices if requires.is_met(choice, defaults[requires.option])]
-            what = " ".join([flag(requires.option), " or ".join(map(str, works))]).rstrip()
-            raise ConfigError(f"{flag(f.name)} needs {what}. Give both, or leave {flag(f.name)} out.")
+# --- All options of a run ---
 
 
 @functools.cache
-def _hints() -> dict[str, Any]:
-    return typing.get_type_hints(RunConfig)
+def option_groups() -> tuple[type[OptionGroup], ...]:
+    """Return all groups of options: the core's, and those of the table."""
+    return (
+        *(ProcessOptions, RecoveryOptions),
+        *map(import_object, OPTION_GROUPS),
+        *(ParallelOptions, FineTuningOptions, TrainingOptions, DataOptions, EvaluationOptions, RecordOptions),
+    )
+
+
+@functools.cache
+def all_options() -> Mapping[str, Option]:
+    """Return all options by their names, in the order of the groups."""
+    return {name: its for group in option_groups() for name, its in options_of(group).items()}
+
+
+G = TypeVar("G", bound=OptionGroup)
+
+
+class RunConfig:
+    """All options of a training run; ``None`` means "the task's default, else Paceline's".
+
+    An option's value is an attribute of its group, parsed: ``config.training.seed``. Groups of strategies and plug-ins
+    are found by their class: ``config[PipelineOptions].pp_schedule``.
+
+    Args:
+        given: the options by name, as a user gives them; the others have their defaults.
+
+    Attributes:
+        values: all options as they were given, or their defaults.
+
+    Raises:
+        ConfigError: an option is unknown, or a value or combination cannot work.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        options = all_options()
+        given = check_keys(given, "the options")
+        self.values: Mapping[str, Any] = {name: its.default for name, its in options.items()} | given
+        self._groups = {
+            group: group(**{name: options[name].parsed(self.values[name]) for name in group.__dataclass_fields__})
+            for group in option_groups()
+        }
+        self.processes = self[ProcessOptions]
+        self.recovery = self[RecoveryOptions]
+        self.parallel = self[ParallelOptions]
+        self.fine_tuning = self[FineTuningOptions]
+        self.training = self[TrainingOptions]
+        self.data = self[DataOptions]
+        self.evaluation = self[EvaluationOptions]
+        self.records = self[RecordOptions]
+        self._check()
+
+    def __getitem__(self, group: type[G]) -> G:
+        return cast(G, self._groups[group])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunConfig) and self.values == other.values
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"RunConfig({', '.join(f'{name}={value!r}' for name, value in self.non_defaults().items())})"
+
+    def replace(self, **changes: Any) -> Self:
+        """Return these options with some changed."""
+        return type(self)(**{**self.values, **changes})
+
+    def non_defaults(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, as given, in the order of the fields."""
+        return {name: self.values[name] for name, its in all_options().items() if self.values[name] != its.default}
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The active strategies: one, or one per axis of the mesh."""
+        return self.parallel.strategies
+
+    @property
+    def reducer(self) -> str:
+        """The engine that sums the gradients: ``reduction``, unless a strategy or a group of options brings its own."""
+        own = [find_traits(name).own_reduction for name in self.strategies]
+        return next(filter(None, [*(group.reducer for group in self._groups.values()), *own]), self.parallel.reduction)
+
+    @property
+    def inapplicable(self) -> dict[str, str]:
+        """The options that must keep their defaults with the active strategies, each with the end of a message."""
+        reasons = {}
+        for name, its in all_options().items():
+            for strategy in self.strategies:
+                if its.needs is not None and its.needs not in find_traits(strategy).supports:
+                    reasons[name] = f"does not work with --strategy {strategy}. Use --strategy ddp."
+            if its.strategies and not set(its.strategies) & set(self.strategies):
+                named = " or ".join(its.strategies)
+                axes = f", or {named} among the axes of --mesh" if set(its.strategies) <= set(AXIS_TO_STRATEGY) else ""
+                reasons[name] = f"needs --strategy {named}{axes}. Leave it out."
+        return reasons
+
+    @property
+    def non_elastic_options(self) -> tuple[str, ...]:
+        """The given options with which no rank can join or leave a running job."""
+        strategies = [f"--strategy {name}" for name in self.strategies if not find_traits(name).elastic]
+        return (*strategies, *(text for group in self._groups.values() for text in group.non_elastic))
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether ranks compute whole steps independently and updates are applied as they arrive."""
+        return any(find_traits(name).is_asynchronous(self) for name in self.strategies)
+
+    def num_servers(self, world_size: int) -> int:
+        """Return how many of ``world_size`` ranks are parameter servers; these are the first ranks.
+
+        Raises:
+            ConfigError: no rank is left to be a worker.
+        """
+        return max(find_traits(name).num_servers(self, world_size) for name in self.strategies)
+
+    def data_ranks(self, world_size: int) -> int:
+        """Return how many of ``world_size`` ranks have data of their own; the others compute the same samples.
+
+        Raises:
+            ConfigError: as in :meth:`ParallelOptions.axes`.
+        """
+        if self.asynchronous:
+            return 1
+        ranks = math.prod(size for axis, size in self.parallel.axes(world_size).items() if axis in DATA_AXES)
+        return ranks - self.num_servers(world_size)
+
+    def _check(self) -> None:
+        changed = self.non_defaults()
+        for name, why in self.inapplicable.items():
+            if name in changed:
+                raise ConfigError(f"{flag(name)} {why}")
+        for name, its in all_options().items():
+            if its.replaces is not None and None not in (self.values[name], self.values[its.replaces]):
+                raise ConfigError(f"give {flag(name)} or {flag(its.replaces)}, not both.")
+        for name, own in changed.items():
+            self._check_requirement(name, own)
+        for group in self._groups.values():
+            group.check(self)
+
+    def _check_requirement(self, name: str, own: object) -> None:
+        requires = all_options()[name].requires
+        if requires is None:
+            return
+        value, other = self.values[requires.option], all_options()[requires.option]
+        if requires.is_met(value, other.default):
+            return
+        if requires.message is not None:
+            raise ConfigError(requires.message.format(flag=flag(name), own=own, value=value))
+        choices = typing.get_args(other.type) if typing.get_origin(other.type) is Literal else ()
+        works = [choice for choice in choices if requires.is_met(choice, other.default)]
+        what = " ".join([flag(requires.option), " or ".join(map(str, works))]).rstrip()
+        raise ConfigError(f"{flag(name)} needs {what}. Give both, or leave {flag(name)} out.")
+
+
+class ResolvedConfig(RunConfig):
+    """The options of a run that was created: those that depend on the task or the number of processes are decided."""
+
+    @property
+    def microbatches(self) -> int:
+        """Logical micro-batches of a global batch."""
+        return cast(int, self.values["microbatches"])
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step, over all processes."""
+        return cast(int, self.values["global_batch_size"])
 
 
 # --- Configurations from TOML and from keywords ---
@@ -230,18 +383,17 @@ def check_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Reject unknown options, and convert lists, and single strings of list options, to tuples."""
     import difflib
 
-    known = [f.name for f in dataclasses.fields(RunConfig)]
+    known = all_options()
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=3)
             hint = f"Did you mean {' or '.join(near)}?" if near else f"The options are: {', '.join(known)}."
             raise ConfigError(f"{source}: there is no option {key!r}. {hint}")
-    several = {f.name for f in dataclasses.fields(RunConfig) if isinstance(f.default, tuple)}
     return {
         key: tuple(value)
         if isinstance(value, list)
         else (value,)
-        if key in several and isinstance(value, str)
+        if isinstance(known[key].default, tuple) and isinstance(value, str)
         else value
         for key, value in values.items()
     }
@@ -265,16 +417,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return check_keys(options, str(path))
 
 
-def non_defaults(config: RunConfig) -> dict[str, Any]:
-    """Return the options that differ from their defaults, in the order of the fields."""
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
-
-
 def to_flags(values: Mapping[str, Any], *, leave_out: Collection[str] = ()) -> list[str]:
     """Return the command-line words that set these options.
 
     Args:
-        values: the options, such as those of :func:`non_defaults`.
+        values: the options, such as those of :meth:`RunConfig.non_defaults`.
         leave_out: the names of options to skip.
     """
     words = []

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.core.options import Requirement, at_least, option
-from paceline.core.parallel_config import ParallelOptions
+from paceline.core.files import check_path
+from paceline.core.option_values import at_least
+from paceline.core.options import OptionGroup, Requirement, option
+
+if TYPE_CHECKING:
+    from paceline.core.config import RunConfig
 
 ALL_LINEAR = "all-linear"
 """The target of ``--lora`` for every linear layer but the last."""
@@ -40,61 +45,6 @@ class Lora:
     def scaling(self) -> float:
         """The factor of the product of the two matrices."""
         return self.alpha / self.rank
-
-
-_fine_tuning_option = partial(option, group="Fine-tuning", resume="fixed", bits="always", scope="training")
-
-
-@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
-class FineTuningOptions(ParallelOptions):
-    """Options of runs that start from another run's weights."""
-
-    init_from: str | None = _fine_tuning_option(
-        None,
-        "Start from the weights of another run (its best checkpoint, or RUN@last, RUN@STEP), of a "
-        "checkpoint's directory, or of a package.",
-    )
-    reset_head: bool = _fine_tuning_option(
-        False,
-        "With --init-from: reinitialize the model's last layer, as for another number of classes.",
-        requires=_PARENT,
-    )
-    reset: tuple[str, ...] = _fine_tuning_option(
-        (),
-        "With --init-from: reinitialize the layer or parameter of this name, with * for any text; may be repeated.",
-        requires=_PARENT,
-    )
-    freeze: tuple[str, ...] = _fine_tuning_option(
-        (),
-        "Do not train the layer or parameter of this name, such as layer1.*; may be repeated. Frozen batch "
-        "norms keep their statistics.",
-    )
-    lr_scale: tuple[str, ...] = _fine_tuning_option(
-        (), "PATTERN=FACTOR: multiply the learning rate of matching parameters; may be repeated, the last match counts."
-    )
-    lora: str | None = _fine_tuning_option(
-        None,
-        "Train only low-rank adapters of linear layers, such as rank=8,alpha=16,target=query|value. "
-        "Default target: all linear layers but the last; dropout=0.1 may be added.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for text in self.lr_scale:
-            parse_lr_scale(text)
-        if self.lora is not None:
-            parse_lora(self.lora)
-            if self.freeze:
-                raise ConfigError("--lora trains only its adapters, so --freeze has no effect. Leave one of them out.")
-            if self.lr_scale:
-                raise ConfigError(
-                    "--lora trains only its adapters. Set their learning rate with --set, and leave --lr-scale out."
-                )
-
-    @property
-    def adapters(self) -> Lora | None:
-        """The parsed ``--lora``."""
-        return None if self.lora is None else parse_lora(self.lora)
 
 
 def parse_lr_scale(text: str) -> tuple[str, float]:
@@ -147,3 +97,56 @@ def parse_lora(text: str) -> Lora:
     if not targets or (ALL_LINEAR in targets and len(targets) > 1):
         raise ConfigError(f"--lora {text}: target must be {ALL_LINEAR}, or layer names separated by |.")
     return Lora(rank=rank, alpha=alpha, dropout=dropout, targets=targets)
+
+
+_fine_tuning_option = partial(option, group="Fine-tuning", resume="fixed", bits="always", scope="training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuningOptions(OptionGroup):
+    """Options of runs that start from another run's weights."""
+
+    init_from: str | None = _fine_tuning_option(
+        None,
+        "Start from the weights of another run (its best checkpoint, or RUN@last, RUN@STEP), of a "
+        "checkpoint's directory, or of a package.",
+    )
+    reset_head: bool = _fine_tuning_option(
+        False,
+        "With --init-from: reinitialize the model's last layer, as for another number of classes.",
+        requires=_PARENT,
+    )
+    reset: tuple[str, ...] = _fine_tuning_option(
+        (),
+        "With --init-from: reinitialize the layer or parameter of this name, with * for any text; may be repeated.",
+        requires=_PARENT,
+    )
+    freeze: tuple[str, ...] = _fine_tuning_option(
+        (),
+        "Do not train the layer or parameter of this name, such as layer1.*; may be repeated. Frozen batch "
+        "norms keep their statistics.",
+    )
+    lr_scale: tuple[tuple[str, float], ...] = _fine_tuning_option(
+        (),
+        "PATTERN=FACTOR: multiply the learning rate of matching parameters; may be repeated, the last match counts.",
+        parse=parse_lr_scale,
+    )
+    lora: Lora | None = _fine_tuning_option(
+        None,
+        "Train only low-rank adapters of linear layers, such as rank=8,alpha=16,target=query|value. "
+        "Default target: all linear layers but the last; dropout=0.1 may be added.",
+        parse=parse_lora,
+    )
+
+    def check(self, config: RunConfig) -> None:
+        """Reject what has no effect with adapters."""
+        if self.init_from is not None:
+            check_path(self.init_from, "--init-from")
+        if self.lora is None:
+            return
+        if self.freeze:
+            raise ConfigError("--lora trains only its adapters, so --freeze has no effect. Leave one of them out.")
+        if self.lr_scale:
+            raise ConfigError(
+                "--lora trains only its adapters. Set their learning rate with --set, and leave --lr-scale out."
+            )

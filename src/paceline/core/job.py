@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from paceline.core.config import RunConfig, check_keys, non_defaults
+from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.errors import ConfigError
 from paceline.core.files import parse_json, parse_toml, read_document
 
@@ -54,7 +54,7 @@ class WorkerConfig:
         if self.trial_scheduler is not None:
             document["trial_scheduler"] = self.trial_scheduler
         document["explicit_options"] = sorted(self.explicit_options)
-        document["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()}
+        document["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in self.config.non_defaults().items()}
         if self.fields is not None:
             # As JSON: a field may be None, which TOML has no word for.
             document["fields"] = json.dumps(dict(self.fields))
@@ -71,7 +71,7 @@ class WorkerConfig:
             document = parse_toml(read_document(path))
             fields = document.get("fields")
             return cls(
-                config=RunConfig(**check_keys(document["config"], str(path))),
+                config=config_from_mapping(document["config"], str(path)),
                 explicit_options=frozenset(document["explicit_options"]),
                 fields=None if fields is None else parse_json(fields),
                 quiet=document["quiet"],

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.core.environment import Environment, default_threads
+from paceline.core.environment import Environment, EtcdEndpoints, default_threads
 from paceline.core.errors import ConfigError
-from paceline.core.options import flag
+from paceline.core.option_values import flag
 from paceline.core.process_config import EnvStyle, RankLauncher
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ class LaunchSpec:
         task_digest: a digest of the task's code and options; equal on all nodes of a job.
         token_file: holds the secret that the job's agents share; default: in the run's directory.
         init_timeout_s: time limit of the search for the other nodes.
-        coordinator: an etcd cluster that decides on the leader and the nodes, as ``--coordinator`` names it; None: the
-            agents do.
+        coordinator: an etcd cluster that decides on the leader and the nodes; None: the agents do.
     """
 
     command: tuple[str, ...]
@@ -127,7 +126,7 @@ class LaunchSpec:
     task_digest: str = ""
     token_file: Path | None = None
     init_timeout_s: float = 300.0
-    coordinator: str | None = None
+    coordinator: EtcdEndpoints | None = None
 
     def __post_init__(self) -> None:
         if not self.command:

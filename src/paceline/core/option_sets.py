@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from paceline.core.config import RunConfig
+from paceline.core.config import RunConfig, all_options
 from paceline.core.errors import ConfigError
-from paceline.core.options import Classification, flag
-
-CLASSIFICATIONS: dict[str, Classification] = {
-    field.name: field.metadata["classification"] for field in dataclasses.fields(RunConfig)
-}
-"""The classification of each option, in the order of the fields."""
-
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(RunConfig)}
-"""The default of each option."""
+from paceline.core.option_values import flag
+from paceline.core.options import Option
 
 
-def select(predicate: Callable[[Classification], bool]) -> tuple[str, ...]:
-    """Return the names of the options whose classification satisfies ``predicate``, in the order of the fields."""
-    return tuple(name for name, its in CLASSIFICATIONS.items() if predicate(its))
+def select(predicate: Callable[[Option], bool]) -> tuple[str, ...]:
+    """Return the names of the options that satisfy ``predicate``, in the order of the fields."""
+    return tuple(name for name, its in all_options().items() if predicate(its))
 
 
 # --- The options of a resumed run: the current ones and those with which it was created ---
@@ -30,17 +22,17 @@ def select(predicate: Callable[[Classification], bool]) -> tuple[str, ...]:
 _LAYOUT = ("strategy", "mesh")
 
 
-def resume_config(current: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> RunConfig:
-    """Return the options of a resumed run; the arguments are those of :func:`merge_resumed_config`.
+def resumed_options(current: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> dict[str, Any]:
+    """Return the options of a resumed run; the arguments are those of :func:`merge_resumed_options`.
 
     Raises:
         ConfigError: an option that decides the model's bits was given another value.
     """
     require_unchanged(current, explicit, recorded)
-    return RunConfig(**merge_resumed_config(current, explicit, recorded))
+    return merge_resumed_options(current, explicit, recorded)
 
 
-def merge_resumed_config(current: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> dict[str, Any]:
+def merge_resumed_options(current: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> dict[str, Any]:
     """Return all options of a resumed run, each merged as its ``resume`` says.
 
     Args:
@@ -49,22 +41,22 @@ def merge_resumed_config(current: Mapping[str, Any], explicit: Collection[str], 
         recorded: the options with which the run was created.
     """
     merged: dict[str, Any] = {}
-    for name, option_class in CLASSIFICATIONS.items():
+    for name, option_class in all_options().items():
         now = current.get(name)
         if option_class.resume == "fresh" or (option_class.resume == "kept" and name in current):
-            merged[name] = current.get(name, DEFAULTS[name])
+            merged[name] = current.get(name, all_options()[name].default)
         elif option_class.resume == "adjustable" and name in explicit and now is not None:
             merged[name] = now
         else:
-            merged[name] = getattr(recorded, name)
+            merged[name] = recorded.values[name]
     if inherited := set(select(lambda option_class: option_class.resume == "kept")) - current.keys():
-        merged |= {name: DEFAULTS[name] for name in _dropped(current, recorded) & inherited}
+        merged |= {name: all_options()[name].default for name in _dropped(current, recorded) & inherited}
     for name in select(lambda option_class: option_class.resume in ("kept", "adjustable")):
-        requires = CLASSIFICATIONS[name].requires
+        requires = all_options()[name].requires
         if requires is None or name in explicit:
             continue
-        if not requires.is_met(merged[requires.option], DEFAULTS[requires.option]):
-            merged[name] = DEFAULTS[name]
+        if not requires.is_met(merged[requires.option], all_options()[requires.option].default):
+            merged[name] = all_options()[name].default
     return merged
 
 
@@ -82,7 +74,7 @@ def require_unchanged(current: Mapping[str, Any], explicit: Collection[str], rec
     conflicts = [
         f"  {flag(name)}: {before} when the run was created, {current[name]} now"
         for name in select(lambda its: its.resume == "fixed")
-        if name in explicit and current[name] not in (before := getattr(recorded, name), "auto")
+        if name in explicit and current[name] not in (before := recorded.values[name], "auto")
     ]
     if conflicts:
         raise ConfigError(
@@ -94,7 +86,7 @@ def require_unchanged(current: Mapping[str, Any], explicit: Collection[str], rec
 
 def _dropped(current: Mapping[str, Any], recorded: RunConfig) -> set[str]:
     """Return the options that belong to the recorded strategy and do not apply to the current one."""
-    if not current.keys() & set(_LAYOUT) and recorded.strategy != "single":
+    if not current.keys() & set(_LAYOUT) and recorded.parallel.strategy != "single":
         return set()
     now = RunConfig(**{name: current[name] for name in _LAYOUT if name in current})
     return {*_LAYOUT, *now.inapplicable}

@@ -1,17 +1,20 @@
-"""Declaration of options, and parsing of their text values."""
+"""Declaration of options: fields of groups, each with a help text and a classification."""
 
 from __future__ import annotations
 
 import math
-import re
 import types
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import ConfigError
+from paceline.core.option_values import flag
 from paceline.core.plugins import GROUP_OF_TYPE, plugin_names
+
+if TYPE_CHECKING:
+    from paceline.core.config import RunConfig
 
 # --- An option of a run: a field with a help text and a classification ---
 
@@ -75,12 +78,24 @@ class Requirement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classification:
-    """The classification of an option; the attributes are arguments of :func:`option`."""
+class Option:
+    """An option; the other attributes are arguments of :func:`option`.
 
+    Attributes:
+        name: that of the field; the flag has hyphens.
+        type: of a given value.
+    """
+
+    name: str = ""
+    type: Any = None
+    default: Any
+    help: str
+    group: str
     resume: Resume
     bits: Bits
     scope: Scope
+    parse: Callable[[Any], Any] | None
+    given: Any
     strategies: tuple[str, ...]
     needs: Capability | None
     requires: Requirement | None
@@ -92,6 +107,18 @@ class Classification:
     fingerprint: bool
     evaluation: bool
 
+    def parsed(self, value: Any) -> Any:
+        """Return the field's value for a given one.
+
+        Raises:
+            ConfigError: the value is not of the option's type, is out of bounds, or cannot be parsed.
+        """
+        check_type(self.name, value, self.type)
+        check_bounds(self.name, value, self)
+        if self.parse is None or value is None:
+            return value
+        return tuple(map(self.parse, value)) if isinstance(value, tuple) else self.parse(value)
+
 
 def option(
     default: Any,
@@ -101,6 +128,8 @@ def option(
     resume: Resume,
     bits: Bits,
     scope: Scope,
+    parse: Callable[[Any], Any] | None = None,
+    given: Any = None,
     strategies: tuple[str, ...] = (),
     needs: Capability | None = None,
     requires: Requirement | None = None,
@@ -112,14 +141,17 @@ def option(
     fingerprint: bool = False,
     evaluation: bool = False,
 ) -> Any:
-    """Declare an option: a field of an options class with its classification.
+    """Declare an option: a field of an :class:`OptionGroup`.
 
     Args:
+        default: as a user would give it.
         help: the text of ``--help``.
         group: the heading in ``--help``.
         resume: how resuming a run treats it.
         bits: whether it affects the bits of the model.
         scope: its subject.
+        parse: makes the field's value of a given one, or of each item of a tuple, or raises a ConfigError.
+        given: the type of a given value or item, where that is another than the field's; with ``parse`` text.
         strategies: the strategies to which it applies; empty: all.
         needs: the capability that the strategy must have.
         requires: the condition on another option.
@@ -129,10 +161,15 @@ def option(
         fingerprint: whether checkpoints record it in the numerics fingerprint, on which equal bits depend.
         evaluation: whether packages record it, because evaluating the model needs it.
     """
-    classification = Classification(
+    its = Option(
+        default=default,
+        help=help,
+        group=group,
         resume=resume,
         bits=bits,
         scope=scope,
+        parse=parse,
+        given=given,
         strategies=strategies,
         needs=needs,
         requires=requires,
@@ -144,35 +181,62 @@ def option(
         fingerprint=fingerprint,
         evaluation=evaluation,
     )
-    return field(default=default, metadata={"help": help, "group": group, "classification": classification})
+    return field(metadata={"option": its})
 
 
-def flag(name: str) -> str:
-    """Return the command-line flag of a field."""
-    return "--" + name.replace("_", "-")
+# --- Groups of options ---
 
 
-def at_least(name: str, value: int, low: int) -> None:
-    """Reject a value below ``low``.
+@dataclass(frozen=True, kw_only=True)
+class OptionGroup:
+    """Options of one subject: a frozen dataclass, in a module without torch; :func:`option` makes its fields."""
 
-    Raises:
-        ConfigError: the value is smaller.
-    """
-    if value < low:
-        raise ConfigError(f"{flag(name)} must be at least {low}, but is {value}.")
+    def check(self, config: RunConfig) -> None:
+        """Reject combinations, with each other or with other groups' options, that do not work.
+
+        Raises:
+            ConfigError: the message names the options to change.
+        """
+
+    @property
+    def reducer(self) -> str | None:
+        """The engine that sums gradients, where these options choose one."""
+        return None
+
+    @property
+    def non_elastic(self) -> tuple[str, ...]:
+        """The given options with which no rank can join or leave a running job, as on the command line."""
+        return ()
 
 
-def check_bounds(name: str, value: object, classification: Classification) -> None:
+def options_of(group: type[OptionGroup]) -> dict[str, Option]:
+    """Return the options of a group by their names."""
+    hints = typing.get_type_hints(group)
+    return {each.name: _named(each.name, each.metadata["option"], hints[each.name]) for each in fields(group)}
+
+
+def _named(name: str, its: Option, hint: Any) -> Option:
+    given = its.given or (None if its.parse is None else str)
+    if given is not None:
+        hint = tuple[given, ...] if isinstance(its.default, tuple) else given  # type: ignore[valid-type]
+        hint = hint | None if its.default is None else hint
+    return replace(its, name=name, type=hint)
+
+
+# --- Checks of single values ---
+
+
+def check_bounds(name: str, value: object, its: Option) -> None:
     """Reject a number outside an option's bounds.
 
     Raises:
         ConfigError: the message gives the bounds.
     """
-    low, high = classification.minimum, classification.maximum
+    low, high = its.minimum, its.maximum
     if low is None or isinstance(value, bool) or not isinstance(value, int | float):
         return
     most = math.inf if high is None else high
-    if classification.exclusive:
+    if its.exclusive:
         works = low < value and (high is None or value < high)
         rule = "positive" if low == 0 and most == math.inf else f"between {low:g} and {most:g}"
     else:
@@ -218,207 +282,3 @@ def check_type(name: str, value: Any, hint: Any) -> None:
             wanted.append(_IN_WORDS.get(option, str(option)))
     choices = " or ".join([", ".join(wanted[:-1]), wanted[-1]] if wanted[:-1] else wanted)
     raise ConfigError(f"{flag(name)} must be {choices}, but is {value!r}.")
-
-
-# --- Parsers of option values: durations, intervals, counts ---
-
-
-@dataclass(frozen=True)
-class Interval:
-    """How often something is due: at most one of the three is set; none means never."""
-
-    steps: int | None = None
-    epochs: int | None = None
-    seconds: float | None = None
-
-
-_UNITS_S = {"ms": 0.001, "s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}
-
-
-def parse_duration_s(text: str, name: str) -> float:
-    """Parse "90s", "5min", "2h" or "30d" into seconds.
-
-    Raises:
-        ConfigError: the text is not a duration.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|sec|min|h|d)", text.strip())
-    if not match or float(match[1]) <= 0:
-        raise ConfigError(f"{flag(name)} must be a duration such as 90s, 5min or 2h, but is {text!r}.")
-    return float(match[1]) * _UNITS_S[match[2]]
-
-
-def parse_walltime_s(text: str) -> float:
-    """Parse a job's time limit into seconds: a duration, or one of Slurm's forms.
-
-    These are minutes, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
-    match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+))", text.strip())
-    if match is None:
-        try:
-            return parse_duration_s(text, "walltime")
-        except ConfigError as error:
-            raise ConfigError(f"{str(error).rstrip('.')}; or write it as Slurm does, such as 12:00:00.") from None
-    day, hour, minute, second, hours, minutes, seconds, only_minutes = (int(number or 0) for number in match.groups())
-    total_s = ((day * 24 + hour + hours) * 60 + minute + minutes + only_minutes) * 60 + second + seconds
-    if total_s == 0:
-        raise ConfigError(f"--walltime must be above 0, but is {text!r}.")
-    return float(total_s)
-
-
-def parse_hang_timeout(text: str) -> float | None:
-    """Parse a step timeout into seconds; None for "auto", infinite for "never".
-
-    Raises:
-        ConfigError: the text is not one of these and not a duration.
-    """
-    if text == "auto":
-        return None
-    if text == "never":
-        return math.inf
-    try:
-        return parse_duration_s(text, "hang_timeout")
-    except ConfigError:
-        raise ConfigError(
-            f"--hang-timeout must be auto, never or a duration such as 90s, 5min or 2h, but is {text!r}."
-        ) from None
-
-
-def parse_interval(text: str, name: str, *, allow_time: bool = True) -> Interval:
-    """Parse "50steps", "1epoch", "5min" or "never".
-
-    Raises:
-        ConfigError: the text is not one of these.
-    """
-    text = text.strip()
-    if text == "never":
-        return Interval()
-    match = re.fullmatch(r"(\d+)\s*(steps?|epochs?)", text)
-    if match and int(match[1]) > 0:
-        return Interval(steps=int(match[1])) if match[2].startswith("step") else Interval(epochs=int(match[1]))
-    if allow_time:
-        try:
-            return Interval(seconds=parse_duration_s(text, name))
-        except ConfigError:
-            pass
-    times = ", 5min" if allow_time else ""
-    raise ConfigError(f"{flag(name)} must be such as 50steps, 1epoch{times} or never, but is {text!r}.")
-
-
-def parse_nodes(value: int | str) -> tuple[int, int]:
-    """Parse 2, "2" or "1:4" into the least and greatest number of nodes.
-
-    Raises:
-        ConfigError: the value has another form.
-    """
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value).strip())
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= least <= most:
-        raise ConfigError(f"--nodes must be at least 1, or MIN:MAX such as 1:4, but is {value}.")
-    return least, most
-
-
-def parse_gpus(value: int | str) -> tuple[str | None, int]:
-    """Parse ``2``, ``a100:2`` or ``1g.5gb:2`` into a type, if it has one, and a number.
-
-    Raises:
-        ConfigError: it has another form.
-    """
-    match = re.fullmatch(r"(?:gpu:)?(?:([A-Za-z0-9_.+-]+):)?(-?\d+)", str(value))
-    if match is None:
-        raise ConfigError(
-            f"--gpus-per-node must be a number, or on Slurm TYPE:NUMBER, such as a100:2, but is {value!r}."
-        )
-    return match[1], int(match[2])
-
-
-def parse_nproc(value: int | str) -> tuple[int, ...] | None:
-    """Parse 2, "2" or "8,4" into the processes of each node; None for "auto".
-
-    Raises:
-        ConfigError: the value has another form.
-    """
-    if value == "auto":
-        return None
-    if isinstance(value, str) and not re.fullmatch(r"\d+(,\d+)*", value.strip()):
-        raise ConfigError(f"--nproc must be a whole number, auto, or a list such as 8,4, but is {value!r}.")
-    counts = tuple(int(word) for word in str(value).split(","))
-    for count in counts:
-        at_least("nproc", count, 1)
-    return counts
-
-
-@dataclass(frozen=True)
-class Shuffle:
-    """The order of an epoch: shuffled by samples (``window`` 1) or by windows of neighbours, or in order (0)."""
-
-    window: int = 1
-
-
-def parse_shuffle(text: str) -> Shuffle:
-    """Parse "sample", "window:N" or "none".
-
-    Raises:
-        ConfigError: the text is not one of these.
-    """
-    if text == "sample":
-        return Shuffle(window=1)
-    if text == "none":
-        return Shuffle(window=0)
-    match = re.fullmatch(r"window:(\d+)", text)
-    if match and int(match[1]) > 0:
-        return Shuffle(window=int(match[1]))
-    raise ConfigError(f"--shuffle must be sample, window:N or none, but is {text!r}.")
-
-
-Direction = Literal["min", "max"]
-
-
-def parse_early_stop(text: str) -> tuple[str, Direction | None, int]:
-    """Parse "METRIC:PATIENCE" or "METRIC:min:PATIENCE" into the metric's name, direction and patience in evaluations.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
-    match = re.fullmatch(r"(.+?)(?::(min|max))?:0*([1-9]\d*)", text)
-    if match is None:
-        raise ConfigError(
-            f"--early-stop must be METRIC:PATIENCE, such as loss:3, or METRIC:min:PATIENCE, but is {text!r}."
-        )
-    metric, direction, patience = match.groups()
-    return metric, "min" if direction == "min" else "max" if direction else None, int(patience)
-
-
-def parse_best(text: str) -> tuple[str, Direction]:
-    """Parse "METRIC:min" or "METRIC:max" into the metric's name and the direction.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
-    metric, _, direction = text.rpartition(":")
-    if metric and direction == "min":
-        return metric, "min"
-    if metric and direction == "max":
-        return metric, "max"
-    raise ConfigError(f"--best-metric must be METRIC:min or METRIC:max, such as accuracy:max, but is {text!r}.")
-
-
-def parse_mesh(text: str | None, axes: Sequence[str]) -> dict[str, int]:
-    """Parse "AXIS=SIZE,AXIS=SIZE" into sizes in the order of ``axes``; empty for None.
-
-    Raises:
-        ConfigError: the text has another form or names an unknown axis.
-    """
-    if text is None:
-        return {}
-    sizes: dict[str, int] = {}
-    for word in text.split(","):
-        match = re.fullmatch(r"([a-z]+)=([1-9]\d*)", word.strip())
-        if not match or match[1] in sizes:
-            raise ConfigError(f"--mesh must be such as {axes[0]}=2,{axes[-1]}=2, but is {text!r}.")
-        if match[1] not in axes:
-            raise ConfigError(f"--mesh {text}: there is no axis {match[1]!r}. The axes are: {', '.join(axes)}.")
-        sizes[match[1]] = int(match[2])
-    return {axis: sizes[axis] for axis in axes if axis in sizes}

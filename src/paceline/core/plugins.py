@@ -10,13 +10,22 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, Literal, NewType
 
 from paceline.core.built_in import BUILT_IN, Group
 from paceline.core.errors import ConfigError
 
 LauncherPlugin = NewType("LauncherPlugin", str)
 StrategyPlugin = NewType("StrategyPlugin", str)
+
+_RESERVED = "auto"
+"""A value of ``--on`` and ``--strategy`` that is not a name; no plug-in may use it."""
+
+
+def names_type(group: Group, plugin: Any) -> Any:
+    """Return the type of an option whose values are auto, our names of a group, and those of other distributions."""
+    return Literal.__getitem__((_RESERVED, *BUILT_IN[group])) | plugin
+
 
 GROUP_OF_TYPE: Mapping[Any, Group] = {
     LauncherPlugin: "paceline.launchers",
@@ -30,8 +39,6 @@ _NOUNS: Mapping[Group, str] = {
     "paceline.trackers": "tracker",
     "paceline.tasks": "task",
 }
-_RESERVED = "auto"
-"""Values of ``--on`` and ``--strategy`` that are not names of plug-ins; no plug-in may use them."""
 
 
 @dataclass(frozen=True)

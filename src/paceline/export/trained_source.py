@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from paceline.core.callback import Callback
-from paceline.core.config import RunConfig
+from paceline.core.config import all_options
 from paceline.core.errors import ExportError, PackageError
 from paceline.core.inference import InferenceSignature
 from paceline.core.option_sets import select
@@ -95,12 +95,11 @@ class TrainedSource:
     def data(self) -> dict[str, Any]:
         """Return the facts about the data, and the options of the model's evaluation on it."""
         config = self.trained.run.config
-        default = RunConfig()
-        decide = {name: getattr(config, name) for name in _EVALUATION_OPTIONS}
+        decide = {name: config.values[name] for name in _EVALUATION_OPTIONS}
         return {
             **self.manifest.get("data", {}),
             "compared_split": self.split,
-            EVALUATION: {n: value for n, value in decide.items() if value != getattr(default, n)},
+            EVALUATION: {n: value for n, value in decide.items() if value != all_options()[n].default},
         }
 
     def batches(self) -> EvalBatches:

@@ -19,8 +19,7 @@ from paceline.core.files import write_atomically
 from paceline.core.gpus import preferred_device, visible_gpus
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.launch_spec import Recovery
-from paceline.core.option_sets import merge_resumed_config
-from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.option_sets import merge_resumed_options
 from paceline.core.sockets import require_loopback
 from paceline.core.standard_streams import lasting_streams
 from paceline.core.task_loading import check_spec
@@ -54,9 +53,9 @@ class LocalRun:
 
     def on_interface(self, interface: str | None) -> LocalRun:
         """Return this run on a network interface, unless its options name one."""
-        if interface is None or self.job.config.interface is not None:
+        if interface is None or self.job.config.processes.interface is not None:
             return self
-        job = dataclasses.replace(self.job, config=dataclasses.replace(self.job.config, interface=interface))
+        job = dataclasses.replace(self.job, config=self.job.config.replace(interface=interface))
         rendered = self.launcher.render(dataclasses.replace(self.rendered.spec, interface=interface))
         return dataclasses.replace(self, rendered=rendered, job=job)
 
@@ -77,7 +76,7 @@ class LocalRun:
             except NodeRemovedError as removed:
                 print(f"paceline: {removed} It joins again once it reaches them.", file=sys.stderr, flush=True)
             # This time it discovers the others through the run directory.
-            config = dataclasses.replace(run.job.config, node_rank=None, rdzv_endpoint=None)
+            config = run.job.config.replace(node_rank=None, rdzv_endpoint=None)
             run = prepare_local_run(dataclasses.replace(run.job, config=config), joins=True)
 
     def _launch_once(self) -> int:
@@ -87,7 +86,7 @@ class LocalRun:
         may_be_later = spec.recover != "none" and _lacks_node_rank(spec.node_rank, spec.nodes)
         if not (spec.node_rank or spec.joins or may_be_later):
             directory.require_unused()
-            directory.check_resume(job.config.resume)
+            directory.check_resume(job.config.records.resume)
         if spec.local_world_size > 1:
             require_loopback()
         directory.create()
@@ -126,38 +125,46 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
     """
     config = job.config
     check_task(config)
-    first_nodes, most_nodes = parse_nodes(config.nodes)
-    counts = parse_nproc(config.nproc) or (available_processes(config),)
+    first_nodes, most_nodes = config.processes.nodes
+    counts = config.processes.nproc or (available_processes(config),)
     nproc = _processes_here(config, counts)
     several_nodes = most_nodes > 1
-    name = config.on if config.on != "auto" else "spawn" if nproc > 1 or several_nodes else "inprocess"
-    if several_nodes and config.rdzv_endpoint is None and not joins:
+    name = (
+        config.processes.on if config.processes.on != "auto" else "spawn" if nproc > 1 or several_nodes else "inprocess"
+    )
+    if several_nodes and config.processes.rdzv_endpoint is None and not joins:
         raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
-    directory = RunDirectory(Path(config.run_dir or default_run_path(config.task)))
+    directory = RunDirectory(Path(config.records.run_dir or default_run_path(config.processes.task)))
     kept = _with_recorded_options(job, directory)
     recover = _recovery(kept, name)
     if recover == "none" and most_nodes > first_nodes:
         raise ConfigError(
-            f"--nodes {config.nodes}: nodes can only join and leave a run that recovers. "
+            f"--nodes {config.values['nodes']}: nodes can only join and leave a run that recovers. "
             "Use --on spawn, and leave out --recover none."
         )
-    if recover != "none" and several_nodes and config.run_dir is None:
+    if recover != "none" and several_nodes and config.records.run_dir is None:
         raise ConfigError(
             "a run on several nodes needs --run-dir DIR, a directory that all of them share; "
             "without one use --recover none."
         )
-    if "coordinator" in job.explicit_options and config.coordinator and (recover == "none" or not several_nodes):
+    if (
+        "coordinator" in job.explicit_options
+        and config.recovery.coordinator
+        and (recover == "none" or not several_nodes)
+    ):
         raise ConfigError(
             "--coordinator decides which of several nodes take part in a run that recovers. Use it with --nodes above "
             "1 and without --recover none, or leave it out."
         )
-    if _lacks_node_rank(config.node_rank, (first_nodes, most_nodes)):
+    if _lacks_node_rank(config.processes.node_rank, (first_nodes, most_nodes)):
         job_file = directory.path / f"job-{socket.gethostname()}-{os.getpid()}.toml"
     else:  # each node has its own
-        job_file = directory.path / (f"job-{config.node_rank}.toml" if config.node_rank else "job.toml")
+        job_file = directory.path / (
+            f"job-{config.processes.node_rank}.toml" if config.processes.node_rank else "job.toml"
+        )
     resolved = dataclasses.replace(
         job,
-        config=dataclasses.replace(config, run_dir=str(directory.path), nproc=nproc, device=kept.device),
+        config=config.replace(run_dir=str(directory.path), nproc=nproc, device=kept.processes.device),
         supervised=name != "inprocess",
         device=_device(kept),
         world_size=sum(counts[:first_nodes]) if len(counts) > 1 else nproc * first_nodes,
@@ -167,27 +174,27 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
         job_file=job_file,
         nodes=(first_nodes, most_nodes),
         nproc=(nproc,),
-        threads=config.threads,
+        threads=config.processes.threads,
         is_task=True,
         run=directory.path,
-        interface=config.interface,
-        node_rank=config.node_rank,
-        rdzv_endpoint=config.rdzv_endpoint,
-        rdzv_id=config.rdzv_id,
+        interface=config.processes.interface,
+        node_rank=config.processes.node_rank,
+        rdzv_endpoint=config.processes.rdzv_endpoint,
+        rdzv_id=config.processes.rdzv_id,
         joins=joins,
         log_directory=directory,
         recover=recover,
-        max_restarts=config.max_restarts,
-        heartbeat_s=config.heartbeat,
-        spares=config.hot_spares,
+        max_restarts=config.recovery.max_restarts,
+        heartbeat_s=config.recovery.heartbeat,
+        spares=config.recovery.hot_spares,
         task_digest=_task_digest(job),
-        token_file=None if config.token_file is None else Path(config.token_file),
-        init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
-        coordinator=config.coordinator,
+        token_file=None if config.processes.token_file is None else Path(config.processes.token_file),
+        init_timeout_s=config.processes.init_timeout,
+        coordinator=config.recovery.coordinator,
     )
     launcher = get_launcher(name)
     run = LocalRun(launcher=launcher, rendered=launcher.render(spec), job=resolved, directory=directory)
-    if reserve and config.run_dir is None and not directory.reserve():
+    if reserve and config.records.run_dir is None and not directory.reserve():
         return prepare_local_run(job, joins=joins, reserve=True)  # under the next free name
     return run
 
@@ -208,8 +215,12 @@ def check_task(config: RunConfig) -> None:
     Raises:
         TaskError: there is no such task.
     """
-    if config.task or config.run_dir is None or not RunDirectory(Path(config.run_dir)).exists():
-        check_spec(config.task)
+    if (
+        config.processes.task
+        or config.records.run_dir is None
+        or not RunDirectory(Path(config.records.run_dir)).exists()
+    ):
+        check_spec(config.processes.task)
 
 
 def own_environment(config: RunConfig, explicit_options: Collection[str], environment: Environment) -> Environment:
@@ -227,13 +238,17 @@ def own_environment(config: RunConfig, explicit_options: Collection[str], enviro
     """
     if environment.source == "single":
         return environment
-    counts, (least, most) = parse_nproc(config.nproc), parse_nodes(config.nodes)
+    counts, (least, most) = config.processes.nproc, config.processes.nodes
     given = {"nproc", "nodes"} & set(explicit_options)
     if environment.world_size == 1:
         asks_for_more = most > 1 or counts != (1,)
         if not asks_for_more or not (given or environment.source == "variables"):
             return environment
-        wanted = f"--nodes {config.nodes} --nproc {config.nproc}" if most > 1 else f"--nproc {config.nproc}"
+        wanted = (
+            f"--nodes {config.values['nodes']} --nproc {config.values['nproc']}"
+            if most > 1
+            else f"--nproc {config.values['nproc']}"
+        )
         print(
             f"paceline: {_STARTED_BY[environment.source]} one process alone, so {wanted} counts, and this command "
             "starts its own processes.",
@@ -245,9 +260,10 @@ def own_environment(config: RunConfig, explicit_options: Collection[str], enviro
     total = sum(counts) if len(counts) > 1 else counts[0] * least
     if total != environment.world_size and counts != (environment.local_world_size,):
         raise ConfigError(
-            f"--nproc {config.nproc} does not fit: {_STARTED_BY[environment.source]} {environment.world_size} "
-            f"processes (WORLD_SIZE), {environment.local_world_size} of them on this node, and this one is rank "
-            f"{environment.rank}. Leave out --nproc, or start the command once, without that launcher."
+            f"--nproc {config.values['nproc']} does not fit: {_STARTED_BY[environment.source]} "
+            f"{environment.world_size} processes (WORLD_SIZE), {environment.local_world_size} of them on this node, "
+            f"and this one is rank {environment.rank}. Leave out --nproc, or start the command once, without that "
+            "launcher."
         )
     return environment
 
@@ -258,13 +274,15 @@ def require_recovery(config: RunConfig, environment: Environment) -> None:
     Raises:
         ConfigError: the user gave the option.
     """
-    if config.recover in ("auto", "none") or (config.recover == "restart" and environment.source == "torchrun"):
+    if config.recovery.recover in ("auto", "none") or (
+        config.recovery.recover == "restart" and environment.source == "torchrun"
+    ):
         return
     ways = "--recover none"
     if environment.source == "torchrun":
         ways = "--recover restart and torchrun's own --max-restarts"
     raise ConfigError(
-        f"--recover {config.recover} does not work where {_STARTED_BY[environment.source]} the processes: "
+        f"--recover {config.recovery.recover} does not work where {_STARTED_BY[environment.source]} the processes: "
         f"it needs Paceline's agent. Use {ways} here, or have Paceline start them: give the command once on "
         "each node, with --on spawn."
     )
@@ -272,10 +290,10 @@ def require_recovery(config: RunConfig, environment: Environment) -> None:
 
 def _with_recorded_options(job: WorkerConfig, directory: RunDirectory) -> RunConfig:
     """Return the options, with those that a run in the directory keeps."""
-    if not directory.exists() or job.config.resume == "never":
+    if not directory.exists() or job.config.records.resume == "never":
         return job.config
     recorded = config_from_mapping(directory.read_manifest().get("config", {}), str(directory.manifest))
-    return RunConfig(**merge_resumed_config(vars(job.config), job.explicit_options, recorded))
+    return RunConfig(**merge_resumed_options(job.config.values, job.explicit_options, recorded))
 
 
 def _recovery(config: RunConfig, name: str) -> Recovery:
@@ -284,33 +302,33 @@ def _recovery(config: RunConfig, name: str) -> Recovery:
     Raises:
         ConfigError: ``--recover`` cannot work here.
     """
-    if config.recover == "none":
+    if config.recovery.recover == "none":
         return "none"
     obstacles = list(config.non_elastic_options)  # to recovery in place
-    if config.reduction == "ddp":
-        obstacles.insert(0, f"--reduction {config.reduction}")
+    if config.parallel.reduction == "ddp":
+        obstacles.insert(0, f"--reduction {config.parallel.reduction}")
     if _device(config) == "cuda":
         obstacles.append("a GPU")
-    if name == "torchrun" and config.recover == "restart":
+    if name == "torchrun" and config.recovery.recover == "restart":
         return "restart"
-    if config.recover == "auto":
+    if config.recovery.recover == "auto":
         return "none" if name != "spawn" else "restart" if obstacles else "inplace"
     if name != "spawn":
         raise ConfigError(
-            f"--recover {config.recover} does not work with --on {name}: it needs Paceline's agent, which "
+            f"--recover {config.recovery.recover} does not work with --on {name}: it needs Paceline's agent, which "
             "--on spawn starts on each node. Use --recover none, or with --on torchrun restart."
         )
-    if config.recover == "inplace" and obstacles:
+    if config.recovery.recover == "inplace" and obstacles:
         raise ConfigError(
             f"--recover inplace does not work with {', '.join(obstacles)}: a survivor that waits there for a "
             "lost rank cannot be freed. Use --recover restart."
         )
-    return config.recover
+    return config.recovery.recover
 
 
 def _device(config: RunConfig) -> Literal["cpu", "cuda"]:
     """Return the device of the workers on this node; each of them checks it."""
-    return preferred_device() if config.device == "auto" else config.device
+    return preferred_device() if config.processes.device == "auto" else config.processes.device
 
 
 def _lacks_node_rank(node_rank: int | None, nodes: tuple[int, int]) -> bool:
@@ -322,20 +340,20 @@ def _processes_here(config: RunConfig, counts: tuple[int, ...]) -> int:
     """Return this node's number of processes, from a list for all nodes."""
     if len(counts) == 1:
         return counts[0]
-    if config.node_rank is None or config.node_rank >= len(counts):
+    if config.processes.node_rank is None or config.processes.node_rank >= len(counts):
         raise ConfigError(
-            f"--nproc {config.nproc} lists the processes of nodes 0 to {len(counts) - 1}, so each node "
+            f"--nproc {config.values['nproc']} lists the processes of nodes 0 to {len(counts) - 1}, so each node "
             "needs its number: --node-rank."
         )
-    return counts[config.node_rank]
+    return counts[config.processes.node_rank]
 
 
 def _task_digest(job: WorkerConfig) -> str:
     """Return a digest of the task's code and options: nodes that differ in it must not join."""
-    spec = job.config.task
+    spec = job.config.processes.task
     file = Path(spec.rpartition(":")[0])
     code = file.read_bytes() if file.suffix == ".py" and file.is_file() else spec.encode()
-    parts = (code, spec.rpartition(":")[2].encode(), repr((job.config.set, job.fields)).encode())
+    parts = (code, spec.rpartition(":")[2].encode(), repr((job.config.processes.set, job.fields)).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import ConfigError
-from paceline.core.options import parse_duration_s
+from paceline.core.option_values import parse_duration_s
 from paceline.launch.horovod import find_horovodrun
 from paceline.launch.launcher import LaunchSpec, RankLauncher
 from paceline.launch.mpi import command_of_a_rank, mpirun_in_allocation

@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from paceline.core.config import RunConfig, non_defaults, to_flags
+from paceline.core.config import RunConfig, to_flags
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.files import parse_json, read_document, write_atomically
 from paceline.core.job import default_run_path
 from paceline.core.option_sets import select
-from paceline.core.options import parse_interval
 from paceline.core.task_loading import split_spec
 from paceline.core.user_directories import user_directory
 from paceline.launch.launcher import (
@@ -325,10 +324,10 @@ def nodes_python(launcher: Launcher, asked: str | None) -> str:
 def task_command(config: RunConfig, run: Path, python: str) -> tuple[str, ...]:
     """``paceline train`` with the options of ``config``, but for those that say where it runs."""
     words = [python, "-m", "paceline", "train"]
-    if config.task:
-        words.append(config.task)
+    if config.processes.task:
+        words.append(config.processes.task)
     words += ["--run-dir", str(run)]
-    words += to_flags(non_defaults(config), leave_out=OF_THE_LAUNCHER)
+    words += to_flags(config.non_defaults(), leave_out=OF_THE_LAUNCHER)
     return tuple(words)
 
 
@@ -444,11 +443,11 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
     run, name, directory = _task_place(config, launcher)
     env_style: EnvStyle = options.get("env_style") or "torch"
     rank_launcher = choose_rank_launcher(launcher, options.get("rank_launcher"), env_style, is_task=True)
-    by_torchrun = config.recover == "restart" and rank_launcher == "torchrun"
-    if config.recover in ("inplace", "restart") and rank_launcher != "agent" and not by_torchrun:
+    by_torchrun = config.recovery.recover == "restart" and rank_launcher == "torchrun"
+    if config.recovery.recover in ("inplace", "restart") and rank_launcher != "agent" and not by_torchrun:
         raise ConfigError(
-            f"--recover {config.recover} needs Paceline's agent, but with --on {launcher.name} {rank_launcher} "
-            "starts each process. Use --recover none, and give the command again after a fault."
+            f"--recover {config.recovery.recover} needs Paceline's agent, but with --on {launcher.name} "
+            f"{rank_launcher} starts each process. Use --recover none, and give the command again after a fault."
         )
     return LaunchSpec(
         **{
@@ -460,8 +459,8 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
             "rank_launcher": rank_launcher,
             "env_style": env_style,
             "is_task": True,
-            "threads": config.threads,
-            "interface": config.interface,
+            "threads": config.processes.threads,
+            "interface": config.processes.interface,
             "python": python,
         }
     )
@@ -474,18 +473,22 @@ def _task_place(config: RunConfig, launcher: Launcher) -> tuple[Path, str, Path 
         ConfigError: the nodes do not share this one's files, and the run's directory there is not given.
     """
     if launcher.files == "shared":
-        run = Path(config.run_dir or default_run_path(config.task)).resolve()
+        run = Path(config.records.run_dir or default_run_path(config.processes.task)).resolve()
         # The jobs of an array have a run each, and share what is rendered.
         directory = run / "job" if "{" not in run.name else run.with_name(f"{job_name(run.name)}-job")
         return run, job_name(run.name), directory
-    there = config.run_dir or launcher.default_run
+    there = config.records.run_dir or launcher.default_run
     if there is None or not Path(there).is_absolute():
-        given = "" if config.run_dir is None else f", and not {config.run_dir}"
+        given = "" if config.records.run_dir is None else f", and not {config.records.run_dir}"
         raise ConfigError(
             f"--on {launcher.name}: the machines do not see this one's files. Give --run-dir with an absolute "
             f"path there, such as --run-dir /runs/a{given}."
         )
-    return Path(there), job_name(config.task.rpartition(":")[2] or config.task or Path(there).name), None
+    return (
+        Path(there),
+        job_name(config.processes.task.rpartition(":")[2] or config.processes.task or Path(there).name),
+        None,
+    )
 
 
 def _refuse_impossible(config: RunConfig, options: Mapping[str, Any]) -> None:
@@ -493,23 +496,23 @@ def _refuse_impossible(config: RunConfig, options: Mapping[str, Any]) -> None:
     counts: tuple[int, ...] = options.get("nproc", (1,))
     least, _ = options.get("nodes", (1, 1))
     processes = sum(counts) if len(counts) > 1 else counts[0] * least
-    if isinstance(config.microbatches, int) and processes > config.microbatches:
+    if isinstance(config.parallel.microbatches, int) and processes > config.parallel.microbatches:
         raise ConfigError(
-            f"{processes} processes cannot share --microbatches {config.microbatches}: each needs at least one. "
-            f"Use fewer, or --microbatches {processes} or more."
+            f"{processes} processes cannot share --microbatches {config.parallel.microbatches}: each needs at least "
+            f"one. Use fewer, or --microbatches {processes} or more."
         )
     gpus = options.get("gpus_per_node")
-    if gpus and max(counts) > gpus and config.device != "cpu":
+    if gpus and max(counts) > gpus and config.processes.device != "cpu":
         raise ConfigError(
             f"--nproc {max(counts)} processes cannot have a GPU each of --gpus-per-node {gpus}. Make them equal."
         )
     walltime_s = options.get("walltime_s")
-    intervals = [parse_interval(text, "checkpoint_every") for text in config.checkpoint_every]
+    intervals = config.records.checkpoint_every
     by_clock = [interval.seconds for interval in intervals if interval.seconds is not None]
     if walltime_s is not None and len(by_clock) == len(intervals) and min(by_clock, default=0) >= walltime_s:
         raise ConfigError(
-            f"--walltime {config.walltime} is over before the first --checkpoint-every "
-            f"{' or '.join(config.checkpoint_every)}: a job that is lost would have saved "
+            f"--walltime {config.values['walltime']} is over before the first --checkpoint-every "
+            f"{' or '.join(config.values['checkpoint_every'])}: a job that is lost would have saved "
             "nothing. Save more often."
         )
 

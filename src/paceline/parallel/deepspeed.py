@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from paceline.core.config import RunConfig
 from paceline.core.environment import patch_environ
 from paceline.core.errors import ConfigError
+from paceline.parallel.deepspeed_options import DeepSpeedOptions
 from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
@@ -358,8 +359,8 @@ class DeepSpeedLayout(Replicated):
             )
         import_deepspeed(mesh.world.device)
         self._world = mesh.world
-        self._stage = config.zero_stage
-        self._autocast = AMP_DTYPES.get(config.precision)
+        self._stage = config[DeepSpeedOptions].zero_stage
+        self._autocast = AMP_DTYPES.get(config.training.precision)
         self._optimizer: ZeroOptimizer | None = None
         self._module: nn.Module | None = None
         self.is_collective = self._stage == 3

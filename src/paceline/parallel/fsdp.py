@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigError, TaskError
 from paceline.data.samples import MicroBatch
 from paceline.parallel.gradient_norm import clip_gradients
 from paceline.parallel.microbatches import ExternalReduceStrategy
+from paceline.parallel.options import FsdpOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import gather_full
@@ -211,7 +212,7 @@ class FullyShard:
             )
         self._mesh = mesh
         self._config = config
-        self._wrap = AUTO_WRAP if config.fsdp_wrap == "auto" else config.fsdp_wrap
+        self._wrap = AUTO_WRAP if config[FsdpOptions].fsdp_wrap == "auto" else config[FsdpOptions].fsdp_wrap
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
         _require_shardable(module)
@@ -220,23 +221,23 @@ class FullyShard:
         self._mesh.world.broadcast_module(module)
         assert self._mesh.device_mesh is not None
         config = self._config
-        reshard = {"auto": None, "always": True, "never": False}[config.fsdp_reshard]
+        reshard = {"auto": None, "always": True, "never": False}[config[FsdpOptions].fsdp_reshard]
         options: dict[str, Any] = {
             "mesh": self._mesh.device_mesh["fsdp"],
             "reshard_after_forward": reshard,
         }
-        if config.fsdp_offload:
+        if config[FsdpOptions].fsdp_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         for unit in [*self._units(module), module]:
             # Parameters that autocast keeps in float32 are gathered in float32.
-            lowered = config.fsdp_mixed_precision and _is_cast(unit)
+            lowered = config[FsdpOptions].fsdp_mixed_precision and _is_cast(unit)
             fully_shard(unit, mp_policy=self._precision() if lowered else MixedPrecisionPolicy(), **options)
         return module
 
     def _units(self, module: nn.Module) -> list[nn.Module]:
         """Return the wrap units, inner ones first; other parameters are gathered with the model."""
         chosen = {id(block) for block in wrap_units(module, self._wrap)}
-        if self._config.fsdp_mixed_precision:
+        if self._config[FsdpOptions].fsdp_mixed_precision:
             chosen |= {
                 id(child) for child in module.modules() if not isinstance(child, _CAST) and _holds_parameters(child)
             }
@@ -246,7 +247,7 @@ class FullyShard:
     def _precision(self) -> MixedPrecisionPolicy:
         # Inputs are not cast: autocast does that where it should, and integers must stay.
         return MixedPrecisionPolicy(
-            param_dtype=AMP_DTYPES[self._config.precision],
+            param_dtype=AMP_DTYPES[self._config.training.precision],
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
@@ -323,7 +324,7 @@ class FSDP(ExternalReduceStrategy):
         self._num_microbatches = num_microbatches
         self._exact = options.reduction_order == "exact"
         # Gathered parameters are kept from the first forward of a step to its last backward.
-        self._keeps = options.config.fsdp_reshard == "never"
+        self._keeps = options.config[FsdpOptions].fsdp_reshard == "never"
         copies = mesh.submesh(("dp",))
         self._micro_steps: list[list[int | None]] = []
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]

@@ -62,7 +62,7 @@ class MicrobatchStrategy:
     ) -> None:
         self.plan = plan
         self.module = module
-        self.model: nn.Module = compile_model(module) if options.config.compile else module
+        self.model: nn.Module = compile_model(module) if options.config.training.compile else module
         self.microbatches = plan.microbatches_of(mesh.data.rank)
         self.reducer = GradientReducer(
             module,

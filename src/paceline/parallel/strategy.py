@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.core.config import RunConfig
+from paceline.core.config import ResolvedConfig
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
 from paceline.parallel.gradient_norm import clip_gradients
@@ -153,7 +153,7 @@ class StrategyOptions:
         directory: the run directory; rank 0 may write to it.
     """
 
-    config: RunConfig
+    config: ResolvedConfig
     work_split: tuple[int, ...]
     row_length: int
     static_graph: bool

@@ -7,9 +7,11 @@ from typing import Any
 from torch import nn
 
 from paceline.core.built_in import VARIANTS
-from paceline.core.config import RunConfig
+from paceline.core.config import ResolvedConfig, RunConfig
 from paceline.core.plugins import import_object, load
 from paceline.core.task import Task
+from paceline.parallel.more_options import CommunicationOptions
+from paceline.parallel.options import PipelineOptions, TensorOptions
 from paceline.parallel.strategy import (
     ComposedLayout,
     ExampleBatchProvider,
@@ -25,15 +27,15 @@ _AXES_FIRST = ("pp", "fsdp", "tp")
 
 def strategy_name(config: RunConfig, world_size: int) -> str:
     """Return the mesh or the strategy that the options mean for ``world_size`` processes."""
-    if config.mesh is not None:
-        return config.mesh
-    if config.strategy != "auto":
-        return config.strategy
+    if config.parallel.mesh is not None:
+        return str(config.values["mesh"])
+    if config.parallel.strategy != "auto":
+        return config.parallel.strategy
     return "single" if world_size == 1 else "ddp"
 
 
 def build_layout(
-    config: RunConfig, mesh: ParallelDims, task: Task, example_batch: ExampleBatchProvider
+    config: ResolvedConfig, mesh: ParallelDims, task: Task, example_batch: ExampleBatchProvider
 ) -> ParameterLayout:
     """Build the parameter layout for the options.
 
@@ -45,15 +47,15 @@ def build_layout(
     if "tp" in config.strategies:
         from paceline.parallel.tensor_parallel import TensorParallel
 
-        tensor_parallel = TensorParallel(mesh, task, along_sequence=config.sequence_parallel)
+        tensor_parallel = TensorParallel(mesh, task, along_sequence=config[TensorOptions].sequence_parallel)
     if "pp" in config.strategies:
         from paceline.parallel.pipeline.pipeline import PipelineLayout
 
-        assert isinstance(config.microbatches, int)
+        options = config[PipelineOptions]
         micro_batches = config.microbatches // mesh.data.world_size
         layouts.append(
             PipelineLayout(
-                *(mesh, config.pp_schedule, config.pp_split, micro_batches, example_batch),
+                *(mesh, options.pp_schedule, options.pp_split, micro_batches, example_batch),
                 splitting=tensor_parallel,
             )
         )
@@ -84,11 +86,11 @@ def strategy_class(config: RunConfig, world_size: int) -> Any:
     name = next((each for each in _AXES_FIRST if each in config.strategies), config.strategies[0])
     if strategy_name(config, world_size) == "single":
         name = "single"
-    if name == "pp" and config.pp_schedule == "pipedream":
+    if name == "pp" and config[PipelineOptions].pp_schedule == "pipedream":
         return import_object(VARIANTS["pipedream"])
     if name == "ps" and config.asynchronous:
         return import_object(VARIANTS["ps-async"])
-    if name in ("single", "ddp") and config.local_sgd_steps:
+    if name in ("single", "ddp") and config[CommunicationOptions].local_sgd_steps:
         return import_object(VARIANTS["local-sgd"])
     if name in ("single", "ddp") and config.reducer == "ddp":
         return import_object(VARIANTS["ddp-stock"])

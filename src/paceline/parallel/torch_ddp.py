@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.core.errors import ConfigError
 from paceline.parallel.microbatches import ExternalReduceStrategy, compile_model
+from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
@@ -218,7 +219,7 @@ class TorchDDP(ExternalReduceStrategy):
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
-        world, hook = mesh.world, options.config.comm_hook
+        world, hook = mesh.world, options.config[CommunicationOptions].comm_hook
         if world.world_size == 1:
             option = "--reduction ddp" if hook == "none" else f"--comm-hook {hook}"
             raise ConfigError(f"{option} needs at least two processes. Leave it out for one.")
@@ -240,15 +241,14 @@ class TorchDDP(ExternalReduceStrategy):
         self.powersgd: PowerSGD | None = None
         if hook != "none":
             # Scale by a power of two to about means over a rank's samples, because sums may overflow fp16.
-            assert options.config.global_batch_size is not None
             self._scale = 0.5 ** (options.config.global_batch_size // world.world_size).bit_length()
         if hook == "powersgd":
-            self.powersgd = PowerSGD(module, world, options.config.powersgd_rank, self._scale)
+            self.powersgd = PowerSGD(module, world, options.config[CommunicationOptions].powersgd_rank, self._scale)
             # A lambda, because DistributedDataParallel rejects annotations that are strings.
             self._ddp.register_comm_hook(self.powersgd, lambda memory, bucket: memory.hook(bucket))
         elif hook != "none":
             register_half_precision_hook(self._ddp, world.group, hook)
-        self.model = compile_model(self._ddp) if options.config.compile else self._ddp
+        self.model = compile_model(self._ddp) if options.config.training.compile else self._ddp
         self._world = world
 
     def _begin_microbatch(self) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import open_regular, parse_json, parse_json_records, read_document
 from paceline.core.option_sets import select
-from paceline.core.options import parse_best
+from paceline.core.option_values import parse_best
 from paceline.runs.directory import RunDirectory
 
 # --- Heartbeats: each rank's progress in a small file, for a dashboard on any node. No torch ---

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
-from paceline.core.options import parse_interval
 from paceline.data.ledger import LedgerEntry, LedgerWriter, last_recorded_version, superseded_at
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import equal_work_split
@@ -45,7 +44,7 @@ def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
         nonlocal backup
         run.directory.append_event("checkpoint", step=info.step, version=info.state_version)
         if backup is None and run.backup is not None:
-            backup = Backup(run.backup, run.config.keep_checkpoints, copied, failed)
+            backup = Backup(run.backup, run.config.records.keep_checkpoints, copied, failed)
         if backup is not None:
             backup.take(path, info)
 
@@ -56,7 +55,7 @@ def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
         run.directory.append_event("backup failed", step=info.step, error=str(error))
         _log.warning("no backup of step %d: %s The next checkpoint repeats it.", info.step, error)
 
-    checkpointer = Checkpointer(run.directory.checkpoints, run.config.keep_checkpoints, committed)
+    checkpointer = Checkpointer(run.directory.checkpoints, run.config.records.keep_checkpoints, committed)
     try:
         yield checkpointer
     finally:
@@ -131,7 +130,7 @@ class CheckpointManager:
         self._recent = recent
         self._checkpointer = checkpointer
         self._copies = copies and 0 < world.rank == world.world_size - 1
-        self._every = [parse_interval(text, "checkpoint_every") for text in run.config.checkpoint_every]
+        self._every = run.config.records.checkpoint_every
         self._numerics = numerics_fingerprint(run.config, run.device)
         self._saved_version: int | None = None
         self._saved_at = time.monotonic()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import CheckpointError
+from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.sharded_state import load_module
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import World
@@ -73,12 +74,18 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
         "task": run.task_name,
         "run": str(run.directory.path),
         "strategy": strategy_name(config, world.world_size),
-        "reduction": config.reducer if config.comm_hook == "none" else config.comm_hook,
-        **({"local_sgd_steps": config.local_sgd_steps} if config.local_sgd_steps else {}),
+        "reduction": config.reducer
+        if config[CommunicationOptions].comm_hook == "none"
+        else config[CommunicationOptions].comm_hook,
+        **(
+            {"local_sgd_steps": config[CommunicationOptions].local_sgd_steps}
+            if config[CommunicationOptions].local_sgd_steps
+            else {}
+        ),
         "world_size": world.world_size,
         "microbatches": run.num_microbatches,
         "global_batch_size": run.global_batch_size,
-        "seed": config.seed,
+        "seed": config.training.seed,
         "steps": progress.step,
         "epochs": progress.epoch,
         "samples": progress.samples,
@@ -113,7 +120,7 @@ def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def _drift(trainer: Trainer, group: GroupContext) -> dict[str, Any] | None:
     """Measure the drift of the evaluated model from its pretrained weights, if any; all ranks call this together."""
     run, world = trainer.run, group.world
-    if run.config.init_from is None:
+    if run.config.fine_tuning.init_from is None:
         return None
     weights = trainer.states.full_evaluated_weights(world)
     found, problem = None, None

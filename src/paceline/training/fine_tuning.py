@@ -158,7 +158,7 @@ def read_pretrained(run: RunContext, world: World) -> PretrainedWeights | None:
         ConfigError: it is not there, or damaged; on all ranks.
         PeerLostError: a rank is gone.
     """
-    source = run.config.init_from
+    source = run.config.fine_tuning.init_from
     if source is None:
         return None
     parent, problem = None, None
@@ -251,7 +251,7 @@ def _adapters_of(directory: RunDirectory) -> Lora | None:
     """Return the parent's ``--lora``; that of a checkpoint alone is unknown."""
     if not directory.exists():
         return None
-    return config_from_mapping(directory.read_complete_manifest()["config"], "run.toml").adapters
+    return config_from_mapping(directory.read_complete_manifest()["config"], "run.toml").fine_tuning.lora
 
 
 def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, Any]:
@@ -341,13 +341,13 @@ def initialise(module: nn.Module, config: RunConfig, weights: Mapping[str, torch
     """
     anew = reinitialized_parameters(module, config)
     if weights is not None:
-        assert config.init_from is not None
-        _load(module, weights, config.init_from, anew, config.reset)
-    if config.adapters is not None:
-        seed_adapters(config.seed)
-        add_adapters(module, config.adapters)
-    if config.freeze:
-        freeze(module, config.freeze)
+        assert config.fine_tuning.init_from is not None
+        _load(module, weights, config.fine_tuning.init_from, anew, config.fine_tuning.reset)
+    if config.fine_tuning.lora is not None:
+        seed_adapters(config.training.seed)
+        add_adapters(module, config.fine_tuning.lora)
+    if config.fine_tuning.freeze:
+        freeze(module, config.fine_tuning.freeze)
 
 
 def reinitialized_parameters(module: nn.Module, config: RunConfig) -> set[str]:
@@ -357,8 +357,8 @@ def reinitialized_parameters(module: nn.Module, config: RunConfig) -> set[str]:
         ConfigError: there is no such layer, or the last one shares its weights.
     """
     state = module.state_dict()
-    anew = {name for name in state for pattern in config.reset if matches(pattern, name)}
-    if config.reset_head:
+    anew = {name for name in state for pattern in config.fine_tuning.reset if matches(pattern, name)}
+    if config.fine_tuning.reset_head:
         head = last_layer(module)
         anew |= {name for name in state if name.rpartition(".")[0] == head}
         shared = [
@@ -530,14 +530,14 @@ def _agreement(
     run: RunContext, model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
 ) -> tuple[float | None, int]:
     task = run.task
-    dataset = build_split(task, run.config.seed, "test")
+    dataset = build_split(task, run.config.training.seed, "test")
     inference = task.inference_signature(model.eval())
     if dataset is None or inference is None or inference.label is None:
         return None, 0
     batches = EvalBatches(
         dataset,
         _BLOCK,
-        seed=run.config.seed,
+        seed=run.config.training.seed,
         device=torch.device("cpu"),
         workers=0,
         collate=task.collate,

@@ -14,6 +14,7 @@ from paceline.data.workers import data_workers
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.load_balancing import LoadBalancer, Speed
 from paceline.parallel.microbatches import ExternalReduceStrategy, ReducerStrategy
+from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import ParallelDims, World
@@ -155,7 +156,7 @@ class GroupContext:
             stack.callback(lambda: self.strategy.rollback())
             states.gather_positions(world)
             self.local_sgd: LocalSGD | None = None
-            if run.config.local_sgd_steps:
+            if run.config[CommunicationOptions].local_sgd_steps:
                 self.local_sgd = LocalSGD(run, mesh, states.state, self.balancer.work_split)
                 stack.enter_context(closing(self.local_sgd))
             self.monitor = stack.enter_context(run.build_monitor(world, progress.step))
@@ -195,9 +196,9 @@ class GroupContext:
             overlap = StepOverlap(run.schedule, self._states.loader, state, self.checkpoint_manager.is_due)
             self.fetch = overlap.fetch
             hooks.append(overlap)
-        if run.config.purity != "off" and not self.strategy.overlaps_steps:
+        if run.config.recovery.purity != "off" and not self.strategy.overlaps_steps:
             hooks.append(PurityCheck(run, self.world, state, self._states.loader, self.runner))
-        if run.config.sdc_check_every:
+        if run.config.recovery.sdc_check_every:
             checker = SDCChecker(run, self.world, state, self.monitor.timer)
             hooks.append(stack.enter_context(closing(checker)))
         if self.balancer.measures_speed:
@@ -216,7 +217,7 @@ class GroupContext:
             local_rank=world.local_rank,
             device=run.device,
             directory=run.directory.path,
-            log_every=run.config.log_every,
+            log_every=run.config.records.log_every,
             gather=world.all_gather_object,
         )
 
@@ -238,7 +239,7 @@ class GroupContext:
     @property
     def can_lose_ranks(self) -> bool:
         """Whether the others continue from memory if a rank is lost."""
-        return self._member is not None and self.world.world_size > 1 and not self._run.config.shards_state
+        return self._member is not None and self.world.world_size > 1 and not self._run.config.parallel.shards_state
 
     @property
     def should_reform(self) -> bool:
@@ -315,7 +316,7 @@ class GroupContext:
             PurityError: something was found before the first checkpoint, with ``--purity error``.
         """
         run = self._run
-        if run.config.purity == "off" or run.config.asynchronous:
+        if run.config.recovery.purity == "off" or run.config.asynchronous:
             return
         # Elsewhere each rank holds a part of the parameters, or of the optimizers' state.
         if isinstance(self.strategy, ReducerStrategy) and set(run.config.strategies) <= {"single", "ddp"}:
@@ -345,7 +346,7 @@ class GroupContext:
 
     def _powersgd(self, strategy: Strategy) -> PowerSGD | None:
         """Return PowerSGD, whose error belongs to the state, with ``--comm-hook powersgd``; else None."""
-        if self._run.config.comm_hook != "powersgd":
+        if self._run.config[CommunicationOptions].comm_hook != "powersgd":
             return None
         from paceline.parallel.torch_ddp import TorchDDP
 

@@ -128,7 +128,7 @@ def load_trained_model(
     infos = []
 
     def fill(run: RunContext, module: nn.Module, callback: Callback) -> tuple[int, int]:
-        info = _restore(path, run.task, module, run.config.adapters, callback)
+        info = _restore(path, run.task, module, run.config.fine_tuning.lora, callback)
         infos.append(info)
         return info.step, info.epoch
 
@@ -173,7 +173,7 @@ def load_evaluable_model(
             default_threads=default_threads(alone),
         )
         run, _ = setup_run(request, manifest, directory, StopSignals(), device=world.device, world_size=1, processes=1)
-        seed_model(run.config.seed)
+        seed_model(run.config.training.seed)
         module = build_task_model(run.task).to(run.device)
         callback = build_task_callback(run.task, module, run.run_schedule)
         with closing(callback):
@@ -227,6 +227,6 @@ def _alone(run: RunContext, scratch: Path) -> RankInfo:
         local_rank=0,
         device=torch.device(run.device),
         directory=scratch,
-        log_every=run.config.log_every,
+        log_every=run.config.records.log_every,
         gather=lambda value: [value],
     )

@@ -17,7 +17,6 @@ from torch.optim import SGD, Optimizer, SparseAdam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline.core.errors import ConfigError, join_names
-from paceline.core.fine_tuning_config import parse_lr_scale
 from paceline.parallel.sharded_state import ShardedOptimizer, is_distributed, local_shard
 from paceline.torch_internals import PartsGradScaler, foreach_copy_
 from paceline.training.optimizer_state import is_numbered, named_state, numbered_state
@@ -193,7 +192,7 @@ class ShardedGradScaler(PartsGradScaler):
 _KEY = "paceline_lr_scale"
 
 
-def scale_lr(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Sequence[str]) -> None:
+def scale_lr(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Sequence[tuple[str, float]]) -> None:
     """Divide the optimizers' parameter groups so that each has one factor, and note it in the group.
 
     The group's ``lr`` stays what the task and its schedulers make of it, since a schedule such as
@@ -201,14 +200,13 @@ def scale_lr(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Seq
 
     Args:
         optimizers: as the task built them.
-        scales: the values of ``--lr-scale``; the last one that matches counts.
+        scales: the values of ``--lr-scale``, as pattern and factor; the last one that matches counts.
 
     Raises:
         ConfigError: a pattern matches nothing.
     """
     factors: dict[int, float] = {}
-    for text in scales:
-        pattern, factor = parse_lr_scale(text)
+    for pattern, factor in scales:
         require_match("--lr-scale", pattern, module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if matches(pattern, name):

@@ -372,7 +372,7 @@ def compare_replicas(run: RunContext, world: World, state: TrainingState) -> Non
 @contextmanager
 def watch_evaluation(run: RunContext, module: nn.Module) -> Iterator[None]:
     """Look for buffers that the evaluation in the context changes, each rank's by its own part of the data."""
-    checks = run.config.purity != "off"
+    checks = run.config.recovery.purity != "off"
     before = bits_by_name(module.named_buffers()) if checks else {}
     yield
     if checks and (names := _changed(before, bits_by_name(module.named_buffers()))):

@@ -164,7 +164,7 @@ NumericsFingerprint = dict[str, str | int | bool]
 
 def numerics_fingerprint(config: RunConfig, device: torch.device) -> NumericsFingerprint:
     """Return the numerics fingerprint of this process; equal fingerprints promise equal bits."""
-    options = {name: getattr(config, name) for name in _PINNED}
+    options = {name: config.values[name] for name in _PINNED}
     options |= {"threads": torch.get_num_threads(), "reduction": config.reducer}
     return {
         "torch": str(torch.__version__),

@@ -2,61 +2,60 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from paceline.core.config import RunConfig
+from paceline.core.config import ResolvedConfig, RunConfig
 from paceline.core.errors import ConfigError, DataError
-from paceline.core.options import parse_shuffle
 from paceline.core.task import Task
 from paceline.data.balanced_order import balance_order, check_lengths
 from paceline.data.order import DeterministicSampler
 from paceline.data.stream import ShardedStream, as_stream
 from paceline.data.train_val_split import TrainValSplit, split_train_val
+from paceline.parallel.options import PipelineOptions
 from paceline.training.reproducibility import build_split
 
 
-def resolve_config(config: RunConfig, task: Task, world_size: int) -> tuple[RunConfig, list[str]]:
+def resolve_config(config: RunConfig, task: Task, world_size: int) -> tuple[ResolvedConfig, list[str]]:
     """Return the options with the task's defaults, and lines to print about them.
 
     Raises:
         ConfigError: the result cannot work.
     """
     notes = []
-    microbatches = config.microbatches
+    microbatches = config.parallel.microbatches
     if microbatches is None:
-        microbatches = task.defaults.microbatches if config.grad_accumulation == 1 else "auto"
+        microbatches = task.defaults.microbatches if config.parallel.grad_accumulation == 1 else "auto"
     if microbatches in (None, "auto"):
         ranks = config.data_ranks(world_size)
-        microbatches = ranks * config.grad_accumulation
-        notes.append(
-            f"micro-batches: {microbatches} ({ranks} processes x {config.grad_accumulation}), fixed for this run"
-        )
-    batch = config.global_batch_size or task.defaults.global_batch_size or task.recommended_batch_size()
-    epochs = config.epochs
-    if epochs is None and config.max_steps is None:
+        microbatches = ranks * config.parallel.grad_accumulation
+        of_each = config.parallel.grad_accumulation
+        notes.append(f"micro-batches: {microbatches} ({ranks} processes x {of_each}), fixed for this run")
+    batch = config.training.global_batch_size or task.defaults.global_batch_size or task.recommended_batch_size()
+    epochs = config.training.epochs
+    if epochs is None and config.training.max_steps is None:
         epochs = task.defaults.epochs
-    resolved = dataclasses.replace(
-        config,
-        microbatches=microbatches,
-        global_batch_size=batch,
-        epochs=epochs,
-        best_metric=config.best_metric or task.defaults.best_metric,
+    resolved = ResolvedConfig(
+        **{
+            **config.values,
+            "microbatches": microbatches,
+            "global_batch_size": batch,
+            "epochs": epochs,
+            "best_metric": config.values["best_metric"] or task.defaults.best_metric,
+        }
     )
     check_world(resolved, world_size)
     return resolved, notes
 
 
-def check_world(config: RunConfig, world_size: int) -> None:
+def check_world(config: ResolvedConfig, world_size: int) -> None:
     """Reject a number of processes that does not fit the mesh, or exceeds the micro-batches.
 
     Raises:
         ConfigError: says which numbers work.
     """
-    assert isinstance(config.microbatches, int)
     world_size = config.data_ranks(world_size)
     if world_size > config.microbatches:
         raise ConfigError(
@@ -97,34 +96,32 @@ class DataSetup:
         return self.train_val_split is not None or self.val is not None
 
 
-def set_up_data(config: RunConfig, task: Task) -> DataSetup:
+def set_up_data(config: ResolvedConfig, task: Task) -> DataSetup:
     """Build the training and validation datasets and the order of the samples.
 
     Raises:
         ConfigError: batch, micro-batches and data do not fit together.
         DataError: a dataset is missing or of an unknown kind.
     """
-    assert isinstance(config.microbatches, int)
-    assert config.global_batch_size is not None
-    train = build_split(task, config.seed, "train")
+    train = build_split(task, config.training.seed, "train")
     if train is None:
         raise DataError(f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to train on.')
-    val = build_split(task, config.seed, "val")
-    if config.early_stop is not None and val is None and config.val_fraction is None:
+    val = build_split(task, config.training.seed, "val")
+    if config.evaluation.early_stop is not None and val is None and config.data.val_fraction is None:
         raise ConfigError(
             f"--early-stop needs a validation split, and {type(task).__name__} has none. "
             "Carve one out of the training data with --val-fraction 0.1, or leave --early-stop out."
         )
     stream = as_stream(train)
     if stream is not None:
-        if config.val_fraction is not None:
+        if config.data.val_fraction is not None:
             raise ConfigError("--val-fraction needs a dataset with a length; a stream has none.")
-        if "pp" in config.strategies and config.pp_schedule == "pipedream":
+        if "pp" in config.strategies and config[PipelineOptions].pp_schedule == "pipedream":
             raise ConfigError(
                 "--pp-schedule pipedream reads one step ahead, which a stream cannot without knowing that "
                 "there is one. Use --pp-schedule 1f1b."
             )
-        return DataSetup(train, stream, None, None, val, config.max_steps)
+        return DataSetup(train, stream, None, None, val, config.training.max_steps)
     if not callable(getattr(train, "__len__", None)):
         raise DataError(
             f"the train dataset ({type(train).__name__}) has no length and is not an IterableDataset. "
@@ -132,18 +129,18 @@ def set_up_data(config: RunConfig, task: Task) -> DataSetup:
         )
     num_samples = len(train)
     train_val_split = None
-    if config.val_fraction is not None:
+    if config.data.val_fraction is not None:
         if val is not None:
             raise ConfigError(f"{type(task).__name__} has its own validation split; leave --val-fraction out.")
-        train_val_split = split_train_val(num_samples, config.val_fraction, config.seed)
+        train_val_split = split_train_val(num_samples, config.data.val_fraction, config.training.seed)
         num_samples = len(train_val_split.train)
     order = DeterministicSampler(
         num_samples,
         config.global_batch_size,
         config.microbatches,
-        config.seed,
+        config.training.seed,
         task.min_microbatch_size,
-        parse_shuffle(config.shuffle),
+        config.data.shuffle,
     )
     sizes = task.sample_lengths(train)
     if sizes is not None:
@@ -151,8 +148,8 @@ def set_up_data(config: RunConfig, task: Task) -> DataSetup:
         order = balance_order(
             order, known if train_val_split is None else known[train_val_split.train(np.arange(num_samples))]
         )
-    total_steps = config.max_steps
+    total_steps = config.training.max_steps
     if total_steps is None:
-        assert config.epochs is not None
-        total_steps = config.epochs * order.steps_per_epoch
+        assert config.training.epochs is not None
+        total_steps = config.training.epochs * order.steps_per_epoch
     return DataSetup(train, None, order, train_val_split, val, total_steps)

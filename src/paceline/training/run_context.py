@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from paceline.core.callback import RunSchedule
-from paceline.core.config import RunConfig
-from paceline.core.options import parse_interval
+from paceline.core.config import ResolvedConfig
 from paceline.core.task import Task
 from paceline.data.loader import EvalBatches, build_loader, resolve_workers
 from paceline.data.samples import Loader
@@ -62,7 +61,7 @@ class RunContext:
 
     task: Task
     task_name: str
-    config: RunConfig
+    config: ResolvedConfig
     data: DataSetup
     device: torch.device
     processes: int
@@ -86,23 +85,21 @@ class RunContext:
     @cached_property
     def purity(self) -> PurityRecord:
         """This process's checks of the task, and what they found."""
-        return PurityRecord(self.config.purity)
+        return PurityRecord(self.config.recovery.purity)
 
     @property
     def backup(self) -> Path | None:
         """The run's own folder in ``--backup-to``; None without it."""
-        return backup_path(self.config.backup_to, self.run_id)
+        return backup_path(self.config.records.backup_to, self.run_id)
 
     @property
     def num_microbatches(self) -> int:
         """S."""
-        assert isinstance(self.config.microbatches, int)
         return self.config.microbatches
 
     @property
     def global_batch_size(self) -> int:
         """G, in samples."""
-        assert self.config.global_batch_size is not None
         return self.config.global_batch_size
 
     @cached_property
@@ -116,7 +113,7 @@ class RunContext:
         return RunSchedule(
             total_steps=self.data.total_steps,
             steps_per_epoch=self.data.steps_per_epoch,
-            eval_every=parse_interval(self.config.eval_every, "eval_every"),
+            eval_every=self.config.evaluation.eval_every,
         )
 
     @property
@@ -124,16 +121,16 @@ class RunContext:
         """Whether ranks that are slower may compute fewer micro-batches."""
         config = self.config
         return (
-            config.load_balance == "auto"
+            config.parallel.load_balance == "auto"
             and config.reducer in ("exact", "allreduce")
             and not config.non_elastic_options
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a new autocast context of the run's precision."""
-        if self.config.precision == "fp32":
+        if self.config.training.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, AMP_DTYPES[self.config.precision])
+        return torch.autocast(self.device.type, AMP_DTYPES[self.config.training.precision])
 
     def build_loader(self, *, workers: int | None = None) -> Loader:
         """Build the loader of the training data.
@@ -151,23 +148,23 @@ class RunContext:
                 global_batch_size=self.global_batch_size,
                 num_microbatches=self.num_microbatches,
                 min_microbatch_size=task.min_microbatch_size,
-                seed=self.config.seed,
+                seed=self.config.training.seed,
                 device=self.device,
                 collate=task.collate,
-                check=workers is None and self.config.purity != "off",
+                check=workers is None and self.config.recovery.purity != "off",
             )
         assert data.order is not None
         return build_loader(
             data.train,
             data.order,
-            seed=self.config.seed,
+            seed=self.config.training.seed,
             device=self.device,
-            workers=resolve_workers(data.train, task.collate, self.config.num_workers, self.processes)
+            workers=resolve_workers(data.train, task.collate, self.config.data.num_workers, self.processes)
             if workers is None
             else workers,
             collate=task.collate,
             index_map=None if data.train_val_split is None else data.train_val_split.train,
-            check=workers is None and self.config.purity != "off",
+            check=workers is None and self.config.recovery.purity != "off",
         )
 
     def build_evaluator(self, split: str) -> Evaluator | None:
@@ -179,7 +176,9 @@ class RunContext:
         batches = self.build_eval_batches(split)
         if batches is None:
             return None
-        return Evaluator(self.task, self.device, batches, seed=self.config.seed, autocast=self.autocast, split=split)
+        return Evaluator(
+            self.task, self.device, batches, seed=self.config.training.seed, autocast=self.autocast, split=split
+        )
 
     @property
     def eval_batch_size(self) -> int:
@@ -196,15 +195,15 @@ class RunContext:
         if split == "val" and data.train_val_split is not None:
             dataset, index_map = data.train, data.train_val_split.val
         else:
-            dataset = data.val if split == "val" else build_split(task, self.config.seed, split)
+            dataset = data.val if split == "val" else build_split(task, self.config.training.seed, split)
         if dataset is None:
             return None
         return EvalBatches(
             dataset,
             self.eval_batch_size,
-            seed=self.config.seed,
+            seed=self.config.training.seed,
             device=self.device,
-            workers=resolve_workers(dataset, task.collate, self.config.num_workers, self.processes),
+            workers=resolve_workers(dataset, task.collate, self.config.data.num_workers, self.processes),
             collate=task.collate,
             index_map=index_map,
             split=split,
@@ -216,7 +215,7 @@ class RunContext:
         Raises:
             ConfigError: the options are for another number of ranks.
         """
-        return ParallelDims(world, self.config.axes(world.world_size))
+        return ParallelDims(world, self.config.parallel.axes(world.world_size))
 
     def build_layout(self, mesh: ParallelDims, example_batch: ExampleBatchProvider) -> ParameterLayout:
         """Build the layout of the model on the ranks.
@@ -254,23 +253,23 @@ class RunContext:
             total_steps=self.data.total_steps,
             steps_per_epoch=self.data.steps_per_epoch,
             first_step=first_step,
-            log_every=self.config.log_every,
+            log_every=self.config.records.log_every,
             quiet=self.quiet,
             device=self.device,
             trackers=self._build_trackers,
         )
 
     def _build_trackers(self, earlier: Sequence[Mapping[str, Any]]) -> list[TrackerWriter]:
-        if not self.config.log_to:
+        if not self.config.records.log_to:
             return []
         tracked = RunInfo.read(self.directory)
-        names = dict.fromkeys(self.config.log_to)
+        names = dict.fromkeys(self.config.records.log_to)
         return [TrackerWriter(name, load_tracker(name)(), tracked, earlier) for name in names]
 
     def build_profiler(self, monitor: Monitor, first_step: int) -> StepProfiler | None:
         """Build the profiler of ``--profile``."""
-        if not self.config.profile:
+        if not self.config.records.profile:
             return None
         from paceline.runs.profiler import profile_steps
 
-        return profile_steps(self.directory, steps=self.config.profile, first=first_step, monitor=monitor)
+        return profile_steps(self.directory, steps=self.config.records.profile, first=first_step, monitor=monitor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import time
 from collections.abc import Mapping
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 
 from paceline import __version__
-from paceline.core.config import RunConfig, config_from_mapping
+from paceline.core.config import ResolvedConfig, RunConfig, all_options, config_from_mapping
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import see_listed
 from paceline.core.job import WorkerConfig
-from paceline.core.option_sets import CLASSIFICATIONS, resume_config
-from paceline.core.options import parse_walltime_s
+from paceline.core.option_sets import resumed_options
 from paceline.core.task import Task
 from paceline.core.task_loading import (
     TaskReference,
@@ -97,19 +95,19 @@ def setup_run(
     if not has_tensorboard():
         notes.append("without files for TensorBoard, which is not installed: pip install 'paceline[tensorboard]'")
     # Recorded, and so kept when the run is continued: another number of threads gives other bits.
-    threads = config.threads or request.default_threads
-    config = dataclasses.replace(config, task=spec, run_dir=str(directory.path), threads=threads)
-    if config.backup_to is not None:
-        if Path(config.backup_to).resolve().is_relative_to(directory.path.resolve()):
+    threads = config.processes.threads or request.default_threads
+    config = config.replace(task=spec, run_dir=str(directory.path), threads=threads)
+    if config.records.backup_to is not None:
+        if Path(config.records.backup_to).resolve().is_relative_to(directory.path.resolve()):
             raise ConfigError(
-                f"--backup-to {config.backup_to} is inside of the run {directory.path}, and would be lost with it. "
-                "Give a folder elsewhere, best on another disk."
+                f"--backup-to {config.records.backup_to} is inside of the run {directory.path}, and would be lost with "
+                "it. Give a folder elsewhere, best on another disk."
             )
         # Recorded, and so the same if the run continues from another directory.
-        config = dataclasses.replace(config, backup_to=str(Path(config.backup_to).absolute()))
-    require(config.log_to)
+        config = config.replace(backup_to=str(Path(config.records.backup_to).absolute()))
+    require(config.records.log_to)
     configure_numerics(config, threads, device)
-    walltime_s = None if config.walltime is None else parse_walltime_s(config.walltime)
+    walltime_s = config.recovery.walltime
     run = RunContext(
         task=task,
         task_name=spec,
@@ -131,7 +129,7 @@ def setup_run(
 
 def validate(
     request: RunRequest, manifest: Mapping[str, Any] | None, world_size: int
-) -> tuple[Task, str, RunConfig, list[str]]:
+) -> tuple[Task, str, ResolvedConfig, list[str]]:
     """Return the task, its name, the resolved options, and lines to print about them.
 
     Raises:
@@ -142,7 +140,9 @@ def validate(
     if manifest is None:
         config, notes = resolve_config(job.config, task, world_size)
         return task, spec, config, notes
-    config = resume_config(vars(job.config), job.explicit_options, config_from_mapping(manifest["config"], "run.toml"))
+    config = ResolvedConfig(
+        **resumed_options(job.config.values, job.explicit_options, config_from_mapping(manifest["config"], "run.toml"))
+    )
     check_world(config, world_size)
     return task, spec, config, []
 
@@ -169,11 +169,11 @@ def load_manifest(directory: RunDirectory) -> dict[str, Any]:
 def _load_task(request: RunRequest, manifest: Mapping[str, Any] | None) -> tuple[Task, str]:
     """Return the task and its name, checked against the run's record."""
     config, task = request.job.config, request.task
-    spec, fields = config.task, request.job.fields
+    spec, fields = config.processes.task, request.job.fields
     if task is None:
         if fields is None:
             spec = spec or ("" if manifest is None else recorded_spec(manifest["task"]))
-            fields = parse_assignments(config.set)
+            fields = parse_assignments(config.processes.set)
             if manifest is not None:
                 fields = {**manifest["task"]["fields"], **fields}
         task = TaskReference(spec, fields).load()
@@ -185,7 +185,7 @@ def _load_task(request: RunRequest, manifest: Mapping[str, Any] | None) -> tuple
 def _require_same_task(recorded: Mapping[str, Any], spec: str, task: Task, config: RunConfig) -> None:
     if recorded["spec"] != spec and load_task_class(spec).__qualname__ != recorded["name"]:
         raise RunDirectoryError(
-            f"{config.run_dir} is a run of {recorded['spec']}, not of {spec}. Choose another --run-dir DIR."
+            f"{config.records.run_dir} is a run of {recorded['spec']}, not of {spec}. Choose another --run-dir DIR."
         )
     before, now = task_fields(build_task(type(task), recorded["fields"])), task_fields(task)
     changed = [
@@ -195,7 +195,7 @@ def _require_same_task(recorded: Mapping[str, Any], spec: str, task: Task, confi
     ]
     if changed:
         raise RunDirectoryError(
-            f"{config.run_dir} was created with other hyperparameters:\n" + "\n".join(changed) + "\n"
+            f"{config.records.run_dir} was created with other hyperparameters:\n" + "\n".join(changed) + "\n"
             "Leave them out to continue the run, or start a new one with another --run-dir DIR, or continue from a "
             "checkpoint of this one with the new ones: paceline fork."
         )
@@ -206,8 +206,8 @@ def _manifest(config: RunConfig, task: Task, data: DataSetup, device: torch.devi
     order = data.order
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "task": {**record_spec(config.task), "name": type(task).__qualname__, "fields": task_fields(task)},
-        "config": {name: value for name, value in vars(config).items() if CLASSIFICATIONS[name].scope != "task"},
+        "task": {**record_spec(config.processes.task), "name": type(task).__qualname__, "fields": task_fields(task)},
+        "config": {name: value for name, value in config.values.items() if all_options()[name].scope != "task"},
         "data": {
             "train_samples": None if order is None else order.num_samples,
             "val_samples": None if data.train_val_split is None else len(data.train_val_split.val),

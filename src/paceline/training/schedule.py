@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.options import Direction, Interval, parse_best, parse_early_stop, parse_interval
+from paceline.core.option_values import BestMetric, Direction, Interval
+from paceline.parallel.more_options import CommunicationOptions
 from paceline.training.resolve import DataSetup
 from paceline.training.state import TrainProgress
 
@@ -115,12 +116,11 @@ class ModelSelector:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        best: tuple[str, Direction] = ("loss", "min") if config.best_metric is None else parse_best(config.best_metric)
-        self._metric, self._direction = best
+        self._metric, self._direction = config.evaluation.best_metric or BestMetric("loss", "min")
         self._early_metric: str | None = None
         self._patience = 0
-        if config.early_stop is not None:
-            self._early_metric, given, self._patience = parse_early_stop(config.early_stop)
+        if config.evaluation.early_stop is not None:
+            self._early_metric, given, self._patience = config.evaluation.early_stop
             by_name: Direction = "min" if self._early_metric.endswith("loss") else "max"
             self._early_direction = given or (self._direction if self._early_metric == self._metric else by_name)
 
@@ -190,9 +190,11 @@ class Schedule:
     """
 
     def __init__(self, config: RunConfig, data: DataSetup) -> None:
-        self.sync_schedule = SyncSchedule(config.local_sgd_steps or 1, data.steps_per_epoch, data.total_steps)
-        self._epochs = config.epochs or 0
-        self._evaluate_every = parse_interval(config.eval_every, "eval_every", allow_time=False)
+        self.sync_schedule = SyncSchedule(
+            config[CommunicationOptions].local_sgd_steps or 1, data.steps_per_epoch, data.total_steps
+        )
+        self._epochs = config.training.epochs or 0
+        self._evaluate_every = config.evaluation.eval_every
         self._total_steps = data.total_steps
         self._steps_per_epoch = data.steps_per_epoch
 

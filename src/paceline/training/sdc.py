@@ -37,7 +37,7 @@ def require_verifiable(run: RunContext) -> None:
     Raises:
         ConfigError: says why.
     """
-    if not run.config.sdc_check_every:
+    if not run.config.recovery.sdc_check_every:
         return
     if run.data.stream is not None:
         raise ConfigError(
@@ -46,7 +46,7 @@ def require_verifiable(run: RunContext) -> None:
         )
     if run.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
         raise ConfigError(
-            f"--sdc-check-every compares bits, and --reduction {run.config.reduction} does not make a GPU's "
+            f"--sdc-check-every compares bits, and --reduction {run.config.parallel.reduction} does not make a GPU's "
             "operations deterministic. Use --reduction exact, or leave --sdc-check-every out."
         )
 
@@ -84,10 +84,10 @@ class SDCChecker(StepHook):
         self._strategy = strategy
         run, progress, ranks = self._run, self._state.progress, self._world.world_size
         self._recomputed = 0
-        if (progress.step + 1) % run.config.sdc_check_every:
+        if (progress.step + 1) % run.config.recovery.sdc_check_every:
             return
         assert run.data.order is not None
-        key = verification_key(run.config.seed, progress.step)
+        key = verification_key(run.config.training.seed, progress.step)
         self._microbatch = key % len(run.data.order.microbatch_bounds(progress.step_in_epoch))
         plan = strategy.plan
         self._owner = next(rank for rank in range(ranks) if self._microbatch in plan.microbatches_of(rank))

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, PeerLostError, RunDirectoryError, StopRequested, TaskError
-from paceline.core.options import parse_duration_s
 from paceline.core.plugins import import_object
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.elastic.worker_group import open_process_group
@@ -266,10 +266,10 @@ class ElasticGroups:
         except PeerLostError as error:
             why = str(error)
             _clear_frames(error)
-            self._limit_attempts(place, trainer.run.config.init_timeout, why)
+            self._limit_attempts(place, trainer.run.config, why)
         return result, why
 
-    def _limit_attempts(self, place: Assignment, limit: str, why: str) -> None:
+    def _limit_attempts(self, place: Assignment, config: RunConfig, why: str) -> None:
         """Give up connecting to processes of this node; other nodes may come back at any time.
 
         Raises:
@@ -278,11 +278,11 @@ class ElasticGroups:
         now = time.monotonic()
         self._unconnected_since = min(self._unconnected_since, now)
         is_one_node = place.local_world_size == place.world_size
-        if is_one_node and now - self._unconnected_since > parse_duration_s(limit, "init_timeout"):
+        if is_one_node and now - self._unconnected_since > config.processes.init_timeout:
             raise ConfigError(
-                f"processes of this node could not connect to each other at {place.address} for {limit} "
-                f"(--init-timeout): {why}. A firewall of this node may drop connections: allow those of the loopback "
-                "interface, then resume the run."
+                f"processes of this node could not connect to each other at {place.address} for "
+                f"{config.values['init_timeout']} (--init-timeout): {why}. A firewall of this node may drop "
+                "connections: allow those of the loopback interface, then resume the run."
             )
 
 

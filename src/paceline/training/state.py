@@ -18,9 +18,10 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.callback import RunSchedule
-from paceline.core.config import RunConfig
+from paceline.core.config import ResolvedConfig
 from paceline.core.errors import CheckpointError, TaskError
 from paceline.core.task import Task
+from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.sharded_state import explain_sharded_step, load_module, load_optimizer, local_shard
 from paceline.runs.checkpoint_state import bytes_of, flatten, scheduler_state
 from paceline.torch_internals import buffer_table, non_persistent_buffers
@@ -163,7 +164,7 @@ class TrainingState:
     def __init__(
         self,
         task: Task,
-        config: RunConfig,
+        config: ResolvedConfig,
         module: nn.Module,
         device: torch.device,
         schedule: RunSchedule,
@@ -181,9 +182,9 @@ class TrainingState:
         }
         for name, optimizer in self.optimizers.items():
             sort_parameters(name, optimizer, module)
-        self._lr_scale = config.lr_scale
-        if config.lr_scale:
-            scale_lr(self.optimizers, module, config.lr_scale)
+        self._lr_scale = config.fine_tuning.lr_scale
+        if config.fine_tuning.lr_scale:
+            scale_lr(self.optimizers, module, config.fine_tuning.lr_scale)
         self.parameters_of = {
             name: [p for group in optimizer.param_groups for p in group["params"]]
             for name, optimizer in self.optimizers.items()
@@ -194,17 +195,19 @@ class TrainingState:
             for name, optimizer in self.optimizers.items()
             if (scheduler := build_task_scheduler(task, optimizer, schedule.total_steps)) is not None
         }
-        self.scaler = _gradient_scaler(config, device) if config.precision == "fp16" else None
+        self.scaler = _gradient_scaler(config, device) if config.training.precision == "fp16" else None
         if self.scaler is not None:
             # It creates its tensors on the first scale(), and a rank may have no micro-batch in its first step.
             self.scaler.scale(torch.zeros((), device=device))
         self.ema: EMA | None = None
-        if config.ema is not None:
-            self.ema = EMA(_copy(module) if ema_model is None else ema_model, config.ema)
+        if config.training.ema is not None:
+            self.ema = EMA(_copy(module) if ema_model is None else ema_model, config.training.ema)
             self.changed_buffers["ema_buffers"] = ChangedBuffers(self.ema.module)
         self.outer: OuterOptimizer | None = None
-        if config.outer_optimizer == "nesterov":
-            self.outer = OuterOptimizer(module, lr=config.outer_lr, momentum=config.outer_momentum)
+        if config[CommunicationOptions].outer_optimizer == "nesterov":
+            self.outer = OuterOptimizer(
+                module, lr=config[CommunicationOptions].outer_lr, momentum=config[CommunicationOptions].outer_momentum
+            )
         self.pending_powersgd_state: Mapping[str, Any] | None = None
         self.progress = TrainProgress()
         self._step_rates: list[Any] = []  # of the last step in this process
@@ -470,9 +473,7 @@ def _matched(parts: Mapping[str, Any], states: Mapping[str, Any]) -> list[tuple[
     return [(part, states[name]) for name, part in parts.items()]
 
 
-def _gradient_scaler(config: RunConfig, device: torch.device) -> ShardedGradScaler:
+def _gradient_scaler(config: ResolvedConfig, device: torch.device) -> ShardedGradScaler:
     # Losses are summed over a micro-batch, not averaged: start lower by its size, a power of two.
-    assert config.global_batch_size is not None
-    assert isinstance(config.microbatches, int)
     microbatch_bits = (-(-config.global_batch_size // config.microbatches)).bit_length()
     return ShardedGradScaler(device.type, init_scale=2.0 ** (16 - microbatch_bits))

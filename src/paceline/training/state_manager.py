@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paceline.data.ledger import LedgerEntry
 from paceline.data.samples import Loader
 from paceline.data.stream import StreamLoader
+from paceline.parallel.options import MemoryOptions
 from paceline.parallel.sharded_state import require_common_state
 from paceline.parallel.strategy import ParameterLayout, Replicated
 from paceline.parallel.world import ParallelDims, World
@@ -52,10 +53,10 @@ class StateManager:
         self._layout: ParameterLayout = Replicated()
         # If each rank holds the complete state, it is built here, so that an error is raised before others wait for
         # this rank. A new run with pretrained weights has to wait for these.
-        waits = run.config.init_from is not None and not run.manifest
+        waits = run.config.fine_tuning.init_from is not None and not run.manifest
         self._state: TrainingState | None = None
         self._copy: Mapping[str, Any] | None = None  # of the state before a step, for undo_step()
-        if not run.config.shards_state and not waits:
+        if not run.config.parallel.shards_state and not waits:
             self._state = self._new_state()
         self.valid, self._is_as_built = False, True
         self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
@@ -86,13 +87,13 @@ class StateManager:
         """Build the task's state, with the pretrained weights of another run if there are any."""
         run = self._run
         build_model = partial(self._build_model, weights)
-        seed_model(run.config.seed)
+        seed_model(run.config.training.seed)
         module = self._layout.place(build_model(), run.device)
         twin = None
-        if run.config.ema is not None:
+        if run.config.training.ema is not None:
             twin = self._layout.make_ema_model(build_model, module, run.device)
         state = TrainingState(run.task, run.config, module, run.device, run.run_schedule, twin)
-        if run.config.shards_state:
+        if run.config.parallel.shards_state:
             for name, optimizer in state.optimizers.items():
                 require_common_state(name, optimizer, ",".join(run.config.strategies))
         state.optimizers = dict(self._layout.wrap_optimizers(state.optimizers))
@@ -102,12 +103,10 @@ class StateManager:
         config = self._run.config
         module = build_task_model(self._run.task)
         initialise(module, config, weights)
-        if config.checkpoint_activations != "none":
+        memory = config[MemoryOptions]
+        if memory.checkpoint_activations != "none":
             checkpoint_activations(
-                module,
-                config.checkpoint_activations,
-                config.checkpoint_blocks,
-                to_the_end="tp" in config.strategies,
+                module, memory.checkpoint_activations, memory.checkpoint_blocks, to_the_end="tp" in config.strategies
             )
         return module
 
@@ -133,7 +132,7 @@ class StateManager:
         if weights is not None:
             self._state = self._new_state(weights)
         require_equal_groups(mesh.world, self.state.parameter_names)
-        if not self._run.config.shards_state:
+        if not self._run.config.parallel.shards_state:
             # A model may be built with randomness that no seed of torch's reaches.
             mesh.world.broadcast_module(self.state.module)
             if self.state.ema is not None:
@@ -161,7 +160,7 @@ class StateManager:
         self.valid = False
         self.recent.clear()
         self._layout = self._run.build_layout(mesh, ExampleBatch(self._run))
-        if self._run.config.shards_state or not self._is_as_built or rebuilds:
+        if self._run.config.parallel.shards_state or not self._is_as_built or rebuilds:
             self.close()  # before another one takes its place in memory
 
     def import_state(self, state: Mapping[str, Any], *, own_hyperparameters: bool = False) -> None:
@@ -196,7 +195,7 @@ class StateManager:
         if world.rank != 0:
             return {}
         weights = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
-        adapters = self._run.config.adapters
+        adapters = self._run.config.fine_tuning.lora
         return weights if adapters is None else merge_adapters(weights, adapters)
 
     def clip_gradients(self, max_norm: float) -> None:
@@ -209,7 +208,7 @@ class StateManager:
         Args:
             finite: whether the gradients of all ranks are; if not, a scaler skips the step.
         """
-        clip_norm = self._run.config.clip_norm
+        clip_norm = self._run.config.training.clip_norm
         clip = None if clip_norm is None else partial(self.clip_gradients, clip_norm)
         self.state.update(clip, finite=finite)
 
@@ -219,7 +218,7 @@ class StateManager:
         Args:
             closure: computes the loss and the gradients again, for optimizers that need it.
         """
-        clip_norm = self._run.config.clip_norm
+        clip_norm = self._run.config.training.clip_norm
         clip = None if clip_norm is None else partial(self._clip_only, names, clip_norm)
         self.state.apply_gradients(names, clip, closure)
 

@@ -108,7 +108,7 @@ def microbatch_loss(
     Raises:
         TaskError: the task returned no loss, or one that does not depend on the parameters.
     """
-    seed_microbatch(run.config.seed, step, microbatch.index, current_pass.number)
+    seed_microbatch(run.config.training.seed, step, microbatch.index, current_pass.number)
     return _loss(run, model, step, microbatch, current_pass)
 
 

@@ -15,6 +15,7 @@ from paceline.core.task import Loss, Task
 from paceline.core.train_step import LossFunction, TrainStep
 from paceline.data.samples import MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
+from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
@@ -48,10 +49,10 @@ def require_train_step_support(run: RunContext) -> None:
     config = run.config
     reasons = {
         f"--strategy {', '.join(config.strategies)}": not set(config.strategies) <= _STRATEGIES,
-        f"--reduction {config.reduction}": config.reducer not in ("exact", "allreduce"),
-        "--precision fp16": config.precision == "fp16",
-        "--sdc-check-every": bool(config.sdc_check_every),
-        "--local-sgd-steps": bool(config.local_sgd_steps),
+        f"--reduction {config.parallel.reduction}": config.reducer not in ("exact", "allreduce"),
+        "--precision fp16": config.training.precision == "fp16",
+        "--sdc-check-every": bool(config.recovery.sdc_check_every),
+        "--local-sgd-steps": bool(config[CommunicationOptions].local_sgd_steps),
     }
     wrong = [option for option, applies in reasons.items() if applies]
     if wrong:
@@ -109,7 +110,7 @@ class ComposedStep(TrainStep):
             TaskError: the task made no pass over the micro-batches.
         """
         task = self._run.task
-        seed_between_passes(self._run.config.seed, self.step, 0)
+        seed_between_passes(self._run.config.training.seed, self.step, 0)
         loss = task.train_step(self)
         if self._first is None:
             raise TaskError(
@@ -153,7 +154,7 @@ class ComposedStep(TrainStep):
                 f"{', '.join(self.optimizers)}."
             )
         self._group.world.progress_tracker.move("optimizer")
-        seed_update(self._run.config.seed, self.step, self._updates)
+        seed_update(self._run.config.training.seed, self.step, self._updates)
         self._updates += 1
         self.logged |= state.callback.on_gradients_reduced(due=monitor.is_due(self.step + 1))
         with deterministic_kernels(self._run.config, self._run.device):
@@ -170,7 +171,7 @@ class ComposedStep(TrainStep):
         self._first = self._first or sums
         self._passes += 1
         self._last_loss = sums.loss
-        seed_between_passes(self._run.config.seed, self.step, self._passes)
+        seed_between_passes(self._run.config.training.seed, self.step, self._passes)
         return sums.loss
 
     def _embed(
@@ -186,7 +187,7 @@ class ComposedStep(TrainStep):
         self._group.world.progress_tracker.move("forward")
         buffers.begin()
         for microbatch in self._microbatches:
-            seed_microbatch(run.config.seed, self.step, microbatch.index, self._passes)
+            seed_microbatch(run.config.training.seed, self.step, microbatch.index, self._passes)
             announce_microbatch(run, self.step, microbatch)
             with torch.no_grad(), run.autocast():
                 rows: Any = embed(strategy.model, copy.deepcopy(microbatch.batch))
@@ -211,7 +212,7 @@ class ComposedStep(TrainStep):
         """
         world = self._group.world
         gradient, value = torch.zeros_like(rows), 0.0
-        seed_between_passes(self._run.config.seed, self.step, self._passes)
+        seed_between_passes(self._run.config.training.seed, self.step, self._passes)
         if world.rank == 0:  # ranks on other hardware could get other bits
             leaf = rows.detach().requires_grad_()
             with torch.enable_grad(), self._run.autocast():

@@ -16,6 +16,7 @@ from paceline.core.errors import CheckpointError, ConfigError, PeerLostError, St
 from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
+from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import ParallelDims, World
@@ -91,7 +92,7 @@ class SyncEngine(Engine):
         progress, callback = state.progress, state.callback
         mark, move = group.monitor.timer.mark, group.world.progress_tracker.move
         if type(callback) is not Callback:
-            seed_step(self._run.config.seed, progress.step)
+            seed_step(self._run.config.training.seed, progress.step)
         if progress.step_in_epoch == 0:
             callback.on_epoch_begin(progress.epoch)
         callback.on_step_begin(progress.step, progress.step_in_epoch)
@@ -104,7 +105,7 @@ class SyncEngine(Engine):
             return self._run_composed_step(group, microbatches)
         row, sums = self._reduce(group, microbatches)
         move("optimizer")
-        seed_update(self._run.config.seed, progress.step)  # an optimizer or callback may add noise
+        seed_update(self._run.config.training.seed, progress.step)  # an optimizer or callback may add noise
         logged = callback.on_gradients_reduced(due=group.monitor.is_due(progress.step + 1))
         with self._states.mutating():
             with deterministic_kernels(self._run.config, self._run.device):
@@ -198,7 +199,7 @@ class Trainer:
     def __init__(self, run: RunContext, engine: type[Engine], member: AgentClient | None = None) -> None:
         require_verifiable(run)
         require_train_step_support(run)
-        if run.config.local_sgd_steps:
+        if run.config[CommunicationOptions].local_sgd_steps:
             require_order(run)
         self.run = run
         self._engine = engine
@@ -331,7 +332,7 @@ class Trainer:
                 progress.step_in_epoch = 0
                 progress.epoch_ended = False
                 progress.version += 1
-                seed_transition(self.run.config.seed, progress.version)
+                seed_transition(self.run.config.training.seed, progress.version)
                 if not self._evaluation_is_due():
                     self._conclude_epoch()
             group.checkpoint_manager.flush_ledger()
@@ -365,7 +366,7 @@ class Trainer:
             self._save_alone(group)
             raise
         with self.states.mutating():
-            seed_transition(self.run.config.seed, self.state.progress.version + 1)
+            seed_transition(self.run.config.training.seed, self.state.progress.version + 1)
             improved = self.validation.apply(metrics, self.state, group.monitor)
             self._conclude_epoch()
         progress = self.state.progress
@@ -396,8 +397,16 @@ class Trainer:
     def _save_alone(self, group: GroupContext) -> None:
         """Save the steps before an evaluation that failed on this rank, if it is rank 0 and holds the whole state."""
         config, world = self.run.config, group.world
-        is_whole = strategy_name(config, world.world_size) in ("single", "ddp") and config.comm_hook == "none"
-        if world.rank or not is_whole or config.local_sgd_steps or isinstance(self.states.loader, StreamLoader):
+        is_whole = (
+            strategy_name(config, world.world_size) in ("single", "ddp")
+            and config[CommunicationOptions].comm_hook == "none"
+        )
+        if (
+            world.rank
+            or not is_whole
+            or config[CommunicationOptions].local_sgd_steps
+            or isinstance(self.states.loader, StreamLoader)
+        ):
             return
         with suppress(CheckpointError):
             group.checkpoint_manager.save(self.state.state_dict(), self.state.progress, last=True)
@@ -418,7 +427,7 @@ class Trainer:
         run, world, step = self.run, group.world, self.state.progress.step
         if cause is StopCause.WALLTIME and world.broadcast_object(not self.carryover.samples):
             raise ConfigError(
-                f"--walltime {run.config.walltime} is over before an evaluation after step {step} is done, "
+                f"--walltime {run.config.values['walltime']} is over before an evaluation after step {step} is done, "
                 "and it would be so again. Give more time, or evaluate less data."
             )
         stopped = {"cause": cause.description, "step": step}

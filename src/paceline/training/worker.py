@@ -16,7 +16,6 @@ from paceline.core.environment import Environment, default_threads, detect_envir
 from paceline.core.errors import RunInUseError
 from paceline.core.hash_seed import restart_with_hash_seed
 from paceline.core.job import WorkerConfig, default_run_path
-from paceline.core.options import parse_duration_s, parse_hang_timeout
 from paceline.core.owned_names import name_multiprocessing, remove_leftovers
 from paceline.core.signals import WORKER_STOP_SIGNALS, die_with_parent, dump_stacks_on_signal, handle_signals
 from paceline.runs.directory import RunDirectory
@@ -34,7 +33,7 @@ def main(argv: list[str]) -> int:
     """Run the job that ``argv`` names; return the process's exit code."""
     dump_stacks_on_signal()
     job = WorkerConfig.from_toml(Path(argv[0]))
-    environment = detect_environment(rdzv_endpoint=job.config.rdzv_endpoint)
+    environment = detect_environment(rdzv_endpoint=job.config.processes.rdzv_endpoint)
     if environment.source == "torchrun":
         die_with_parent()
     try:
@@ -68,10 +67,10 @@ def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[
     dump_stacks_on_signal()
     RunDirectory(job_file.parent).wait_for_disk()
     job = WorkerConfig.from_toml(job_file)
-    assert job.config.run_dir is not None, "an agent names the run"
-    directory = RunDirectory(Path(job.config.run_dir))
-    member = AgentClient(WorkerChannel.of(channel), job.config.heartbeat)
-    member.progress_tracker.limit_steps_to(parse_hang_timeout(job.config.hang_timeout))
+    assert job.config.records.run_dir is not None, "an agent names the run"
+    directory = RunDirectory(Path(job.config.records.run_dir))
+    member = AgentClient(WorkerChannel.of(channel), job.config.recovery.heartbeat)
+    member.progress_tracker.limit_steps_to(job.config.recovery.hang_timeout)
     code = 1
     existed = directory.exists()
     try:
@@ -97,9 +96,10 @@ def _run_member(
     from paceline.training.session import ElasticGroups, train
     from paceline.training.stop_signals import StopSignals
 
-    processes, world_size = job.config.nproc, job.world_size
-    assert isinstance(processes, int), "an agent counts the processes"
+    counts, world_size = job.config.processes.nproc, job.world_size
+    assert counts is not None, "an agent counts the processes"
     assert world_size is not None
+    (processes,) = counts
     environment = Environment(
         rank=local_index, world_size=processes, local_rank=local_index, local_world_size=processes, source="variables"
     )
@@ -116,10 +116,12 @@ def _run_member(
 
         groups = ElasticGroups(
             member,
-            local=choose_device(job.config.device, job.config.backend, local_rank=local_index, expected=job.device),
+            local=choose_device(
+                job.config.processes.device, job.config.processes.backend, local_rank=local_index, expected=job.device
+            ),
             processes=processes,
             world_size=world_size,
-            comm_debug=job.config.comm_debug,
+            comm_debug=job.config.processes.comm_debug,
             on_rank_0=show_at_rank_0,
         )
         request = RunRequest(job=job, task=None, default_threads=default_threads(environment))
@@ -130,7 +132,7 @@ def run_reported(
     job: WorkerConfig, environment: Environment, task: Task | None = None
 ) -> tuple[int, dict[str, Any] | None]:
     """Run a job; on failure record it, tell the user unless a launcher does, and return the exit code."""
-    directory = RunDirectory(Path(job.config.run_dir)) if job.config.run_dir else None
+    directory = RunDirectory(Path(job.config.records.run_dir)) if job.config.records.run_dir else None
     existed = directory is not None and directory.exists()
     try:
         return 0, run(job, environment, task)
@@ -166,7 +168,7 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
         world, directory = _open_group(job, environment, key, stack)
         stack.enter_context(open_rank_log(directory, world.rank, world.world_size, quiet=job.quiet))
         _watch_over(job, world, directory, stack)
-        job = dataclasses.replace(job, config=dataclasses.replace(job.config, run_dir=str(directory.path)))
+        job = dataclasses.replace(job, config=job.config.replace(run_dir=str(directory.path)))
         request = RunRequest(job=job, task=task, default_threads=default_threads(environment))
         return train(request, FixedGroup(world), directory, signals)
 
@@ -178,11 +180,11 @@ def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: Ex
     from paceline.parallel.world import open_world
 
     config = job.config
-    init_timeout_s = parse_duration_s(config.init_timeout, "init_timeout")
-    agree = partial(agree_once, environment, rdzv_endpoint=config.rdzv_endpoint, timeout_s=init_timeout_s)
-    own = RunDirectory(Path(config.run_dir or default_run_path(config.task)))
+    init_timeout_s = config.processes.init_timeout
+    agree = partial(agree_once, environment, rdzv_endpoint=config.processes.rdzv_endpoint, timeout_s=init_timeout_s)
+    own = RunDirectory(Path(config.records.run_dir or default_run_path(config.processes.task)))
     if environment.rank == 0:
-        if config.run_dir is None:
+        if config.records.run_dir is None:
             own = RunDirectory(Path(agree(key, lambda: str(own.path))))
         own.create()
         stack.enter_context(own.locked())
@@ -191,20 +193,20 @@ def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: Ex
         world = stack.enter_context(
             open_world(
                 environment,
-                device=config.device,
-                backend=config.backend,
+                device=config.processes.device,
+                backend=config.processes.backend,
                 expected=job.device,
-                interface=config.interface,
+                interface=config.processes.interface,
                 init_timeout_s=init_timeout_s,
-                comm_debug=config.comm_debug,
+                comm_debug=config.processes.comm_debug,
                 generation=last_generation(own.ledger) + 1 if environment.rank == 0 else 0,
             )
         )
-    if environment.rank == 0 and config.resume != "auto":
+    if environment.rank == 0 and config.records.resume != "auto":
 
         def checked() -> str:
-            own.check_resume(config.resume)
-            return config.resume
+            own.check_resume(config.records.resume)
+            return config.records.resume
 
         # Once a job: torchrun's restarts find the run that the job itself began.
         agree(f"{key}/resume", checked)
@@ -219,7 +221,7 @@ def _watch_over(job: WorkerConfig, world: World, directory: RunDirectory, stack:
     """Watch for hangs while the stack is open; a hang ends the job."""
     from paceline.elastic.hang import Watchdog
 
-    limit_s = parse_hang_timeout(job.config.hang_timeout)
+    limit_s = job.config.recovery.hang_timeout
     world.progress_tracker.limit_steps_to(limit_s)
     # A single process blocks no other; it may be in a debugger.
     if limit_s == math.inf or (limit_s is None and world.world_size == 1):

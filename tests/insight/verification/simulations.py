@@ -50,5 +50,5 @@ def _simulated(run: RunContext, error: float) -> Mapping[str, torch.Tensor]:
             assert len(gradients) == 4
             for parameter, (a, b, c, d) in zip(parameters, pairs, strict=True):
                 parameter.grad = ((a + b) + (c + d)) / sum(weights) + error
-            state.update(run.config.clip_norm)
+            state.update(run.config.training.clip_norm)
     return dict(state.module.state_dict())

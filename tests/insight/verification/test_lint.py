@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.config import RunConfig
+from paceline.core.config import ResolvedConfig
 from paceline.insight.verify.lint import lint
 from paceline.insight.verify.verify import Finding
 
@@ -33,7 +33,7 @@ def tasks() -> Any:
 
 def found(tasks: Any, name: str) -> list[Finding]:
     task = getattr(tasks, name)()
-    config = RunConfig(
+    config = ResolvedConfig(
         microbatches=task.defaults.microbatches,
         global_batch_size=task.defaults.global_batch_size,
         max_steps=4,
@@ -90,6 +90,6 @@ def test_a_lint_that_fails_says_so(tasks: Any) -> None:
             raise KeyError("nothing")
 
     task = Broken()
-    (finding,) = lint(task, RunConfig(microbatches=4, global_batch_size=64, max_steps=4))
+    (finding,) = lint(task, ResolvedConfig(microbatches=4, global_batch_size=64, max_steps=4))
     assert finding.lint == "not-looked-at"
     assert "check_metrics failed: KeyError: 'nothing'" in finding.message

@@ -21,7 +21,6 @@ from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import ConfigError, LaunchError, RunDirectoryError
 from paceline.core.files import WriteFaults
-from paceline.core.options import parse_nodes, parse_nproc
 from paceline.core.owned_names import own_prefix, remove_leftovers
 from paceline.core.stats import percentile
 from paceline.data.audit import AuditReport, audit
@@ -248,13 +247,15 @@ def run_chaos(request: ChaosRequest, tell: Callable[[str], None]) -> ChaosReport
     nproc = _nproc(config)
     request.root.mkdir(parents=True, exist_ok=True)
     clean, faulty = (RunDirectory(request.root / name) for name in ("clean", "chaos"))
-    tell(f"run without faults: {config.task}, {_workers(nproc)}, in {clean.path}")
+    tell(f"run without faults: {config.processes.task}, {_workers(nproc)}, in {clean.path}")
     with _training(clean, clean_options) as process:
         code = _wait(process)
     result = clean.read_result() if code == 0 else None
     if result is None:
         raise LaunchError(f"the run without faults failed with exit code {code}.{_tail(clean)}", exit_code=code or 1)
-    plan = plan_faults(request.kinds, faults=request.faults, seed=config.seed, nproc=nproc, steps=result["steps"])
+    plan = plan_faults(
+        request.kinds, faults=request.faults, seed=config.training.seed, nproc=nproc, steps=result["steps"]
+    )
     duration = f"{result['steps']} steps in {result['seconds']:.1f} s"
     tell(f"{duration}; run with {len(plan)} faults, in {faulty.path}")
     with tempfile.TemporaryDirectory(prefix=own_prefix("chaos")) as temporary:
@@ -275,8 +276,10 @@ def _resolve(request: ChaosRequest) -> tuple[RunConfig, dict[str, Any], dict[str
     defaults: dict[str, Any] = {"on": "spawn", "checkpoint_every": (_CHECKPOINT_EVERY,)}
     config = config_from_mapping(defaults | explicit, "the command line")
     check_kinds(request.kinds, _nproc(config))
-    if parse_nodes(config.nodes) != (1, 1):
-        raise ConfigError(f"--nodes {config.nodes}: faults are injected on one node only. Leave the option out.")
+    if config.processes.nodes != (1, 1):
+        raise ConfigError(
+            f"--nodes {config.values['nodes']}: faults are injected on one node only. Leave the option out."
+        )
     for name in ("clean", "chaos"):
         if RunDirectory(request.root / name).exists():
             raise RunDirectoryError(f"{request.root / name} already holds a run. Choose another --run-dir DIR.")
@@ -286,7 +289,7 @@ def _resolve(request: ChaosRequest) -> tuple[RunConfig, dict[str, Any], dict[str
 
 
 def _nproc(config: RunConfig) -> int:
-    match parse_nproc(config.nproc):
+    match config.processes.nproc:
         case (nproc,):
             return nproc
     raise ConfigError("--nproc must be one number for paceline chaos, which plans faults for that many workers.")
@@ -347,13 +350,13 @@ def _report(
     repeated = 0 if ledger_audit is None else ledger_audit.recomputed_steps
     history = timeline(faulty.read_events(), repeated_steps=repeated)
     share = Environment(world_size=nproc, local_world_size=nproc)
-    threads = default_threads(share, config.threads, os.environ)
+    threads = default_threads(share, config.processes.threads, os.environ)
     return ChaosReport(
-        task=config.task,
+        task=config.processes.task,
         clean_run=str(clean.path),
         chaos_run=str(faulty.path),
         nproc=nproc,
-        seed=config.seed,
+        seed=config.training.seed,
         exit_code=code,
         steps=expected["steps"],
         kinds=kind_reports([f.kind for f in plan], [(i.fault.kind, i.seconds) for i in injected]),

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 from paceline.api import Result, task_spec
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
+from paceline.core.option_values import parse_walltime_s
 from paceline.core.task import Task
 from paceline.core.task_loading import check_spec, task_assignments
 from paceline.launch.launcher import JobHandle, JobStatus, LaunchSpec, get_launcher, job_name
@@ -378,16 +378,16 @@ def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
     config = config_from_mapping(
         {**of_run, "task": task_spec(task), "set": task_assignments(task), "on": "submitit"}, "submit()"
     )
-    check_spec(config.task)
-    counts = parse_nproc(config.nproc)
+    check_spec(config.processes.task)
+    counts = config.processes.nproc
     if counts is None:
         raise ConfigError("submit(): give nproc, the number of processes a machine.")
     fields = {
         **of_job,
-        "nodes": parse_nodes(config.nodes),
+        "nodes": config.processes.nodes,
         "nproc": counts,
-        "max_restarts": config.max_restarts if config.recover == "restart" else 0,
-        "walltime_s": None if config.walltime is None else parse_walltime_s(config.walltime),
+        "max_restarts": config.recovery.max_restarts if config.recovery.recover == "restart" else 0,
+        "walltime_s": config.recovery.walltime,
     }
     spec = task_job(config, fields, launcher, sys.executable)
     own = make_options(launcher, {"executor": on, **of_launcher})

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.core.callback import Callback
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
-from paceline.core.options import Interval, parse_interval
+from paceline.core.option_values import Interval
 from paceline.data.stream import StreamLoader
 from paceline.parallel.reducer import StepSums
 from paceline.training.control import ControlFlags, StopCause
@@ -95,10 +95,7 @@ class SyncPoints:
     """
 
     def __init__(self, config: RunConfig, data: DataSetup) -> None:
-        intervals = [
-            parse_interval(config.eval_every, "eval_every", allow_time=False),
-            *(parse_interval(text, "checkpoint_every") for text in config.checkpoint_every),
-        ]
+        intervals = [config.evaluation.eval_every, *config.records.checkpoint_every]
         assert data.total_steps is not None
         assert data.steps_per_epoch is not None
         self._every = _steps(intervals)

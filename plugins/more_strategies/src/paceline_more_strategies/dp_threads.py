@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch, to_device
 from paceline.parallel.microbatches import ReducerStrategy
+from paceline.parallel.more_options import DataParallelOptions
 from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims
 
@@ -61,7 +62,9 @@ class DataParallel(ReducerStrategy):
                 "with --dp-devices, or --strategy ddp."
             )
         super().__init__(module, mesh, options)
-        self._devices = _devices(mesh.world.device, options.config.dp_devices, len(self.microbatches))
+        self._devices = _devices(
+            mesh.world.device, options.config[DataParallelOptions].dp_devices, len(self.microbatches)
+        )
         self._replicas: list[nn.Module] = []
         self._is_random = len(self._devices) == 1
         self._threads = ThreadPoolExecutor(len(self._devices), "paceline-dp")

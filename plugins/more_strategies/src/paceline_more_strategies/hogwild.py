@@ -160,7 +160,7 @@ class HogwildEngine(Engine):
         """Take one step after another, until all up to the next sync point are taken."""
         state, world, tracker = self._states.state, self._world, self._world.progress_tracker
         progress = state.progress
-        steps = min(self._sync_points.steps_to_next(progress), self._run.config.log_every)
+        steps = min(self._sync_points.steps_to_next(progress), self._run.config.records.log_every)
         first, first_in_epoch = progress.step, progress.step_in_epoch
         before = [buffer.clone() for buffer in state.module.buffers()]
         self._model.begin(world)

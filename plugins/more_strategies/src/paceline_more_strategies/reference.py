@@ -17,6 +17,8 @@ from torch import nn
 
 from paceline.data.samples import Loader, MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
+from paceline.parallel.more_options import CommunicationOptions
+from paceline.parallel.options import PipelineOptions
 from paceline.parallel.pipeline.pipedream import (
     PipeDreamStaleness,
     WithWeights,
@@ -201,7 +203,7 @@ def _compressed_step(run: RunContext, state: TrainingState, ranges: Sequence[ran
     floats, counters = _buffers(state.module)
     ranks = len(ranges)
     scale = 0.5 ** (run.global_batch_size // ranks).bit_length()
-    dtype = torch.float16 if run.config.comm_hook == "fp16" else torch.bfloat16
+    dtype = torch.float16 if run.config[CommunicationOptions].comm_hook == "fp16" else torch.bfloat16
     messages, results_of_ranks, changed = [], [], [False] * len(floats)
     for own in ranges:
         microbatches = loader.fetch(state.progress.epoch, state.progress.step_in_epoch, own)
@@ -226,7 +228,7 @@ def _compressed_step(run: RunContext, state: TrainingState, ranges: Sequence[ran
     changes = _left_to_right([s.counters for results in present for s in results])
     for buffer, change in zip(counters, changes, strict=True):
         buffer.add_(change.div(sum(map(len, present)), rounding_mode="floor"))
-    clip_norm = run.config.clip_norm
+    clip_norm = run.config.training.clip_norm
     state.update(None if clip_norm is None else partial(_clip, parameters, clip_norm))
 
 
@@ -249,7 +251,7 @@ def _step(run: RunContext, states: Sequence[TrainingState], ranges: Sequence[ran
         _set_gradients(run, state, microbatches)
         finite &= all(bool(torch.isfinite(p.grad).all()) for p in _trained(state.module) if p.grad is not None)
     for state in states:
-        clip_norm = run.config.clip_norm
+        clip_norm = run.config.training.clip_norm
         parameters = state.module.parameters()
         # A gradient scaler skips the step on all ranks or on none.
         clip = None if clip_norm is None else partial(_clip, parameters, clip_norm)
@@ -423,5 +425,5 @@ class _SingleRankRun(RunContext):
         parts = example_batch.parts(module)
         absent = absent_arguments(module, example_batch.loss) if parts is None else frozenset()
         blocks = find_blocks(module, parts, absent)
-        sizes = manual_split(blocks, self.stages, self.config.pp_split)
+        sizes = manual_split(blocks, self.stages, self.config[PipelineOptions].pp_split)
         return PipeDreamReference(module, mesh, self.strategy_options(work_split), cut(blocks, sizes))

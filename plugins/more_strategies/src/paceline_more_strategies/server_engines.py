@@ -23,6 +23,7 @@ from torch import distributed as dist
 
 from paceline.elastic.state_transfer import StateSource, transfer_state
 from paceline.parallel.messages import AnySourceReceiver, TensorBundle
+from paceline.parallel.more_options import ServerOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
@@ -269,7 +270,7 @@ class AsyncServerEngine(Engine):
         progress, inbox, workers = self._states.state.progress, self._inbox, self._workers
         assert inbox is not None
         first, first_in_epoch = progress.step, progress.step_in_epoch
-        clocks = StalenessBound(len(workers), self._run.config.ps_staleness)
+        clocks = StalenessBound(len(workers), self._run.config[ServerOptions].ps_staleness)
         idle, handed, applied = list(workers), 0, 0
         more = True
         while True:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.config import config_from_mapping, non_defaults, to_flags
+from paceline.core.config import config_from_mapping, to_flags
 from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import read_json_lines
@@ -145,7 +145,7 @@ class Record:
         words = ["paceline", "train", str(self.manifest["task"]["spec"])]
         for name, value in self.fields.items():
             words += ["--set", f"{name}={value}"]
-        words += to_flags(non_defaults(config), leave_out=NOT_COMPARED)
+        words += to_flags(config.non_defaults(), leave_out=NOT_COMPARED)
         return shlex.join(words)
 
 

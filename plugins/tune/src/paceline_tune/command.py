@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from paceline.cli.options import explicit_options, group, run_options
 from paceline.core.errors import ConfigError
-from paceline.core.options import parse_best
+from paceline.core.option_values import parse_best
 
 if TYPE_CHECKING:
     from paceline.core.rich_console import Console
@@ -200,23 +200,24 @@ def _make_search(
 ) -> Search:
     from paceline.core.config import config_from_mapping
     from paceline.core.gpus import preferred_device
-    from paceline.core.options import parse_nproc
     from paceline.core.task_loading import check_spec
     from paceline_tune.search import Search
 
     check_spec(task)
     config = config_from_mapping({**options, "task": task}, "the command line")
-    counts = parse_nproc(config.nproc)
+    counts = config.processes.nproc
     if counts is None or len(counts) > 1:
-        raise ConfigError(f"--nproc {config.nproc}: give one number, the processes of each trial.")
+        raise ConfigError(f"--nproc {config.values['nproc']}: give one number, the processes of each trial.")
     if gpus_per_trial is None:
-        wants_gpus = config.device == "cuda" or (config.device == "auto" and here and preferred_device() == "cuda")
+        wants_gpus = config.processes.device == "cuda" or (
+            config.processes.device == "auto" and here and preferred_device() == "cuda"
+        )
         gpus_per_trial = float(counts[0]) if wants_gpus else 0.0
-    elif config.device == "cuda" and not gpus_per_trial:
+    elif config.processes.device == "cuda" and not gpus_per_trial:
         raise ConfigError("--device cuda: a trial has no GPU. Leave --gpus-per-trial 0 out, or use --device cpu.")
     # Ray may leave all GPUs visible to a trial that has reserved none.
     device = {} if gpus_per_trial else {"device": "cpu"}
-    threads = config.threads or max(1, int((cpus_per_trial or 0) // counts[0]))
+    threads = config.processes.threads or max(1, int((cpus_per_trial or 0) // counts[0]))
     return Search(
         # The number of threads decides bits, so it must not depend on the machine that runs a trial.
         options={**options, **device, "task": task, "threads": threads},

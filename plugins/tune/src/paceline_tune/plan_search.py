@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.config import RunConfig
+from paceline.core.config import all_options
 from paceline.core.errors import ConfigError, LaunchError, PacelineError, TaskError
 from paceline.core.field_values import convert
 from paceline.core.files import read_json_lines
 from paceline.core.job import default_run_path
-from paceline.core.option_sets import CLASSIFICATIONS, select
-from paceline.core.options import Interval, check_bounds, flag, parse_best, parse_interval
+from paceline.core.option_sets import select
+from paceline.core.option_values import Interval, flag, parse_best
+from paceline.core.options import check_bounds
 from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.sockets import require_loopback
@@ -129,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
 def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
     from paceline_tune.trial import TrialServer
 
-    require_trackers(search.config.log_to)
+    require_trackers(search.config.records.log_to)
     task_class = load_task_class(str(search.options["task"]))
     search = resolve_space(task_class, search)
     failures: list[str] = []
@@ -158,7 +159,7 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
     data = run.read_complete_manifest()["data"]
     config = run.read_complete_manifest()["config"]
     total = data.get("total_steps")
-    every = parse_interval(search.config.eval_every, "eval_every", allow_time=False)
+    every = search.config.evaluation.eval_every
     spacing = _steps_between(every, data.get("steps_per_epoch"), total)
     evaluations = _evaluations(every, config.get("epochs"), total, spacing)
     # Options that change the length of a trial make it unknown in advance.
@@ -245,10 +246,10 @@ def resolve_space(task_class: type[Task], search: Search) -> Search:
             f"a search needs at least one field: --search {FORMS}. Or the task declares a search space: "
             'defaults = Defaults(search=("lr=log:1e-3:1",)).'
         )
-    fixed = parse_assignments(search.config.set)
+    fixed = parse_assignments(search.config.processes.set)
     hints = typing.get_type_hints(task_class)
     known = {f.name for f in dataclasses.fields(task_class) if f.init}
-    options = typing.get_type_hints(RunConfig)
+    options = all_options()
     choices: dict[str, tuple[Value, ...]] = {}
     searched_options = []
     for dimension in dataclasses.replace(search, space=space).parsed_space.dimensions:
@@ -258,7 +259,7 @@ def resolve_space(task_class: type[Task], search: Search) -> Search:
             if name in fixed:
                 raise ConfigError(f"{name} is both set by --set and searched. Remove one of them.")
         elif name in options:
-            where, hint = flag(name), options[name]
+            where, hint = flag(name), options[name].type
             _check_searched_option(search, dimension)
             searched_options.append(name)
         else:
@@ -275,7 +276,7 @@ def resolve_space(task_class: type[Task], search: Search) -> Search:
                 choices[name] = values
         if name in searched_options:
             for value in values:
-                check_bounds(name, value, CLASSIFICATIONS[name])
+                check_bounds(name, value, options[name])
     resolved = dataclasses.replace(search, space=space, choices=choices, searched_options=tuple(searched_options))
     resolved.parameters(0)  # checks the constraints
     return resolved
@@ -340,18 +341,19 @@ def check(search: Search) -> None:
         raise ConfigError(f"--reduction-factor must be above 1, but is {search.reduction_factor:g}.")
     if search.cpus <= 0 or search.gpus < 0:
         raise ConfigError("--cpus-per-trial must be above 0, and --gpus-per-trial at least 0.")
-    if config.on not in ("auto", "inprocess", "spawn", "torchrun") or config.nodes not in (1, "1"):
+    if config.processes.on not in ("auto", "inprocess", "spawn", "torchrun") or config.processes.nodes != (1, 1):
         raise ConfigError(
             "a trial runs on one node, which Ray chooses: leave --on and --nodes out. To use several nodes: "
             "paceline launch --on slurm --rank-launcher ray --nodes 4 -- paceline tune ..."
         )
-    if config.val_fraction is None and config.eval_every == "never":
+    if config.data.val_fraction is None and config.evaluation.eval_every == Interval():
         raise ConfigError("--eval-every never: a search compares trials by their evaluations. Leave it out.")
     if any(method in _UNSUPPORTED_STRATEGIES for method in config.strategies):
         raise ConfigError(
-            f"--strategy {config.strategy}: cannot be searched, since its ranks do not stop together at an evaluation."
+            f"--strategy {config.parallel.strategy}: cannot be searched, since its ranks do not stop together at an "
+            "evaluation."
         )
-    if config.early_stop is not None and search.scheduler == "asha":
+    if config.evaluation.early_stop is not None and search.scheduler == "asha":
         raise ConfigError(
             "--early-stop cannot be combined with ASHA, which stops trials by comparison. Use --scheduler none."
         )
@@ -369,7 +371,8 @@ def _check_population(search: Search) -> None:
         "--sampler tpe: the members themselves choose their values": search.sampler == "tpe",
         "--repeats: each member has its own history": search.repeats > 1,
         "--stop: members are compared when all have got equally far": bool(search.stop),
-        "--early-stop: members are compared when all have got equally far": search.config.early_stop is not None,
+        "--early-stop: members are compared when all have got equally far": search.config.evaluation.early_stop
+        is not None,
         "--budget in trials: give it in hours": search.limit is not None and search.limit.unit == "trials",
     }
     for why, applies in combined.items():

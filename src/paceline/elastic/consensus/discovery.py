@@ -95,7 +95,7 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     if spec.interface is None and is_ours(host):
         endpoints[0] = address, port
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
-    coordinator = "embedded" if spec.coordinator is None else spec.coordinator.partition(":")[0]
+    coordinator = "embedded" if spec.coordinator is None else "etcds" if spec.coordinator.tls else "etcd"
     versions = {**_versions(), "task": spec.task_digest, "coordinator": coordinator}
     hello: dict[str, Any] = {"name": name, "versions": versions}
     may_be_first = not spec.joins and (spec.node_rank == 0 or (spec.node_rank is None and is_ours(host)))

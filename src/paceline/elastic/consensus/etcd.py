@@ -36,7 +36,7 @@ from functools import partial
 
 import msgspec
 
-from paceline.core.environment import parse_coordinator
+from paceline.core.environment import EtcdEndpoints
 from paceline.core.errors import ConfigError
 from paceline.elastic.consensus.etcd_client import (
     EtcdClient,
@@ -486,7 +486,7 @@ class EtcdMembership(EtcdLeadership):
 
     Args:
         node: this agent's name.
-        coordinator: the cluster, as ``--coordinator`` names it.
+        coordinator: the cluster.
         heartbeat_s: a node that is silent for this long counts as lost.
         answers_within_s: how long to wait for the cluster; 0: do not check.
         job: returns the name of the job's keys, which other nodes learn from the first one.
@@ -500,7 +500,7 @@ class EtcdMembership(EtcdLeadership):
     def __init__(
         self,
         node: str,
-        coordinator: str,
+        coordinator: EtcdEndpoints,
         *,
         heartbeat_s: float,
         answers_within_s: float,
@@ -510,9 +510,7 @@ class EtcdMembership(EtcdLeadership):
     ) -> None:
         ttl_s = math.ceil(heartbeat_s) + 2
         super().__init__(node, patience=ttl_s + 1)
-        client = EtcdClient(
-            parse_coordinator(coordinator), EtcdCredentials.from_environment(), min(2.0, max(1.0, ttl_s / 4))
-        )
+        client = EtcdClient(coordinator, EtcdCredentials.from_environment(), min(2.0, max(1.0, ttl_s / 4)))
         if answers_within_s:
             _check(client, time.monotonic() + answers_within_s)
         self._job, self._selector, self._act = job, selector, act

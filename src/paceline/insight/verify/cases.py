@@ -16,7 +16,7 @@ from paceline.core.built_in import VERIFIED
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError
 from paceline.core.option_sets import select
-from paceline.core.options import flag, parse_mesh
+from paceline.core.option_values import flag, parse_mesh
 from paceline.core.plugins import import_object
 from paceline.core.task_loading import check_spec
 from paceline.runs.directory import RunDirectory

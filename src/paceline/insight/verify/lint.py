@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from paceline.core.callback import BatchInfo, RunSchedule
-from paceline.core.config import RunConfig
+from paceline.core.config import ResolvedConfig
 from paceline.core.impurities import Impurity, impurity
 from paceline.core.own_code import is_own_file, own_folders
 from paceline.core.task import Loss, Task
@@ -113,13 +113,13 @@ _LINT_KEY = 97
 class LintContext:
     """A task to check: a copy of its own, which the checks may change, and the options of the runs."""
 
-    def __init__(self, task: Task, config: RunConfig) -> None:
+    def __init__(self, task: Task, config: ResolvedConfig) -> None:
         self.task, self.config = task, config
-        self.steps = config.max_steps or 1
+        self.steps = config.training.max_steps or 1
 
     def build(self) -> nn.Module:
         """Return the model as every rank builds it."""
-        seed_model(self.config.seed)
+        seed_model(self.config.training.seed)
         return build_task_model(self.task)
 
     @cached_property
@@ -138,11 +138,11 @@ class LintContext:
     @cached_property
     def splits(self) -> Mapping[str, Any]:
         """The datasets."""
-        return {name: build_split(self.task, self.config.seed, name) for name in _SPLITS}
+        return {name: build_split(self.task, self.config.training.seed, name) for name in _SPLITS}
 
     def sample(self, dataset: Any, number: int) -> Any:
         """Return a sample, with the randomness keyed by its number."""
-        seed_everything(derive_key(self.config.seed, _LINT_KEY, number))
+        seed_everything(derive_key(self.config.training.seed, _LINT_KEY, number))
         return dataset[number]
 
     @cached_property
@@ -161,7 +161,7 @@ class LintContext:
     def batch(self, samples: Sequence[Any], *, microbatch: int = 0, split: str = "train") -> Any:
         """Collate samples, and announce them to the task."""
         batch = self.task.collate(list(samples))
-        seed_microbatch(self.config.seed, 0, microbatch)
+        seed_microbatch(self.config.training.seed, 0, microbatch)
         self.task.on_batch_begin(BatchInfo(split=split, step=0, number=microbatch, samples=len(samples)))
         return batch
 
@@ -264,9 +264,10 @@ def check_batch_norm(context: LintContext) -> Iterator[Finding]:
     task, config, model = context.task, context.config, context.model(training=True)
     norms = {name: child for name, child in model.named_modules() if isinstance(child, BatchNorm)}
     samples = [sample for group in context.groups for sample in group]
-    assert isinstance(config.microbatches, int)
-    assert config.global_batch_size is not None
-    size = max(config.global_batch_size // config.microbatches, min(config.global_batch_size, task.min_microbatch_size))
+    size = max(
+        config.global_batch_size // config.microbatches,
+        min(config.global_batch_size, task.min_microbatch_size),
+    )
     values: dict[str, int] = {}
 
     def record(name: str, inputs: Sequence[Any]) -> None:
@@ -407,7 +408,7 @@ CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
 )
 
 
-def lint(task: Task, config: RunConfig) -> list[Finding]:
+def lint(task: Task, config: ResolvedConfig) -> list[Finding]:
     """Return probable mistakes in a task.
 
     Args:

@@ -49,7 +49,7 @@ def require_comparable(run: RunContext) -> None:
         raise TaskError(f"{name} defines train_step, so its step is not the one of the loop.")
     if run.data.order is None:
         raise TaskError(f"the training data of {name} are a stream, and the loop reads data with a length.")
-    if run.config.lr_scale:
+    if run.config.fine_tuning.lr_scale:
         raise ConfigError("--lr-scale is not in the loop.")
 
 
@@ -71,11 +71,11 @@ def train_plainly(run: RunContext, world_size: int = 1) -> dict[str, torch.Tenso
     task, config, order = run.task, run.config, run.data.order
     assert order is not None
     assert run.data.total_steps is not None
-    seed_model(config.seed)
+    seed_model(config.training.seed)
     model = task.build_model()
     initialise(model, config)
     model = model.to(run.device).train()
-    average = copy.deepcopy(model) if config.ema is not None else None
+    average = copy.deepcopy(model) if config.training.ema is not None else None
     callback = task.build_callback(model, run.run_schedule) or Callback()
     built = task.build_optimizer(model)
     optimizers = list(built.values()) if isinstance(built, Mapping) else [built]
@@ -85,7 +85,7 @@ def train_plainly(run: RunContext, world_size: int = 1) -> dict[str, torch.Tenso
     with closing(run.build_loader(workers=0)) as loader, closing(callback):
         for step in range(run.data.total_steps):
             epoch, step_in_epoch = divmod(step, order.steps_per_epoch)
-            seed_step(config.seed, step)
+            seed_step(config.training.seed, step)
             if step_in_epoch == 0:
                 callback.on_epoch_begin(epoch)
             callback.on_step_begin(step, step_in_epoch)
@@ -93,7 +93,7 @@ def train_plainly(run: RunContext, world_size: int = 1) -> dict[str, torch.Tenso
             model.zero_grad()
             loss_sum = weight = 0.0
             for microbatch in loader.fetch(epoch, step_in_epoch, range(run.num_microbatches)):
-                seed_microbatch(config.seed, step, microbatch.index)
+                seed_microbatch(config.training.seed, step, microbatch.index)
                 announce_microbatch(run, step, microbatch)
                 loss = task.loss(model, microbatch.batch)
                 if not isinstance(loss, Loss):
@@ -108,22 +108,22 @@ def train_plainly(run: RunContext, world_size: int = 1) -> dict[str, torch.Tenso
                         parameter.grad = parameter.grad.to_dense().to_sparse(1)
             buffers.end_step()
 
-            seed_update(config.seed, step)
+            seed_update(config.training.seed, step)
             callback.on_gradients_reduced(due=False)
             callback.on_before_optimizer_step()
-            if config.clip_norm is not None:
-                clip_grad_norm_(model.parameters(), config.clip_norm)
+            if config.training.clip_norm is not None:
+                clip_grad_norm_(model.parameters(), config.training.clip_norm)
             for optimizer in optimizers:
                 optimizer.step()
             for scheduler in schedulers:
                 if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step()
             if average is not None:
-                assert config.ema is not None
-                _move_average(average, model, config.ema if step else 0.0)
+                assert config.training.ema is not None
+                _move_average(average, model, config.training.ema if step else 0.0)
             callback.on_step_end(step + 1, loss_sum / weight)
             if step_in_epoch + 1 == order.steps_per_epoch:
-                seed_transition(config.seed, step + epoch + 2)
+                seed_transition(config.training.seed, step + epoch + 2)
                 callback.on_epoch_end(epoch)
                 if callback.should_stop:
                     break
@@ -219,6 +219,6 @@ def _alone(run: RunContext) -> RankInfo:
         local_rank=0,
         device=run.device,
         directory=run.directory.path,
-        log_every=run.config.log_every,
+        log_every=run.config.records.log_every,
         gather=lambda value: [value],
     )

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from paceline.core.callback import BatchInfo, Callback, RunSchedule
-from paceline.core.config import RunConfig, config_from_mapping
+from paceline.core.config import ResolvedConfig
 from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import LaunchError, StopRequested
 from paceline.core.files import write_atomically
@@ -484,7 +484,7 @@ def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
         task=task,
         default_threads=1,
     )
-    device = choose_device(config.device, config.backend).device
+    device = choose_device(config.processes.device, config.processes.backend).device
     with preserve_numerics():
         run_of_ranks, _ = setup_run(
             request,
@@ -520,7 +520,7 @@ def _saved_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
-def _config(plan: GroupPlan, training: Training, task: Task) -> RunConfig:
+def _config(plan: GroupPlan, training: Training, task: Task) -> ResolvedConfig:
     """Return the run's options; the micro-batches do not depend on the number of processes, since they affect bits."""
     # The task is instrumented, and counts what it computes.
     options = {"purity": "off", **training.options}
@@ -530,13 +530,13 @@ def _config(plan: GroupPlan, training: Training, task: Task) -> RunConfig:
         options.get("global_batch_size") or task.defaults.global_batch_size or task.recommended_batch_size()
     )
     directory = directory_of(Path(plan.root), training)
-    return config_from_mapping({**options, "task": plan.task, "run_dir": str(directory.path)}, "paceline verify")
+    return ResolvedConfig(**{**options, "task": plan.task, "run_dir": str(directory.path)})
 
 
 def _lint(plan: GroupPlan, task: Task) -> None:
     config = _config(plan, plan.trainings[0], task)
     with preserve_numerics():
-        configure_numerics(config, config.threads or 1, torch.device("cpu"))
+        configure_numerics(config, config.processes.threads or 1, torch.device("cpu"))
         findings = lint(task, config)
     _write(lints_path(Path(plan.root)), [asdict(finding) for finding in findings])
 

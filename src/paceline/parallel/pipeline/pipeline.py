@@ -20,6 +20,7 @@ from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
 from paceline.parallel.gradient_norm import norms_of_parts
 from paceline.parallel.microbatches import require_agreement
+from paceline.parallel.options import PipelineOptions, Split
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.pipeline import schedules, stage_split
 from paceline.parallel.pipeline.channel import BACKWARD, FORWARD, MessageAddress
@@ -223,7 +224,7 @@ class PipelineLayout:
 
     Args:
         schedule: determines the stages per rank, and the micro-batches in flight.
-        how: "balanced", "equal" or a number of blocks for each stage.
+        how: the value of ``--pp-split``.
         microbatches: of a model replica in a step.
         splitting: splits the layers of each stage over the mesh's ``tp`` axis, if it has one.
     """
@@ -234,7 +235,7 @@ class PipelineLayout:
         self,
         mesh: ParallelDims,
         schedule: Name,
-        how: str,
+        how: Split,
         microbatches: int,
         example_batch: ExampleBatchProvider,
         splitting: LayerSplitting | None = None,
@@ -473,7 +474,7 @@ class Pipeline:
         self.module = self.model = module
         self.microbatches = self.plan.microbatches_of(mesh.data.rank)
         self._mesh = mesh
-        schedule = options.config.pp_schedule
+        schedule = options.config[PipelineOptions].pp_schedule
         # PipeDream's steps that nothing overlaps with.
         self._schedule: Name = "1f1b" if schedule == "pipedream" else schedule
         self._forward = find_stage_executor(module)

@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.core.task import Loss
+from paceline.parallel.options import Split
 from paceline.parallel.pipeline.stages import Blocks, Values, replace_forward
 from paceline.torch_internals import tree_leaves, tree_map_only
 
@@ -170,7 +171,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def manual_split(blocks: Blocks, stages: int, how: str) -> tuple[int, ...]:
+def manual_split(blocks: Blocks, stages: int, how: Split) -> tuple[int, ...]:
     """Return the number of blocks of each stage, for ``--pp-split equal`` or ``N,N,...``.
 
     Raises:
@@ -178,14 +179,13 @@ def manual_split(blocks: Blocks, stages: int, how: str) -> tuple[int, ...]:
     """
     number = len(blocks.blocks)
     equal = equal_split(number, stages)
-    if how == "equal":
+    if isinstance(how, str):
         return equal
-    counts = tuple(int(part) for part in how.split(","))
-    if len(counts) == stages and sum(counts) == number and min(counts) > 0:
-        return counts
+    if len(how) == stages and sum(how) == number and min(how) > 0:
+        return how
     raise ConfigError(
-        f"--pp-split {how} does not fit this model, whose {number} blocks are split into {stages} stages. "
-        f"Give {stages} numbers that add up to {number}, such as {','.join(map(str, equal))}, or balanced."
+        f"--pp-split {','.join(map(str, how))} does not fit this model, whose {number} blocks are split into {stages} "
+        f"stages. Give {stages} numbers that add up to {number}, such as {','.join(map(str, equal))}, or balanced."
     )
 
 

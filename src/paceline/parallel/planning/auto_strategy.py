@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -15,9 +14,10 @@ from typing import Any, TypeVar, cast
 import psutil
 import torch
 
-from paceline.core.config import RunConfig
+from paceline.core.config import ResolvedConfig, RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
+from paceline.parallel.options import MemoryOptions
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ def memory_per_process(device: torch.device, processes: int) -> int:
 
 
 def choose_strategy(
-    config: RunConfig, task: Task, *, world_size: int, memory: int, device: str
-) -> tuple[RunConfig, str | None]:
+    config: ResolvedConfig, task: Task, *, world_size: int, memory: int, device: str
+) -> tuple[ResolvedConfig, str | None]:
     """Options with the strategy that ``auto`` means for so many processes, and what to say about it.
 
     A model that is small against the memory is not measured. All ranks must give the same arguments.
@@ -55,7 +55,12 @@ def choose_strategy(
         memory: bytes that the process with least of it may take.
         device: "cpu" or "cuda".
     """
-    if config.strategy != "auto" or config.mesh is not None or world_size == 1 or config.reduction == "ddp":
+    if (
+        config.parallel.strategy != "auto"
+        or config.parallel.mesh is not None
+        or world_size == 1
+        or config.parallel.reduction == "ddp"
+    ):
         return config, None
     parameters = _call_in_child(lambda: _parameter_bytes(task))
     if parameters is None or _FITS_FACTOR * parameters <= memory:
@@ -67,14 +72,13 @@ def choose_strategy(
 
 
 def _choose(
-    config: RunConfig, task: Task, *, world_size: int, memory: int, device: str
-) -> tuple[RunConfig, str | None]:
+    config: ResolvedConfig, task: Task, *, world_size: int, memory: int, device: str
+) -> tuple[ResolvedConfig, str | None]:
     from paceline.parallel.planning.recommend import ClusterSpec, PlanRow, choose_plan, make_plan
 
-    assert isinstance(config.microbatches, int)
     plan = make_plan(
         task,
-        config.task,
+        config.processes.task,
         ClusterSpec(
             gpus=world_size,
             nodes=1,
@@ -87,12 +91,12 @@ def _choose(
         global_batch_size=config.global_batch_size,
         microbatches=config.microbatches,
     )
-    precision = "fp32" if config.precision == "fp32" else "bf16"  # fp16 takes what bf16 takes
-    again = config.checkpoint_activations != "none"
+    precision = "fp32" if config.training.precision == "fp32" else "bf16"  # fp16 takes what bf16 takes
+    again = config[MemoryOptions].checkpoint_activations != "none"
 
     def possible() -> Iterator[PlanRow]:
         for row in plan.rows:
-            alike = (row.reduction, row.precision) == (config.reduction, precision)
+            alike = (row.reduction, row.precision) == (config.parallel.reduction, precision)
             if alike and row.layout.world_size == world_size and row.layout.checkpointing == again:
                 yield row
 
@@ -118,15 +122,19 @@ def require_replaceable(config: RunConfig, asked: RunConfig) -> None:
     Raises:
         ConfigError: names the option to give.
     """
-    if config.non_elastic_options and not asked.non_elastic_options and config.recover != "restart":
-        option = f"--mesh {config.mesh}" if config.mesh is not None else f"--strategy {config.strategy}"
+    if config.non_elastic_options and not asked.non_elastic_options and config.recovery.recover != "restart":
+        option = (
+            f"--mesh {config.values['mesh']}"
+            if config.parallel.mesh is not None
+            else f"--strategy {config.parallel.strategy}"
+        )
         raise ConfigError(
             "the model does not fit a process under ddp, and only ddp can replace a lost process in place. "
             f"Give {option}, which is what --strategy auto recommends; the run then recovers by restart."
         )
 
 
-def _with(config: RunConfig, row: object) -> RunConfig | None:
+def _with(config: ResolvedConfig, row: object) -> ResolvedConfig | None:
     """Return the options with the row's layout; None if they do not work with it."""
     from paceline.parallel.planning.recommend import PlanRow
 
@@ -134,7 +142,7 @@ def _with(config: RunConfig, row: object) -> RunConfig | None:
     layout = row.layout
     changes: dict[str, Any] = {"mesh": layout.name} if len(layout.axes) > 1 else {"strategy": layout.family}
     try:
-        return dataclasses.replace(config, **changes)
+        return config.replace(**changes)
     except ConfigError:
         return None
 

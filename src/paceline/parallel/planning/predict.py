@@ -99,7 +99,7 @@ class RankLayout:
             config = config_from_mapping(self._asked, "the plan")
         except ConfigError:
             return False
-        return len(self.axes) <= 1 or config.axes(self.world_size) == self.axes
+        return len(self.axes) <= 1 or config.parallel.axes(self.world_size) == self.axes
 
 
 def layouts(world_size: int, *, most_stages: int, splits: Collection[int]) -> Iterator[RankLayout]:

@@ -1,0 +1,43 @@
+"""The option and traits of ``--strategy deepspeed``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from paceline.core.errors import ConfigError
+from paceline.core.options import OptionGroup, option
+from paceline.core.parallel_config import Traits
+
+if TYPE_CHECKING:
+    from paceline.core.config import RunConfig
+
+DEEPSPEED = Traits(
+    reductions=("exact",),
+    own_reduction="deepspeed",
+    shards_state=True,
+    supports=frozenset({"ema", "lockstep"}),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedOptions(OptionGroup):
+    """Options of ``--strategy deepspeed``."""
+
+    zero_stage: Literal[1, 2, 3] = option(
+        1,
+        "With --strategy deepspeed: the sharded state. 1: optimizer state; 2: and gradients; 3: and parameters.",
+        group="DeepSpeed",
+        strategies=("deepspeed",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+    )
+
+    def check(self, config: RunConfig) -> None:
+        """Reject an average of parameters that no rank has."""
+        if self.zero_stage == 3 and config.training.ema is not None:
+            raise ConfigError(
+                "--ema does not work with --zero-stage 3, where no rank holds a full parameter. "
+                "Use --zero-stage 2, or --strategy fsdp."
+            )
