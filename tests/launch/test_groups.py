@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.launch_spec import Placement
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
@@ -63,7 +64,10 @@ def _script(tmp_path: Path, text: str) -> tuple[str, str, str]:
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_the_ranks_meet_on_loopback(tmp_path: Path, launcher: str) -> None:
     spec = LaunchSpec(
-        command=_script(tmp_path, MEETS), nproc=(2,), threads=1, log_directory=RunDirectory(tmp_path / "run")
+        command=_script(tmp_path, MEETS),
+        nproc=(2,),
+        threads=1,
+        place=Placement(log_directory=RunDirectory(tmp_path / "run")),
     )
     chosen = get_launcher(launcher)
     assert chosen.submit(chosen.render(spec)).wait() == 0
@@ -90,10 +94,10 @@ def test_two_machines_by_hand(tmp_path: Path, run_processes: Any) -> None:
                     command=_script(tmp_path, MEETS),
                     nproc=(1,),
                     nodes=(2, 2),
-                    node_rank=node_rank,
-                    rdzv_endpoint=endpoint,
                     threads=1,
-                    log_directory=RunDirectory(tmp_path / "run"),
+                    place=Placement(
+                        node_rank=node_rank, rdzv_endpoint=endpoint, log_directory=RunDirectory(tmp_path / "run")
+                    ),
                 )
             )
         )

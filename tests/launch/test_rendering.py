@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli.job_options import LOCAL_LAUNCHERS
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import Recovery
+from paceline.core.launch_spec import Placement, Recovery, RecoveryPolicy
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
@@ -36,7 +36,7 @@ def test_spawn() -> None:
         threads=1,
         master_port=29500,
         env={"NOTE": "it's"},
-        log_directory=RunDirectory(Path("runs/a b")),
+        place=Placement(log_directory=RunDirectory(Path("runs/a b"))),
     )
     assert (
         get_launcher("spawn").render(spec).text
@@ -76,10 +76,8 @@ def test_spawn_on_the_second_of_two_machines() -> None:
         command=("python", "train.py"),
         nproc=(1,),
         nodes=(2, 2),
-        node_rank=1,
-        rdzv_endpoint="node0:4000",
-        rdzv_id="mine",
         threads=1,
+        place=Placement(node_rank=1, rdzv_endpoint="node0:4000", rdzv_id="mine"),
     )
     assert (
         get_launcher("spawn").render(spec).text
@@ -118,8 +116,8 @@ def test_torchrun_on_several_machines() -> None:
         command=("python", "train.py", "--x"),
         nproc=(4,),
         nodes=(2, 2),
-        rdzv_endpoint="node0:4000",
         threads=1,
+        place=Placement(rdzv_endpoint="node0:4000"),
     )
     assert (
         get_launcher("torchrun").render(spec).text
@@ -149,9 +147,7 @@ def test_torchrun_is_told_what_other_machines_know_this_one_by(
     spec = LaunchSpec(
         command=("python", "train.py"),
         nodes=(2, 2),
-        node_rank=node_rank,
-        rdzv_endpoint="10.0.0.5:4000",
-        hosts=hosts,
+        place=Placement(node_rank=node_rank, rdzv_endpoint="10.0.0.5:4000", hosts=hosts),
     )
     [process] = get_launcher("torchrun").render(spec).commands
     assert [word for word in process.argv if word.startswith("--local-addr")] == known_by
@@ -159,7 +155,12 @@ def test_torchrun_is_told_what_other_machines_know_this_one_by(
 
 
 def test_torchrun_that_restarts() -> None:
-    spec = LaunchSpec(command=WORKER, nproc=(2,), threads=1, recover="restart", max_restarts=5)
+    spec = LaunchSpec(
+        command=WORKER,
+        nproc=(2,),
+        threads=1,
+        recovery=RecoveryPolicy(recover="restart", max_restarts=5),
+    )
     assert (
         get_launcher("torchrun").render(spec).text
         == """\
@@ -186,7 +187,13 @@ OMP_NUM_THREADS=1 \\
 def test_torchrun_shares_no_store_where_the_nodes_may_meet_again(
     nodes: tuple[int, int], recover: Recovery, is_shared: bool
 ) -> None:
-    spec = LaunchSpec(command=WORKER, nodes=nodes, rdzv_endpoint="node0:4000", threads=1, recover=recover)
+    spec = LaunchSpec(
+        command=WORKER,
+        nodes=nodes,
+        threads=1,
+        place=Placement(rdzv_endpoint="node0:4000"),
+        recovery=RecoveryPolicy(recover=recover),
+    )
     [process] = get_launcher("torchrun").render(spec).commands
     own_store = {} if is_shared else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     assert process.env == {"OMP_NUM_THREADS": "1", **own_store}
@@ -203,7 +210,10 @@ def test_rendering_starts_and_writes_nothing(name: str, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     script = tmp_path.with_suffix(".py")
     script.write_text("raise SystemExit('started')")
-    spec = LaunchSpec(command=(sys.executable, str(script)), log_directory=directory)
+    spec = LaunchSpec(
+        command=(sys.executable, str(script)),
+        place=Placement(log_directory=directory),
+    )
     assert get_launcher(name).render(spec).text
     assert list(tmp_path.iterdir()) == []
 
@@ -230,6 +240,16 @@ def test_wrong_specs() -> None:
     with pytest.raises(ConfigError, match="needs --rdzv-endpoint HOST:PORT"):
         get_launcher("spawn").render(LaunchSpec(command=WORKER, nodes=(2, 2)))
     with pytest.raises(ConfigError, match="--node-rank must be between 0 and 1, but is 2"):
-        LaunchSpec(command=WORKER, nodes=(2, 2), node_rank=2, rdzv_endpoint="a:1")
+        LaunchSpec(
+            command=WORKER,
+            nodes=(2, 2),
+            place=Placement(node_rank=2, rdzv_endpoint="a:1"),
+        )
     with pytest.raises(ConfigError, match="needs --node-rank: 0 on the node of"):
-        get_launcher("spawn").render(LaunchSpec(command=WORKER, nodes=(2, 2), rdzv_endpoint="a:1"))
+        get_launcher("spawn").render(
+            LaunchSpec(
+                command=WORKER,
+                nodes=(2, 2),
+                place=Placement(rdzv_endpoint="a:1"),
+            )
+        )

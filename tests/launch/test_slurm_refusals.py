@@ -13,6 +13,7 @@ import pytest
 from tests.launch.slurm_specs import SCRIPT, TASK, text
 
 from paceline.core.errors import ConfigError
+from paceline.core.launch_spec import RecoveryPolicy
 from paceline.launch.launcher import get_launcher
 from paceline.launch.options import SlurmOptions
 
@@ -41,7 +42,7 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"command": ("train", "{array_index}")}, "{array_index} needs --array"),
         (
             {},
-            {"rank_launcher": "srun", "max_restarts": 2},
+            {"rank_launcher": "srun", "recovery": RecoveryPolicy(max_restarts=2)},
             "--max-restarts does not work with --on slurm --rank-launcher srun",
         ),
         ({}, {"rank_launcher": "horovod", "env": {"HF_TOKEN": "s"}}, "--env HF_TOKEN: every user who can see the job"),

@@ -12,6 +12,7 @@ import pytest
 from tests.launch.slurm_specs import SCRIPT, TASK, joined, text
 
 from paceline.core.errors import ConfigError
+from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.option_values import parse_gpus
 from paceline.launch.launcher import LaunchSpec, get_launcher, refuse_gpu_type
 from paceline.launch.options import SlurmOptions
@@ -255,7 +256,7 @@ sbatch --parsable /home/me/runs/a/job/job.sh
 
 def test_elastic_torchrun_is_a_step_on_each_machine() -> None:
     """Without restarts torchrun does not continue on fewer machines, so Slurm may end the step."""
-    elastic = joined(text(SCRIPT, nodes=(1, 2), max_restarts=9))
+    elastic = joined(text(SCRIPT, nodes=(1, 2), recovery=RecoveryPolicy(max_restarts=9)))
     assert "#SBATCH --nodes=1-2\n" in elastic
     # With it, Slurm takes 1-2 nodes of one task each for one task, and gives one node.
     assert "ntasks-per-node=1\n" not in elastic

@@ -16,18 +16,21 @@ import pytest
 from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.launch_spec import Placement, RecoveryPolicy
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
 DRIVER = """
 import sys
 from pathlib import Path
+from paceline.core.launch_spec import Placement, RecoveryPolicy
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 launcher, nproc, *command = sys.argv[1:]
 launcher = get_launcher(launcher)
 run = RunDirectory(Path("run"))
-spec = LaunchSpec(command=(sys.executable, *command), nproc=(int(nproc),), log_directory=run, grace_s=5, threads=1)
+place, recovery = Placement(log_directory=run), RecoveryPolicy(grace_s=5)
+spec = LaunchSpec(command=(sys.executable, *command), nproc=(int(nproc),), place=place, recovery=recovery, threads=1)
 sys.exit(launcher.submit(launcher.render(spec)).wait())
 """
 
@@ -149,8 +152,8 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: 
     spec = LaunchSpec(
         command=(sys.executable, str(script)),
         nproc=(2,),
-        grace_s=0.2,
-        log_directory=RunDirectory(tmp_path / "run"),
+        place=Placement(log_directory=RunDirectory(tmp_path / "run")),
+        recovery=RecoveryPolicy(grace_s=0.2),
     )
     spawn = get_launcher("spawn")
     handle = spawn.submit(spawn.render(spec))
@@ -269,7 +272,11 @@ def test_where_one_process_cannot_be_started_none_is_left(tmp_path: Path) -> Non
     directory = RunDirectory(tmp_path / "run")
     directory.log_of(1).mkdir(parents=True)
     spawn = get_launcher("spawn")
-    spec = LaunchSpec(command=(sys.executable, str(script)), nproc=(2,), log_directory=directory)
+    spec = LaunchSpec(
+        command=(sys.executable, str(script)),
+        nproc=(2,),
+        place=Placement(log_directory=directory),
+    )
     with pytest.raises(LaunchError, match=r"could not be started: .*rank-1\.log"):
         spawn.submit(spawn.render(spec))
     assert set(children(os.getpid())) <= before

@@ -22,6 +22,7 @@ from tests.lab.machines import Machines
 from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError
+from paceline.core.launch_spec import RecoveryPolicy
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline_frameworks.monarch import MonarchJob, MonarchOptions
 
@@ -122,7 +123,7 @@ def spec(**changes: Any) -> LaunchSpec:
 
 def test_a_job_is_rendered_as_a_file_and_a_command(tmp_path: Path) -> None:
     addresses = "tcp://node0:26600, service<2MuAHeDjLCEd>@tcp://node1:26600,tcp://[::1]:26600"
-    job = spec(nodes=(2, 2), nproc=(4, 2), env={"A": "b"}, max_restarts=2)
+    job = spec(nodes=(2, 2), nproc=(4, 2), env={"A": "b"}, recovery=RecoveryPolicy(max_restarts=2))
     rendered = get_launcher("monarch").render(job, MonarchOptions(hosts=addresses))
     assert (
         rendered.text
@@ -165,7 +166,7 @@ def test_all_hosts_are_nodes_unless_a_number_is_given(tmp_path: Path) -> None:
         ({"nodes": (1, 2)}, {"hosts": "tcp://a:1,tcp://b:1"}, r"--nodes 1:2: .* paceline join"),
         ({"gpus_per_node": 1}, {}, r"--gpus-per-node asks a cluster"),
         ({"walltime_s": 60.0}, {}, r"--walltime does not work with --on monarch"),
-        ({"rank_launcher": "spawn", "max_restarts": 1}, {}, r"--max-restarts does not work"),
+        ({"rank_launcher": "spawn", "recovery": RecoveryPolicy(max_restarts=1)}, {}, r"--max-restarts does not work"),
         ({}, {"machine_restarts": -1}, r"--machine-restarts must be 0 or more, but is -1"),
         ({}, {"hosts": "node0:26600"}, r"--hosts must be addresses such as tcp://node0:26600, .* 'node0:26600'"),
         ({}, {"hosts": "tcp://node0:0"}, r"--hosts must be addresses"),

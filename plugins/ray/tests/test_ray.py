@@ -18,6 +18,7 @@ import pytest
 from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError
+from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.sockets import job_port
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.node import node_command
@@ -216,7 +217,14 @@ def test_a_program_is_rendered_with_its_cluster(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_machines_are_rendered_as_a_file_and_a_command() -> None:
-    job = spec(nodes=(2, 2), nproc=(4, 2), cpus_per_task=3, gpus_per_node=4, env={"A": "b"}, max_restarts=2)
+    job = spec(
+        nodes=(2, 2),
+        nproc=(4, 2),
+        cpus_per_task=3,
+        gpus_per_node=4,
+        env={"A": "b"},
+        recovery=RecoveryPolicy(max_restarts=2),
+    )
     rendered = get_launcher("ray").render(job, RayOptions(address="head:6379", placement="strict-spread"))
     assert (
         rendered.text

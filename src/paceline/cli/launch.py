@@ -13,6 +13,7 @@ from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError
+from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.option_values import parse_nodes, parse_nproc, parse_walltime_s
 
 LauncherOptions: Any = launchers_options()
@@ -110,7 +111,7 @@ def launch(
             "nproc": counts,
             "threads": threads,
             "walltime_s": None if walltime is None else parse_walltime_s(walltime),
-            "max_restarts": max_restarts,
+            "recovery": RecoveryPolicy(max_restarts=max_restarts),
             "interface": interface,
             "env_style": env_style,
             "rank_launcher": rank_launcher,

@@ -218,8 +218,8 @@ def _preflight(run: LocalRun, nproc: tuple[int, ...] | None) -> LaunchSpec:
         threads=spec.threads,
         interface=spec.interface,
         keep=config.records.keep_checkpoints,
-        agents=run.launcher.name == "spawn" and spec.recover != "none",
-        timeout_s=spec.init_timeout_s,
+        agents=run.launcher.name == "spawn" and spec.recovery.recover != "none",
+        timeout_s=spec.recovery.init_timeout_s,
         before_job=True,
     )
     job = dataclasses.replace(spec, nproc=preflight.nproc)

@@ -25,6 +25,62 @@ Recovery = Literal["inplace", "restart", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The place of one node in a job, if it is known.
+
+    Attributes:
+        node_rank: this node's number.
+        rdzv_endpoint: HOST:PORT of node 0, the rendezvous of several nodes.
+        rdzv_id: a name that all nodes of the job share.
+        hosts: the host names of the nodes, in their order, as far as they are known; perhaps the first one alone.
+        joins: this node joins a running job.
+        leaves_stop_codes: :mod:`paceline.launch.stop_codes` runs each rank. It passes Slurm's signals on to the rank,
+            and writes the rank's exit code to a file for the job's script.
+        log_directory: the run in which ranks above 0 log, and failures are recorded; None: all print to the terminal.
+    """
+
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str = "paceline"
+    hosts: tuple[str, ...] = ()
+    joins: bool = False
+    leaves_stop_codes: bool = False
+    log_directory: RunDirectory | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryPolicy:
+    """The response to the death of a worker, by Paceline's agent or torchrun.
+
+    Attributes:
+        recover: "inplace": the worker is replaced, and the others continue; "restart": all workers restart;
+            "none": the job ends.
+        max_restarts: replacements without progress after which the job ends; for torchrun, all restarts.
+        grace_s: how long the others may take to end after one rank failed.
+        heartbeat_s: a worker or an agent that is silent for this long counts as lost.
+        spares: processes, over all nodes, that hold the state and compute only once others are lost.
+        task_digest: a digest of the task's code and options; equal on all nodes of a job.
+        token_file: holds the secret that the job's agents share; default: in the run's directory.
+        init_timeout_s: time limit of the search for the other nodes.
+        coordinator: an etcd cluster that decides on the leader and the nodes; None: the agents do.
+    """
+
+    recover: Recovery = "none"
+    max_restarts: int = 0
+    grace_s: float = 10.0
+    heartbeat_s: float = 2.0
+    spares: int = 0
+    task_digest: str = ""
+    token_file: Path | None = None
+    init_timeout_s: float = 300.0
+    coordinator: EtcdEndpoints | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts must be at least 0, but is {self.max_restarts}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """The description of a job: a command, its nodes, and the environment of each process.
 
@@ -57,32 +113,8 @@ class LaunchSpec:
         python: the interpreter on the nodes.
         preflight: the command of ranks that check the nodes first, if the job is started once on each; the job starts
             only if they find no fault.
-
-    The place of one node in the job, if it is known:
-
-    Attributes:
-        node_rank: this node's number.
-        rdzv_endpoint: HOST:PORT of node 0, the rendezvous of several nodes.
-        rdzv_id: a name that all nodes of the job share.
-        hosts: the host names of the nodes, in their order, as far as they are known; perhaps the first one alone.
-        joins: this node joins a running job.
-        leaves_stop_codes: :mod:`paceline.launch.stop_codes` runs each rank. It passes Slurm's signals on to the rank,
-            and writes the rank's exit code to a file for the job's script.
-        log_directory: the run in which ranks above 0 log, and failures are recorded; None: all print to the terminal.
-
-    The response to the death of a worker, by Paceline's agent or torchrun:
-
-    Attributes:
-        recover: "inplace": the worker is replaced, and the others continue; "restart": all workers restart;
-            "none": the job ends.
-        max_restarts: replacements without progress after which the job ends; for torchrun, all restarts.
-        grace_s: how long the others may take to end after one rank failed.
-        heartbeat_s: a worker or an agent that is silent for this long counts as lost.
-        spares: processes, over all nodes, that hold the state and compute only once others are lost.
-        task_digest: a digest of the task's code and options; equal on all nodes of a job.
-        token_file: holds the secret that the job's agents share; default: in the run's directory.
-        init_timeout_s: time limit of the search for the other nodes.
-        coordinator: an etcd cluster that decides on the leader and the nodes; None: the agents do.
+        place: the place of one node in the job.
+        recovery: the response to the death of a worker.
     """
 
     command: tuple[str, ...]
@@ -109,30 +141,12 @@ class LaunchSpec:
     workdir: Path = field(default_factory=Path.cwd)
     python: str = sys.executable
     preflight: tuple[str, ...] = ()
-
-    node_rank: int | None = None
-    rdzv_endpoint: str | None = None
-    rdzv_id: str = "paceline"
-    hosts: tuple[str, ...] = ()
-    joins: bool = False
-    leaves_stop_codes: bool = False
-    log_directory: RunDirectory | None = None
-
-    recover: Recovery = "none"
-    max_restarts: int = 0
-    grace_s: float = 10.0
-    heartbeat_s: float = 2.0
-    spares: int = 0
-    task_digest: str = ""
-    token_file: Path | None = None
-    init_timeout_s: float = 300.0
-    coordinator: EtcdEndpoints | None = None
+    place: Placement = field(default_factory=Placement)
+    recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)
 
     def __post_init__(self) -> None:
         if not self.command:
             raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
-        if self.max_restarts < 0:
-            raise ConfigError(f"--max-restarts must be at least 0, but is {self.max_restarts}.")
         least, most = self.nodes
         for name, number in (("nproc", min(self.nproc)), ("nodes", least)):
             if number < 1:
@@ -146,7 +160,7 @@ class LaunchSpec:
             value = getattr(self, name)
             if value is not None and value < (0 if name == "gpus_per_node" else 1):
                 raise ConfigError(f"{flag(name)} must be a positive number, but is {value}.")
-        check_node_rank(self.node_rank, most)
+        check_node_rank(self.place.node_rank, most)
 
     def processes_on(self, node_rank: int) -> int:
         """Return the number of processes that a node starts."""
@@ -160,17 +174,17 @@ class LaunchSpec:
     @property
     def local_world_size(self) -> int:
         """Processes on this node."""
-        return self.processes_on(self.node_rank or 0)
+        return self.processes_on(self.place.node_rank or 0)
 
     @property
     def first_rank(self) -> int:
         """The lowest rank on this node."""
-        return sum(self.processes_on(node_rank) for node_rank in range(self.node_rank or 0))
+        return sum(self.processes_on(node_rank) for node_rank in range(self.place.node_rank or 0))
 
     @property
     def is_single_node(self) -> bool:
         """Whether the job has this node only, now and later."""
-        return self.nodes[1] == 1 and not self.joins
+        return self.nodes[1] == 1 and not self.place.joins
 
     @property
     def least_nodes(self) -> int:
@@ -187,7 +201,7 @@ class LaunchSpec:
     def outlives_nodes(self) -> bool:
         """Whether the job continues without a lost node: agents do, and torchrun if it may restart on fewer nodes."""
         least, most = self.nodes
-        is_elastic = self.rank_launcher == "torchrun" and least < most and self.max_restarts > 0
+        is_elastic = self.rank_launcher == "torchrun" and least < most and self.recovery.max_restarts > 0
         return self.rank_launcher == "agent" or is_elastic
 
     @property

@@ -54,11 +54,11 @@ class Agent:
     """
 
     def __init__(self, spec: LaunchSpec, forkserver: Command) -> None:
-        assert spec.log_directory is not None
+        assert spec.place.log_directory is not None
         assert spec.job_file is not None
         if shutil.which(forkserver.argv[0]) is None:
             raise LaunchError(f"{forkserver.argv[0]}: command not found or not executable.")
-        self._directory = spec.log_directory
+        self._directory = spec.place.log_directory
         self._signals: list[int] = []  # not handled yet
         self._node: NodeWorkers | None = None
         self._controller: Controller | None = None
@@ -87,15 +87,15 @@ class Agent:
         self._lock = self._stack.enter_context(closing(RunLock(directory)))
         self._stack.callback(self._finish_files)
         if is_first:
-            self._take_run(discovery, spec.token_file)
+            self._take_run(discovery, spec.recovery.token_file)
         node = self._node = NodeWorkers(
             forkserver,
             job_file,
             directory,
             self._selector,
             self._files,
-            heartbeat_s=spec.heartbeat_s,
-            grace_s=spec.grace_s,
+            heartbeat_s=spec.recovery.heartbeat_s,
+            grace_s=spec.recovery.grace_s,
             inherited=(self._lock.fileno(),),
             interface="" if discovery is None else discovery.interface,
         )

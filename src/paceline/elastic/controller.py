@@ -198,7 +198,7 @@ class Shutdown:
         """
         if self.is_final:
             raise ConfigError("the run is ending, so its workers can no longer change.")
-        if self._spec.recover != "inplace":
+        if self._spec.recovery.recover != "inplace":
             raise ConfigError("--recover restart does not allow a change of workers in a running job.")
 
     def signalled(self, number: int) -> None:
@@ -217,7 +217,7 @@ class Shutdown:
 
     def within_grace(self) -> None:
         """Tell all workers to stop, and kill the remaining ones after the grace period."""
-        self.deadline = time.monotonic() + self._spec.grace_s
+        self.deadline = time.monotonic() + self._spec.recovery.grace_s
         self._stop(signal.SIGTERM)
 
     def expire(self, now: float) -> None:
@@ -291,7 +291,9 @@ class JobController:
         self.shutdown = Shutdown(spec, self._pool, coordinator)
         self.recovery_log = RecoveryLog(directory, first=-1 if follows else coordinator.generation + 1)
         self.coordinator = coordinator
-        self.failure_policy = FailurePolicy(directory, RestartBudget(spec.max_restarts, first=-1 if follows else None))
+        self.failure_policy = FailurePolicy(
+            directory, RestartBudget(spec.recovery.max_restarts, first=-1 if follows else None)
+        )
         self.beats: dict[int, WorkerHeartbeat] = {}
         self._hangs = HangDetector(directory, here.files.do)
         self._restart = RestartAllPolicy(self._pool)
@@ -406,7 +408,7 @@ class JobController:
                 if worker in self.coordinator.members():
                     self.recovery_log.lost()
                 self.recovery_log.left(why)
-                if self._spec.recover == "restart" and self._has_lost_a_peer(worker):
+                if self._spec.recovery.recover == "restart" and self._has_lost_a_peer(worker):
                     # It must not survive into the next group; its end breaks this one for the others too.
                     self._restart.end(self.coordinator.generation, (worker,))
                     return
@@ -454,7 +456,7 @@ class JobController:
     def _fault(self, end: Ended) -> None:
         generation, again = self.coordinator.generation, False
         shared = self._restart.shares_fault(end, generation)
-        if self._spec.recover == "restart" and end.worker in self.coordinator.members():
+        if self._spec.recovery.recover == "restart" and end.worker in self.coordinator.members():
             # A peer may report a fault, and all may be killed, before the root-cause worker has ended.
             again = not self._restart.counts(generation)
         if shared and again:
@@ -524,7 +526,7 @@ class JobController:
         self._hangs.forget()
         # Closing the store frees members that wait in it for a lost one.
         self._here.close_store(generation)
-        if self._spec.recover == "inplace":
+        if self._spec.recovery.recover == "inplace":
             self._pool.send(members, GroupBroken(generation))
         elif not self._culprit_is_to_come:
             self._restart.end(generation, members)
@@ -552,7 +554,7 @@ def make_coordinator(spec: LaunchSpec, generation: int, seats: Iterable[tuple[in
         nodes={},
         max_workers=spec.local_world_size * spec.nodes[0],
         generation=max([generation, *(generation for generation, _ in seats)]),
-        spares=spec.spares,
+        spares=spec.recovery.spares,
         initial_nodes=spec.nodes[0],
         min_nodes=spec.least_nodes,
     )

@@ -388,7 +388,7 @@ def refuse_restarts(spec: LaunchSpec, name: str) -> None:
     Raises:
         ConfigError: they are asked for.
     """
-    if spec.max_restarts and spec.rank_launcher != "torchrun" and not spec.is_task:
+    if spec.recovery.max_restarts and spec.rank_launcher != "torchrun" and not spec.is_task:
         by = f"--on {name}" if name == spec.rank_launcher else f"--on {name} --rank-launcher {spec.rank_launcher}"
         raise ConfigError(
             f"--max-restarts does not work with {by}, which ends the job when a rank dies. Leave it out, and "

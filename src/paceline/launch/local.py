@@ -17,7 +17,7 @@ from types import TracebackType
 from paceline.core.environment import JOB_ID, LISTEN_FD, Environment, parse_endpoint, patch_environ
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.gpus import visible_gpus
-from paceline.core.launch_spec import Command, LaunchSpec, split_python
+from paceline.core.launch_spec import Command, LaunchSpec, Placement, split_python
 from paceline.launch.launcher import (
     EnvStyle,
     RenderedJob,
@@ -84,22 +84,22 @@ class LocalLauncher(ForegroundLauncher):
     def _place(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
         """Return the job with this node's place in it."""
         least, most = spec.nodes
-        place: RendezvousOptions | LaunchSpec = options or spec
-        if most > least and self.name != "torchrun" and spec.recover == "none":
+        place: RendezvousOptions | Placement = options or spec.place
+        if most > least and self.name != "torchrun" and spec.recovery.recover == "none":
             raise ConfigError(
                 f"--nodes {least}:{most}: the number of nodes is fixed here. Give one number, or use --on torchrun."
             )
-        if most > 1 and place.rdzv_endpoint is None and not spec.joins:
+        if most > 1 and place.rdzv_endpoint is None and not spec.place.joins:
             raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
         if len(spec.nproc) > 1 and place.node_rank is None:
             raise ConfigError("--nproc with a list needs --node-rank, which says which node this is.")
         if options is not None:
-            spec = replace(
-                spec, node_rank=options.node_rank, rdzv_endpoint=options.rdzv_endpoint, rdzv_id=options.rdzv_id
-            )
-            if spec.rdzv_endpoint is not None:
-                parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
-        needs_port = spec.rdzv_endpoint is None and spec.master_port is None and not spec.is_task
+            endpoint = options.rdzv_endpoint
+            here = replace(spec.place, node_rank=options.node_rank, rdzv_endpoint=endpoint, rdzv_id=options.rdzv_id)
+            spec = replace(spec, place=here)
+            if endpoint is not None:
+                parse_endpoint(endpoint, "--rdzv-endpoint")
+        needs_port = spec.place.rdzv_endpoint is None and spec.master_port is None and not spec.is_task
         if needs_port and names_port(spec.command):
             spec = replace(spec, master_port=free_master_port(spec.env_style, spec.local_world_size))
         return spec
@@ -119,13 +119,13 @@ def process_command(spec: LaunchSpec, local_rank: int | str | None) -> tuple[str
     """
     if spec.is_task or not has_placeholders(spec.command):
         return spec.command
-    endpoint = spec.rdzv_endpoint
+    endpoint = spec.place.rdzv_endpoint
     host, port = parse_endpoint(endpoint, "--rdzv-endpoint") if endpoint else ("127.0.0.1", spec.master_port or 0)
     return expand_placeholders(
         spec.command,
         master_addr=host,
         master_port=port,
-        node_rank=spec.node_rank or 0,
+        node_rank=spec.place.node_rank or 0,
         nodes=spec.nodes[0],
         local_rank=local_rank,
         rank=spec.first_rank + local_rank if isinstance(local_rank, int) else None,
@@ -266,17 +266,17 @@ class Spawn(LocalLauncher):
 
         Where ranks that die are recovered, there is one command only: the agent's fork server, which forks them.
         """
-        if spec.recover != "none":
+        if spec.recovery.recover != "none":
             return (_forkserver(spec),)
         nproc, nodes = spec.local_world_size, spec.nodes[0]
         if nodes > 1:
-            if spec.node_rank is None:
+            if spec.place.node_rank is None:
                 raise ConfigError(
                     f"--on spawn with --nodes {nodes} needs --node-rank: 0 on the node of "
                     f"--rdzv-endpoint, 1 to {nodes - 1} on the others."
                 )
-            assert spec.rdzv_endpoint is not None
-            host, port = parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
+            assert spec.place.rdzv_endpoint is not None
+            host, port = parse_endpoint(spec.place.rdzv_endpoint, "--rdzv-endpoint")
         else:
             host, port = "127.0.0.1", spec.master_port or free_master_port(spec.env_style, nproc)
         return tuple(_rank(spec, local_rank, host, port) for local_rank in range(nproc))
@@ -284,14 +284,14 @@ class Spawn(LocalLauncher):
     def _start(self, rendered: RenderedJob) -> ProcessGroup:
         """Start the ranks. Where another process took the port since, the job gets a new one."""
         spec, commands = rendered.spec, rendered.commands
-        if spec.recover != "none":
+        if spec.recovery.recover != "none":
             from paceline.elastic.agent import Agent
 
             return Agent(spec, commands[0])
         if spec.env_style == "tensorflow":
             return start_tensorflow(rendered)
         if spec.nodes[0] > 1 or spec.env_style != "torch":
-            return SupervisedJob(commands, directory=spec.log_directory, grace_s=spec.grace_s)
+            return SupervisedJob(commands, directory=spec.place.log_directory, grace_s=spec.recovery.grace_s)
         port = int(commands[0].env["MASTER_PORT"])
         try:
             listener = bound_loopback_socket(port)
@@ -310,8 +310,8 @@ class Spawn(LocalLauncher):
             rank_0_fds = (listener.fileno(),)
             return SupervisedJob(
                 commands,
-                directory=spec.log_directory,
-                grace_s=spec.grace_s,
+                directory=spec.place.log_directory,
+                grace_s=spec.recovery.grace_s,
                 rank_0_fds=rank_0_fds,
             )
 
@@ -319,7 +319,7 @@ class Spawn(LocalLauncher):
 def _rank(spec: LaunchSpec, local_rank: int, host: str, port: int) -> Command:
     rank = spec.first_rank + local_rank
     command = process_command(spec, local_rank)
-    if spec.leaves_stop_codes:
+    if spec.place.leaves_stop_codes:
         command = stop_codes_command(sys.executable, command)
     place = Environment(
         source="variables",
@@ -327,19 +327,19 @@ def _rank(spec: LaunchSpec, local_rank: int, host: str, port: int) -> Command:
         world_size=spec.world_size,
         local_rank=local_rank,
         local_world_size=spec.local_world_size,
-        node_rank=spec.node_rank or 0,
+        node_rank=spec.place.node_rank or 0,
         nodes=spec.nodes[0],
         master_addr=host,
         master_port=port,
     )
     counts = spec.nproc if len(spec.nproc) > 1 else ()
     env = {
-        **env_style_variables(spec.env_style, place, hosts=spec.hosts, counts=counts, roles=spec.roles),
-        **({JOB_ID: spec.rdzv_id} if spec.nodes[0] > 1 and spec.env_style == "torch" else {}),
+        **env_style_variables(spec.env_style, place, hosts=spec.place.hosts, counts=counts, roles=spec.roles),
+        **({JOB_ID: spec.place.rdzv_id} if spec.nodes[0] > 1 and spec.env_style == "torch" else {}),
         **spec.thread_variables(),
         **process_variables(spec),
     }
-    log = spec.log_directory.log_of(rank) if spec.log_directory is not None and rank > 0 else None
+    log = spec.place.log_directory.log_of(rank) if spec.place.log_directory is not None and rank > 0 else None
     serves = spec.env_style == "tensorflow" and role_serves(rank, spec.roles)
     return Command(title=f"rank {rank}", argv=command, env=env, rank=rank, log=log, serves=serves)
 

@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.gpus import preferred_device, visible_gpus
 from paceline.core.job import WorkerConfig, default_run_path
-from paceline.core.launch_spec import Recovery
+from paceline.core.launch_spec import Placement, Recovery, RecoveryPolicy
 from paceline.core.option_sets import merge_resumed_options
 from paceline.core.sockets import require_loopback
 from paceline.core.standard_streams import lasting_streams
@@ -83,8 +83,8 @@ class LocalRun:
         job, spec, directory = self.job, self.rendered.spec, self.directory
         # Another node of the job may use the shared directory already. Without recovery none does yet where this one
         # has no number: torchrun starts no rank before it has all nodes.
-        may_be_later = spec.recover != "none" and _lacks_node_rank(spec.node_rank, spec.nodes)
-        if not (spec.node_rank or spec.joins or may_be_later):
+        may_be_later = spec.recovery.recover != "none" and _lacks_node_rank(spec.place.node_rank, spec.nodes)
+        if not (spec.place.node_rank or spec.place.joins or may_be_later):
             directory.require_unused()
             directory.check_resume(job.config.records.resume)
         if spec.local_world_size > 1:
@@ -178,19 +178,23 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
         is_task=True,
         run=directory.path,
         interface=config.processes.interface,
-        node_rank=config.processes.node_rank,
-        rdzv_endpoint=config.processes.rdzv_endpoint,
-        rdzv_id=config.processes.rdzv_id,
-        joins=joins,
-        log_directory=directory,
-        recover=recover,
-        max_restarts=config.recovery.max_restarts,
-        heartbeat_s=config.recovery.heartbeat,
-        spares=config.recovery.hot_spares,
-        task_digest=_task_digest(job),
-        token_file=None if config.processes.token_file is None else Path(config.processes.token_file),
-        init_timeout_s=config.processes.init_timeout,
-        coordinator=config.recovery.coordinator,
+        place=Placement(
+            node_rank=config.processes.node_rank,
+            rdzv_endpoint=config.processes.rdzv_endpoint,
+            rdzv_id=config.processes.rdzv_id,
+            joins=joins,
+            log_directory=directory,
+        ),
+        recovery=RecoveryPolicy(
+            recover=recover,
+            max_restarts=config.recovery.max_restarts,
+            heartbeat_s=config.recovery.heartbeat,
+            spares=config.recovery.hot_spares,
+            task_digest=_task_digest(job),
+            token_file=None if config.processes.token_file is None else Path(config.processes.token_file),
+            init_timeout_s=config.processes.init_timeout,
+            coordinator=config.recovery.coordinator,
+        ),
     )
     launcher = get_launcher(name)
     run = LocalRun(launcher=launcher, rendered=launcher.render(spec), job=resolved, directory=directory)

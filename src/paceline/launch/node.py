@@ -20,6 +20,7 @@ from pathlib import Path
 from paceline.core.built_in import NODE_COMMANDS
 from paceline.core.environment import NodeEnvironment, detect_node
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.launch_spec import Placement, RecoveryPolicy
 from paceline.core.option_values import parse_nodes, parse_nproc
 from paceline.core.plugins import import_object
 from paceline.core.sockets import job_port
@@ -61,8 +62,8 @@ def node_command(spec: LaunchSpec) -> tuple[str, ...]:
         value = getattr(spec, name)
         if value is not None:
             options += [f"--{name.replace('_', '-')}", str(value)]
-    if spec.max_restarts:
-        options += ["--max-restarts", str(spec.max_restarts)]
+    if spec.recovery.max_restarts:
+        options += ["--max-restarts", str(spec.recovery.max_restarts)]
     options += [f"--torchrun={text}" for text in spec.torchrun]
     if spec.preflight:
         options += ["--preflight", shlex.join(spec.preflight)]
@@ -131,11 +132,13 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
             command=options.preflight,
             nodes=(begin, begin),
             nproc=counts,
-            node_rank=place.node_rank if several else None,
-            rdzv_endpoint=endpoint,
-            rdzv_id=place.job_id or "paceline",
             threads=options.threads,
             interface=options.interface,
+            place=Placement(
+                node_rank=place.node_rank if several else None,
+                rdzv_endpoint=endpoint,
+                rdzv_id=place.job_id or "paceline",
+            ),
         )
         code, interface = run_before(ranks)
         if code:
@@ -145,26 +148,27 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
         return _become(_agent_command(command, options, place, endpoint, joins=joins))
     spec = LaunchSpec(
         command=command,
-        # Plain processes have no launcher that could wait for more machines.
         nodes=(place.nodes, place.nodes) if options.rank_launcher == "spawn" else nodes,
         nproc=counts,
-        node_rank=place.node_rank if several else None,
-        rdzv_endpoint=endpoint,
-        rdzv_id=place.job_id or "paceline",
-        hosts=place.hosts,
         master_port=port if port_is_named and not several else None,
         threads=options.threads,
         interface=options.interface,
-        max_restarts=options.max_restarts if options.rank_launcher == "torchrun" else 0,
         torchrun=tuple(options.torchrun),
         rank_launcher=options.rank_launcher,
         env_style=options.env_style,
         roles=tuple(role for role in options.roles.split(",") if role),
-        leaves_stop_codes=STOP_CODES in os.environ,
+        place=Placement(
+            node_rank=place.node_rank if several else None,
+            rdzv_endpoint=endpoint,
+            rdzv_id=place.job_id or "paceline",
+            hosts=place.hosts,
+            leaves_stop_codes=STOP_CODES in os.environ,
+        ),
+        recovery=RecoveryPolicy(max_restarts=options.max_restarts if options.rank_launcher == "torchrun" else 0),
     )
     launcher = get_launcher(options.rank_launcher)
     code = launcher.submit(launcher.render(spec)).wait()
-    return leave_stop_code(code, asked=code in _ENDED_BY_SIGNAL) if spec.leaves_stop_codes else code
+    return leave_stop_code(code, asked=code in _ENDED_BY_SIGNAL) if spec.place.leaves_stop_codes else code
 
 
 def _run_of(command: Sequence[str]) -> str:

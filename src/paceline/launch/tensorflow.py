@@ -66,8 +66,8 @@ def start_tensorflow(rendered: RenderedJob) -> SupervisedJob:
     serves_elsewhere = not chief_is_here and any(command.serves for command in rendered.commands)
     job = SupervisedJob(
         rendered.commands,
-        directory=rendered.spec.log_directory,
-        grace_s=rendered.spec.grace_s,
+        directory=rendered.spec.place.log_directory,
+        grace_s=rendered.spec.recovery.grace_s,
         ignores_sigterm=True,
         serves_elsewhere=serves_elsewhere,
     )

@@ -55,7 +55,9 @@ class Torchrun(LocalLauncher):
                 raise ConfigError(f"--rdzv-backend must be c10d or static, but is {options.rdzv_backend!r}.")
             if options.rdzv_backend == "static" and options.node_rank is None:
                 raise ConfigError("--rdzv-backend static needs --node-rank: this node's number is fixed.")
-        return replace(spec, recover="restart") if spec.max_restarts and not spec.is_task else spec
+        if spec.is_task or not spec.recovery.max_restarts:
+            return spec
+        return replace(spec, recovery=replace(spec.recovery, recover="restart"))
 
     def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
         """Render torchrun's command."""
@@ -66,7 +68,7 @@ class Torchrun(LocalLauncher):
             script_command = process_command(spec, _LOCAL_RANK)
         python, arguments = split_python(script_command)
         signals, shell = _SIGNALS, []
-        if spec.leaves_stop_codes:
+        if spec.place.leaves_stop_codes:
             # torchrun would kill ranks that save for longer than 30 s: it ignores Slurm's signals.
             shell = ["sh", "-c", f"trap '' {' '.join(_REACHING_RANKS)}; exec \"$@\"", "sh"]
             signals = ",".join(name for name in _SIGNALS.split(",") if name.removeprefix("SIG") not in _REACHING_RANKS)
@@ -75,8 +77,8 @@ class Torchrun(LocalLauncher):
         script = 2 if arguments[:1] == ("-m",) else 1
         if arguments[script : script + 1] == ("--",):
             arguments = (*arguments[:script], "--", *arguments[script:])
-        nproc, restarts_workers = spec.local_world_size, spec.recover == "restart"
-        restarts = [f"--max-restarts={spec.max_restarts}"] if restarts_workers else []
+        nproc, restarts_workers = spec.local_world_size, spec.recovery.recover == "restart"
+        restarts = [f"--max-restarts={spec.recovery.max_restarts}"] if restarts_workers else []
         # A store that agents share with their workers is made once: an agent that joins later, or replaces a dead one,
         # does not get its address, and would wait forever (torch 2.13). A variable number of nodes changes without
         # --max-restarts too.
@@ -99,9 +101,9 @@ class Torchrun(LocalLauncher):
         """Start the agent; where several ranks print here, the one that gives each a pipe of its own."""
         spec, commands = rendered.spec, rendered.commands
         check_program(spec.command[0])
-        verdict = None if spec.log_directory is None else partial(_verdict, spec.log_directory, time.time())
+        verdict = None if spec.place.log_directory is None else partial(_verdict, spec.place.log_directory, time.time())
         starter = RankStarter(name="torchrun", verdict=verdict)
-        if spec.leaves_stop_codes:
+        if spec.place.leaves_stop_codes:
             starter = replace(starter, death_signal=signal.SIGINT, signal_ranks=signal_ranks)
         if spec.local_world_size > 1 and shared_outputs():
             starter = replace(starter, piped_ranks=spec.local_world_size)
@@ -111,8 +113,8 @@ class Torchrun(LocalLauncher):
         return SupervisedJob(
             commands,
             starter=starter,
-            directory=spec.log_directory,
-            grace_s=spec.grace_s,
+            directory=spec.place.log_directory,
+            grace_s=spec.recovery.grace_s,
         )
 
 
@@ -138,34 +140,34 @@ def _rendezvous(spec: LaunchSpec, backend: str) -> list[str]:
             return ["--standalone", "--local-addr=127.0.0.1"]  # not this machine's name, which may not resolve
         return ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={spec.master_port}"]
     if backend == "static":
-        assert spec.rdzv_endpoint is not None
-        host, port = parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
+        assert spec.place.rdzv_endpoint is not None
+        host, port = parse_endpoint(spec.place.rdzv_endpoint, "--rdzv-endpoint")
         return [
             f"--nnodes={least}",
-            f"--node-rank={spec.node_rank}",
+            f"--node-rank={spec.place.node_rank}",
             f"--master-addr={host}",
             f"--master-port={port}",
         ]
     # Workers meet at the address of one of the agents, which by default reports its hostname.
     address = _address_for_loopback_name(spec)
     is_host, local_addr = [], [] if address is None else [f"--local-addr={address}"]
-    if spec.node_rank is not None:
-        is_host = [f"--rdzv-conf=is_host={int(spec.node_rank == 0)}"]
-        local_addr = [f"--local-addr={host}" for host in spec.hosts[spec.node_rank :][:1]] or local_addr
+    if spec.place.node_rank is not None:
+        is_host = [f"--rdzv-conf=is_host={int(spec.place.node_rank == 0)}"]
+        local_addr = [f"--local-addr={host}" for host in spec.place.hosts[spec.place.node_rank :][:1]] or local_addr
     return [
         f"--nnodes={least}:{most}" if most > least else f"--nnodes={least}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={spec.rdzv_endpoint}",
-        f"--rdzv-id={spec.rdzv_id}",
+        f"--rdzv-endpoint={spec.place.rdzv_endpoint}",
+        f"--rdzv-id={spec.place.rdzv_id}",
         *(*is_host, *local_addr),
     ]
 
 
 def _address_for_loopback_name(spec: LaunchSpec) -> str | None:
     """Return this node's address for the others, if its own name is a loopback address, as 127.0.1.1 on Debian."""
-    if spec.rdzv_endpoint is None:
+    if spec.place.rdzv_endpoint is None:
         return None
-    host, port = parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
+    host, port = parse_endpoint(spec.place.rdzv_endpoint, "--rdzv-endpoint")
     with suppress(OSError):  # no such name, as on a machine that only prints the command
         if is_loopback(socket.gethostbyname(socket.gethostname())) and socket.gethostbyname(host):
             return address_beside(host, port)

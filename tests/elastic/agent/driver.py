@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.core.launch_spec import Placement, RecoveryPolicy
 from paceline.elastic.agent import Agent
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
@@ -20,16 +21,18 @@ spec = LaunchSpec(
     command=(sys.executable, "-m", "paceline.training.worker"),
     job_file=Path("job.json").resolve(),
     nproc=(nproc,),
-    log_directory=RunDirectory(Path.cwd()),
-    grace_s=5,
     threads=1,
-    recover=sys.argv[3],
     nodes=(2, 2) if sys.argv[4:] else (1, 1),
-    rdzv_endpoint=f"127.0.0.1:{sys.argv[4]}" if sys.argv[4:] else None,
-    init_timeout_s=1.0,
-    max_restarts=max_restarts,
-    # Whoever is not told to be silent may be kept from the processor for as long as it takes.
-    heartbeat_s=1.5 if any(kind == "stop" for _, kind in faults) else 60.0,
+    place=Placement(
+        log_directory=RunDirectory(Path.cwd()), rdzv_endpoint=f"127.0.0.1:{sys.argv[4]}" if sys.argv[4:] else None
+    ),
+    recovery=RecoveryPolicy(
+        grace_s=5,
+        recover=sys.argv[3],
+        init_timeout_s=1.0,
+        max_restarts=max_restarts,
+        heartbeat_s=1.5 if any(kind == "stop" for _, kind in faults) else 60.0,
+    ),
 )
 [forkserver] = get_launcher("spawn").render(spec).commands
 scripted = replace(forkserver, argv=(sys.executable, str(Path(__file__).with_name("scripted.py"))))

@@ -17,7 +17,7 @@ import pytest
 from tests.lab.listening_agent import listening_agent
 from tests.processes import children, runs
 
-from paceline.core.launch_spec import LaunchSpec
+from paceline.core.launch_spec import LaunchSpec, Placement
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory, record_agents
 from paceline.elastic.consensus.messages import NodeSet
 from paceline.elastic.consensus.witness import FileWitness
@@ -168,7 +168,11 @@ def company(tmp_path: Path) -> Iterator[PeerDirectory]:
         hello={},
         witness=FileWitness(tmp_path / "nowhere", "0" * 32),
     )
-    spec = LaunchSpec(command=("worker",), job_file=tmp_path / "job.toml", log_directory=directory)
+    spec = LaunchSpec(
+        command=("worker",),
+        job_file=tmp_path / "job.toml",
+        place=Placement(log_directory=directory),
+    )
     files = FileWork(lambda: None)
     yield PeerDirectory(spec, directory, meeting, None, files)
     files.close()

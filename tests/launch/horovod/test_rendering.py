@@ -10,6 +10,7 @@ import pytest
 
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.launch_spec import RecoveryPolicy
 from paceline.launch.horovod import HorovodOptions, check_build
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.submit import submit, task_job
@@ -102,7 +103,7 @@ horovodrun -np 2 --gloo --network-interface lo python -P -m paceline.launch.rank
         ({"env_style": "torch"}, {"host_discovery_script": "x"}, "Use --env-style horovod"),
         ({"walltime_s": 5.0}, {}, "--walltime does not work with --on horovod"),
         ({"nodes": (2, 2)}, {}, "--nodes 2 needs --hosts"),
-        ({"max_restarts": 1}, {}, "--max-restarts does not work with --on horovod"),
+        ({"recovery": RecoveryPolicy(max_restarts=1)}, {}, "--max-restarts does not work with --on horovod"),
         ({"env": {"HF_TOKEN": "x"}}, {}, "--env HF_TOKEN: every user who can see the job can read its variables"),
         ({}, {"controller": "mpi", "horovod_args": "-v"}, "--horovod-args are for horovodrun"),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.launch_spec import RecoveryPolicy
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.mpi import MpiOptions, find_mpirun
 from paceline.launch.submit import submit, task_job
@@ -145,7 +146,7 @@ def test_which_mpirun_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"nproc": (3,)}, {"hosts": "a:1,b:2"}, "--nproc 3 contradicts --hosts, which says 1,2"),
         ({"gpus_per_node": 1}, {}, "--gpus-per-node asks a cluster"),
         ({"cpus_per_task": 1}, {}, "--cpus-per-task asks a cluster"),
-        ({"max_restarts": 1}, {}, "--max-restarts does not work with --on mpi"),
+        ({"recovery": RecoveryPolicy(max_restarts=1)}, {}, "--max-restarts does not work with --on mpi"),
         ({}, {"mpi": "lam"}, "--mpi must be openmpi or mpich, but is 'lam'"),
     ],
 )

@@ -113,9 +113,11 @@ def test_a_deaf_process_is_killed_after_the_grace_period(
     driver = """
 import sys
 import sys
+from paceline.core.launch_spec import RecoveryPolicy
 from paceline.launch.launcher import LaunchSpec, get_launcher
 spawn = get_launcher("spawn")
-spec = LaunchSpec(command=(sys.executable, "cluster.py"), nproc=(1,), env_style="tensorflow", grace_s=0.2, threads=1)
+soon, command = RecoveryPolicy(grace_s=0.2), (sys.executable, "cluster.py")
+spec = LaunchSpec(command=command, nproc=(1,), env_style="tensorflow", recovery=soon, threads=1)
 sys.exit(spawn.submit(spawn.render(spec)).wait())
 """
     started = run_processes.start([sys.executable, "-c", driver])

@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 from paceline.api import Result, task_spec
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.option_values import parse_walltime_s
 from paceline.core.task import Task
 from paceline.core.task_loading import check_spec, task_assignments
@@ -382,11 +383,12 @@ def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
     counts = config.processes.nproc
     if counts is None:
         raise ConfigError("submit(): give nproc, the number of processes a machine.")
+    restarts = config.recovery.max_restarts if config.recovery.recover == "restart" else 0
     fields = {
         **of_job,
         "nodes": config.processes.nodes,
         "nproc": counts,
-        "max_restarts": config.recovery.max_restarts if config.recovery.recover == "restart" else 0,
+        "recovery": RecoveryPolicy(max_restarts=restarts),
         "walltime_s": config.recovery.walltime,
     }
     spec = task_job(config, fields, launcher, sys.executable)

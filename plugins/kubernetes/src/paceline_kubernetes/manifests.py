@@ -133,7 +133,7 @@ def _job(name: str, spec: LaunchSpec, options: KubernetesOptions, subdomain: str
     # A node that joins a run just as it ends exits with the same code, and may be retried.
     if not (spec.is_task and most > 1):
         rules.append({"action": "FailJob", "onExitCodes": _exit_code(_USAGE_EXIT_CODE)})
-    retries = spec.max_restarts or (_MAX_REPLACED if spec.is_task else 0)
+    retries = spec.recovery.max_restarts or (_MAX_REPLACED if spec.is_task else 0)
     job: Manifest = {
         "completionMode": "Indexed",
         "completions": least,

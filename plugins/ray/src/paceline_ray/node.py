@@ -33,7 +33,7 @@ from paceline.core.access import create_token, read_token
 from paceline.core.environment import NodeEnvironment, detect_node, parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import write_atomically
-from paceline.core.launch_spec import Command
+from paceline.core.launch_spec import Command, Placement
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port
@@ -112,10 +112,12 @@ def main(argv: Sequence[str]) -> int:
             ranks = LaunchSpec(
                 command=options.preflight,
                 nodes=(place.nodes, place.nodes),
-                node_rank=None if endpoint is None else place.node_rank,
-                rdzv_endpoint=endpoint,
-                rdzv_id=place.job_id or "paceline",
                 interface=options.interface,
+                place=Placement(
+                    node_rank=None if endpoint is None else place.node_rank,
+                    rdzv_endpoint=endpoint,
+                    rdzv_id=place.job_id or "paceline",
+                ),
             )
             code, interface = run_before(ranks)
             if code:

@@ -170,20 +170,20 @@ class ConsensusDriver:
         self.follower = Follower(spec.local_world_size, node, company, partial(self.clear, self._name))
         self.node_set = NodeSet(0, (self._name,))
         self.is_removed = False
-        self._is_joining = spec.joins
+        self._is_joining = spec.place.joins
         # Of the job before this one; a node that joins finds one that has begun.
-        self._earlier_generation = -2 if spec.joins else last_generation(directory.ledger)
+        self._earlier_generation = -2 if spec.place.joins else last_generation(directory.ledger)
 
     def _make_membership(self, selector: selectors.BaseSelector) -> Membership:
-        if self._spec.coordinator is None:
+        if self._spec.recovery.coordinator is None:
             return PaxosMembership(self._name, self._peers.acquire_witness)
         from paceline.elastic.consensus.etcd import EtcdMembership
 
         return EtcdMembership(
             self._name,
-            self._spec.coordinator,
-            heartbeat_s=self._spec.heartbeat_s,
-            answers_within_s=0.0 if self._spec.joins else _ETCD_ANSWERS_S,
+            self._spec.recovery.coordinator,
+            heartbeat_s=self._spec.recovery.heartbeat_s,
+            answers_within_s=0.0 if self._spec.place.joins else _ETCD_ANSWERS_S,
             job=lambda: self._peers.job_key,
             selector=selector,
             act=self._act,
@@ -196,7 +196,7 @@ class ConsensusDriver:
     def begin(self) -> None:
         """Lead, if this is the first agent."""
         if self._peers.is_first:
-            self._start_by = time.monotonic() + self._spec.init_timeout_s
+            self._start_by = time.monotonic() + self._spec.recovery.init_timeout_s
             self._act(self._membership.begin())
 
     @property
@@ -238,9 +238,9 @@ class ConsensusDriver:
         cuts = [f"{name} and {', '.join(others)} cannot reach each other" for name, others in self._cut_from.items()]
         included = len(self.leader.nodes - self.leader.coordinator.excluded)
         reason = (
-            f"the run begins with {self._spec.nodes[0]} nodes (--nodes). After {self._spec.init_timeout_s:g} s "
-            f"(--init-timeout), the number of nodes that all reach each other is {included}"
-            f"{': ' if cuts else ''}{'; '.join(cuts)}. "
+            f"the run begins with {self._spec.nodes[0]} nodes (--nodes). After "
+            f"{self._spec.recovery.init_timeout_s:g} s (--init-timeout), the number of nodes that all reach each "
+            f"other is {included}{': ' if cuts else ''}{'; '.join(cuts)}. "
             "Start all nodes within that time, check the network between them, or begin with fewer: --nodes MIN:MAX."
         )
         for peer in self.followers:
@@ -466,7 +466,7 @@ class ConsensusDriver:
             places = self._spec.local_world_size * len(node_set.nodes)
             coordinator.take_over(term.number * _NUMBERS_A_TERM, places, has_begun=has_begun)
             if not has_begun:
-                self._start_by = min(self._start_by, time.monotonic() + self._spec.init_timeout_s)
+                self._start_by = min(self._start_by, time.monotonic() + self._spec.recovery.init_timeout_s)
             self._directory.queue_event("takeover", node=self._name, term=term.number)
         self.node_set = node_set
         self._links, self._told = LinkMap(self._name), {}
@@ -556,7 +556,7 @@ class AgentController:
     ) -> None:
         self._spec, self._directory, self._node = spec, directory, node
         self._network = PeerNetwork(
-            selector, discovery.listener, discovery.token, discovery.hello, self, spec.heartbeat_s
+            selector, discovery.listener, discovery.token, discovery.hello, self, spec.recovery.heartbeat_s
         )
         self._peers = PeerDirectory(spec, directory, discovery, self._network, node.files)
         self._consensus = ConsensusDriver(spec, directory, node, self._peers, selector, self._leave)
@@ -660,7 +660,7 @@ class AgentController:
         """Run what is due."""
         reason = self._peers.expire(now)
         if reason:
-            self._leave(reason, 0 if self._spec.joins and self._directory.has_result() else 2)
+            self._leave(reason, 0 if self._spec.place.joins and self._directory.has_result() else 2)
             return
         if self.leader is not None:
             self.leader.expire(now)

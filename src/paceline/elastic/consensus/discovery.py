@@ -86,8 +86,8 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
         ConfigError: an address or the token file is invalid, or the job to join is not found.
         RunDirectoryError: the directory cannot be written.
     """
-    if spec.rdzv_endpoint is not None:
-        endpoints = [parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")]
+    if spec.place.rdzv_endpoint is not None:
+        endpoints = [parse_endpoint(spec.place.rdzv_endpoint, "--rdzv-endpoint")]
     else:
         endpoints = [address for _, address in read_agents(directory)[0]]
     host, port = endpoints[0]
@@ -95,10 +95,14 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     if spec.interface is None and is_ours(host):
         endpoints[0] = address, port
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
-    coordinator = "embedded" if spec.coordinator is None else "etcds" if spec.coordinator.tls else "etcd"
-    versions = {**_versions(), "task": spec.task_digest, "coordinator": coordinator}
+    coordinator = (
+        "embedded" if spec.recovery.coordinator is None else "etcds" if spec.recovery.coordinator.tls else "etcd"
+    )
+    versions = {**_versions(), "task": spec.recovery.task_digest, "coordinator": coordinator}
     hello: dict[str, Any] = {"name": name, "versions": versions}
-    may_be_first = not spec.joins and (spec.node_rank == 0 or (spec.node_rank is None and is_ours(host)))
+    may_be_first = not spec.place.joins and (
+        spec.place.node_rank == 0 or (spec.place.node_rank is None and is_ours(host))
+    )
     token = _token(spec, directory, creates=may_be_first)
     listener = None
     if may_be_first:
@@ -106,7 +110,7 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
             listener = Listener(_listen_address(host, address, spec.interface), port, token, hello)
         except ConfigError as error:
             is_in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-            if spec.node_rank == 0 or not is_in_use:
+            if spec.place.node_rank == 0 or not is_in_use:
                 raise
     is_first = listener is not None
     if listener is None:
@@ -135,7 +139,7 @@ def _own_address(spec: LaunchSpec, host: str, port: int) -> str:
     Raises:
         ConfigError: there is no route within ``--init-timeout``, no such host or no such interface.
     """
-    deadline, has_told = time.monotonic() + spec.init_timeout_s, False
+    deadline, has_told = time.monotonic() + spec.recovery.init_timeout_s, False
     while True:
         try:
             if spec.interface is not None:
@@ -228,13 +232,13 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def _token(spec: LaunchSpec, directory: RunDirectory, creates: bool) -> bytes:
-    path = spec.token_file or _token_of(directory)
-    if creates and spec.token_file is None and not path.exists():
+    path = spec.recovery.token_file or _token_of(directory)
+    if creates and spec.recovery.token_file is None and not path.exists():
         with suppress(ConfigError):  # another agent on this node was faster
             create_token(path)
-    deadline = time.monotonic() + spec.init_timeout_s
-    if spec.token_file is None:
-        wait_to_see(path, print_status, spec.init_timeout_s)
+    deadline = time.monotonic() + spec.recovery.init_timeout_s
+    if spec.recovery.token_file is None:
+        wait_to_see(path, print_status, spec.recovery.init_timeout_s)
     while True:
         # Checked before the read, because the first agent may be writing it right now.
         was_whole = _is_whole(path)
@@ -242,7 +246,7 @@ def _token(spec: LaunchSpec, directory: RunDirectory, creates: bool) -> bytes:
             return read_token(path)
         except ConfigError:
             # The first agent may not have written all of it yet.
-            if spec.token_file is not None or time.monotonic() > deadline or was_whole:
+            if spec.recovery.token_file is not None or time.monotonic() > deadline or was_whole:
                 raise
             time.sleep(_LOOK_EVERY_S)
 
@@ -324,8 +328,8 @@ class PeerDirectory:
     def look(self) -> None:
         """Search for the leader, within the time limit."""
         if self._give_up_at == math.inf:
-            self._give_up_at = time.monotonic() + self._spec.init_timeout_s
-            self._look_at = time.monotonic() + _LOOK_AGAIN_S if self._spec.joins else math.inf
+            self._give_up_at = time.monotonic() + self._spec.recovery.init_timeout_s
+            self._look_at = time.monotonic() + _LOOK_AGAIN_S if self._spec.place.joins else math.inf
 
     def stop_looking(self) -> None:
         """End the search, because the leader is found."""
@@ -369,7 +373,7 @@ class PeerDirectory:
         connected = self._network.connected
         waits_for = f"no agent of this run answers at {self._where} yet"
         if connected:
-            self._give_up_at = time.monotonic() + self._spec.init_timeout_s
+            self._give_up_at = time.monotonic() + self._spec.recovery.init_timeout_s
             waits_for = f"{', '.join(sorted(connected))} of this run can be reached, but not a node that leads it"
         if waits_for != self._waits_for:
             self._waits_for = waits_for
@@ -448,7 +452,7 @@ class PeerDirectory:
         if question not in self._asked:
             self._asked[question] = self._files.do(work)
         answer: Future[T] = self._asked[question]
-        wait([answer], min(within_s, self._spec.heartbeat_s / 2))  # this node must not be silent for longer
+        wait([answer], min(within_s, self._spec.recovery.heartbeat_s / 2))  # this node must not be silent for longer
         if not answer.done():
             return None
         del self._asked[question]

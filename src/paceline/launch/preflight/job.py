@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.launch_spec import Placement
 from paceline.core.owned_names import own_prefix
 from paceline.core.sockets import require_loopback
 from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher
@@ -33,20 +34,18 @@ def local_ranks(spec: LaunchSpec, command: tuple[str, ...], options: RendezvousO
     Raises:
         ConfigError: the place of one of several nodes is not given.
     """
-    place = options or spec
+    place = options or spec.place
     if spec.nodes[1] > 1 and (place.node_rank is None or place.rdzv_endpoint is None):
         raise ConfigError("--preflight with --nodes above 1 needs --node-rank and --rdzv-endpoint.")
     return LaunchSpec(
         command=command,
         nodes=(spec.nodes[0], spec.nodes[0]),
         nproc=spec.nproc,
-        node_rank=place.node_rank,
-        rdzv_endpoint=place.rdzv_endpoint,
-        rdzv_id=place.rdzv_id,
         threads=spec.threads,
         interface=spec.interface,
         master_port=spec.master_port if spec.nodes[1] == 1 else None,
         env=spec.env,
+        place=Placement(node_rank=place.node_rank, rdzv_endpoint=place.rdzv_endpoint, rdzv_id=place.rdzv_id),
     )
 
 
@@ -78,7 +77,7 @@ def run_before(spec: LaunchSpec) -> tuple[int, str | None]:
     if report is None:
         return code or 1, None
     failed = report.status == "fail"
-    if not spec.node_rank:
+    if not spec.place.node_rank:
         for check in report.checks:
             if check.status != "pass":
                 text = f"preflight {check.status}: {check.where}: {check.found}. {check.advice}"
