@@ -28,7 +28,7 @@ from paceline.elastic.coordinator import (
     WorkerSlot,
 )
 from paceline.elastic.failure_policy import FailurePolicy, RestartBudget, describe_end
-from paceline.elastic.hang import Ask, Hang, HangDetector
+from paceline.elastic.hang import AskWorkers, Hang, HangDetector
 from paceline.elastic.node import Ended, NodeCommands, NodeEvents, NodeWorkers, Order, Said
 from paceline.elastic.recovery_log import RecoveryLog, print_status
 from paceline.elastic.worker_channel import (
@@ -374,7 +374,7 @@ class JobController:
         """Kill overdue workers, and those that block the others."""
         self.shutdown.expire(now)
         match self._hangs.poll():
-            case Ask(workers):
+            case AskWorkers(workers):
                 self._pool.send(workers, ReportRequest())
             case Hang() as hang:
                 self._on_hang(hang)

@@ -268,7 +268,7 @@ _SLOW_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Ask:
+class AskWorkers:
     """Request a :class:`~paceline.elastic.worker_channel.StallSnapshot` from these workers."""
 
     workers: tuple[int, ...]
@@ -336,14 +336,14 @@ class HangDetector:
         if self._answers.keys() >= set(self._view.members) - self._finished:
             self._due = time.monotonic()
 
-    def poll(self) -> Ask | Hang | None:
+    def poll(self) -> AskWorkers | Hang | None:
         """Return the next action, once the deadline is reached."""
         now = time.monotonic()
         if self._view is None or now < self._due:
             return None
         if self._answers is None:
             self._answers, self._due = {}, now + _ANSWER_S
-            return Ask(self._view.members)
+            return AskWorkers(self._view.members)
         members, answers = self._view.members, self._answers
         self._answers, self._due, self._patient_until = None, math.inf, now + _PAUSE_S
         reports = [

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.elastic import hang as hang_watch
 from paceline.elastic.coordinator import WorkerGroup
-from paceline.elastic.hang import Ask, Hang, HangDetector
+from paceline.elastic.hang import AskWorkers, Hang, HangDetector
 from paceline.elastic.worker_channel import StallSnapshot
 from paceline.runs.directory import RunDirectory
 
@@ -61,7 +61,7 @@ def test_nobody_is_asked_while_nobody_is_overdue(watch: HangDetector) -> None:
 def test_who_holds_the_others_up_is_to_be_killed(watch: HangDetector, tmp_path: Path) -> None:
     watch.beats(9, overdue=True)
     assert watch.deadline == 100.0
-    assert watch.poll() == Ask((7, 9))
+    assert watch.poll() == AskWorkers((7, 9))
     assert watch.poll() is None
     watch.answers(7, standing(0, inside=False))
     watch.answers(9, standing(1, inside=True, generation=3))  # of an earlier view
@@ -105,7 +105,7 @@ def test_who_moves_is_slow_and_that_is_said_once_in_a_while(
         watch.beats(9, overdue=True)
         assert watch.deadline <= now[0] + 2
         now[0] = watch.deadline
-        assert watch.poll() == Ask((7, 9))
+        assert watch.poll() == AskWorkers((7, 9))
         watch.answers(7, standing(0, inside=False, still_s=0.1))
         watch.answers(9, standing(1, inside=True))
         assert watch.poll() is None

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.core.config import ResolvedConfig
 from paceline.insight.verify.lint import lint
-from paceline.insight.verify.verify import Finding
+from paceline.insight.verify.verify import LintWarning
 
 pytestmark = pytest.mark.integration
 
@@ -31,7 +31,7 @@ def tasks() -> Any:
     return module
 
 
-def found(tasks: Any, name: str) -> list[Finding]:
+def found(tasks: Any, name: str) -> list[LintWarning]:
     task = getattr(tasks, name)()
     config = ResolvedConfig(
         microbatches=task.defaults.microbatches,

@@ -27,8 +27,8 @@ from paceline.elastic.consensus.membership import (
     Lead,
     Membership,
     Out,
+    OwnAction,
     Pause,
-    Request,
     Send,
     StopLeading,
 )
@@ -440,7 +440,7 @@ class ConsensusDriver:
             case CannotReform(reason):
                 self._directory.queue_event("coordinator", answers=not reason, why=reason)
                 print_status(f"{reason}." if reason else "the coordinator answers again.")
-            case Request():
+            case OwnAction():
                 self._act(self._membership.perform(action))
             case Out() if self.is_removed:
                 self._leave("this node has left the run; the other nodes continue.", 0)

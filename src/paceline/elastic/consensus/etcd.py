@@ -60,8 +60,8 @@ from paceline.elastic.consensus.membership import (
     Follow,
     Lead,
     Out,
+    OwnAction,
     Pause,
-    Request,
     Role,
     Send,
     StopLeading,
@@ -83,7 +83,7 @@ _TICKS_UNSEEN = 3  # timeouts after which a node that waits for a leader says so
 
 
 @dataclass(frozen=True)
-class Ask(Request):
+class Ask(OwnAction):
     """Execute this operation on the job's keys, and report the reply to :meth:`EtcdLeadership.answered`."""
 
     operation: Operation
@@ -518,7 +518,7 @@ class EtcdMembership(EtcdLeadership):
         selector.register(self._woken, selectors.EVENT_READ, self._on_replies)
         self._session = EtcdSession(client, node, ttl_s, partial(os.eventfd_write, self._woken, 1))
 
-    def perform(self, request: Request) -> list[Action]:
+    def perform(self, request: OwnAction) -> list[Action]:
         """Have the session execute an operation."""
         assert isinstance(request, Ask)
         self._session.submit(request.operation, self._job())

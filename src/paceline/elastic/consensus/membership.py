@@ -105,11 +105,11 @@ class CannotReform:
     reason: str
 
 
-class Request:
+class OwnAction:
     """An action that the membership carries out itself, by :meth:`Membership.perform`: it reads or writes something."""
 
 
-Action = Send | Lead | Committed | StopLeading | Fence | Follow | Pause | Out | CannotReform | Request
+Action = Send | Lead | Committed | StopLeading | Fence | Follow | Pause | Out | CannotReform | OwnAction
 
 
 # --- The interface ---
@@ -155,7 +155,7 @@ class Membership(Protocol):
     def on_timeout(self) -> list[Action]:
         """Handle the timeout: :attr:`needs_timer` has been true for that long without another event."""
 
-    def perform(self, request: Request) -> list[Action]:
+    def perform(self, request: OwnAction) -> list[Action]:
         """Carry out one of this membership's own actions."""
 
     # Decisions of the leader.

@@ -13,8 +13,8 @@ from paceline.elastic.consensus.membership import (
     Follow,
     Lead,
     Out,
+    OwnAction,
     Pause,
-    Request,
     Role,
     Send,
     StopLeading,
@@ -38,7 +38,7 @@ from paceline.elastic.consensus.messages import (
 
 
 @dataclass(frozen=True)
-class AcquireWitness(Request):
+class AcquireWitness(OwnAction):
     """Take the witness of this node set for these of its nodes, and answer with :meth:`Leadership.witness_answered`."""
 
     roster: NodeSet
@@ -636,7 +636,7 @@ class PaxosMembership(Leadership):
     def close(self, *, is_over: bool) -> None:
         """Do nothing: witnesses stay for ever."""
 
-    def perform(self, request: Request) -> list[Action]:
+    def perform(self, request: OwnAction) -> list[Action]:
         """Take a witness."""
         assert isinstance(request, AcquireWitness)
         return self.witness_answered(request.roster, self._acquire_witness(request.roster, request.holders))

@@ -33,7 +33,7 @@ from paceline.core.task import Loss, Task
 from paceline.data.order import derive_key
 from paceline.data.sample_check import MOST_SAMPLES, check_samples, digest_of, generator_digests
 from paceline.data.samples import seed_everything
-from paceline.insight.verify.verify import Finding
+from paceline.insight.verify.verify import LintWarning
 from paceline.torch_internals import BatchNorm
 from paceline.training.evaluation import as_loss
 from paceline.training.purity import Observation, bits_by_name, compute_twice, observe
@@ -95,11 +95,11 @@ def _reads_rank(called: Any, frame: FrameType) -> bool:
     return called in (dist.get_rank.__code__, dist.get_world_size.__code__)
 
 
-def _locate(found: Impurity, method: Callable[..., Any], places: Sequence[str] = ()) -> Finding:
+def _locate(found: Impurity, method: Callable[..., Any], places: Sequence[str] = ()) -> LintWarning:
     """Add the place of the last watched call; without one, that of the method's definition, if it is the user's."""
     code = inspect.unwrap(getattr(method, "__func__", method)).__code__
     defined = f"{code.co_filename}:{code.co_firstlineno}" if is_own(code.co_filename) else None
-    return Finding(lint=found.kind, message=found.message, place=places[-1] if places else defined)
+    return LintWarning(lint=found.kind, message=found.message, place=places[-1] if places else defined)
 
 
 # --- The context of the checks: the task, its model, and some of its samples ---
@@ -186,7 +186,7 @@ _MIN_VALUES = 16
 
 
 @torch.no_grad()
-def check_loss_mean(context: LintContext) -> Iterator[Finding]:
+def check_loss_mean(context: LintContext) -> Iterator[LintWarning]:
     """Check that the loss is not a mean over items of which samples have different numbers."""
     model = context.model(training=False)
     for samples in context.groups[:1]:
@@ -199,7 +199,7 @@ def check_loss_mean(context: LintContext) -> Iterator[Finding]:
 
 
 @torch.no_grad()
-def check_metrics(context: LintContext) -> Iterator[Finding]:
+def check_metrics(context: LintContext) -> Iterator[LintWarning]:
     """Check that metrics are not means over blocks of different sizes."""
     model = context.model(training=False)
     for name, what in _uneven(context, lambda samples: _pairs(context, model, samples)).items():
@@ -235,7 +235,7 @@ def _pairs(context: LintContext, model: Any, samples: Sequence[Any]) -> dict[str
     return pairs
 
 
-def check_duplicates(context: LintContext) -> Iterator[Finding]:
+def check_duplicates(context: LintContext) -> Iterator[LintWarning]:
     """Check that a split was not padded with its first samples."""
     for split in ("val", "test"):
         dataset = context.splits[split]
@@ -259,7 +259,7 @@ def _duplicates(dataset: Any) -> int:
 
 
 @torch.no_grad()
-def check_batch_norm(context: LintContext) -> Iterator[Finding]:
+def check_batch_norm(context: LintContext) -> Iterator[LintWarning]:
     """Check that a micro-batch has enough values for batch statistics."""
     task, config, model = context.task, context.config, context.model(training=True)
     norms = {name: child for name, child in model.named_modules() if isinstance(child, BatchNorm)}
@@ -283,7 +283,7 @@ def check_batch_norm(context: LintContext) -> Iterator[Finding]:
         yield _locate(impurity("tiny-batch-norm", [repr(least)], what=what), task.build_model)
 
 
-def check_schedulers(context: LintContext) -> Iterator[Finding]:
+def check_schedulers(context: LintContext) -> Iterator[LintWarning]:
     """Check that the task does not step its scheduler in the loss or callback."""
     context = LintContext(copy.copy(context.task), context.config)  # of which the callback may change the model
     task, model = context.task, context.model(training=True)
@@ -303,7 +303,7 @@ def check_schedulers(context: LintContext) -> Iterator[Finding]:
 # --- Whether the task is a function of its inputs ---
 
 
-def check_microbatches(context: LintContext) -> Iterator[Finding]:
+def check_microbatches(context: LintContext) -> Iterator[LintWarning]:
     """Compute a micro-batch twice, as the purity guard does, and others for their random numbers and gradients."""
     if not context.groups:
         return
@@ -342,7 +342,7 @@ def check_microbatches(context: LintContext) -> Iterator[Finding]:
         yield _locate(impurity("unused-parameters", forgotten, what=what), task.build_optimizer)
 
 
-def check_data(context: LintContext) -> Iterator[Finding]:
+def check_data(context: LintContext) -> Iterator[LintWarning]:
     """Read samples twice, as the purity guard does."""
     dataset = context.splits["train"]
     rows = range(min(MOST_SAMPLES, _length(dataset) or 0))
@@ -358,7 +358,7 @@ _STEPS = 3
 _SPLITS = {"train": "training", "val": "validation", "test": "test"}
 
 
-def check_ranks(context: LintContext) -> Iterator[Finding]:
+def check_ranks(context: LintContext) -> Iterator[LintWarning]:
     """Check that rank 1 of 2, with torch's fake process group, builds and computes the same as rank 0 of 1."""
     from paceline.torch_internals import FakeStore
 
@@ -402,13 +402,13 @@ def _build_results(context: LintContext) -> dict[str, bytes]:
 # --- All checks ---
 
 
-CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[LintContext], Iterator[LintWarning]], ...] = (
     *(check_loss_mean, check_metrics, check_microbatches, check_data),
     *(check_batch_norm, check_schedulers, check_duplicates, check_ranks),
 )
 
 
-def lint(task: Task, config: ResolvedConfig) -> list[Finding]:
+def lint(task: Task, config: ResolvedConfig) -> list[LintWarning]:
     """Return probable mistakes in a task.
 
     Args:
@@ -416,7 +416,7 @@ def lint(task: Task, config: ResolvedConfig) -> list[Finding]:
         config: with ``microbatches``, ``global_batch_size`` and ``max_steps``.
     """
     context = LintContext(task, config)
-    findings: list[Finding] = []
+    findings: list[LintWarning] = []
     for check in CHECKS:
         try:
             with warnings.catch_warnings():
@@ -427,5 +427,5 @@ def lint(task: Task, config: ResolvedConfig) -> list[Finding]:
             # A check that fails here fails in training too, or needs the trainer: the runs will report it.
             _log.debug("lint", exc_info=error)
             message = f"{check.__name__} failed: {type(error).__name__}: {error}"
-            findings.append(Finding(lint="not-looked-at", message=message))
+            findings.append(LintWarning(lint="not-looked-at", message=message))
     return findings

@@ -83,7 +83,7 @@ class CaseResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class LintWarning:
     """A probable mistake in the task's arithmetic.
 
     Attributes:
@@ -119,7 +119,7 @@ class VerificationReport:
     seed: int
     factor: float
     rows: Sequence[CaseResult]
-    warnings: Sequence[Finding]
+    warnings: Sequence[LintWarning]
     no_double: str = ""
 
     @property
@@ -542,11 +542,11 @@ class _Verification:
                 )
                 self._rows[row.world_size, row.method] = dataclasses.replace(row, divergence=located)
 
-    def _warnings(self) -> list[Finding]:
+    def _warnings(self) -> list[LintWarning]:
         path = lints_path(self._root)
         if not path.exists():
             return []
-        return [Finding(**warning) for warning in json.loads(path.read_bytes())]
+        return [LintWarning(**warning) for warning in json.loads(path.read_bytes())]
 
 
 def _is_judged(training: Training) -> bool:
