@@ -56,7 +56,7 @@ def lock(tmp_path: Path) -> Path:
 
 def lock_as_another_node(lock: Path, *, ago_s: float = 0.0) -> Path:
     """Make a claim as a process of another node does, whose last heartbeat was some time ago."""
-    path = lock.with_name(f".{lock.name}.{OTHER_BOOT}-1f-x-{own_prefix()}00000000@node-b")
+    path = lock.with_name(f".{lock.name}.{OTHER_BOOT}-1f-{own_prefix()}00000000@node-b")
     lock.touch()
     path.touch()
     os.utime(path, (time.time() - ago_s,) * 2)
@@ -71,25 +71,19 @@ def test_nothing_is_left(lock: Path) -> None:
     with locked(lock):
         assert is_locked(lock)
         (claim,) = claims(lock)
-        assert (claim.owner.pid, claim.shared) == (os.getpid(), False)
+        assert claim.owner.pid == os.getpid()
     assert names(lock) == {lock.name}
     assert not is_locked(lock)
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_a_lock_is_exclusive_or_shared(lock: Path, has_locks: bool, request: pytest.FixtureRequest) -> None:
+def test_a_lock_is_exclusive(lock: Path, has_locks: bool, request: pytest.FixtureRequest) -> None:
     if not has_locks:
         request.getfixturevalue("no_locks")
-    with locked(lock, shared=True):
-        with locked(lock, shared=True, wait=False):
-            assert not is_locked(lock)
-        with pytest.raises(BlockingIOError), locked(lock, wait=False):
-            pass
     with locked(lock, wait=False):
         assert is_locked(lock)
-        for shared in (True, False):
-            with pytest.raises(BlockingIOError), locked(lock, shared=shared, wait=False):
-                pass
+        with pytest.raises(BlockingIOError), locked(lock, wait=False):
+            pass
     assert names(lock) == {lock.name}
 
 
@@ -189,7 +183,7 @@ def test_the_holder_beats(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_of_others_are_no_claims(lock: Path) -> None:
-    for name in (".run.lock.x", ".run.lock.-1-x-paceline-1@b", ".run.lock.0-1-y-paceline-1-1-1-00000000-@b"):
+    for name in (".run.lock.x", ".run.lock.-1-paceline-1@b", ".run.lock.0-1-y-paceline-1-1-1-00000000@b"):
         lock.with_name(name).touch()
     assert list(claims(lock)) == []
     with locked(lock, wait=False):

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.core.errors import RunDirectoryError
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metrics import keep_until, scalars
+from paceline.runs.metric_writers import keep_until, scalars
 from paceline.training.finalize import starts
 
 TASK = """

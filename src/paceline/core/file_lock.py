@@ -43,7 +43,7 @@ BRIEF_S = 0.1
 _LEAVE_S = 1.0
 _SLOW_S = 5.0
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_CLAIM = re.compile(r"([0-9a-f]*)-([0-9a-f]+)-([xs])-(paceline-.*)@(.*)")
+_CLAIM = re.compile(r"([0-9a-f]*)-([0-9a-f]+)-(paceline-.*)@(.*)")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ class Claim:
     path: Path
     boot: str
     device: int
-    shared: bool
     owner: Owner
     host: str
 
@@ -80,19 +79,19 @@ def claims(path: Path) -> Iterator[Claim]:
     start = f".{path.name}."
     for name in os.listdir(path.parent):
         match = _CLAIM.fullmatch(name.removeprefix(start)) if name.startswith(start) else None
-        owner = None if match is None else Owner.parse(match[4])
+        owner = None if match is None else Owner.parse(match[3])
         if match is not None and owner is not None:
-            yield Claim(path.with_name(name), match[1], int(match[2], 16), match[3] == "s", owner, match[5])
+            yield Claim(path.with_name(name), match[1], int(match[2], 16), owner, match[4])
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds a lock exclusively: one of another node, if its last heartbeat is recent."""
+    """Return whether a process holds a lock: one of another node, if its last heartbeat is recent."""
     try:
         with open_regular(path) as file:
             has_locks = lock_now(file.fileno(), fcntl.LOCK_SH)
             status = os.fstat(file.fileno())
         for claim in claims(path):
-            is_alive = not claim.shared and claim.is_alive(status, has_locks)
+            is_alive = claim.is_alive(status, has_locks)
             if is_alive or (is_alive is None and abs(time.time() - claim.path.stat().st_mtime) < _RECENT_S):
                 return True
     except BlockingIOError:
@@ -119,7 +118,6 @@ class FileLock:
 
     Args:
         path: the lock's file, which is made if it is missing.
-        shared: whether others may share it.
 
     Attributes:
         held: whether this object took it.
@@ -131,9 +129,8 @@ class FileLock:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, *, shared: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._shared = shared
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._claim: Path | None = None
         self._beats: dict[Path, tuple[float, float]] = {}  # of rivals: the last one, and when this process first saw it
@@ -161,7 +158,7 @@ class FileLock:
             return True
         self.rival, self.is_certain = None, True
         try:
-            has_locks = lock_now(self._descriptor, fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX)
+            has_locks = lock_now(self._descriptor)
         except BlockingIOError:
             return False
         try:
@@ -204,10 +201,10 @@ class FileLock:
             os.close(descriptor)
 
     def _make_claim(self) -> None:
-        device, mode = os.fstat(self._descriptor).st_dev, "s" if self._shared else "x"
+        device = os.fstat(self._descriptor).st_dev
         host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:63]
         owner = f"{own_prefix()}{secrets.token_hex(4)}"
-        self._claim = self._path.with_name(f".{self._path.name}.{boot_id()}-{device:x}-{mode}-{owner}@{host}")
+        self._claim = self._path.with_name(f".{self._path.name}.{boot_id()}-{device:x}-{owner}@{host}")
         os.close(os.open(self._claim, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
         self._leaving.clear()
         thread = threading.Thread(target=self._beat, args=(self._claim,), name="paceline-lock", daemon=True)
@@ -231,8 +228,7 @@ class FileLock:
 
     def _others(self) -> list[Claim]:
         """Return the claims that exclude this one."""
-        others = (claim for claim in claims(self._path) if claim.path != self._claim)
-        return [claim for claim in others if not (self._shared and claim.shared)]
+        return [claim for claim in claims(self._path) if claim.path != self._claim]
 
     def _is_free(self, has_locks: bool) -> bool:
         """Return whether nothing holds the lock; otherwise record what does."""
@@ -278,7 +274,7 @@ class FileLock:
 
 
 @contextmanager
-def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the lock of a file, which is made if it is missing.
 
     Never of a folder: clients of NFS, Lustre and CIFS pass locks on files alone to their server.
@@ -287,7 +283,7 @@ def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[N
         BlockingIOError: without ``wait``, another process holds it.
         OSError: the file cannot be opened, or the disk does not take a claim.
     """
-    with closing(FileLock(path, shared=shared)) as lock:
+    with closing(FileLock(path)) as lock:
         if not lock.take_within(math.inf if wait else BRIEF_S):
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
         yield

@@ -26,7 +26,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import read_json_lines, write_atomically
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.insight.comparison import ComparedRun, differing_settings, find_artifacts, read_search
-from paceline.runs.metrics import (
+from paceline.runs.metric_writers import (
     begin_session,
     end_session,
     final_scalars,

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from paceline.core.rich_console import Console
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metrics import Imbalance
+from paceline.runs.metric_writers import Imbalance
 from paceline.runs.rank_log import Tee, terminal_and_log
 
 # --- Rank 0's stderr: a progress bar on terminals, a few plain lines in files and pipes ---

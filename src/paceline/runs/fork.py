@@ -23,7 +23,7 @@ from paceline.data.ledger import copy_until
 from paceline.runs.checkpoint_manifest import CheckpointInfo, temporary_directory, verify
 from paceline.runs.checkpoint_store import copy, find_version, newest_verified, parse_name, remove_stale, scan
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metrics import keep_until
+from paceline.runs.metric_writers import keep_until
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metrics import (
+from paceline.runs.metric_writers import (
     JsonlWriter,
     RankStatus,
     Telemetry,

@@ -27,7 +27,7 @@ from paceline.core.files import link, read_document, rename
 from paceline.core.option_sets import select
 from paceline.core.plugins import load
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metrics import final_scalars, scalars
+from paceline.runs.metric_writers import final_scalars, scalars
 from paceline.runs.status import search_of
 
 if TYPE_CHECKING:

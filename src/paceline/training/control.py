@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from paceline.core.errors import RESTART_EXIT_CODE
 from paceline.parallel.load_balancing import SPEED_WIDTH
-from paceline.runs.metrics import STATUS_WIDTH
+from paceline.runs.metric_writers import STATUS_WIDTH
 
 # --- Control flags: they carry each rank's own decisions to all ranks ---
 #

@@ -18,7 +18,7 @@ from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import find_version
 from paceline.runs.checkpointer import load
-from paceline.runs.metrics import finite
+from paceline.runs.metric_writers import finite
 from paceline.runs.phases import OUTSIDE_STEPS
 from paceline.training.evaluation import EvaluationStopped
 from paceline.training.fine_tuning import drift, load_pretrained_copy

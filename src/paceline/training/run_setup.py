@@ -30,7 +30,7 @@ from paceline.core.task_loading import (
 from paceline.data.balanced_order import require_same_lengths, save_lengths
 from paceline.parallel.planning.auto_strategy import choose_strategy
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metrics import has_tensorboard
+from paceline.runs.metric_writers import has_tensorboard
 from paceline.runs.trackers import require
 from paceline.torch_internals import describe_untested
 from paceline.training.fine_tuning import PretrainedWeights, save_pretrained_copy

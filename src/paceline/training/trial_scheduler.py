@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.parallel.world import World
-from paceline.runs.metrics import finite
+from paceline.runs.metric_writers import finite
 
 _CONNECT_S = 10.0
 

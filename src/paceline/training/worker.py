@@ -46,7 +46,7 @@ def preload() -> None:
     """Import what a worker needs sooner or later: one that is forked from this process has it at once."""
     import paceline.runs.console
     import paceline.training.session  # noqa: F401
-    from paceline.runs.metrics import preload_tensorboard
+    from paceline.runs.metric_writers import preload_tensorboard
     from paceline.torch_internals import preload_deterministic_algorithms
 
     preload_tensorboard()

@@ -19,7 +19,7 @@ from tests.processes import Processes
 from paceline.cli.runs import runs
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.insight.comparison import read_runs
-from paceline.runs.metrics import TensorBoardWriter
+from paceline.runs.metric_writers import TensorBoardWriter
 from paceline.runs.status import configuration
 
 

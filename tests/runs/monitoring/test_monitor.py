@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from paceline.core.files import read_json_lines
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metrics import RankStatus
+from paceline.runs.metric_writers import RankStatus
 from paceline.runs.monitor import Monitor
 
 MakeMonitor = Callable[..., Monitor]

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from paceline.runs.metrics import STATUS_WIDTH, RankStatus, Telemetry, imbalance
+from paceline.runs.metric_writers import STATUS_WIDTH, RankStatus, Telemetry, imbalance
 from paceline.runs.phases import PhaseTimer
 
 

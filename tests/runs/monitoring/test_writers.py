@@ -18,7 +18,7 @@ from tensorboard.plugins.hparams.metadata import (
 
 from paceline.core.errors import RunDirectoryError
 from paceline.core.files import ResilientAppendFile, write_atomically
-from paceline.runs.metrics import JsonlWriter, TensorBoardWriter, finite, keep_until
+from paceline.runs.metric_writers import JsonlWriter, TensorBoardWriter, finite, keep_until
 
 
 def train_record(step: int, loss: float, **more: Any) -> dict[str, Any]:

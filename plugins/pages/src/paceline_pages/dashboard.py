@@ -30,7 +30,7 @@ from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, read_records
 from paceline.runs.checkpoint_admin import entries
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metrics import finite
+from paceline.runs.metric_writers import finite
 from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
 from paceline.runs.status import configuration, read_beats

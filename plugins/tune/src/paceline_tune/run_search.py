@@ -24,7 +24,7 @@ from paceline.core.owned_names import own_prefix
 from paceline.core.printable import escape_controls
 from paceline.core.rich_console import Console
 from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
-from paceline.runs.metrics import finite, has_tensorboard
+from paceline.runs.metric_writers import finite, has_tensorboard
 from paceline.runs.trackers import conclude_mlflow_search
 from paceline_ray.cluster import connect, import_ray
 from paceline_tune.charts import draw
