@@ -91,7 +91,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     "audit": CliCommand("Prove", "paceline.cli.audit:audit", "Prove from a run's ledger that it saw each sample once."),
     "verify": CliCommand(
         "Prove",
-        "paceline.cli.verify:verify",
+        "paceline_checks.verify_command:verify",
         "Train under every strategy, and compare with one process.",
         usage="[OPTIONS] TASK",
         computes=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.insight.verify.cases import StrategyCase
+from paceline_checks.verify.cases import StrategyCase
 
 CASES = (
     StrategyCase(name="dp", options={"strategy": "dp", "dp_devices": 2}, least=1, most=1),

@@ -33,12 +33,12 @@ from paceline.core.task import Loss, Task
 from paceline.data.order import derive_key
 from paceline.data.sample_check import MOST_SAMPLES, check_samples, digest_of, generator_digests
 from paceline.data.samples import seed_everything
-from paceline.insight.verify.verify import LintWarning
 from paceline.torch_internals import BatchNorm
 from paceline.training.evaluation import as_loss
 from paceline.training.purity import Observation, bits_by_name, compute_twice, observe
 from paceline.training.reproducibility import build_split, seed_microbatch, seed_model
 from paceline.training.task_parts import build_task_callback, build_task_model, build_task_optimizers
+from paceline_checks.verify.verify import LintWarning
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from paceline.cli.options import explicit_options, group, run_options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.insight.verify.verify import CaseResult, VerificationReport
+    from paceline_checks.verify.verify import CaseResult, VerificationReport
 
 Options: Any = run_options()
 RunOptions = Annotated[Options | None, Parameter(name="*")]
@@ -65,8 +65,8 @@ def verify(
         Print the report as one line of JSON.
     """
     from paceline.core.signals import interrupt_on_sigterm
-    from paceline.insight.verify.cases import VerificationRequest, parse_worlds, select_cases
-    from paceline.insight.verify.verify import verify as run_verification
+    from paceline_checks.verify.cases import VerificationRequest, parse_worlds, select_cases
+    from paceline_checks.verify.verify import verify as run_verification
 
     explicit = explicit_options(options)
     request = VerificationRequest(

@@ -7,10 +7,10 @@ from contextlib import closing
 
 import torch
 
-from paceline.insight.verify.plain import AVERAGE, train_plainly
 from paceline.training.run_context import RunContext
 from paceline.training.state_manager import StateManager
 from paceline.training.step import microbatch_loss
+from paceline_checks.verify.plain import AVERAGE, train_plainly
 
 
 def right(run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:

@@ -48,7 +48,7 @@ class StrategyCase:
         most: largest number of processes.
         needs: an optional package that it imports.
         simulation: ``module:function`` of its own reference, or of the plain loop, if that is its guarantee; called
-            as :class:`paceline.insight.verify.worker.Simulation`.
+            as :class:`paceline_checks.verify.worker.Simulation`.
         takes_callbacks: if not, its steps are not recorded, and only its weights and losses are compared.
     """
 
@@ -89,7 +89,7 @@ _CORE_CASES = (
         guarantee="rounding",
         least=1,
         most=1,
-        simulation="paceline.insight.verify.plain:train_plainly",
+        simulation="paceline_checks.verify.plain:train_plainly",
     ),
     StrategyCase(name="ddp", options={"strategy": "ddp"}),
     StrategyCase(name="ddp-allreduce", options={"strategy": "ddp", "reduction": "allreduce"}, guarantee="tolerance"),

@@ -33,20 +33,6 @@ from paceline.core.job import WorkerConfig
 from paceline.core.signals import dump_stacks_on_signal
 from paceline.core.task import Loss, Task
 from paceline.core.task_loading import TaskReference, parse_assignments
-from paceline.insight.verify.cases import (
-    GroupPlan,
-    Training,
-    directory_of,
-    done_path,
-    forward_path,
-    is_done,
-    lints_path,
-    outcome_path,
-    tensors_path,
-    trace_path,
-)
-from paceline.insight.verify.lint import lint
-from paceline.insight.verify.plain import AVERAGE
 from paceline.parallel.device import choose_device
 from paceline.parallel.planning.auto_strategy import memory_per_process
 from paceline.parallel.sharded_state import gather_full
@@ -61,6 +47,20 @@ from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
 from paceline.training.stop_signals import StopSignals
 from paceline.training.worker import run
+from paceline_checks.verify.cases import (
+    GroupPlan,
+    Training,
+    directory_of,
+    done_path,
+    forward_path,
+    is_done,
+    lints_path,
+    outcome_path,
+    tensors_path,
+    trace_path,
+)
+from paceline_checks.verify.lint import lint
+from paceline_checks.verify.plain import AVERAGE
 
 # --- The task in float64, with which all other runs are compared ---
 
@@ -405,7 +405,7 @@ def load_simulation(path: str) -> Simulation:
     return cast(Simulation, getattr(importlib.import_module(module), name))
 
 
-# --- A rank of a group that trains one run after another: ``python -m paceline.insight.verify.worker
+# --- A rank of a group that trains one run after another: ``python -m paceline_checks.verify.worker
 #     PLAN.json``
 #
 # A process takes seconds to start, so a group runs all trainings on its number of processes. Each run starts as
@@ -512,7 +512,7 @@ def _checkpoints(root: Path, name: str) -> Path:
 
 
 def _saved_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weights in a checkpoint, by the names of :func:`~paceline.insight.verify.plain.train_plainly`."""
+    """Return the weights in a checkpoint, by the names of :func:`~paceline_checks.verify.plain.train_plainly`."""
     model = {**state["model"], **state["buffers"]}
     average = {name.removeprefix("module."): value for name, value in state.get("ema", {}).items()}
     average |= state.get("ema_buffers", {})

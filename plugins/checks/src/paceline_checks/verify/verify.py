@@ -18,7 +18,9 @@ from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError, UserError
 from paceline.core.gpus import visible_gpus
 from paceline.core.owned_names import own_prefix
-from paceline.insight.verify.cases import (
+from paceline.launch.launcher import LaunchSpec, get_launcher
+from paceline.runs.failures import FailureRecord
+from paceline_checks.verify.cases import (
     FIXED,
     GroupPlan,
     Guarantee,
@@ -32,7 +34,7 @@ from paceline.insight.verify.cases import (
     lints_path,
     outcome_path,
 )
-from paceline.insight.verify.compare import (
+from paceline_checks.verify.compare import (
     FACTOR,
     PLAIN_TOLERANCES,
     Divergence,
@@ -45,8 +47,6 @@ from paceline.insight.verify.compare import (
     read_recorded_steps,
     read_steps,
 )
-from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline.runs.failures import FailureRecord
 
 # --- The report. No torch ---
 
@@ -193,7 +193,7 @@ class WorkerGroups:
         launcher = get_launcher("spawn")
         rendered = launcher.render(
             LaunchSpec(
-                command=(sys.executable, "-P", "-m", "paceline.insight.verify.worker", str(path)),
+                command=(sys.executable, "-P", "-m", "paceline_checks.verify.worker", str(path)),
                 nproc=(world_size,),
                 threads=trainings[0].options["threads"],
             )

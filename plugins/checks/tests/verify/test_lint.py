@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.core.config import ResolvedConfig
-from paceline.insight.verify.lint import lint
-from paceline.insight.verify.verify import LintWarning
+from paceline_checks.verify.lint import lint
+from paceline_checks.verify.verify import LintWarning
 
 pytestmark = pytest.mark.integration
 

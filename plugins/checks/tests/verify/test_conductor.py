@@ -14,15 +14,15 @@ import pytest
 from tests.processes import children
 
 from paceline.core.errors import ConfigError
-from paceline.insight.verify.cases import (
+from paceline_checks.verify.cases import (
     StrategyCase,
     VerificationRequest,
     all_cases,
     parse_worlds,
     select_cases,
 )
-from paceline.insight.verify.compare import FACTOR, Margins, Step, converges, first_difference, measure
-from paceline.insight.verify.verify import verify
+from paceline_checks.verify.compare import FACTOR, Margins, Step, converges, first_difference, measure
+from paceline_checks.verify.verify import verify
 
 HERE = Path(__file__).parent
 

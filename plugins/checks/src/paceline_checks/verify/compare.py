@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.insight.verify.cases import Training, forward_path, trace_path
+from paceline_checks.verify.cases import Training, forward_path, trace_path
 
 Kind = Literal["gradient", "weight"]
 KINDS: tuple[Kind, ...] = ("gradient", "weight")
