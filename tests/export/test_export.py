@@ -73,7 +73,7 @@ def test_the_manifest_tells_of_the_run(package: Package, trained: TrainedSource,
 def test_a_package_tells_callbacks_of_the_run_what_the_run_told_them(package: Package, trained: TrainedSource) -> None:
     options = package.manifest.provenance.data["evaluation"]
     assert options["eval_every"] == "3steps"
-    assert RunConfig(**options).evaluation.eval_every == trained.trained.run.config.eval_every
+    assert RunConfig(**options).evaluation.eval_every == trained.trained.run.config.evaluation.eval_every
 
 
 def test_the_model_card_says_what_the_manifest_says(package: Package) -> None:

@@ -22,11 +22,11 @@ from tests.small_disk import small_disk
 from paceline.core.errors import DataError
 from paceline.core.inference import TensorSpec
 from paceline.export.model import ModelSpec
-from paceline.export.tables import Rows, write
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import Registry
 from paceline_serving.batch_predict import read_rows
 from paceline_serving.predict_command import _show
+from paceline_serving.table_files import Rows, write
 
 PIXELS = np.random.default_rng(2).integers(0, 256, (40, 1, 28, 28), dtype=np.uint8)
 

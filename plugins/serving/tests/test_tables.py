@@ -25,9 +25,9 @@ from paceline.cli import app
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.inference import TensorSpec
 from paceline.export.model import ModelSpec
-from paceline.export.tables import Rows, check_columns, plain_lists, table_records, write
 from paceline_serving.batch_predict import read_rows
 from paceline_serving.protocol import example_rows, parse_rows
+from paceline_serving.table_files import Rows, check_columns, plain_lists, table_records, write
 
 INPUTS = {
     "age": TensorSpec(dtype="int64", minimum=0, maximum=120),

@@ -22,7 +22,7 @@ from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import ConfigError, PacelineError, PackageError
 from paceline.core.inference import TensorSpec
 from paceline.export.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions, make_spec
-from paceline.export.tables import CellError, columns_of, table_records, to_inputs, to_record
+from paceline.export.tables import CellError, columns_of, to_inputs, to_record
 from paceline.runs.package import open_package, require_trusted
 from paceline.runs.package_inputs import INPUTS, read_inputs
 from paceline_serving.access import AccessPolicy
@@ -44,6 +44,7 @@ from paceline_serving.replica_process import ReplicaStarter
 from paceline_serving.replicas import Deployment, DeploymentEvents, LocalDeployment
 from paceline_serving.request_bodies import LARGE_BYTES, RequestBodies, read_body
 from paceline_serving.static_assets import HEADERS, Assets
+from paceline_serving.table_files import table_records
 
 # --- Prometheus metrics ---
 

@@ -29,31 +29,33 @@ from paceline.core.inference import TensorSpec
 from paceline.export.model import Array, Arrays, ModelSpec, ServedModel, ServingOptions, rows_of
 from paceline.export.tables import (
     EXACT_FLOATS,
-    FORMATS,
     MISSING,
-    SUFFIXES,
     CellError,
-    Rows,
-    Table,
     columns_of,
     convert_cells,
-    csv_rows,
-    describe_not_utf8,
     encode_texts,
     is_table_of,
-    kind_of,
     load_json,
-    read_heading,
-    read_table,
-    records_of,
     text_array,
     to_inputs,
-    write,
 )
 from paceline_serving.batching import RequestFailure
 from paceline_serving.client import Client
 from paceline_serving.replica_process import ReplicaStarter
 from paceline_serving.replicas import LocalDeployment
+from paceline_serving.table_files import (
+    FORMATS,
+    SUFFIXES,
+    Rows,
+    Table,
+    csv_rows,
+    describe_not_utf8,
+    kind_of,
+    read_heading,
+    read_table,
+    records_of,
+    write,
+)
 
 # --- Input rows from files: tables, pictures, arrays, CSV and JSON ---
 

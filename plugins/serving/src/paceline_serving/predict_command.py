@@ -16,8 +16,8 @@ from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.export.model import Array, InputField, ModelSpec, OutputField
-    from paceline.export.tables import Rows
     from paceline_serving.batch_predict import PredictionEngine
+    from paceline_serving.table_files import Rows
 
 Flag = Annotated[bool, Parameter(negative="")]
 _MAX_SHOWN = 20
@@ -86,10 +86,10 @@ def predict(
     if is_piped and json:
         raise ConfigError("--json and --output - both print. Leave one of them out.")
     from paceline.export.model import UNBOUNDED, ServingOptions
-    from paceline.export.tables import check_columns, write
     from paceline_serving.app import open_model
     from paceline_serving.batch_predict import read_rows, replicas, server
     from paceline_serving.client import Client
+    from paceline_serving.table_files import check_columns, write
 
     if model.startswith(("http://", "https://")):
         with Client(model, token_file=token_file) as client:
@@ -144,7 +144,7 @@ def _describe(model: str, fields: Sequence[InputField], output_fields: Sequence[
     from rich.text import Text
 
     from paceline.core.rich_console import Console
-    from paceline.export.tables import csv_lines
+    from paceline_serving.table_files import csv_lines
 
     table = Table("name", "type", "unit", "values", "example", box=SIMPLE_HEAD)
     for field in fields:
@@ -211,7 +211,7 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
 
 
 def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: bool) -> None:
-    from paceline.export.tables import records
+    from paceline_serving.table_files import records
 
     predictions = list(records(outputs, spec, rows, 0))
     if json:
