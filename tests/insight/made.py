@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from paceline.runs.directory import RunDirectory
+from paceline.runs.metric_writers import TensorBoardWriter
+from paceline.runs.status import configuration
 
 
 def make_run(
@@ -96,3 +98,24 @@ def beat(directory: RunDirectory, rank: int, *, ago_s: float = 0.0, world_size: 
     }
     told |= {"step": step, "stepped": at, "steps_per_s": 2.5, "left": False}
     (directory.heartbeats / f"rank-{rank}.json").write_text(json.dumps(told))
+
+
+def make_search(root: Path, trials: int) -> Path:
+    """A search whose trials have rising learning rates and accuracies."""
+    for number in range(trials):
+        directory = make_run(
+            root / "search" / "trials" / f"{number:05d}",
+            steps=3,
+            run_id=f"{number:016x}",
+            fields={"lr": 0.1 * (number + 1), "act": "relu" if number % 2 else "tanh"},
+            accuracy=number / trials,
+        )
+        writer = TensorBoardWriter(directory.tensorboard, 1, configuration(directory.read_manifest()))
+        for step in (1, 2, 3):
+            writer.write(record(step, float(step)))
+        writer.close()
+    settings = {"options": {"task": "task.py:Task"}, "metric": "accuracy:max", "space": ["lr=log:0.01:1"]}
+    (root / "search" / "tune.json").write_text(json.dumps(settings))
+    best = {"trial": trials - 1, "accuracy": (trials - 1) / trials}
+    (root / "search" / "result.json").write_text(json.dumps({"metric": "accuracy:max", "best": best}))
+    return root / "search"

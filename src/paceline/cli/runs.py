@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import import_object
 from paceline.runs.status import RunSummary, check_folder, find_runs, is_search, search_directories
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rich.console import Console
     from rich.text import Text
@@ -60,7 +62,10 @@ def runs(
         from paceline.insight.comparison import read_runs
 
         compared = read_runs(compare)
-        return _print_comparison(compared, json=json) if in_ is None else _serve(compared, in_, json=json)
+        if in_ is None:
+            return _print_comparison(compared, json=json)
+        show_runs: Callable[..., int] = import_object(PARTS["runs --in"])
+        return show_runs(compared, in_, json=json)
     if root != _DEFAULT_ROOT:
         check_folder(root)
     unreadable: list[OSError] = []
@@ -258,26 +263,3 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _serve(runs: list[ComparedRun], tool: Literal["tensorboard", "mlflow"], *, json: bool) -> int:
-    import signal
-    import threading
-
-    from paceline.core.errors import LaunchError
-    from paceline.core.signals import handle_signals
-    from paceline.insight.tracking_tools import require, served
-
-    require(tool)
-    ended = threading.Event()
-    if not json:
-        print(f"Copying {len(runs)} runs for the tool, then starting it ...", file=sys.stderr)
-    name = {"tensorboard": "TensorBoard", "mlflow": "MLflow"}[tool]
-    with handle_signals((signal.SIGINT, signal.SIGTERM), lambda *_: ended.set()), served(tool, runs, ended) as server:
-        if server.is_running() and not ended.is_set():
-            text = f"{name} shows {len(runs)} runs at {server.url} (Ctrl-C ends it)"
-            print(json_module.dumps({"url": server.url}) if json else text, flush=True)
-        while not ended.wait(0.5):
-            if not server.is_running():
-                raise LaunchError(f"{name} has ended: {server.last_line()}. Run the command again.")
-    return 0

@@ -181,8 +181,8 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "hogwild": "paceline_more_strategies.hogwild:Hogwild",
     },
     "paceline.trackers": {
-        "mlflow": "paceline.runs.trackers:MlflowTracker",
-        "wandb": "paceline.runs.trackers:WandbTracker",
+        "mlflow": "paceline_trackers.mlflow:MlflowTracker",
+        "wandb": "paceline_trackers.wandb:WandbTracker",
     },
     "paceline.tasks": {
         "fashion-mnist": "paceline.training.tasks.fashion_mnist:FashionMNIST",
@@ -243,11 +243,20 @@ TRAITS: Mapping[str, str] = {
 NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
 """What returns the command of each node, of rank launchers that the core does not have."""
 
+PARTS: Mapping[str, str] = {
+    "runs --in": "paceline_trackers.tracking_tools:show_runs",
+}
+"""What a plug-in does for an option or a command of the core, as ``module:name``."""
+
 PACKAGES = frozenset(
     place.partition(":")[0].partition(".")[0]
     for place in (
         *(command.place for command in COMMANDS.values()),
-        *(place for places in (NAMES, VARIANTS, LAUNCHER_OPTIONS, *BUILT_IN.values()) for place in places.values()),
+        *(
+            place
+            for places in (NAMES, VARIANTS, PARTS, LAUNCHER_OPTIONS, *BUILT_IN.values())
+            for place in places.values()
+        ),
     )
 )
 """The core and its plug-ins, as packages to import."""

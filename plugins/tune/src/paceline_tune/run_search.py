@@ -25,8 +25,8 @@ from paceline.core.printable import escape_controls
 from paceline.core.rich_console import Console
 from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.runs.metric_writers import finite, has_tensorboard
-from paceline.runs.trackers import conclude_mlflow_search
 from paceline_ray.cluster import connect, import_ray
+from paceline_trackers.mlflow import conclude_mlflow_search
 from paceline_tune.charts import draw
 from paceline_tune.history import (
     MAX_FAILED,

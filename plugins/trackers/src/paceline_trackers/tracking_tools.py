@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import json as json_module
 import logging
 import os
 import signal
@@ -18,13 +19,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.files import read_json_lines, write_atomically
 from paceline.core.parent_death import kill_with_parent_command
+from paceline.core.signals import handle_signals
 from paceline.insight.comparison import ComparedRun, differing_settings, find_artifacts, read_search
 from paceline.runs.metric_writers import (
     begin_session,
@@ -34,13 +35,16 @@ from paceline.runs.metric_writers import (
     plugin_value,
     set_hparam,
 )
-from paceline.runs.trackers import MlflowStore, RunInfo, disable_telemetry, finite_scalars, mlflow_metrics, mlflow_tags
+from paceline.runs.trackers import RunInfo, finite_scalars
+from paceline_trackers.mlflow import MlflowStore, mlflow_metrics, mlflow_tags
 
 Tool = Literal["tensorboard", "mlflow"]
 
 _LOOPBACK = "127.0.0.1"
 _SETTINGS = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 _POLL_S = 0.2
+_WATCH_S = 0.5
+_LOG = "server.log"
 _END_S = 3.0  # then the server is killed: it has nothing to save
 
 # --- TensorBoard: links to the runs' own event files, and the HParams page of what differs ---
@@ -102,19 +106,10 @@ _STATUS = {"finished": "FINISHED", "running": "RUNNING", "failed": "FAILED"}
 
 
 def write_mlflow(runs: Sequence[ComparedRun], folder: Path) -> tuple[str, str]:
-    """Make a database with the runs in a folder, and return its URI and the id of the runs' experiment.
-
-    Raises:
-        ConfigError: MLflow is not installed.
-    """
-    try:
-        with disable_telemetry():
-            import mlflow.tracking  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--in mlflow needs MLflow. Install it: pip install mlflow") from error
+    """Make a database with the runs in a folder, and return its URI and the id of the runs' experiment."""
+    store = MlflowStore(f"sqlite:///{folder}/mlflow.db")
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    store = MlflowStore(f"sqlite:///{folder}/mlflow.db")
     experiment = store.client.create_experiment(
         _EXPERIMENT,
         artifact_location=(folder / "artifacts").as_uri(),
@@ -178,12 +173,48 @@ def _span_ms(run: ComparedRun) -> tuple[int, int]:
 # --- The tool's server ---
 
 
-def require(tool: Tool) -> None:
-    """Check that the tool's page can be served, before anything is copied.
+def show_runs(runs: Sequence[ComparedRun], tool: Tool, *, json: bool) -> int:
+    """Serve the runs in the tool until Ctrl-C, and print the address of their page; ``json``: as JSON.
 
     Raises:
-        ConfigError: gives the command that installs it.
+        ConfigError: the tool is not installed.
+        LaunchError: its server has ended.
     """
+    _require(tool)
+    ended = threading.Event()
+    if not json:
+        print(f"Copying {len(runs)} runs for the tool, then starting it ...", file=sys.stderr)
+    name = {"tensorboard": "TensorBoard", "mlflow": "MLflow"}[tool]
+    with (
+        handle_signals((signal.SIGINT, signal.SIGTERM), lambda *_: ended.set()),
+        tempfile.TemporaryDirectory(prefix="paceline-compare-", ignore_cleanup_errors=True) as created,
+    ):
+        folder, port = Path(created).resolve(), _free_port()
+        if tool == "tensorboard":
+            write_tensorboard(runs, folder)
+            command = ["-m", "tensorboard.main", "--logdir", str(folder)]
+            page = "#hparams"
+        else:
+            uri, experiment = write_mlflow(runs, folder)
+            command = ["-m", "mlflow", "server", "--backend-store-uri", uri, "--workers", "1"]
+            page = f"#/experiments/{experiment}/runs"
+        url = f"http://{_LOOPBACK}:{port}/{page}"
+        with _server([sys.executable, *command, "--host", _LOOPBACK, "--port", str(port)], folder) as process:
+            while process.poll() is None and not _is_listening(port) and not ended.wait(_POLL_S):
+                pass
+            if process.poll() is None and not ended.is_set():
+                text = f"{name} shows {len(runs)} runs at {url} (Ctrl-C ends it)"
+                print(json_module.dumps({"url": url}) if json else text, flush=True)
+            while not ended.wait(_WATCH_S):
+                if (code := process.poll()) is not None:
+                    lines = (folder / _LOG).read_text(errors="replace").strip().splitlines()
+                    last = lines[-1] if lines else f"exit code {code}"
+                    raise LaunchError(f"{name} has ended: {last}. Run the command again.")
+    return 0
+
+
+def _require(tool: Tool) -> None:
+    """Check that the tool's page can be served, before anything is copied."""
     if tool == "tensorboard" and not has_tensorboard():
         raise ConfigError(
             "--in tensorboard: TensorBoard is not installed. Install it: pip install 'paceline[tensorboard]'"
@@ -195,61 +226,10 @@ def require(tool: Tool) -> None:
             raise ConfigError("--in mlflow shows runs on MLflow's pages. Install them: pip install mlflow") from error
 
 
-@dataclass(frozen=True)
-class ToolServer:
-    """The process of a tool's server.
-
-    Attributes:
-        process: of the server, the leader of a group of its own.
-    """
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def is_running(self) -> bool:
-        return self.process.poll() is None
-
-    def last_line(self) -> str:
-        """Return the last line of its output."""
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exit code {self.process.poll()}"
-
-
 @contextmanager
-def served(tool: Tool, runs: Sequence[ComparedRun], ended: threading.Event) -> Iterator[ToolServer]:
-    """Serve the runs in the tool while the context is open.
-
-    Args:
-        ended: set when the command stops waiting for the server.
-
-    Raises:
-        ConfigError: the tool is not installed.
-    """
-    require(tool)
-    with tempfile.TemporaryDirectory(prefix="paceline-compare-", ignore_cleanup_errors=True) as name:
-        folder = Path(name).resolve()
-        port = _free_port()
-        if tool == "tensorboard":
-            write_tensorboard(runs, folder)
-            command = ["-m", "tensorboard.main", "--logdir", str(folder), "--host", _LOOPBACK, "--port", str(port)]
-            page = "#hparams"
-        else:
-            uri, experiment = write_mlflow(runs, folder)
-            command = ["-m", "mlflow", "server", "--backend-store-uri", uri, "--host", _LOOPBACK, "--port", str(port)]
-            command += ["--workers", "1"]
-            page = f"#/experiments/{experiment}/runs"
-        with _process([sys.executable, *command], folder) as process:
-            server = ToolServer(f"http://{_LOOPBACK}:{port}/{page}", process, folder / "server.log")
-            while server.is_running() and not _is_listening(port) and not ended.wait(_POLL_S):
-                pass
-            yield server
-
-
-@contextmanager
-def _process(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _server(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     own = {n: v for n, v in os.environ.items() if not n.startswith("MLFLOW_")} | _SETTINGS
-    with (folder / "server.log").open("wb") as log:
+    with (folder / _LOG).open("wb") as log:
         process = subprocess.Popen(
             kill_with_parent_command(command),
             stdin=subprocess.DEVNULL,

@@ -1,0 +1,1 @@
+"""Experiment trackers that have a name of ours, and the pages of tools that compare runs."""

@@ -1,0 +1,55 @@
+"""A run in Weights & Biases: in the run directory, offline unless ``WANDB_MODE`` is set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.runs.trackers import RunInfo
+
+# Send neither the command line, nor details of the node, nor the output.
+_WANDB_ON = ("silent", "disable_git", "disable_job_creation", "x_disable_meta", "x_disable_machine_info")
+_WANDB_SETTINGS: Any = dict.fromkeys((*_WANDB_ON, "x_disable_stats"), True) | {"console": "off"}
+_WANDB_SETTINGS |= dict.fromkeys(("save_code", "x_save_requirements"), False)
+
+
+class WandbTracker:
+    """One W&B run with the same id as this run; ``wandb sync RUN/wandb/offline-*`` joins its parts."""
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        self._finished = False
+        self.url: str | None = None
+
+    def open(self, run: RunInfo, earlier: str | None) -> str:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE") or "offline"
+        run_id = earlier or run.id
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "paceline"),
+            id=run_id,
+            name=run.name,
+            resume="allow",
+            dir=run.directory.path,
+            mode=mode,
+            config={**run.options, **run.tags},
+            reinit="create_new",
+            settings=wandb.Settings(**_WANDB_SETTINGS),
+        )
+        self.url = self._run.url  # None while offline
+        return run_id
+
+    def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "time": at}, step=step)
+
+    def conclude(self, tags: Mapping[str, str], values: Mapping[str, float]) -> None:
+        self._run.summary.update({**tags, **values})
+        self._finished = True
+
+    def close(self) -> None:
+        import wandb
+
+        self._run.finish(exit_code=0 if self._finished else 1)
+        wandb.teardown()  # otherwise its helper process stays as long as this one

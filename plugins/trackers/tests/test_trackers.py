@@ -1,0 +1,197 @@
+"""MLflow and Weights & Biases with their real libraries, offline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.processes import Processes
+
+from paceline.core.files import read_json_lines
+from paceline_trackers.mlflow import mlflow_metrics
+
+TASK = Path(__file__).parents[2] / "pages/tests/dashboard/paced.py"
+
+READ_WANDB = """
+import json, struct, sys
+from wandb.proto.wandb_internal_pb2 import Record
+
+def records(path):
+    # LevelDB's log format, after a header of seven bytes.
+    content, at, whole = open(path, "rb").read(), 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(whole)
+            whole = b""
+
+rows, config, run_ids = [], {}, []
+for path in sys.argv[1:]:
+    for record in records(path):
+        if record.HasField("history"):
+            items = record.history.item
+            rows.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in items})
+        if record.HasField("run"):
+            run_ids.append(record.run.run_id)
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+print(json.dumps({"rows": rows, "config": config, "ids": run_ids}))
+"""
+
+
+@pytest.mark.integration
+def test_mlflow_takes_every_name_of_a_metric() -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    names = [
+        "train/acc@5",
+        "f1(macro)",
+        "f1[macro]",
+        "a//b",
+        "../x",
+        "/x",
+        ".",
+        "x" * 300,
+        "größe",
+        "50%",
+        "a\tb",
+        "Δ",
+        "",
+    ]
+    names += ["eval/val/loss", "a b", "a:b", "a.b-c_d"]
+    sent = [metric.key for metric in mlflow_metrics(1, 0, dict.fromkeys(names, 1.0))]
+    for name in sent:
+        _validate_metric_name(name)
+        assert len(name) <= 250
+    assert len(set(sent)) == len(names), "each has its own curve"
+    assert (sent[0], sent[-4:]) == ("train/acc_at_5", names[-4:])
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped, and continued to its end, with both trackers."""
+    folder = tmp_path_factory.mktemp("tracked")
+    processes = Processes(folder)
+    store = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "OMP_NUM_THREADS": "1"}
+    options = ["--run-dir", folder / "run", "--threads", "1", "--log-every", "2", "--eval-every", "4steps"]
+    options += ["--checkpoint-every", "5steps", "--log-to", "mlflow", "--log-to", "wandb"]
+    options += ["--max-steps", "16"]
+    patch = pytest.MonkeyPatch()
+    patch.delenv("WANDB_MODE", raising=False)
+    try:
+        (folder / "stop.py").write_text(STOP)
+        begun = processes.paceline("train", f"{folder}/stop.py:Stopped", *options, env=store, timeout_s=150)
+        assert begun.returncode == 75, begun.stderr
+        going_on = processes.paceline("resume", folder / "run", env=store, timeout_s=150)
+        assert going_on.returncode == 0, going_on.stderr
+        # MLflow may not have made its tables when the run is stopped; it gets the rest when it goes on.
+        assert "failed" not in begun.stderr + going_on.stderr
+        assert "--log-to" not in going_on.stderr
+    finally:
+        patch.undo()
+        processes.end_all()
+    return folder
+
+
+STOP = f"""
+import os, signal, sys
+from dataclasses import dataclass
+from pathlib import Path
+sys.path.insert(0, {str(TASK.parent)!r})
+import paced
+
+@dataclass
+class Stopped(paced.Paced):
+    def on_batch_begin(self, place):
+        mark = Path(__file__).with_name("stopped")
+        if place.split == "train" and place.step == 9 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_mlflow_has_each_step_once_in_one_run(resumed: Path, run_processes: Processes) -> None:
+    read = """
+import json, sys
+from mlflow.tracking import MlflowClient
+client = MlflowClient(sys.argv[1])
+runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+(run,) = runs
+of = lambda name: client.get_metric_history(run.info.run_id, name)
+history = {name: [[m.step, m.value] for m in of(name)] for name in run.data.metrics}
+print(json.dumps([run.info.status, run.data.params, run.data.tags, history]))
+"""
+    uri = f"sqlite:///{resumed}/mlflow.db"
+    done = run_processes.run([sys.executable, "-c", read, uri], env={"MLFLOW_DISABLE_TELEMETRY": "true"}, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    status, params, tags, history = json.loads(done.stdout.splitlines()[-1])
+    records = read_json_lines(resumed / "run" / "metrics.jsonl")
+    result = json.loads((resumed / "run" / "result.json").read_text())
+    assert status == "FINISHED"
+    losses = [[r["step"], pytest.approx(r["loss"])] for r in records if r["kind"] == "train"]
+    assert sorted(history["train/loss"]) == losses
+    assert [step for step, _ in losses] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert [step for step, _ in sorted(history["eval/val/accuracy"])] == [4, 8, 12, 16]
+    assert history["final/test/accuracy"][0][1] == result["metrics"]["test"]["accuracy"]
+    assert (params["max_steps"], params["task.pace"]) == ("16", "")
+    assert tags["paceline.model_sha256"] == result["model_sha256"]
+    assert Path(tags["paceline.runs"]).is_dir()
+    assert not {"token_file", "rdzv_endpoint"} & params.keys()
+
+
+OPEN = """
+import sys
+from pathlib import Path
+from paceline_trackers.mlflow import MlflowTracker
+from paceline.runs.trackers import RUN_ID, RunInfo
+from paceline.runs.directory import RunDirectory
+
+directory, tags = RunDirectory(Path("run")), {RUN_ID: sys.argv[1]}
+run = RunInfo(id=sys.argv[1], name="run", task="t.py:T", directory=directory, options={}, tags=tags)
+tracker = MlflowTracker()
+print(tracker.open(run, None))
+tracker.log(1, 1.0, {"train/loss": 0.5})
+tracker.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_new_database_of_mlflow_is_whole_or_not_there(
+    run_processes: Processes, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    command = [sys.executable, "-c", OPEN]
+    store = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/new/mlflow.db"}
+    first = run_processes.start([*command, "abc"], env=store)
+    wait_until(lambda: any(file.stat().st_size for file in tmp_path.rglob("*mlflow.db")), "the first tables")
+    first.kill()
+    first.communicate()
+    both = [run_processes.start([*command, run_id], env=store) for run_id in ("abc", "def")]
+    abc, other = [run_processes.finish(popen) for popen in both]
+    assert (abc.returncode, other.returncode) == (0, 0), abc.stderr + other.stderr
+    # Whoever could not note which run it had begun finds it again.
+    again = run_processes.run([*command, "abc"], env=store)
+    assert again.stdout == abc.stdout != other.stdout
+
+
+def test_wandb_has_each_step_once_under_one_id(resumed: Path, run_processes: Processes) -> None:
+    parts = sorted((resumed / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    done = run_processes.run([sys.executable, "-c", READ_WANDB, *parts], timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    read = json.loads(done.stdout.splitlines()[-1])
+    records = read_json_lines(resumed / "run" / "metrics.jsonl")
+    steps = [row["_step"] for row in read["rows"] if "train/loss" in row]
+    assert steps == [r["step"] for r in records if r["kind"] == "train"]
+    assert [row["_step"] for row in read["rows"] if "eval/val/accuracy" in row] == [4, 8, 12, 16]
+    assert len(set(read["ids"])) == 1
+    assert read["config"]["max_steps"] == 16
+    # Nothing of the machine or the command line was written.
+    files = [path.name for path in (resumed / "run" / "wandb").rglob("*") if path.is_file()]
+    assert "wandb-metadata.json" not in files
+    assert "requirements.txt" not in files
