@@ -66,13 +66,17 @@ def test_it_trains_resumes_audits_and_exports(alone: Paceline, tmp_path: Path) -
         assert done.returncode == 0, (words, done.stderr)
 
 
-def test_a_command_of_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
-    done = alone("serve", "fashion-mnist")
-    assert done.returncode == 2
-    assert done.stderr == (
-        "paceline: this needs paceline_serving, a part of Paceline that is not installed here. Install all of it: "
-        "pip install paceline\n"
-    )
+def test_what_is_in_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
+    for package, words in {
+        "paceline_serving": ("serve", "fashion-mnist"),
+        "paceline_trackers": ("train", TASK, *STEPS, "--log-to", "mlflow"),
+    }.items():
+        done = alone(*words)
+        assert done.returncode == 2, words
+        assert done.stderr == (
+            f"paceline: this needs {package}, a part of Paceline that is not installed here. Install all of it: "
+            "pip install paceline\n"
+        )
 
 
 def test_every_place_of_the_tables_exists() -> None:

@@ -26,7 +26,7 @@ from cyclopts import (
 )
 
 from paceline import __version__
-from paceline.core.built_in import COMMANDS
+from paceline.core.built_in import COMMANDS, PACKAGES
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import FULL, check_path
 from paceline.core.printable import PrintableStream, escape_controls
@@ -125,14 +125,12 @@ def _run(arguments: list[str]) -> int:
 
 def _of_this_machine(error: Exception) -> PacelineError:
     """Return what to do about an error of files or limits; raise any other one again."""
+    from paceline.core.plugins import missing_part
     from paceline.runs.failures import advise
 
     missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
-    if isinstance(missing, ModuleNotFoundError) and str(missing.name).startswith("paceline_"):
-        return ConfigError(
-            f"this needs {missing.name}, a part of Paceline that is not installed here. Install all of it: "
-            "pip install paceline"
-        )
+    if isinstance(missing, ModuleNotFoundError) and missing.name in PACKAGES:
+        return missing_part(missing)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         longest = max(str(error.filename or "").split(os.sep), key=len)
         return ConfigError(f"a file's name has at most 255 bytes; shorten {longest!r:.80}.")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
-from paceline.core.built_in import BUILT_IN, Group
+from paceline.core.built_in import BUILT_IN, PACKAGES, Group
 from paceline.core.errors import ConfigError
 
 LauncherPlugin = NewType("LauncherPlugin", str)
@@ -134,6 +134,23 @@ def load(group: Group, name: str, requirement: str, is_met: Callable[[Any], bool
 
 
 def import_object(place: str) -> Any:
-    """Import the object of ``module:name``."""
+    """Import the object of ``module:name``.
+
+    Raises:
+        ConfigError: it is in a part of Paceline that is not installed here.
+    """
     module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name in PACKAGES:
+            raise missing_part(error) from error
+        raise
+
+
+def missing_part(error: ModuleNotFoundError) -> ConfigError:
+    """Return what to do where a plug-in of ours is not installed."""
+    return ConfigError(
+        f"this needs {error.name}, a part of Paceline that is not installed here. Install all of it: "
+        "pip install paceline"
+    )
