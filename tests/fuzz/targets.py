@@ -32,8 +32,8 @@ from paceline.cli import _run
 from paceline.core.config import RunConfig, all_options
 from paceline.core.errors import PacelineError
 from paceline.core.job import WorkerConfig
-from paceline.insight.run_index import Index
 from paceline.runs.package_manifest import MANIFEST
+from paceline_pages.run_index import Index
 
 CASE_S = 120.0
 """A case that takes longer hangs."""

@@ -129,7 +129,7 @@ def _print_searches(searches: list[Path]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.insight.run_index import IndexedSearch
+    from paceline.insight.indexed_search import IndexedSearch
 
     console = _console()
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))

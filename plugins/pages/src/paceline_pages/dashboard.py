@@ -25,7 +25,6 @@ from paceline import __version__
 from paceline.core.access import LOOPBACK_NAMES, is_cross_site, is_loopback, is_same_token
 from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDirectoryError
 from paceline.core.files import open_regular, read_document
-from paceline.insight.run_index import Curves, Index
 from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, read_records
 from paceline.runs.checkpoint_admin import entries
@@ -35,6 +34,7 @@ from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
 from paceline.runs.status import configuration, read_beats
 from paceline.runs.timeline import timeline
+from paceline_pages.run_index import Curves, Index
 from paceline_serving.static_assets import HEADERS, Assets, tag_of
 
 # --- Access: on loopback every user of this machine, on other addresses only with the token ---

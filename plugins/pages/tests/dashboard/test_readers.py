@@ -16,12 +16,12 @@ from tests.insight.made import beat, make_run, record
 from tests.runs.packages.conftest import manifest_of
 
 from paceline.cli.runs import runs
-from paceline.insight.run_index import MAX_POINTS, AlertInputs, Curves, Index, alerts
 from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_registry import Registry, parse_reference
 from paceline.runs.status import BEAT_S, Heartbeat, read_beats, summarise
 from paceline_pages.dashboard import Views, log_tail
+from paceline_pages.run_index import MAX_POINTS, AlertInputs, Curves, Index, alerts
 
 
 def append(path: Path, *lines: str) -> None:
@@ -211,7 +211,7 @@ def test_a_clock_that_was_set_back(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_only_what_changed_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.insight.run_index.REFRESH_S", 0.0)
+    monkeypatch.setattr("paceline_pages.run_index.REFRESH_S", 0.0)
     for name in ("a", "b", "c"):
         make_run(tmp_path / name, [{"event": "finished"}], steps=2)
     index = Index([tmp_path, tmp_path / "a"])
@@ -236,11 +236,11 @@ def test_what_is_being_removed_is_no_run(tmp_path: Path) -> None:
 
 
 def test_finished_runs_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.insight.run_index.REFRESH_S", 0.0)
+    monkeypatch.setattr("paceline_pages.run_index.REFRESH_S", 0.0)
     make_run(tmp_path / "run", [{"event": "finished"}], steps=2)
     index = Index([tmp_path])
     index.rows()
-    monkeypatch.setattr("paceline.insight.run_index.summarise", lambda directory: pytest.fail("it was read again"))
+    monkeypatch.setattr("paceline_pages.run_index.summarise", lambda directory: pytest.fail("it was read again"))
     index.rows()
 
 
@@ -278,7 +278,7 @@ def test_a_run_leads_to_its_report_packages_and_trackers(tmp_path: Path, monkeyp
 
 
 def test_a_search_is_listed_and_its_trials_belong_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.insight.run_index.REFRESH_S", 0.0)
+    monkeypatch.setattr("paceline_pages.run_index.REFRESH_S", 0.0)
     search = tmp_path / "search"
     for number in range(3):
         make_run(search / "trials" / f"{number:05d}", [{"event": "finished"}], steps=1)

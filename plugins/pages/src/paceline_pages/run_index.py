@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import secrets
@@ -17,8 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.core.errors import RunDirectoryError
-from paceline.core.file_lock import is_locked
-from paceline.core.files import open_regular, parse_json, read_document
+from paceline.core.files import open_regular, parse_json
+from paceline.insight.indexed_search import IndexedSearch, file_signature, page_name
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import (
     FOREIGN,
@@ -372,7 +371,7 @@ class Index:
 
     def id_of(self, path: Path) -> str | None:
         """Return the id of the run in a directory; None if it is not listed."""
-        name = _name(path)
+        name = page_name(path)
         with self._lock:
             return name if name in self._runs else None
 
@@ -399,7 +398,7 @@ class Index:
     def _refresh(self) -> None:
         if time.monotonic() - self._read_at < REFRESH_S:
             return
-        found = {_name(directory.path): directory for directory in self._directories()}
+        found = {page_name(directory.path): directory for directory in self._directories()}
         revision = self._revision + 1
         for run in self._runs.keys() - found.keys():
             del self._runs[run]
@@ -411,7 +410,7 @@ class Index:
             search = search_of(directory)
             row = {"id": run, "search": None, "search_name": None, **_row(directory)}
             if search is not None:
-                row |= {"search": _name(search), "search_name": search.name}
+                row |= {"search": page_name(search), "search_name": search.name}
             changed = indexed is None or indexed.row != row
             if changed:
                 self._revision = revision
@@ -434,74 +433,18 @@ class Index:
             for directory in directories:
                 found.setdefault(directory.path.absolute(), directory)
             for path in searches:
-                known = self._searches.get(_name(path))
-                self._searches[_name(path)] = known or IndexedSearch(path)
+                known = self._searches.get(page_name(path))
+                self._searches[page_name(path)] = known or IndexedSearch(path)
         for name, search in list(self._searches.items()):
             if not search.update():
                 del self._searches[name]
         return list(found.values())
 
 
-class IndexedSearch:
-    """A search's row; its two files are read again only when they have changed.
-
-    Attributes:
-        row: as the page shows it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._signature: _Signature | None = None
-        self.row: dict[str, Any] = {}
-
-    def update(self) -> bool:
-        """Read what has changed; return whether the search still exists."""
-        files = [self._path / name for name in ("tune.json", "result.json")]
-        signature = (is_locked(self._path / "tune.lock"), *map(_file_signature, files))
-        if signature != self._signature:
-            self._signature = signature
-            settings, result = map(_read_object, files)
-            state = "running" if signature[0] else "finished" if result.get("done") is True else "stopped"
-            best, metric = result.get("best"), str(settings.get("metric", "")).partition(":")[0]
-            best = best if isinstance(best, dict) and isinstance(best.get(metric), int | float) else None
-            options, planned = settings.get("options"), result.get("planned", settings.get("trials"))
-            self.row = {
-                "id": _name(self._path),
-                "name": self._path.name,
-                "state": state,
-                "task": str(options.get("task", "")) if isinstance(options, dict) else "",
-                "planned": planned if isinstance(planned, int) else None,
-                "metric": metric,
-                "value": None if best is None else best[metric],
-                "best": None if best is None else _name(self._path / str(best.get("run", ""))),
-            }
-        return signature[1] is not None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        document = parse_json(read_document(path))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _name(path: Path) -> str:
-    return hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]
-
-
 def _signature(directory: RunDirectory) -> _Signature:
     state: list[object] = [directory.is_running()]
-    state += map(_file_signature, (directory.manifest, *directory.event_files(), directory.metrics, directory.result))
+    state += map(file_signature, (directory.manifest, *directory.event_files(), directory.metrics, directory.result))
     return tuple(state)
-
-
-def _file_signature(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _row(directory: RunDirectory) -> dict[str, Any]:
