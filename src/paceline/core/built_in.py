@@ -193,12 +193,16 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
 """The class of each name of ours, as an entry point's value: ``module:Class``."""
 
 VARIANTS: Mapping[str, str] = {
+    "ddp-compressed": "paceline_more_strategies.compression:CompressedDDP",
     "ddp-stock": "paceline.parallel.torch_ddp:TorchDDP",
-    "local-sgd": "paceline.parallel.data_parallel:LocalSGDStrategy",
+    "local-sgd": "paceline_more_strategies.local_sgd:LocalSGDStrategy",
     "pipedream": "paceline.parallel.pipeline.pipedream:PipeDream",
     "ps-async": "paceline_more_strategies.parameter_server:AsyncParameterServer",
 }
 """What steps in place of a strategy's own class where other options ask for it."""
+
+ENGINE_PARTS = ("powersgd",)
+"""Parts of a checkpoint that the engine of a plug-in adds."""
 
 VERIFIED = ("paceline_more_strategies.verify_cases:CASES",)
 """Cases of ``paceline verify`` for the strategies of plug-ins."""
@@ -244,6 +248,7 @@ NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
 """What returns the command of each node, of rank launchers that the core does not have."""
 
 PARTS: Mapping[str, str] = {
+    "outer-optimizer nesterov": "paceline_more_strategies.local_sgd:OuterOptimizer",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
 }
 """What a plug-in does for an option or a command of the core, as ``module:name``."""

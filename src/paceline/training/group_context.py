@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.callback import RankInfo
 from paceline.data.workers import data_workers
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.load_balancing import LoadBalancer, Speed
 from paceline.parallel.microbatches import ExternalReduceStrategy, ReducerStrategy
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import ParallelDims, World
@@ -23,17 +22,17 @@ from paceline.runs.phases import PHASES
 from paceline.training import control
 from paceline.training.checkpoint_manager import CheckpointManager
 from paceline.training.control import ControlFlags, StopCause
-from paceline.training.local_sgd import LocalSGD
 from paceline.training.optimizer_state import ordered_state
 from paceline.training.purity import PurityCheck, compare_replicas
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import SDCChecker
+from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
 from paceline.training.step import MicrobatchRunner
 from paceline.training.step_hooks import DummyMicrobatch, SpeedMeasurement, StepHook, StepOverlap
 
-if TYPE_CHECKING:
-    from paceline.parallel.torch_ddp import PowerSGD
+RecordStep = Callable[[TrainProgress, int, int, StepSums], None]
+"""Enters a step into the ledger: the progress after it, its epoch, its number there, its sums."""
 
 
 @dataclass
@@ -72,6 +71,25 @@ class Engine:
             UserError: gives the reason.
         """
 
+    def step_hooks(self, group: GroupContext) -> list[StepHook]:
+        """Return the engine's additions to each step; called once, with the group's strategy; a collective."""
+        return []
+
+    def record(
+        self, record: RecordStep, epoch: int, step_in_epoch: int, sums: StepSums, row: Sequence[float]
+    ) -> StepSums:
+        """Enter an applied step into the ledger, now or, with others, at the end of the interval.
+
+        Args:
+            record: enters it.
+            row: this rank's row.
+
+        Returns:
+            The sums, with the rows of all ranks.
+        """
+        record(self._states.state.progress, epoch, step_in_epoch, sums)
+        return sums
+
     def run_interval(self, group: GroupContext) -> ControlFlags:
         """Compute and apply steps until all ranks hold the same state again; all ranks call this together.
 
@@ -88,7 +106,7 @@ class Engine:
         """Follow up on the interval, after the actions that were due (evaluation, save)."""
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the parts that only other ranks hold to rank 0's state; all ranks call this together."""
+        """Add the parts that only other ranks or the engine hold to rank 0's state; all ranks call this together."""
         return state
 
     @property
@@ -109,8 +127,7 @@ class GroupContext:
         strategy: computes and sums a step's micro-batches.
         monitor: shows and records progress.
         profiler: the profiler of ``--profile``, if set.
-        local_sgd: averages the state with ``--local-sgd-steps``, if set.
-        hooks: additions of options to a step.
+        hooks: additions of the engine and of options to a step.
         fetch: returns this rank's micro-batches of a step: (epoch, step in epoch, numbers).
         runner: runs forward and backward of a micro-batch.
 
@@ -155,10 +172,6 @@ class GroupContext:
             stack.callback(lambda: self.strategy.close())
             stack.callback(lambda: self.strategy.rollback())
             states.gather_positions(world)
-            self.local_sgd: LocalSGD | None = None
-            if run.config[CommunicationOptions].local_sgd_steps:
-                self.local_sgd = LocalSGD(run, mesh, states.state, self.balancer.work_split)
-                stack.enter_context(closing(self.local_sgd))
             self.monitor = stack.enter_context(run.build_monitor(world, progress.step))
             stack.callback(self._keep_phases)
             copies = member is not None and not states.is_collective
@@ -183,15 +196,12 @@ class GroupContext:
     def _build_strategy(self) -> Strategy:
         state = self._states.state
         with state.all_trainable():
-            strategy = self._run.build_strategy(state.module, self._strategy_mesh, self.balancer.work_split)
-        saved, state.pending_powersgd_state = state.pending_powersgd_state, None
-        if saved is not None and (powersgd := self._powersgd(strategy)) is not None:
-            powersgd.load(saved)
-        return strategy
+            return self._run.build_strategy(state.module, self._strategy_mesh, self.balancer.work_split)
 
     def _build_hooks(self, stack: ExitStack) -> list[StepHook]:
-        """Return a hook for each option that is set, in the order in which a step calls them."""
-        run, state, hooks = self._run, self._states.state, list[StepHook]()
+        """Return the engine's hooks and one for each option that is set, in the order in which a step calls them."""
+        run, state, hooks = self._run, self._states.state, self.engine.step_hooks(self)
+        state.engine_parts.clear()
         if self.strategy.overlaps_steps:
             overlap = StepOverlap(run.schedule, self._states.loader, state, self.checkpoint_manager.is_due)
             self.fetch = overlap.fetch
@@ -205,8 +215,6 @@ class GroupContext:
             hooks.append(SpeedMeasurement(self.balancer))
         if isinstance(self.strategy, ExternalReduceStrategy):
             hooks.append(DummyMicrobatch(run, state))
-        if self.local_sgd is not None:
-            hooks.append(self.local_sgd)
         return hooks
 
     def _rank_info(self) -> RankInfo:
@@ -284,12 +292,7 @@ class GroupContext:
         self.count_samples(sums)
         self._report_progress()
         record = partial(self.checkpoint_manager.record_step, work_split=self.balancer.work_split)
-        if self.local_sgd is None:
-            record(progress, epoch, step_in_epoch, sums)
-        else:
-            self.world.progress_tracker.move("reduction")
-            sums = self.local_sgd.commit(epoch, step_in_epoch, sums, row, record)
-            monitor.timer.mark("reduction")
+        sums = self.engine.record(record, epoch, step_in_epoch, sums, row)
         rows = partial(control.statuses, sums.rows)
         state.callback.on_step_end(progress.step, sums.loss)
         rates = state.learning_rates if learning_rates is None else learning_rates
@@ -340,18 +343,7 @@ class GroupContext:
         state = self.engine.gather_state(self._states.full_state_dict(self.world))
         # Equal states have equal files, whichever rank held what.
         state["optimizers"] = {name: ordered_state(optimizer) for name, optimizer in state["optimizers"].items()}
-        if (powersgd := self._powersgd(self.strategy)) is not None:
-            state["powersgd"] = powersgd.gather_state()
         return state
-
-    def _powersgd(self, strategy: Strategy) -> PowerSGD | None:
-        """Return PowerSGD, whose error belongs to the state, with ``--comm-hook powersgd``; else None."""
-        if self._run.config[CommunicationOptions].comm_hook != "powersgd":
-            return None
-        from paceline.parallel.torch_ddp import TorchDDP
-
-        assert isinstance(strategy, TorchDDP)
-        return strategy.powersgd
 
 
 def _alone(world: World) -> World:

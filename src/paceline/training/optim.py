@@ -1,4 +1,4 @@
-"""Parts of the optimizer: averages, loss scaling, learning rates of parameters, DiLoCo's outer step."""
+"""Parts of the optimizer: averages, loss scaling, learning rates of parameters."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.optim import SGD, Optimizer, SparseAdam
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline.core.errors import ConfigError, join_names
 from paceline.parallel.sharded_state import ShardedOptimizer, is_distributed, local_shard
 from paceline.torch_internals import PartsGradScaler, foreach_copy_
-from paceline.training.optimizer_state import is_numbered, named_state, numbered_state
 
 # --- Patterns that name layers or parameters, with ``*`` for any: ``--lr-scale``, ``--freeze`` ---
 
@@ -276,51 +275,3 @@ def sparse_gradients(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, dense, strict=True):
             parameter.grad = gradient
-
-
-# --- The outer optimizer of DiLoCo, whose gradient is the average change by the ranks' separate steps ---
-#
-# Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
-
-
-class OuterOptimizer:
-    """SGD with Nesterov momentum, whose gradient is where a round began minus where it ended on average.
-
-    It keeps the weights at which the round began; at a synchronisation these are the model's own, so that a
-    checkpoint holds the momentum only.
-
-    Args:
-        module: the model.
-        lr, momentum: of the outer steps.
-    """
-
-    def __init__(self, module: nn.Module, *, lr: float, momentum: float) -> None:
-        trained: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._names, self._parameters = [list(trained)], list(trained.values())
-        self._base = [parameter.detach().clone() for parameter in self._parameters]
-        self._optimizer = SGD(self._base, lr=lr, momentum=momentum, nesterov=True)
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Begin an interval at the model's weights."""
-        foreach_copy_(self._base, self._parameters)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """End a round: the model's weights are the ranks' average; then the next one begins."""
-        for base, parameter in zip(self._base, self._parameters, strict=True):
-            base.grad = base - parameter
-        self._optimizer.step()
-        foreach_copy_(self._parameters, self._base)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the momentum."""
-        return named_state(self._optimizer.state_dict(), self._names)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the momentum; options stay what they are now."""
-        if is_numbered(state):
-            state = named_state(state, self._names)
-        groups = self._optimizer.state_dict()["param_groups"]
-        momentum = numbered_state("outer", state, self._names)["state"]
-        self._optimizer.load_state_dict({"state": momentum, "param_groups": groups})

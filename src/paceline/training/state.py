@@ -17,9 +17,11 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from paceline.core.built_in import ENGINE_PARTS, PARTS
 from paceline.core.callback import RunSchedule
 from paceline.core.config import ResolvedConfig
 from paceline.core.errors import CheckpointError, TaskError
+from paceline.core.plugins import import_object
 from paceline.core.task import Task
 from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.sharded_state import explain_sharded_step, load_module, load_optimizer, local_shard
@@ -27,7 +29,6 @@ from paceline.runs.checkpoint_state import bytes_of, flatten, scheduler_state
 from paceline.torch_internals import buffer_table, non_persistent_buffers
 from paceline.training.optim import (
     EMA,
-    OuterOptimizer,
     ShardedGradScaler,
     current_lr,
     scale_lr,
@@ -155,7 +156,8 @@ class TrainingState:
         parameters_of: the parameters that each optimizer updates, by the name of the optimizer.
         parameter_names: the names of the parameters of each of an optimizer's groups, by the name of the optimizer.
         changed_buffers: the changed buffers of the model, and those of its moving average.
-        pending_powersgd_state: PowerSGD's error from a checkpoint, until a strategy takes it over.
+        outer: steps when the ranks' weights are averaged, with ``--outer-optimizer``; saved and loaded here.
+        engine_parts: parts of a checkpoint that an engine has added, until the group's engine takes them over.
 
     Raises:
         TaskError: the task's optimizers or schedulers have a wrong type.
@@ -203,12 +205,10 @@ class TrainingState:
         if config.training.ema is not None:
             self.ema = EMA(_copy(module) if ema_model is None else ema_model, config.training.ema)
             self.changed_buffers["ema_buffers"] = ChangedBuffers(self.ema.module)
-        self.outer: OuterOptimizer | None = None
-        if config[CommunicationOptions].outer_optimizer == "nesterov":
-            self.outer = OuterOptimizer(
-                module, lr=config[CommunicationOptions].outer_lr, momentum=config[CommunicationOptions].outer_momentum
-            )
-        self.pending_powersgd_state: Mapping[str, Any] | None = None
+        self.outer: Any = None
+        if (outer := config[CommunicationOptions].outer_optimizer) != "none":
+            self.outer = import_object(PARTS[f"outer-optimizer {outer}"])(module, config)
+        self.engine_parts: dict[str, Any] = {}
         self.progress = TrainProgress()
         self._step_rates: list[Any] = []  # of the last step in this process
 
@@ -411,7 +411,7 @@ class TrainingState:
                 parameter.requires_grad_(name not in untrained)
             for name, buffers in self.changed_buffers.items():
                 buffers.load_state_dict(state.get(name, {}))
-            self.pending_powersgd_state = state.get("powersgd")
+            self.engine_parts = {name: state[name] for name in ENGINE_PARTS if name in state}
             self.progress = TrainProgress(**state["progress"])
             self.callback.load_state_dict(state.get("callback", {}))
             if "task" in state:

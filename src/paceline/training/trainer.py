@@ -26,7 +26,6 @@ from paceline.training.checkpoint_manager import open_checkpointer
 from paceline.training.control import ControlFlags, StopCause
 from paceline.training.evaluation import EvaluationStopped, Validation
 from paceline.training.group_context import Carryover, Engine, GroupContext
-from paceline.training.local_sgd import require_order
 from paceline.training.purity import watch_evaluation
 from paceline.training.reproducibility import deterministic_kernels, seed_step, seed_transition, seed_update
 from paceline.training.run_context import RunContext
@@ -61,7 +60,7 @@ class SyncEngine(Engine):
         self._speeds: Sequence[Sequence[float]] = ()
 
     def run_interval(self, group: GroupContext) -> ControlFlags:
-        """Run one step, or with ``--local-sgd-steps`` those up to the next synchronization."""
+        """Run one step, or those up to the next synchronization."""
         began = time.monotonic()
         while True:
             sums = self._step(group)
@@ -199,8 +198,6 @@ class Trainer:
     def __init__(self, run: RunContext, engine: type[Engine], member: AgentClient | None = None) -> None:
         require_verifiable(run)
         require_train_step_support(run)
-        if run.config[CommunicationOptions].local_sgd_steps:
-            require_order(run)
         self.run = run
         self._engine = engine
         self._member = member

@@ -14,7 +14,6 @@ from torch import nn
 from paceline.core.errors import ConfigError
 from paceline.parallel.data_parallel import DDP
 from paceline.parallel.grad_buffers import FlatLayout
-from paceline.parallel.messages import TensorBundle
 from paceline.parallel.microbatches import MicrobatchStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.point_to_point import Message, start_messages
@@ -23,6 +22,7 @@ from paceline.parallel.reduction_tree import Combine, ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
 from paceline.parallel.transports import gather_headers, zero_grad_buffers
 from paceline.parallel.world import ParallelDims, World
+from paceline_more_strategies.messages import TensorBundle
 
 # --- The partition: each server holds neighbouring parameters of about equal total size ---
 

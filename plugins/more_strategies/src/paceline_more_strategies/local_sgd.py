@@ -1,30 +1,124 @@
-"""The synchronization of ranks that train separately: the averaged values and the exchanged rows."""
+"""Ranks that train separately and average their states (``--local-sgd-steps``), and DiLoCo's outer optimizer."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import nn
+from torch.optim import SGD, Optimizer
 
+from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError
 from paceline.elastic.state_transfer import StateSource, transfer_state
-from paceline.parallel.messages import ParameterAverager
+from paceline.parallel.microbatches import MicrobatchStrategy
+from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.world import ParallelDims
+from paceline.parallel.reduction_tree import ReductionPlan
+from paceline.parallel.strategy import StrategyOptions
+from paceline.parallel.world import ParallelDims, World
+from paceline.torch_internals import foreach_copy_
 from paceline.training.control import ROW_LENGTH
+from paceline.training.group_context import GroupContext, RecordStep
+from paceline.training.optimizer_state import is_numbered, named_state, numbered_state
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState, TrainProgress
+from paceline.training.state_manager import StateManager
 from paceline.training.step_hooks import StepHook
+from paceline.training.trainer import SyncEngine
+from paceline_more_strategies.messages import ParameterAverager
 
 _TIMEOUT_S = 1800.0
 
-RecordStep = Callable[[TrainProgress, int, int, StepSums], None]
-"""Enters a step into the ledger: the progress after it, its epoch, its number there, its sums."""
+# --- Local SGD (``--local-sgd-steps``): each rank sums the gradients of its own micro-batches only ---
+
+
+class LocalSGDStrategy(MicrobatchStrategy):
+    """Steps this rank alone, on its own micro-batches.
+
+    Stich, "Local SGD Converges Fast and Communicates Little", 2019. The gradient is summed along the tree over all
+    micro-batches, with those of other ranks absent. A rank without a micro-batch in a short batch has no gradient.
+    """
+
+    engine = "paceline_more_strategies.local_sgd:LocalSGDEngine"
+
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
+        num_microbatches = sum(options.work_split)
+        plan = ReductionPlan(num_microbatches, 1)
+        super().__init__(module, mesh.single_rank, plan, options, sums_gradients=True)
+        self.microbatches = ReductionPlan(
+            num_microbatches, mesh.data.world_size, work_split=options.work_split
+        ).microbatches_of(mesh.data.rank)
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._present = 0
+
+    def begin_step(self, present: Sequence[int]) -> None:
+        self._present = len(present)
+        super().begin_step(present)
+
+    def reduce(self, row: Sequence[float]) -> StepSums:
+        """Return this rank's sums; other ranks' rows come with the synchronisation."""
+        if self._present:
+            return dataclasses.replace(self.reducer.finish(row), rows=[])
+        self.reducer.rollback()
+        for parameter in self._parameters:
+            parameter.grad = None
+        return StepSums(samples=0, weight=0.0, loss=0.0, checksum=0, rows=[], bad_microbatch=None, finite=True)
+
+
+# --- The outer optimizer of DiLoCo, whose gradient is the average change by the ranks' separate steps ---
+#
+# Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
+
+
+class OuterOptimizer:
+    """SGD with Nesterov momentum, whose gradient is where a round began minus where it ended on average.
+
+    It keeps the weights at which the round began; at a synchronisation these are the model's own, so that a
+    checkpoint holds the momentum only.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module, config: ResolvedConfig) -> None:
+        trained: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._names, self._parameters = [list(trained)], list(trained.values())
+        self._base = [parameter.detach().clone() for parameter in self._parameters]
+        options = config[CommunicationOptions]
+        self._optimizer = SGD(self._base, lr=options.outer_lr, momentum=options.outer_momentum, nesterov=True)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin an interval at the model's weights."""
+        foreach_copy_(self._base, self._parameters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """End a round: the model's weights are the ranks' average; then the next one begins."""
+        for base, parameter in zip(self._base, self._parameters, strict=True):
+            base.grad = base - parameter
+        self._optimizer.step()
+        foreach_copy_(self._parameters, self._base)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the momentum."""
+        return named_state(self._optimizer.state_dict(), self._names)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the momentum; options stay what they are now."""
+        if is_numbered(state):
+            state = named_state(state, self._names)
+        groups = self._optimizer.state_dict()["param_groups"]
+        momentum = numbered_state("outer", state, self._names)["state"]
+        self._optimizer.load_state_dict({"state": momentum, "param_groups": groups})
+
+
+# --- The average of the state, and the rows and ledger entries of an interval ---
 
 
 @dataclass(frozen=True)
@@ -50,15 +144,14 @@ class LocalSGD(StepHook):
     Decentralized Data", 2017; Yu et al., "On the Linear Speedup Analysis of Communication Efficient Momentum
     SGD", 2019, for momenta). So all ranks hold the same state then, and a checkpoint is anybody's. The rows
     and the ledger's checksums of the interval travel along, in the one exchange.
-
-    Args:
-        work_split: the number of micro-batches of each rank.
     """
 
-    def __init__(self, run: RunContext, mesh: ParallelDims, state: TrainingState, work_split: Sequence[int]) -> None:
-        self._mesh, self._state = mesh, state
+    def __init__(self, run: RunContext, group: GroupContext, state: TrainingState) -> None:
+        self._mesh, self._state, self._mark = group.mesh, state, group.monitor.timer.mark
         self._sync_schedule, self._order = run.schedule.sync_schedule, run.data.order
-        self._averager = ParameterAverager(mesh.world, work_split, ROW_LENGTH + self._sync_schedule.every, _TIMEOUT_S)
+        self._averager = ParameterAverager(
+            group.world, group.balancer.work_split, ROW_LENGTH + self._sync_schedule.every, _TIMEOUT_S
+        )
         self._interval: list[StepRecord] = []
         if state.outer is not None:
             state.outer.begin()
@@ -93,8 +186,10 @@ class LocalSGD(StepHook):
             PeerLostError: a rank is gone.
         """
         progress = self._state.progress
+        self._mesh.world.progress_tracker.move("reduction")
         self._interval.append(StepRecord(dataclasses.replace(progress), epoch, step_in_epoch, sums))
         if not self._sync_schedule.is_sync_step(progress):
+            self._mark("reduction")
             return dataclasses.replace(sums, rows=[])
         share_states(self._mesh, self._state.optimizers)
         checksums = [float(step.sums.checksum) for step in self._interval]
@@ -106,6 +201,7 @@ class LocalSGD(StepHook):
             # The ledger has the checksum of all micro-batches.
             checksum = int(sum(header[ROW_LENGTH + number] for header in headers))
             record(step.progress, step.epoch, step.step_in_epoch, dataclasses.replace(step.sums, checksum=checksum))
+        self._mark("reduction")
         return dataclasses.replace(sums, rows=[header[:ROW_LENGTH] for header in headers])
 
     def close(self) -> None:
@@ -182,14 +278,40 @@ def tensors_to_average(state: TrainingState) -> list[torch.Tensor]:
     return tensors
 
 
-def require_order(run: RunContext) -> None:
-    """Refuse streams, whose end all ranks would have to agree on in every step.
+# --- The engine: steps of this rank alone, and at the end of each interval the average ---
 
-    Raises:
-        ConfigError: the training data are streams.
-    """
-    if run.data.order is None:
-        raise ConfigError(
-            "--local-sgd-steps needs a dataset with a length: the end of a stream is agreed on in every step. "
-            "Leave --local-sgd-steps out, or return a map-style dataset."
-        )
+
+class LocalSGDEngine(SyncEngine):
+    """The steps of synchronous training, of which those up to the next synchronization end together."""
+
+    def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
+        super().__init__(run, states, world)
+        self._local_sgd: LocalSGD | None = None
+
+    @staticmethod
+    def validate(run: RunContext, states: StateManager) -> None:
+        """Reject streams, whose end all ranks would have to agree on in every step.
+
+        Raises:
+            ConfigError: the training data are streams.
+        """
+        if run.data.order is None:
+            raise ConfigError(
+                "--local-sgd-steps needs a dataset with a length: the end of a stream is agreed on in every step. "
+                "Leave --local-sgd-steps out, or return a map-style dataset."
+            )
+
+    def step_hooks(self, group: GroupContext) -> list[StepHook]:
+        self._local_sgd = LocalSGD(self._run, group, self._states.state)
+        return [self._local_sgd]
+
+    def record(
+        self, record: RecordStep, epoch: int, step_in_epoch: int, sums: StepSums, row: Sequence[float]
+    ) -> StepSums:
+        assert self._local_sgd is not None
+        return self._local_sgd.commit(epoch, step_in_epoch, sums, row, record)
+
+    def close(self) -> None:
+        """Free the memory that the ranks share."""
+        if self._local_sgd is not None:
+            self._local_sgd.close()

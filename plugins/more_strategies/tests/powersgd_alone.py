@@ -14,8 +14,8 @@ from torch import distributed as dist
 from torch import nn
 
 from paceline.core.environment import Environment
-from paceline.parallel.torch_ddp import POWERSGD_WARMUP, PowerSGD
 from paceline.parallel.world import open_world
+from paceline_more_strategies.compression import POWERSGD_WARMUP, PowerSGD
 
 SHAPE = (6, 5)
 SIZE = 30
