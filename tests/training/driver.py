@@ -27,7 +27,7 @@ from unittest import mock
 import paceline
 from paceline.parallel import load_balancing, reducer, world
 from paceline.parallel.pipeline.stages import cut, find_blocks
-from paceline.training import run_context
+from paceline.training import run_context, session
 from paceline_more_strategies import server_engines
 from paceline_more_strategies.reference import PipeDreamReference
 
@@ -80,7 +80,10 @@ def simulated(task: paceline.Task, sizes: list[int]) -> Iterator[None]:
     def build(module: Any, mesh: Any, options: Any) -> PipeDreamReference:
         return PipeDreamReference(module, mesh, options, cut(find_blocks(module, task.pipeline_blocks(module)), sizes))
 
-    with mock.patch.object(run_context, "build_strategy", build):
+    with (
+        mock.patch.object(run_context, "build_strategy", build),
+        mock.patch.object(session, "strategy_class", return_value=PipeDreamReference),
+    ):
         yield
 
 

@@ -196,7 +196,7 @@ VARIANTS: Mapping[str, str] = {
     "ddp-compressed": "paceline_more_strategies.compression:CompressedDDP",
     "ddp-stock": "paceline.parallel.torch_ddp:TorchDDP",
     "local-sgd": "paceline_more_strategies.local_sgd:LocalSGDStrategy",
-    "pipedream": "paceline.parallel.pipeline.pipedream:PipeDream",
+    "pipedream": "paceline_more_strategies.pipedream:PipeDream",
     "ps-async": "paceline_more_strategies.parameter_server:AsyncParameterServer",
 }
 """What steps in place of a strategy's own class where other options ask for it."""

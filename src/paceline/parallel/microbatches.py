@@ -81,9 +81,6 @@ class MicrobatchStrategy:
     def begin_step(self, present: Sequence[int]) -> None:
         self.reducer.begin(present)
 
-    def overlap_next(self, following: Sequence[MicroBatch]) -> None:
-        raise AssertionError("steps do not overlap here")
-
     def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
         for microbatch in microbatches:
             self._begin_microbatch()

@@ -204,7 +204,7 @@ class Strategy(Protocol):
         microbatches: this rank's micro-batches.
         num_dummy_steps: number of further forwards and backwards of weight 0 in the step, for ranks with more
             micro-batches.
-        overlaps_steps: whether the next step's first forwards may run before this step's end; see :meth:`overlap_next`.
+        overlaps_steps: whether the next step's first forwards may run before this step's end.
         stats: statistics for the run's result, by name.
     """
 
@@ -222,15 +222,6 @@ class Strategy(Protocol):
 
     def begin_step(self, present: Sequence[int]) -> None:
         """Begin a step in which this rank computes the micro-batches ``present``."""
-
-    def overlap_next(self, following: Sequence[MicroBatch]) -> None:
-        """Announce, within a step, that another one follows at once; called only if steps may overlap.
-
-        Without this call, a step ends when all ranks have done it, and nothing of the next.
-
-        Args:
-            following: this rank's micro-batches in the next step.
-        """
 
     def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
         """Run forward and backward of this rank's micro-batches, and add their contributions."""

@@ -93,8 +93,7 @@ def strategy_class(config: RunConfig, world_size: int) -> Any:
     if name in ("single", "ddp") and config[CommunicationOptions].local_sgd_steps:
         return import_object(VARIANTS["local-sgd"])
     if name in ("single", "ddp") and config.reducer == "ddp":
-        return import_object(
-            VARIANTS["ddp-stock" if config[CommunicationOptions].comm_hook == "none" else "ddp-compressed"]
-        )
+        compresses = config[CommunicationOptions].comm_hook != "none"
+        return import_object(VARIANTS["ddp-compressed" if compresses else "ddp-stock"])
     requirement = "a strategy: a class with `build_layout`, such as a subclass of MicrobatchStrategy"
     return load("paceline.strategies", name, requirement, lambda found: callable(getattr(found, "build_layout", None)))

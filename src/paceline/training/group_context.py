@@ -29,7 +29,7 @@ from paceline.training.sdc import SDCChecker
 from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
 from paceline.training.step import MicrobatchRunner
-from paceline.training.step_hooks import DummyMicrobatch, SpeedMeasurement, StepHook, StepOverlap
+from paceline.training.step_hooks import DummyMicrobatch, SpeedMeasurement, StepHook
 
 RecordStep = Callable[[TrainProgress, int, int, StepSums], None]
 """Enters a step into the ledger: the progress after it, its epoch, its number there, its sums."""
@@ -202,10 +202,6 @@ class GroupContext:
         """Return the engine's hooks and one for each option that is set, in the order in which a step calls them."""
         run, state, hooks = self._run, self._states.state, self.engine.step_hooks(self)
         state.engine_parts.clear()
-        if self.strategy.overlaps_steps:
-            overlap = StepOverlap(run.schedule, self._states.loader, state, self.checkpoint_manager.is_due)
-            self.fetch = overlap.fetch
-            hooks.append(overlap)
         if run.config.recovery.purity != "off" and not self.strategy.overlaps_steps:
             hooks.append(PurityCheck(run, self.world, state, self._states.loader, self.runner))
         if run.config.recovery.sdc_check_every:

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.parallel.distributed.stage_cluster import cluster
 from tests.processes import Processes
+
+__all__ = ["cluster"]
 
 HERE = Path(__file__).parent
 WORLD_SIZES = (1, 2, 3, 4)

@@ -19,16 +19,6 @@ from paceline.data.samples import Loader, MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.options import PipelineOptions
-from paceline.parallel.pipeline.pipedream import (
-    PipeDreamStaleness,
-    WithWeights,
-    assign_buffers,
-    begins,
-    buffers_of,
-    forwards_ahead,
-    share_gradients,
-    stash_weights,
-)
 from paceline.parallel.pipeline.stage_split import manual_split
 from paceline.parallel.pipeline.stages import Stage, absent_arguments, cut, find_blocks
 from paceline.parallel.reducer import StepSums
@@ -50,6 +40,16 @@ from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
 from paceline.training.step import microbatch_loss
 from paceline_more_strategies.local_sgd import tensors_to_average
+from paceline_more_strategies.pipedream import (
+    PipeDreamStaleness,
+    WithWeights,
+    assign_buffers,
+    begins,
+    buffers_of,
+    forwards_ahead,
+    share_gradients,
+    stash_weights,
+)
 
 # --- PipeDream in one process: the same weights for the same micro-batches. Pipelines are compared with it bit
 #     for bit
@@ -63,6 +63,7 @@ class PipeDreamReference(ReducerStrategy):
         stages: of the model, from :func:`~paceline.parallel.pipeline.stages.cut`.
     """
 
+    engine = "paceline_more_strategies.pipedream:PipeDreamEngine"
     overlaps_steps = True
 
     def __init__(

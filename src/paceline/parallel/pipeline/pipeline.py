@@ -509,9 +509,6 @@ class Pipeline:
     def stats(self) -> Mapping[str, Any]:
         return {}
 
-    def overlap_next(self, following: Sequence[MicroBatch]) -> None:
-        raise AssertionError("steps do not overlap here")
-
     def begin_step(self, present: Sequence[int]) -> None:
         # A replica without micro-batches sends here what others send in backward: the last stage's gradients first.
         for _, reducer in sorted(self._reducers.items(), reverse=True):

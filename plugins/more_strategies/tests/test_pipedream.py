@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.parallel.pipeline.pipedream import (
+from paceline_more_strategies.pipedream import (
     PipeDreamAction,
     PipeDreamStaleness,
     begins,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import distributed as dist
@@ -14,12 +15,18 @@ from torch import nn
 from torch.func import functional_call
 
 from paceline.core.task import Loss
-from paceline.data.samples import MicroBatch
+from paceline.data.samples import Loader, MicroBatch
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.pipeline.pipeline import Pipeline
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
+from paceline.parallel.strategy import MicrobatchWork, Strategy, StrategyOptions
 from paceline.parallel.world import ParallelDims
+from paceline.training.control import ControlFlags
+from paceline.training.group_context import GroupContext
+from paceline.training.schedule import Schedule
+from paceline.training.state import TrainingState, TrainProgress
+from paceline.training.step_hooks import StepHook
+from paceline.training.trainer import SyncEngine
 
 # --- The order of a stage's actions, and the weights of each micro-batch: pure functions of counts ---
 #
@@ -197,6 +204,7 @@ class PipeDream(Pipeline):
         module: placed by :class:`~paceline.parallel.pipeline.pipeline.PipelineLayout`, one stage per rank.
     """
 
+    engine = "paceline_more_strategies.pipedream:PipeDreamEngine"
     overlaps_steps = True
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
@@ -251,7 +259,7 @@ class PipeDream(Pipeline):
             return super().reduce(row)
         sums = self._reducer.finish(row)
         self._send_row(row)
-        return replace(sums, rows=rows)
+        return dataclasses.replace(sums, rows=rows)
 
     def _record(self) -> None:
         # Without common step boundaries there is no trace.
@@ -318,3 +326,83 @@ class _NextStep:
 
     def backward_done(self) -> None:
         self._work.backward_done()
+
+
+# --- The engine: it decides where steps may overlap ---
+
+
+class _OverlapsSteps(Protocol):
+    def overlap_next(self, following: Sequence[MicroBatch]) -> None:
+        """Announce, within a step, that another one follows at once.
+
+        Without this call, a step ends when all ranks have done it, and nothing of the next.
+
+        Args:
+            following: this rank's micro-batches in the next step.
+        """
+
+
+class StepOverlap(StepHook):
+    """Reads one step ahead, and lets the strategy begin the next step within the current one.
+
+    It decides where the ranks must finish a step before the next one begins: before an epoch's end, an evaluation, a
+    save and the run's end, which follow from the progress alone, and in the step after one in which a rank set a
+    control flag. So all ranks make the same decision.
+
+    Args:
+        save_is_due: returns whether a save is due at some progress.
+    """
+
+    def __init__(
+        self, schedule: Schedule, loader: Loader, state: TrainingState, save_is_due: Callable[[TrainProgress], bool]
+    ) -> None:
+        self._schedule, self._loader, self._state, self._save_is_due = schedule, loader, state, save_is_due
+        self._read: tuple[tuple[int, int], list[MicroBatch]] | None = None
+        self._asked = False
+        self._overlapping = False
+
+    def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
+        """Fetch as :meth:`Loader.fetch`, or return the micro-batches that were read ahead."""
+        read, self._read = self._read, None
+        if read is not None and read[0] == (epoch, step):
+            return read[1]
+        return self._loader.fetch(epoch, step, microbatches)
+
+    def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
+        """Let the step overlap with the next one, unless an action is due between them."""
+        progress, schedule = self._state.progress, self._schedule
+        after = dataclasses.replace(
+            progress,
+            version=progress.version + 1,
+            step=progress.step + 1,
+            step_in_epoch=progress.step_in_epoch + 1,
+        )
+        self._overlapping = not (
+            self._asked
+            or schedule.finished(after)
+            or schedule.epoch_ends(after)
+            or schedule.evaluation_is_due(after)
+            or self._save_is_due(after)
+        )
+        if self._overlapping:
+            following = self._loader.fetch(after.epoch, after.step_in_epoch, strategy.microbatches)
+            self._read = ((after.epoch, after.step_in_epoch), following)
+            cast(_OverlapsSteps, strategy).overlap_next(following)
+
+    def filter_request(self, flags: ControlFlags) -> ControlFlags:
+        """Return no flag while steps overlap: the next step then waits for all ranks, and returns them."""
+        if not self._overlapping:
+            self._asked = False
+            return flags
+        self._asked = bool(flags.stop or flags.save or flags.reform)
+        return ControlFlags()
+
+
+class PipeDreamEngine(SyncEngine):
+    """Synchronous training, in which the ranks need not wait for each other between steps."""
+
+    def step_hooks(self, group: GroupContext) -> list[StepHook]:
+        loader, is_due = self._states.loader, group.checkpoint_manager.is_due
+        overlap = StepOverlap(self._run.schedule, loader, self._states.state, is_due)
+        group.fetch = overlap.fetch
+        return [overlap]
