@@ -21,6 +21,7 @@ pytestmark = pytest.mark.system
 ROOT = Path(__file__).parents[2]
 TASK = f"{ROOT / 'tests/network_file_systems/tasks.py'}:Dots"
 STEPS = ("--max-steps", "16", "--threads", "1", "--quiet")
+TWO_NODES = ("--nodes", "2", "--node-rank", "0", "--rdzv-endpoint", "127.0.0.1:29633")
 
 Paceline = Callable[..., CompletedProcess[str]]
 
@@ -69,6 +70,7 @@ def test_it_trains_resumes_audits_and_exports(alone: Paceline, tmp_path: Path) -
 def test_what_is_in_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
     for package, words in {
         "paceline_serving": ("serve", "fashion-mnist"),
+        "paceline_etcd": ("train", TASK, *STEPS, *TWO_NODES, "--coordinator", "etcd://127.0.0.1:2379"),
         "paceline_trackers": ("train", TASK, *STEPS, "--log-to", "mlflow"),
     }.items():
         done = alone(*words)

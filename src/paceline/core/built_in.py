@@ -248,6 +248,7 @@ NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
 """What returns the command of each node, of rank launchers that the core does not have."""
 
 PARTS: Mapping[str, str] = {
+    "--coordinator": "paceline_etcd.membership:EtcdMembership",
     "outer-optimizer nesterov": "paceline_more_strategies.local_sgd:OuterOptimizer",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
 }

@@ -12,8 +12,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import LaunchSpec
+from paceline.core.plugins import import_object
 from paceline.core.signals import ECHO_S, StopRequests
 from paceline.data.ledger import last_generation
 from paceline.elastic.consensus.connectivity import LinkMap
@@ -177,9 +179,8 @@ class ConsensusDriver:
     def _make_membership(self, selector: selectors.BaseSelector) -> Membership:
         if self._spec.recovery.coordinator is None:
             return PaxosMembership(self._name, self._peers.acquire_witness)
-        from paceline.elastic.consensus.etcd import EtcdMembership
-
-        return EtcdMembership(
+        etcd_membership: Callable[..., Membership] = import_object(PARTS["--coordinator"])
+        return etcd_membership(
             self._name,
             self._spec.recovery.coordinator,
             heartbeat_s=self._spec.recovery.heartbeat_s,

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from tests.elastic.membership.etcd_world import EtcdWorld
+from plugins.etcd.tests.etcd_world import EtcdWorld
 from tests.elastic.membership.test_leadership import search, walk
 
-from paceline.elastic.consensus.etcd import Ask, EtcdLeadership
-from paceline.elastic.consensus.etcd_client import Operation, Read, Record, Resign, Snapshot, Unavailable, Write
 from paceline.elastic.consensus.membership import (
     Action,
     CannotReform,
@@ -25,6 +23,8 @@ from paceline.elastic.consensus.membership import (
     StopLeading,
 )
 from paceline.elastic.consensus.messages import LeaderHeartbeat, Nack, NodeSet, StepDown, Term
+from paceline_etcd.client import Operation, Read, Record, Resign, Snapshot, Unavailable, Write
+from paceline_etcd.membership import Ask, EtcdLeadership
 
 OLD = Term(1, "a")
 ABC = NodeSet(2, ("a", "b", "c"))

@@ -14,7 +14,7 @@ from tests.processes import Processes
 
 from paceline.core.environment import EtcdEndpoints, parse_coordinator
 from paceline.core.errors import ConfigError
-from paceline.elastic.consensus.etcd_client import (
+from paceline_etcd.client import (
     EtcdClient,
     EtcdCredentials,
     EtcdSession,

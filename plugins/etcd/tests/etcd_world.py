@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.elastic.membership.agents_world import Break, Driver, Event, View, World
 
-from paceline.elastic.consensus.etcd import Ask, EtcdLeadership
-from paceline.elastic.consensus.etcd_client import Operation, Record, Reply, Resign, Snapshot, Unavailable, Write
 from paceline.elastic.consensus.membership import Action, CannotReform, Committed
+from paceline_etcd.client import Operation, Record, Reply, Resign, Snapshot, Unavailable, Write
+from paceline_etcd.membership import Ask, EtcdLeadership
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 A job has three kinds of keys, below a prefix of its own:
 
-- ``run``: the :class:`~paceline.elastic.consensus.etcd_client.Record` with the term, the node set, and the nodes of the
+- ``run``: the :class:`~paceline_etcd.client.Record` with the term, the node set, and the nodes of the
   last group of workers. Every write is one transaction that fails if ``run`` or ``leader`` has changed since they were
   read, so there is one history of it, and a deposed leader cannot add to that.
 - ``leader``: the leading node, bound to its etcd lease.
@@ -38,20 +38,6 @@ import msgspec
 
 from paceline.core.environment import EtcdEndpoints
 from paceline.core.errors import ConfigError
-from paceline.elastic.consensus.etcd_client import (
-    EtcdClient,
-    EtcdCredentials,
-    EtcdSession,
-    EtcdUnavailableError,
-    Operation,
-    Read,
-    Record,
-    Reply,
-    Resign,
-    Snapshot,
-    Unavailable,
-    Write,
-)
 from paceline.elastic.consensus.membership import (
     Action,
     CannotReform,
@@ -74,6 +60,20 @@ from paceline.elastic.consensus.messages import (
     NodeSet,
     StepDown,
     Term,
+)
+from paceline_etcd.client import (
+    EtcdClient,
+    EtcdCredentials,
+    EtcdSession,
+    EtcdUnavailableError,
+    Operation,
+    Read,
+    Record,
+    Reply,
+    Resign,
+    Snapshot,
+    Unavailable,
+    Write,
 )
 
 Nodes = frozenset[str]

@@ -1,0 +1,1 @@
+"""``--coordinator etcd://...``: etcd decides which node leads, and which nodes take part."""
