@@ -3,7 +3,7 @@
 A :class:`Membership` has three duties. It names one *leader*, in a term that no other node has. It commits *node sets*,
 one after the other, each for all agents alike. And it *fences*: no group of workers is formed before a node of every
 earlier one has left that one for good. :mod:`~paceline.elastic.consensus.paxos` does this among the agents themselves,
-the plug-in ``paceline_etcd`` with etcd's leases and transactions.
+a plug-in with etcd's leases and transactions.
 
 A membership decides by events: its driver (:class:`~paceline.elastic.consensus.controller.ConsensusDriver`) reports
 what happens, and executes the actions that each event returns, in order.
