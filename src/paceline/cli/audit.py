@@ -45,7 +45,7 @@ def audit(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) -
 
 
 def _print_report(report: AuditReport, purity: PuritySummary) -> None:
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     console = Console(highlight=False)
     if report.epochs:

@@ -19,7 +19,7 @@ def byte_progress(label: str, *, quiet: bool) -> Iterator[Callable[[int, int], N
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

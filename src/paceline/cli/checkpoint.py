@@ -120,20 +120,15 @@ def _record(entry: CheckpointEntry) -> dict[str, Any]:
 
 
 def _print_table(entries: list[CheckpointEntry]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.filesize import decimal
-    from rich.table import Table
 
     from paceline.cli.runs import short_time
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console, ListTable
 
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in ("step", "version", "epoch", "size", "age"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    table = ListTable(">step", ">version", ">epoch", ">size", ">age", "", folds=("",))
     now = time.time()
     for entry in entries:
-        table.add_row(
+        table.add(
             str(entry.step),
             str(entry.version),
             "" if entry.epoch is None else str(entry.epoch),

@@ -174,7 +174,7 @@ def _show(report: PreflightReport, *, json: bool) -> int:
     if json:
         print(json_module.dumps(report.to_json()))
     else:
-        from paceline.core.rich_console import Console
+        from paceline.core.output import Console
         from paceline.launch.preflight.spec import print_report
 
         print_report(report, Console(highlight=False))

@@ -14,10 +14,7 @@ from cyclopts import Parameter
 from paceline.core.printable import escape_controls
 
 if TYPE_CHECKING:
-    from paceline.core.rich_console import Console
     from paceline.runs.package import Package
-
-_PIPE_COLUMNS = 250
 
 
 def export(
@@ -97,10 +94,9 @@ def as_json(package: Package) -> dict[str, Any]:
 
 def print_package(package: Package, title: str) -> None:
     """Print a package's provenance, metrics and formats."""
-    from rich.box import SIMPLE_HEAD
     from rich.filesize import decimal
-    from rich.table import Table
-    from rich.text import Text
+
+    from paceline.core.output import ListTable, wide_console
 
     manifest = package.manifest
     console = wide_console()
@@ -116,26 +112,13 @@ def print_package(package: Package, title: str) -> None:
     }
     for name, value in rows.items():  # foreign text must not look like a row
         console.print(f"  {name:<10}{escape_controls(value)}", markup=False, soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for column in ("format", "file"):
-        table.add_column(column, no_wrap=True)
-    for column in ("size", "difference", "equal labels", "samples"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = ListTable("format", "file", ">size", ">difference", ">equal labels", ">samples")
     for kind, difference in manifest.differences.items():
         file = manifest.programs.get(kind, manifest.weights)
         equal = "" if difference.equal_labels is None else f"{difference.equal_labels:.2%}"
         size = decimal(manifest.files[file].size)
-        cells = (kind, file, size, f"{difference.largest:.3g}", equal, f"{difference.samples:,}")
-        table.add_row(*map(Text, cells))
+        table.add(kind, file, size, f"{difference.largest:.3g}", equal, f"{difference.samples:,}")
     console.print(table)
-
-
-def wide_console() -> Console:
-    """Return a console that is wide enough not to truncate tables when the output is piped."""
-    from paceline.core.rich_console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPE_COLUMNS)
 
 
 @contextmanager
@@ -147,7 +130,7 @@ def _progress(quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[in
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

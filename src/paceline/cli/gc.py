@@ -66,19 +66,16 @@ def gc(root: Path = _DEFAULT_ROOT, *, keep_last: int = 3, yes: Flag = False, jso
 
 
 def _print(rows: list[tuple[Artifact, int]], problems: dict[Path, str], leftovers: list[Path], *, yes: bool) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.filesize import decimal
-    from rich.table import Table
-    from rich.text import Text
 
-    from paceline.cli.export import wide_console
     from paceline.cli.runs import short_time
+    from paceline.core.output import ListTable, wide_console
 
-    table = Table("", "name", "size", "age", "", box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table = ListTable("", "name", ">size", ">age", "", folds=("name", ""))
     for item, size in rows:
         what = f"keep: {item.reason}" if item.reason else problems.get(item.path, "removed" if yes else "remove")
-        cells = (item.kind, item.name, decimal(size), short_time(time.time() - item.time), what)
-        table.add_row(*map(Text, cells), style=None if item.reason else "red")
+        age, style = short_time(time.time() - item.time), None if item.reason else "red"
+        table.add(item.kind, item.name, decimal(size), age, what, style=style)
     if rows:
         wide_console().print(table)
     sizes = [size for item, size in rows if item.reason is None and item.path not in problems]

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.core.errors import PacelineError
-from paceline.core.rich_console import Console
+from paceline.core.output import Console
 from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, find_record, read_records
 

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from paceline.core.errors import ConfigError
-from paceline.core.rich_console import Console
+from paceline.core.output import Console
 from paceline.core.task_loading import TaskReference, parse_assignments
 
 if TYPE_CHECKING:

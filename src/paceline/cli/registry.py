@@ -189,24 +189,21 @@ def _copy(package: str, source: str | Path, to: str | Path, *, json: bool) -> in
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.filesize import decimal
-    from rich.table import Table
-    from rich.text import Text
 
-    from paceline.cli.export import wide_console
+    from paceline.core.output import ListTable, wide_console
 
-    headings = ("digest", "name and tags", "programs", "created", "size", "")
-    table = Table(*headings, box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    folds = ("name and tags", "programs", "")
+    table = ListTable("digest", "name and tags", "programs", "created", ">size", "", folds=folds)
     for row in rows:
         mark = "damaged" if row["problem"] else "" if row["trusted"] else "not trusted"
-        cells = (
+        table.add(
             row["digest"][:12],
             "\n".join(row["tags"]) or row.get("name", ""),
             " ".join(kind for kind in row.get("formats", ()) if kind != "safetensors"),
             row.get("created", "")[:16].replace("T", " "),
             decimal(row["size_bytes"]) if "size_bytes" in row else "",
             ", ".join(filter(None, (row.get("quantization"), mark))),
+            style="red" if row["problem"] else None,
         )
-        table.add_row(*map(Text, cells), style="red" if row["problem"] else None)
     wide_console().print(table)

@@ -19,7 +19,6 @@ from paceline.runs.status import RunSummary, check_folder, find_runs, is_search,
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rich.console import Console
     from rich.text import Text
 
     from paceline.insight.comparison import ComparedRun
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _DEFAULT_ROOT = Path("runs")
 _STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow"}
 _WIDE_COLUMNS = 110
-_PIPE_COLUMNS = 250
 _MOST_COLUMNS = 4
 
 
@@ -84,59 +82,36 @@ def runs(
     return 0
 
 
-def _console() -> Console:
-    from paceline.core.rich_console import Console
-
-    console = Console(highlight=False)
-    # A pipe has no width: do not truncate output for programs and files.
-    return console if console.is_terminal else Console(highlight=False, width=_PIPE_COLUMNS)
-
-
 def _print_table(summaries: list[RunSummary]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    console = _console()
+    from paceline.core.output import ListTable, wide_console
+
+    console = wide_console()
     is_wide = console.width >= _WIDE_COLUMNS
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("run", no_wrap=True, overflow="fold")
-    table.add_column("state", no_wrap=True)
-    if is_wide:
-        table.add_column("task", overflow="fold")
-        table.add_column("W x S", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("result")
-    table.add_column("age", justify="right", no_wrap=True)
-    if is_wide:
-        table.add_column("time", justify="right", no_wrap=True)
+    wide = ("task", ">W x S"), (">time",)
+    before, after = wide if is_wide else ((), ())
+    table = ListTable("run", "state", *before, ">step", "result", ">age", *after, folds=("task", "result"))
     now = time.time()
     for run in summaries:
-        # Names are Text so that markup in them is not interpreted.
-        cells = [Text(run.name), Text(run.state, style=_STYLES.get(run.state, "red"))]
+        cells: list[str | Text] = [run.name, Text(run.state, style=_STYLES.get(run.state, "red"))]
         if is_wide:
-            cells += [Text(run.task or ""), Text(_processes(run))]
-        cells += [Text(_step(run)), _result(run)]
-        cells += [Text("" if run.created is None else short_time(now - run.created))]
+            cells += [run.task or "", _processes(run)]
+        cells += [_step(run), _result(run), "" if run.created is None else short_time(now - run.created)]
         if is_wide:
-            cells += [Text("" if run.seconds is None else short_time(run.seconds))]
-        table.add_row(*cells)
+            cells.append("" if run.seconds is None else short_time(run.seconds))
+        table.add(*cells)
     console.print(table)
 
 
 def _print_searches(searches: list[Path]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
+    from paceline.core.output import ListTable, wide_console
     from paceline.insight.indexed_search import IndexedSearch
 
-    console = _console()
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("search", "state", "task"):
-        table.add_column(name, no_wrap=name != "task", overflow="fold")
-    table.add_column("trials", justify="right", no_wrap=True)
-    table.add_column("best")
+    console = wide_console()
+    table = ListTable("search", "state", "task", ">trials", "best", folds=("task", "best"))
     for path in sorted(searches, key=lambda path: path.name):
         search = IndexedSearch(path)
         if not search.update():
@@ -145,7 +120,7 @@ def _print_searches(searches: list[Path]) -> None:
         best = "" if row["value"] is None else f"{row['metric']} {row['value']:.4g}"
         trials = "" if row["planned"] is None else str(row["planned"])
         state = Text(row["state"], style=_STYLES.get(row["state"], "red"))
-        table.add_row(Text(row["name"]), state, Text(row["task"]), trials, Text(best))
+        table.add(row["name"], state, row["task"], trials, best)
     console.print(table)
     text = f"A search's trials: paceline runs --compare {searches[0]}"
     console.print(text, style="dim", markup=False, soft_wrap=True)
@@ -212,28 +187,19 @@ def _print_rows(names: list[str], rows: dict[str, list[str]], num_settings: int)
 
     Of many, a terminal that is too narrow for all columns gets several tables, one below the other.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
+    from paceline.core.output import ListTable, wide_console
 
-    console = _console()
-    layout: Any = {"box": SIMPLE_HEAD, "header_style": "bold", "pad_edge": False, "padding": (0, 1, 0, 0)}
+    console = wide_console()
     if len(names) <= _MOST_COLUMNS:
-        table = Table(**layout)
-        table.add_column("")
-        for name in names:
-            table.add_column(Text(name), overflow="fold", justify="right")
+        table = ListTable("", *(f">{name}" for name in names), folds=names)
         for index, (name, values) in enumerate(rows.items()):
-            table.add_row(Text(name), *map(Text, values), end_section=index == num_settings - 1)
+            table.add(name, *values, end_section=index == num_settings - 1)
         console.print(table)
         return
     for group in _groups_that_fit(names, rows, console.width):
-        table = Table(**layout)
-        table.add_column("run", no_wrap=True)
-        for name in group:
-            table.add_column(Text(name), overflow="fold", justify="right")
+        table = ListTable("run", *(f">{name}" for name in group), folds=group)
         for name, cells in zip(names, zip(*group.values(), strict=True), strict=True):
-            table.add_row(Text(name), *map(Text, cells))
+            table.add(name, *cells)
         console.print(table)
 
 

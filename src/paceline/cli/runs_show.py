@@ -18,7 +18,6 @@ from paceline.runs.timeline import REPEATED, timeline
 if TYPE_CHECKING:
     from paceline.runs.timeline import Goodput, Timeline
 
-_PIPE_COLUMNS = 250
 _MAX_MODULES = 10
 _STYLES = {"fault": "red", "failed": "red", "fallback": "yellow", "stopped": "yellow", "finished": "green"}
 
@@ -85,22 +84,15 @@ def _repeated(directory: RunDirectory) -> int:
 
 
 def _print(directory: RunDirectory, history: Timeline) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    from paceline.core.rich_console import Console
+    from paceline.core.output import ListTable, wide_console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("event")
+    console = wide_console()
+    table = ListTable(">time", ">step", "event", folds=("event",))
     for entry in history.entries:
         step = "" if entry.step is None else f"{entry.step:,}"
-        table.add_row(_clock(entry.seconds), step, Text(entry.text, style=_STYLES.get(entry.event, "")))
+        table.add(_clock(entry.seconds), step, Text(entry.text, style=_STYLES.get(entry.event, "")))
     console.print(table)
     console.print(_verdict(history.goodput), soft_wrap=True)
     for cause, seconds in sorted(history.goodput.lost_s.items(), key=lambda item: -item[1]):
@@ -112,7 +104,7 @@ def _print_drift(directory: RunDirectory, drift: Mapping[str, Any]) -> None:
     """Print how far a fine-tuned model moved from its parent."""
     from rich.markup import escape
 
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     console = Console(highlight=False)
     parent = directory.read_manifest().get("parent", {})

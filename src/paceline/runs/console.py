@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from paceline.core.rich_console import Console
+from paceline.core.output import Console
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import Imbalance
 from paceline.runs.rank_log import Tee, terminal_and_log

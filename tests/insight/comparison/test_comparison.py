@@ -81,7 +81,7 @@ def test_a_narrow_terminal_shows_whole_numbers(
     wide = printed(capsys, search)
     heading = next(line for line in wide.splitlines() if line.strip().startswith("run "))
     width = len(heading.rstrip()) - 10
-    monkeypatch.setattr("paceline.cli.runs._PIPE_COLUMNS", width)
+    monkeypatch.setattr("paceline.core.output._PIPE_COLUMNS", width)
     narrow = printed(capsys, search)
     assert max(map(len, narrow.splitlines())) <= width
     words = [word for word in narrow.split() if "─" not in word]

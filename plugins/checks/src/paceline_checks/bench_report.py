@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from paceline.core.rich_console import Console
+from paceline.core.output import Console
 
 _ALARMS = ("WRONG", "NOT met")
 """Words of a note that a terminal shows in red."""

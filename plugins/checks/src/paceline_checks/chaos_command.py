@@ -81,7 +81,7 @@ def _parse_kinds(text: str) -> tuple[Kind, ...]:
 
 
 def _print(report: ChaosReport) -> None:
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     console = Console(highlight=False)
     console.print(_table(report))

@@ -86,7 +86,7 @@ def verify(
 
 
 def _print(report: VerificationReport) -> None:
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:

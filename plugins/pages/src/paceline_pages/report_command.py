@@ -135,7 +135,7 @@ def _check(subject: Path, task: str, tolerance: float, *, trust: bool, json: boo
 def _print_check(result: RecordCheck, subject: Path) -> None:
     from rich.text import Text
 
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     console = Console(highlight=False)
     table = _table("", "recorded", "now", "")
@@ -176,7 +176,7 @@ def evaluating(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     columns = (
         TextColumn("evaluating " + escape(name)),
@@ -192,7 +192,7 @@ def evaluating(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
 def _print(report_data: RunReport, target: Path) -> None:
     from rich.text import Text
 
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
     from paceline_pages.report import interval, number
 
     console = Console(highlight=False)

@@ -143,7 +143,7 @@ def _describe(model: str, fields: Sequence[InputField], output_fields: Sequence[
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
     from paceline_serving.table_files import csv_lines
 
     table = Table("name", "type", "unit", "values", "example", box=SIMPLE_HEAD)
@@ -202,7 +202,7 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -223,7 +223,7 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
     from rich.text import Text
 
     from paceline.core.inference import name_with_unit
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     labelled = spec.label is not None
     outputs_shown = [name_with_unit(name, tensor.unit) for name, tensor in spec.outputs.items()]

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.option_values import parse_best
 
 if TYPE_CHECKING:
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
     from paceline_tune.search import Search, SearchDirectory
 
 Options: Any = run_options(without=("resume",))
@@ -252,7 +252,7 @@ def _print_result(search: Search, directory: SearchDirectory, code: int, *, json
     if json:
         print(json_module.dumps(result))
         return code
-    from paceline.core.rich_console import Console
+    from paceline.core.output import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -20,9 +20,9 @@ from ray.tune import Callback
 from rich.live import Live
 
 from paceline.core.errors import RESTART_EXIT_CODE, LaunchError, PacelineError, RunDirectoryError
+from paceline.core.output import Console
 from paceline.core.owned_names import own_prefix
 from paceline.core.printable import escape_controls
-from paceline.core.rich_console import Console
 from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.runs.metric_writers import finite, has_tensorboard
 from paceline_ray.cluster import connect, import_ray

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
-from paceline.core.rich_console import Console
+from paceline.core.output import Console
 
 Status = Literal["pass", "warn", "fail"]
 

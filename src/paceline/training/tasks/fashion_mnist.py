@@ -29,7 +29,7 @@ from paceline.core.errors import DataError
 from paceline.core.file_lock import locked
 from paceline.core.files import fsync_directory, rename
 from paceline.core.inference import InferenceSignature, TensorSpec
-from paceline.core.rich_console import Console
+from paceline.core.output import Console
 from paceline.core.task import Defaults, Task
 from paceline.core.user_directories import user_directory
 
