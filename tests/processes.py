@@ -287,6 +287,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         _warm_starts.close()  # a worker of xdist that was forked warm could not start a process from nothing
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = str(_temporary)
+    # Packages, records of jobs and what is trusted are the tests' own, not the user's.
+    os.environ |= {f"XDG_{kind}_HOME": str(_temporary / kind.lower()) for kind in ("CONFIG", "DATA", "STATE")}
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 

@@ -1,4 +1,4 @@
-"""What commands print: consoles and tables, safe for text of others. Imports rich, so commands import it when used."""
+"""Consoles and tables, safe for text of others. It imports rich, so commands import it where they print."""
 
 from __future__ import annotations
 
