@@ -14,7 +14,7 @@ from subprocess import CompletedProcess
 import pytest
 from tests.processes import Processes
 
-from paceline.core.built_in import BUILT_IN, COMMANDS, LAUNCHER_OPTIONS, NAMES, NODE_COMMANDS, PARTS, VARIANTS, VERIFIED
+from paceline.core.built_in import BUILT_IN, COMMANDS, LAUNCHER_OPTIONS, NAMES, NODE_COMMANDS, PARTS, VALUES, VERIFIED
 
 pytestmark = pytest.mark.system
 
@@ -86,7 +86,7 @@ def test_every_place_of_the_tables_exists() -> None:
     places += [
         *NAMES.values(),
         *PARTS.values(),
-        *VARIANTS.values(),
+        *VALUES.values(),
         *VERIFIED,
         *(place for group in BUILT_IN.values() for place in group.values()),
     ]

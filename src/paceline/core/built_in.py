@@ -192,14 +192,8 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
 }
 """The class of each name of ours, as an entry point's value: ``module:Class``."""
 
-VARIANTS: Mapping[str, str] = {
-    "ddp-compressed": "paceline_more_strategies.compression:CompressedDDP",
-    "ddp-stock": "paceline.parallel.torch_ddp:TorchDDP",
-    "local-sgd": "paceline_more_strategies.local_sgd:LocalSGDStrategy",
-    "pipedream": "paceline_more_strategies.pipedream:PipeDream",
-    "ps-async": "paceline_more_strategies.parameter_server:AsyncParameterServer",
-}
-"""What steps in place of a strategy's own class where other options ask for it."""
+VALUES: Mapping[str, str] = {"pipedream": "paceline_more_strategies.pipedream:PipeDream"}
+"""What a plug-in does for a value of an option of the core, as ``module:Class``."""
 
 ENGINE_PARTS = ("powersgd",)
 """Parts of a checkpoint that the engine of a plug-in adds."""
@@ -225,22 +219,22 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
 """Each launcher's own options, which ``--help`` imports without the launcher; a plug-in's class names its own."""
 
 OPTION_GROUPS = (
-    "paceline.parallel.more_options:CommunicationOptions",
+    "paceline_more_strategies.options:CommunicationOptions",
     "paceline.parallel.options:FsdpOptions",
     "paceline.parallel.deepspeed_options:DeepSpeedOptions",
     "paceline.parallel.options:MemoryOptions",
-    "paceline.parallel.more_options:ServerOptions",
-    "paceline.parallel.more_options:DataParallelOptions",
+    "paceline_more_strategies.options:ServerOptions",
+    "paceline_more_strategies.options:DataParallelOptions",
     "paceline.parallel.options:TensorOptions",
     "paceline.parallel.options:PipelineOptions",
 )
 """The groups of a run's options besides those of :mod:`paceline.core`."""
 
 TRAITS: Mapping[str, str] = {
-    "dp": "paceline.parallel.more_options:DATA_PARALLEL",
+    "dp": "paceline_more_strategies.options:DATA_PARALLEL",
     "deepspeed": "paceline.parallel.deepspeed_options:DEEPSPEED",
-    "ps": "paceline.parallel.more_options:PARAMETER_SERVER",
-    "hogwild": "paceline.parallel.more_options:HOGWILD",
+    "ps": "paceline_more_strategies.options:PARAMETER_SERVER",
+    "hogwild": "paceline_more_strategies.options:HOGWILD",
 }
 """What further strategies can do, which ``--help`` and checks import without the strategy."""
 
@@ -249,7 +243,6 @@ NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
 
 PARTS: Mapping[str, str] = {
     "--coordinator": "paceline_etcd.membership:EtcdMembership",
-    "outer-optimizer nesterov": "paceline_more_strategies.local_sgd:OuterOptimizer",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
 }
 """What a plug-in does for an option or a command of the core, as ``module:name``."""
@@ -260,7 +253,7 @@ PACKAGES = frozenset(
         *(command.place for command in COMMANDS.values()),
         *(
             place
-            for places in (NAMES, VARIANTS, PARTS, LAUNCHER_OPTIONS, *BUILT_IN.values())
+            for places in (NAMES, VALUES, PARTS, LAUNCHER_OPTIONS, *BUILT_IN.values())
             for place in places.values()
         ),
     )

@@ -7,7 +7,8 @@ import math
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
@@ -26,7 +27,7 @@ from paceline.core.option_values import (
     parse_interval,
     parse_shuffle,
 )
-from paceline.core.options import Option, OptionGroup, Requirement, option, options_of
+from paceline.core.options import Changes, Option, OptionGroup, Requirement, option, options_of
 from paceline.core.parallel_config import AXIS_TO_STRATEGY, DATA_AXES, ParallelOptions, find_traits
 from paceline.core.plugins import all_names, import_object, plugin_names
 from paceline.core.process_config import ProcessOptions, RecoveryOptions
@@ -200,10 +201,10 @@ class RecordOptions(OptionGroup):
 
 @functools.cache
 def option_groups() -> tuple[type[OptionGroup], ...]:
-    """Return all groups of options: the core's, and those of the table."""
+    """Return all groups of options: the core's, and those of the table that are installed."""
     return (
         *(ProcessOptions, RecoveryOptions),
-        *map(import_object, OPTION_GROUPS),
+        *(import_object(place) for place in OPTION_GROUPS if find_spec(place.partition(".")[0])),
         *(ParallelOptions, FineTuningOptions, TrainingOptions, DataOptions, EvaluationOptions, RecordOptions),
     )
 
@@ -279,7 +280,20 @@ class RunConfig:
     def reducer(self) -> str:
         """The engine that sums the gradients: ``reduction``, unless a strategy or a group of options brings its own."""
         own = [find_traits(name).own_reduction for name in self.strategies]
-        return next(filter(None, [*(group.reducer for group in self._groups.values()), *own]), self.parallel.reduction)
+        return next(filter(None, [self.changes.reducer, *own]), self.parallel.reduction)
+
+    @cached_property
+    def changes(self) -> Changes:
+        """What all groups together change in the training."""
+        of_groups = [group.changes(self) for group in self._groups.values()]
+        return Changes(
+            strategy=next((each.strategy for each in of_groups if each.strategy), None),
+            reducer=next((each.reducer for each in of_groups if each.reducer), None),
+            outer_optimizer=next((each.outer_optimizer for each in of_groups if each.outer_optimizer), None),
+            sync_every=max(each.sync_every for each in of_groups),
+            own_state=tuple(text for each in of_groups for text in each.own_state),
+            results={name: value for each in of_groups for name, value in each.results.items()},
+        )
 
     @property
     def inapplicable(self) -> dict[str, str]:
@@ -299,7 +313,7 @@ class RunConfig:
     def non_elastic_options(self) -> tuple[str, ...]:
         """The given options with which no rank can join or leave a running job."""
         strategies = [f"--strategy {name}" for name in self.strategies if not find_traits(name).elastic]
-        return (*strategies, *(text for group in self._groups.values() for text in group.non_elastic))
+        return (*strategies, *self.changes.own_state)
 
     @property
     def asynchronous(self) -> bool:

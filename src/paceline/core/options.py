@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -188,6 +188,28 @@ def option(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What options change in the training, of which the core knows only this.
+
+    Attributes:
+        strategy: what steps in place of the strategy's own class, as ``module:Class``.
+        reducer: the engine that sums gradients.
+        outer_optimizer: steps when ranks synchronise, as ``module:Class``; a checkpoint has its state.
+        sync_every: steps between synchronisations; a run evaluates and saves after one.
+        own_state: the given options with which ranks have state of their own, as on the command line: none can join,
+            leave or save alone, and a task cannot compute its steps itself.
+        results: entries of ``result.json``.
+    """
+
+    strategy: str | None = None
+    reducer: str | None = None
+    outer_optimizer: str | None = None
+    sync_every: int = 1
+    own_state: tuple[str, ...] = ()
+    results: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptionGroup:
     """Options of one subject: a frozen dataclass, in a module without torch; :func:`option` makes its fields."""
 
@@ -198,15 +220,9 @@ class OptionGroup:
             ConfigError: the message names the options to change.
         """
 
-    @property
-    def reducer(self) -> str | None:
-        """The engine that sums gradients, where these options choose one."""
-        return None
-
-    @property
-    def non_elastic(self) -> tuple[str, ...]:
-        """The given options with which no rank can join or leave a running job, as on the command line."""
-        return ()
+    def changes(self, config: RunConfig) -> Changes:
+        """Return what these options change in the training."""
+        return Changes()
 
 
 def options_of(group: type[OptionGroup]) -> dict[str, Option]:

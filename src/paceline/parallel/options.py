@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from paceline.core.built_in import VALUES
 from paceline.core.errors import ConfigError
-from paceline.core.options import OptionGroup, Requirement, option
+from paceline.core.options import Changes, OptionGroup, Requirement, option
 
 if TYPE_CHECKING:
     from paceline.core.config import RunConfig
@@ -151,6 +152,10 @@ class PipelineOptions(OptionGroup):
         bits="never",
         scope="parallel",
     )
+
+    def changes(self, config: RunConfig) -> Changes:
+        """PipeDream is a strategy of its own."""
+        return Changes(strategy=VALUES["pipedream"] if self.pp_schedule == "pipedream" else None)
 
     def check(self, config: RunConfig) -> None:
         """Reject axes that a pipeline does not work with, and with PipeDream what waits for all stages' gradients."""

@@ -6,11 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from paceline.core.built_in import VARIANTS
 from paceline.core.config import ResolvedConfig, RunConfig
 from paceline.core.plugins import import_object, load
 from paceline.core.task import Task
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.options import PipelineOptions, TensorOptions
 from paceline.parallel.strategy import (
     ComposedLayout,
@@ -23,6 +21,8 @@ from paceline.parallel.world import ParallelDims
 
 _AXES_FIRST = ("pp", "fsdp", "tp")
 """Of the strategies of a mesh, the first of these runs the step; dp only copies what another one lays out."""
+
+_TORCH_DDP = "paceline.parallel.torch_ddp:TorchDDP"
 
 
 def strategy_name(config: RunConfig, world_size: int) -> str:
@@ -86,14 +86,9 @@ def strategy_class(config: RunConfig, world_size: int) -> Any:
     name = next((each for each in _AXES_FIRST if each in config.strategies), config.strategies[0])
     if strategy_name(config, world_size) == "single":
         name = "single"
-    if name == "pp" and config[PipelineOptions].pp_schedule == "pipedream":
-        return import_object(VARIANTS["pipedream"])
-    if name == "ps" and config.asynchronous:
-        return import_object(VARIANTS["ps-async"])
-    if name in ("single", "ddp") and config[CommunicationOptions].local_sgd_steps:
-        return import_object(VARIANTS["local-sgd"])
+    if config.changes.strategy is not None:
+        return import_object(config.changes.strategy)
     if name in ("single", "ddp") and config.reducer == "ddp":
-        compresses = config[CommunicationOptions].comm_hook != "none"
-        return import_object(VARIANTS["ddp-compressed" if compresses else "ddp-stock"])
+        return import_object(_TORCH_DDP)
     requirement = "a strategy: a class with `build_layout`, such as a subclass of MicrobatchStrategy"
     return load("paceline.strategies", name, requirement, lambda found: callable(getattr(found, "build_layout", None)))

@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.core.errors import ConfigError
 from paceline.parallel.microbatches import ExternalReduceStrategy, compile_model
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
@@ -27,9 +26,9 @@ class TorchDDP(ExternalReduceStrategy):
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
-        world, hook = mesh.world, options.config[CommunicationOptions].comm_hook
+        world = mesh.world
         if world.world_size == 1:
-            option = "--reduction ddp" if hook == "none" else f"--comm-hook {hook}"
+            option = next(iter(options.config.changes.own_state), "--reduction ddp")
             raise ConfigError(f"{option} needs at least two processes. Leave it out for one.")
         plan = ReductionPlan(sum(options.work_split), world.world_size, "allreduce", options.work_split)
         super().__init__(module, mesh, plan, options)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from paceline.core.errors import CheckpointError
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.sharded_state import load_module
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import World
@@ -74,14 +73,8 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
         "task": run.task_name,
         "run": str(run.directory.path),
         "strategy": strategy_name(config, world.world_size),
-        "reduction": config.reducer
-        if config[CommunicationOptions].comm_hook == "none"
-        else config[CommunicationOptions].comm_hook,
-        **(
-            {"local_sgd_steps": config[CommunicationOptions].local_sgd_steps}
-            if config[CommunicationOptions].local_sgd_steps
-            else {}
-        ),
+        "reduction": config.reducer,
+        **config.changes.results,
         "world_size": world.world_size,
         "microbatches": run.num_microbatches,
         "global_batch_size": run.global_batch_size,

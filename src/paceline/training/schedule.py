@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.option_values import BestMetric, Direction, Interval
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.training.resolve import DataSetup
 from paceline.training.state import TrainProgress
 
@@ -190,9 +189,7 @@ class Schedule:
     """
 
     def __init__(self, config: RunConfig, data: DataSetup) -> None:
-        self.sync_schedule = SyncSchedule(
-            config[CommunicationOptions].local_sgd_steps or 1, data.steps_per_epoch, data.total_steps
-        )
+        self.sync_schedule = SyncSchedule(config.changes.sync_every, data.steps_per_epoch, data.total_steps)
         self._epochs = config.training.epochs or 0
         self._evaluate_every = config.evaluation.eval_every
         self._total_steps = data.total_steps

@@ -17,13 +17,12 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.core.built_in import ENGINE_PARTS, PARTS
+from paceline.core.built_in import ENGINE_PARTS
 from paceline.core.callback import RunSchedule
 from paceline.core.config import ResolvedConfig
 from paceline.core.errors import CheckpointError, TaskError
 from paceline.core.plugins import import_object
 from paceline.core.task import Task
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.sharded_state import explain_sharded_step, load_module, load_optimizer, local_shard
 from paceline.runs.checkpoint_state import bytes_of, flatten, scheduler_state
 from paceline.torch_internals import buffer_table, non_persistent_buffers
@@ -156,7 +155,7 @@ class TrainingState:
         parameters_of: the parameters that each optimizer updates, by the name of the optimizer.
         parameter_names: the names of the parameters of each of an optimizer's groups, by the name of the optimizer.
         changed_buffers: the changed buffers of the model, and those of its moving average.
-        outer: steps when the ranks' weights are averaged, with ``--outer-optimizer``; saved and loaded here.
+        outer: steps when the ranks synchronise, where options ask for it; saved and loaded here.
         engine_parts: parts of a checkpoint that an engine has added, until the group's engine takes them over.
 
     Raises:
@@ -206,8 +205,8 @@ class TrainingState:
             self.ema = EMA(_copy(module) if ema_model is None else ema_model, config.training.ema)
             self.changed_buffers["ema_buffers"] = ChangedBuffers(self.ema.module)
         self.outer: Any = None
-        if (outer := config[CommunicationOptions].outer_optimizer) != "none":
-            self.outer = import_object(PARTS[f"outer-optimizer {outer}"])(module, config)
+        if (place := config.changes.outer_optimizer) is not None:
+            self.outer = import_object(place)(module, config)
         self.engine_parts: dict[str, Any] = {}
         self.progress = TrainProgress()
         self._step_rates: list[Any] = []  # of the last step in this process

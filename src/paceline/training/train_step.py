@@ -15,7 +15,6 @@ from paceline.core.task import Loss, Task
 from paceline.core.train_step import LossFunction, TrainStep
 from paceline.data.samples import MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
@@ -52,7 +51,7 @@ def require_train_step_support(run: RunContext) -> None:
         f"--reduction {config.parallel.reduction}": config.reducer not in ("exact", "allreduce"),
         "--precision fp16": config.training.precision == "fp16",
         "--sdc-check-every": bool(config.recovery.sdc_check_every),
-        "--local-sgd-steps": bool(config[CommunicationOptions].local_sgd_steps),
+        **dict.fromkeys(config.changes.own_state, True),
     }
     wrong = [option for option, applies in reasons.items() if applies]
     if wrong:

@@ -16,7 +16,6 @@ from paceline.core.errors import CheckpointError, ConfigError, PeerLostError, St
 from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import ParallelDims, World
@@ -394,16 +393,8 @@ class Trainer:
     def _save_alone(self, group: GroupContext) -> None:
         """Save the steps before an evaluation that failed on this rank, if it is rank 0 and holds the whole state."""
         config, world = self.run.config, group.world
-        is_whole = (
-            strategy_name(config, world.world_size) in ("single", "ddp")
-            and config[CommunicationOptions].comm_hook == "none"
-        )
-        if (
-            world.rank
-            or not is_whole
-            or config[CommunicationOptions].local_sgd_steps
-            or isinstance(self.states.loader, StreamLoader)
-        ):
+        is_whole = strategy_name(config, world.world_size) in ("single", "ddp") and not config.changes.own_state
+        if world.rank or not is_whole or isinstance(self.states.loader, StreamLoader):
             return
         with suppress(CheckpointError):
             group.checkpoint_manager.save(self.state.state_dict(), self.state.progress, last=True)

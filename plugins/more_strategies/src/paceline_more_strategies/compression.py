@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.strategy import StrategyOptions
 from paceline.parallel.torch_ddp import TorchDDP
@@ -19,6 +18,7 @@ from paceline.parallel.world import ParallelDims, World
 from paceline.training.group_context import GroupContext
 from paceline.training.step_hooks import StepHook
 from paceline.training.trainer import SyncEngine
+from paceline_more_strategies.options import CommunicationOptions
 
 # --- Compressed gradients for ``DistributedDataParallel``, by torch's own hooks ---
 #

@@ -19,9 +19,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch, to_device
 from paceline.parallel.microbatches import ReducerStrategy
-from paceline.parallel.more_options import DataParallelOptions
 from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims
+from paceline_more_strategies.options import DataParallelOptions
 
 _log = logging.getLogger(__name__)
 

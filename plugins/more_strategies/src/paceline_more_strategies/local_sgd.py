@@ -16,7 +16,6 @@ from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError
 from paceline.elastic.state_transfer import StateSource, transfer_state
 from paceline.parallel.microbatches import MicrobatchStrategy
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
@@ -31,6 +30,7 @@ from paceline.training.state_manager import StateManager
 from paceline.training.step_hooks import StepHook
 from paceline.training.trainer import SyncEngine
 from paceline_more_strategies.messages import ParameterAverager
+from paceline_more_strategies.options import CommunicationOptions
 
 _TIMEOUT_S = 1800.0
 

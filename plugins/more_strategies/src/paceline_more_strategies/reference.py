@@ -17,7 +17,6 @@ from torch import nn
 
 from paceline.data.samples import Loader, MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
-from paceline.parallel.more_options import CommunicationOptions
 from paceline.parallel.options import PipelineOptions
 from paceline.parallel.pipeline.stage_split import manual_split
 from paceline.parallel.pipeline.stages import Stage, absent_arguments, cut, find_blocks
@@ -40,6 +39,7 @@ from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
 from paceline.training.step import microbatch_loss
 from paceline_more_strategies.local_sgd import tensors_to_average
+from paceline_more_strategies.options import CommunicationOptions
 from paceline_more_strategies.pipedream import (
     PipeDreamStaleness,
     WithWeights,

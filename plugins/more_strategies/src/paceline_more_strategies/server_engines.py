@@ -22,7 +22,6 @@ import torch
 from torch import distributed as dist
 
 from paceline.elastic.state_transfer import StateSource, transfer_state
-from paceline.parallel.more_options import ServerOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
@@ -44,6 +43,7 @@ from paceline_more_strategies.asynchronous import (
     require_no_callback,
 )
 from paceline_more_strategies.messages import AnySourceReceiver, TensorBundle
+from paceline_more_strategies.options import ServerOptions
 from paceline_more_strategies.parameter_server import ServerParameters
 
 # --- What the servers hold: each its range of the parameters, and their optimizer state ---

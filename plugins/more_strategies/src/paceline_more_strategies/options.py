@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.core.config import all_options
 from paceline.core.errors import ConfigError
 from paceline.core.option_values import flag
-from paceline.core.options import Capability, OptionGroup, Requirement, option
+from paceline.core.options import Capability, Changes, OptionGroup, Requirement, option
 from paceline.core.parallel_config import Traits
 
 if TYPE_CHECKING:
@@ -72,16 +72,26 @@ class CommunicationOptions(OptionGroup):
         minimum=1,
     )
 
-    @property
-    def reducer(self) -> str | None:
-        """DistributedDataParallel, which compresses."""
-        return None if self.comm_hook == "none" else "ddp"
-
-    @property
-    def non_elastic(self) -> tuple[str, ...]:
-        """Local SGD and compression, where they are on."""
-        local_sgd = (f"--local-sgd-steps {self.local_sgd_steps}",) if self.local_sgd_steps else ()
-        return local_sgd if self.comm_hook == "none" else (*local_sgd, f"--comm-hook {self.comm_hook}")
+    def changes(self, config: RunConfig) -> Changes:
+        """Local SGD averages weights, and compression is that of DistributedDataParallel."""
+        if self.local_sgd_steps:
+            return Changes(
+                strategy="paceline_more_strategies.local_sgd:LocalSGDStrategy",
+                outer_optimizer=None
+                if self.outer_optimizer == "none"
+                else "paceline_more_strategies.local_sgd:OuterOptimizer",
+                sync_every=self.local_sgd_steps,
+                own_state=(f"--local-sgd-steps {self.local_sgd_steps}",),
+                results={"local_sgd_steps": self.local_sgd_steps},
+            )
+        if self.comm_hook != "none":
+            return Changes(
+                strategy="paceline_more_strategies.compression:CompressedDDP",
+                reducer="ddp",
+                own_state=(f"--comm-hook {self.comm_hook}",),
+                results={"reduction": self.comm_hook},
+            )
+        return Changes()
 
     def check(self, config: RunConfig) -> None:
         """Reject what does not work with the strategy, the reduction or the precision."""
@@ -159,6 +169,11 @@ class ServerOptions(OptionGroup):
     ps_servers: int = _server_option(
         1, "With --strategy ps: number of server processes; each holds a part of the parameters.", minimum=1
     )
+
+    def changes(self, config: RunConfig) -> Changes:
+        """Where servers do not wait for all workers, each computes whole steps."""
+        is_async = "ps" in config.strategies and self.ps_mode != "sync"
+        return Changes(strategy="paceline_more_strategies.parameter_server:AsyncParameterServer" if is_async else None)
 
     def check(self, config: RunConfig) -> None:
         """Reject a mode without its bound, and what needs all gradients in one place."""
