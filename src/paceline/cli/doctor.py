@@ -182,9 +182,9 @@ def _show(report: PreflightReport, *, json: bool) -> int:
 
 
 def _show_horovod(python: str, *, json: bool) -> int:
-    from paceline.launch.horovod import check_build
+    from paceline.core.plugins import import_object
 
-    build = check_build(python)
+    build = import_object("paceline_frameworks.horovod:check_build")(python)
     print(json_module.dumps(dataclasses.asdict(build)) if json else build.text)
     return 0
 

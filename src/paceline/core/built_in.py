@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from paceline.core.process_config import RankLauncher
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "ray": "paceline_ray.launcher:Ray",
         "monarch": "paceline_frameworks.monarch:Monarch",
         "mpi": "paceline.launch.mpi:MpiLauncher",
-        "horovod": "paceline.launch.horovod:HorovodLauncher",
+        "horovod": "paceline_frameworks.horovod:HorovodLauncher",
         "ssh": "paceline.launch.ssh:Ssh",
         "kubernetes": "paceline_kubernetes.launcher:Kubernetes",
         "sagemaker": "paceline_clouds.sagemaker:SageMaker",
@@ -176,7 +179,7 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "tp": "paceline.parallel.tensor_parallel:TP",
         "pp": "paceline.parallel.pipeline.pipeline:Pipeline",
         "deepspeed": "paceline.parallel.deepspeed:DeepSpeed",
-        "horovod": "paceline.parallel.horovod:Horovod",
+        "horovod": "paceline_frameworks.horovod_strategy:Horovod",
         "ps": "paceline_more_strategies.parameter_server:ParameterServer",
         "hogwild": "paceline_more_strategies.hogwild:Hogwild",
     },
@@ -209,7 +212,7 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
     "ray": "paceline_ray.launcher:RayOptions",
     "monarch": "paceline_frameworks.monarch:MonarchOptions",
     "mpi": "paceline.launch.mpi:MpiOptions",
-    "horovod": "paceline.launch.horovod:HorovodOptions",
+    "horovod": "paceline_frameworks.horovod:HorovodOptions",
     "ssh": "paceline.launch.ssh:SshOptions",
     "kubernetes": "paceline_kubernetes.options:KubernetesOptions",
     "sagemaker": "paceline_clouds.options:SageMakerOptions",
@@ -246,6 +249,12 @@ PARTS: Mapping[str, str] = {
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
 }
 """What a plug-in does for an option or a command of the core, as ``module:name``."""
+
+SLURM_BODIES: Mapping[RankLauncher, str] = {"horovod": "paceline_frameworks.horovod:slurm_body"}
+"""The shell code of rank launchers that the core does not have, in the script of a Slurm job."""
+
+RANK_DETECTORS: Mapping[str, str] = {"HOROVOD_RANK": "paceline_frameworks.horovod_environment:detect_horovod"}
+"""What returns the rank of a process, by the environment variable that its launcher sets."""
 
 PACKAGES = frozenset(
     place.partition(":")[0].partition(".")[0]

@@ -7,12 +7,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from paceline.core.access import is_loopback
+from paceline.core.built_in import RANK_DETECTORS
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import import_object
 
 # --- Temporary environment variables. No torch ---
 
@@ -117,7 +118,7 @@ def _numbers(text: str, node_list: str) -> list[str]:
 #
 # 1. the caller: ``rank`` and ``world_size`` given to ``fit()``;
 # 2. torchrun's variables, which ``python -m torch.distributed.launch`` and the spawn launcher set too;
-# 3. Horovod's;
+# 3. those of plug-ins, such as Horovod's;
 # 4. MPI's: Open MPI, then MPICH and Intel MPI (PMI);
 # 5. Slurm's, and only inside an ``srun`` step: in the body of an sbatch script, and under an
 #    ``mpirun`` in an allocation, SLURM_PROCID is 0 in every process;
@@ -130,7 +131,10 @@ LISTEN_FD = "PACELINE_LISTEN_FD"
 JOB_ID = "PACELINE_JOB_ID"
 """The job's id, the spawn launcher's ``--rdzv-id``; it keeps ranks out of other jobs' stores."""
 
-Source = Literal["caller", "torchrun", "variables", "horovod", "mpi", "slurm", "single"]
+Names = tuple[str, str, str, str]
+"""What a launcher calls rank, world size, local rank and local world size."""
+
+_TORCH_NAMES: Names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +145,8 @@ class Environment:
         rank: 0 to ``world_size`` - 1.
         local_rank: 0 to ``local_world_size`` - 1, among the processes of this node.
         node_rank: 0 to ``nodes`` - 1.
-        source: where the ranks come from.
+        source: where the ranks come from: "caller", "torchrun", "variables" (as torchrun's, of another launcher),
+            "mpi", "slurm", "single", or a plug-in's.
         master_addr: host of rank 0's store, where known.
         master_port: its port, where known.
         restart_count: how often torchrun's agent on this node restarted its workers.
@@ -149,6 +154,7 @@ class Environment:
         uses_agent_store: torchrun's agent serves the store at ``master_addr:master_port``.
         listen_fd: an inherited socket for rank 0's store, bound to ``master_port``.
         first_host: the host of rank 0, if the launcher names it (Slurm).
+        names: the launcher's, for messages.
     """
 
     rank: int = 0
@@ -157,7 +163,7 @@ class Environment:
     local_world_size: int = 1
     node_rank: int = 0
     nodes: int = 1
-    source: Source = "single"
+    source: str = "single"
     master_addr: str | None = None
     master_port: int | None = None
     restart_count: int = 0
@@ -165,6 +171,7 @@ class Environment:
     uses_agent_store: bool = False
     listen_fd: int | None = None
     first_host: str | None = None
+    names: Names = field(default=_TORCH_NAMES, compare=False, repr=False)
 
     @property
     def is_single_node(self) -> bool:
@@ -223,57 +230,43 @@ def detect_environment(
 
 def _from_caller(environ: Mapping[str, str], rank: int, world_size: int, host: str | None) -> Environment:
     local_rank, local_world_size = _local_place(environ, rank, world_size, host)
-    return _place("caller", rank, world_size, local_rank, local_world_size)
+    names = ("rank", "world_size", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return _place("caller", rank, world_size, local_rank, local_world_size, names)
 
 
 def _torchrun(environ: Mapping[str, str]) -> Environment | None:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    rank, world_size = integer_of(environ, "RANK"), integer_of(environ, "WORLD_SIZE")
     host = environ.get("MASTER_ADDR")
     local_rank, local_world_size = _local_place(environ, rank, world_size, host)
     by_agent = "TORCHELASTIC_RUN_ID" in environ
     place = _place("torchrun" if by_agent else "variables", rank, world_size, local_rank, local_world_size)
     return replace(
         place,
-        node_rank=_integer(environ, "GROUP_RANK", place.node_rank),
-        nodes=_integer(environ, "GROUP_WORLD_SIZE", place.nodes),
-        restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        node_rank=integer_of(environ, "GROUP_RANK", place.node_rank),
+        nodes=integer_of(environ, "GROUP_WORLD_SIZE", place.nodes),
+        restart_count=integer_of(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         job_id=environ.get("TORCHELASTIC_RUN_ID") or environ.get(JOB_ID),
         uses_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        listen_fd=_integer(environ, LISTEN_FD) if rank == 0 and LISTEN_FD in environ else None,
+        listen_fd=integer_of(environ, LISTEN_FD) if rank == 0 and LISTEN_FD in environ else None,
     )
 
 
-def _horovod(environ: Mapping[str, str]) -> Environment | None:
-    if "HOROVOD_RANK" not in environ:
-        return None
-    place = _place(
-        "horovod",
-        _integer(environ, "HOROVOD_RANK"),
-        _integer(environ, "HOROVOD_SIZE"),
-        _integer(environ, "HOROVOD_LOCAL_RANK"),
-        _integer(environ, "HOROVOD_LOCAL_SIZE"),
-    )
-    server = [environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")]
-    return replace(
-        place,
-        node_rank=_integer(environ, "HOROVOD_CROSS_RANK", place.node_rank),
-        nodes=_integer(environ, "HOROVOD_CROSS_SIZE", place.nodes),
-        job_id="-".join(server) if all(server) else None,
-    )
+def _plug_in(environ: Mapping[str, str]) -> Environment | None:
+    place = next((place for variable, place in RANK_DETECTORS.items() if variable in environ), None)
+    return None if place is None else import_object(place)(environ)
+
+
+_MPI_NAMES: Names = ("the MPI rank", "the MPI size", "the MPI local rank", "the MPI local size")
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Environment | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
-    place = _place(
-        "mpi",
-        _integer(environ, "OMPI_COMM_WORLD_RANK"),
-        _integer(environ, "OMPI_COMM_WORLD_SIZE"),
-        _integer(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    )
+    world = "OMPI_COMM_WORLD"
+    variables = (f"{world}_RANK", f"{world}_SIZE", f"{world}_LOCAL_RANK", f"{world}_LOCAL_SIZE")
+    place = rank_by_variables("mpi", environ, variables, _MPI_NAMES)
     return replace(place, job_id=environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid"))
 
 
@@ -281,20 +274,14 @@ def _pmi(environ: Mapping[str, str]) -> Environment | None:
     # srun sets PMI_RANK too, but not the local rank, which Slurm's own variables have.
     if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
         return None
-    place = _place(
-        "mpi",
-        _integer(environ, "PMI_RANK"),
-        _integer(environ, "PMI_SIZE"),
-        _integer(environ, "MPI_LOCALRANKID"),
-        _integer(environ, "MPI_LOCALNRANKS"),
-    )
-    return replace(place, job_id=environ.get("PMI_JOBID"))
+    variables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return replace(rank_by_variables("mpi", environ, variables, _MPI_NAMES), job_id=environ.get("PMI_JOBID"))
 
 
 def _slurm(environ: Mapping[str, str]) -> Environment | None:
-    if "SLURM_STEP_ID" not in environ or _integer(environ, "SLURM_STEP_NUM_TASKS", 1) < 2:
+    if "SLURM_STEP_ID" not in environ or integer_of(environ, "SLURM_STEP_NUM_TASKS", 1) < 2:
         return None
-    node_rank = _integer(environ, "SLURM_NODEID")
+    node_rank = integer_of(environ, "SLURM_NODEID")
     tasks = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"]) if "SLURM_STEP_TASKS_PER_NODE" in environ else []
     if node_rank >= len(tasks):
         raise ConfigError(
@@ -304,20 +291,21 @@ def _slurm(environ: Mapping[str, str]) -> Environment | None:
     nodes = environ.get("SLURM_STEP_NODELIST")
     return Environment(
         source="slurm",
-        rank=_integer(environ, "SLURM_PROCID"),
-        world_size=_integer(environ, "SLURM_STEP_NUM_TASKS"),
-        local_rank=_integer(environ, "SLURM_LOCALID"),
+        rank=integer_of(environ, "SLURM_PROCID"),
+        world_size=integer_of(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=integer_of(environ, "SLURM_LOCALID"),
         local_world_size=tasks[node_rank],
         node_rank=node_rank,
         nodes=len(tasks),
         job_id=f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}",
         first_host=first_host(nodes) if nodes else None,
+        names=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     )
 
 
 _DETECTORS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (
     _torchrun,
-    _horovod,
+    _plug_in,
     _open_mpi,
     _pmi,
     _slurm,
@@ -328,7 +316,7 @@ _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", LISTEN_FD),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
-    *("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID"),
+    *(*RANK_DETECTORS, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID"),
 )
 
 
@@ -405,7 +393,7 @@ def _job_cpus(environment: Environment, environ: Mapping[str, str]) -> int:
         except OSError:
             return len(own)
     if environment.source == "slurm":
-        return _integer(environ, "SLURM_CPUS_ON_NODE", len(own))
+        return integer_of(environ, "SLURM_CPUS_ON_NODE", len(own))
     return len(own)
 
 
@@ -461,7 +449,7 @@ def parse_coordinator(text: str) -> EtcdEndpoints:
 
 
 def _address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
-    port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
+    port = integer_of(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
     if port is not None and not 0 < port < 65536:
         raise ConfigError(f"MASTER_PORT must be a port from 1 to 65535, but is {port}.")
     return environ.get("MASTER_ADDR") or None, port
@@ -471,10 +459,12 @@ def _local_place(environ: Mapping[str, str], rank: int, world_size: int, host: s
     """Return local rank and size; if only the global ones are set, a loopback master means one node."""
     if "LOCAL_RANK" not in environ and "LOCAL_WORLD_SIZE" not in environ:
         return (rank, world_size) if host is None or is_loopback(host) else (0, 1)
-    return _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE", world_size)
+    return integer_of(environ, "LOCAL_RANK"), integer_of(environ, "LOCAL_WORLD_SIZE", world_size)
 
 
-def _place(source: Source, rank: int, world_size: int, local_rank: int, local_world_size: int) -> Environment:
+def _place(
+    source: str, rank: int, world_size: int, local_rank: int, local_world_size: int, names: Names = _TORCH_NAMES
+) -> Environment:
     """Fill in the node's rank, assuming that ranks are numbered node by node."""
     size = max(1, local_world_size)
     return Environment(
@@ -485,19 +475,27 @@ def _place(source: Source, rank: int, world_size: int, local_rank: int, local_wo
         local_world_size=local_world_size,
         node_rank=rank // size,
         nodes=max(1, -(-world_size // size)),
+        names=names,
     )
 
 
-_NAMES: dict[Source, tuple[str, str, str, str]] = {
-    "horovod": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    "mpi": ("the MPI rank", "the MPI size", "the MPI local rank", "the MPI local size"),
-    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    "caller": ("rank", "world_size", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-}
+def rank_by_variables(
+    source: str, environ: Mapping[str, str], variables: Names, names: Names | None = None
+) -> Environment:
+    """Return the rank of a process whose launcher sets four variables, in the order of :data:`Names`.
+
+    Args:
+        names: what messages call them; default: by the variables' names.
+
+    Raises:
+        ConfigError: a variable is malformed, or missing.
+    """
+    rank, world_size, local_rank, local_world_size = (integer_of(environ, name) for name in variables)
+    return _place(source, rank, world_size, local_rank, local_world_size, names or variables)
 
 
 def _check(e: Environment) -> None:
-    rank, size, local_rank, local_size = _NAMES.get(e.source, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    rank, size, local_rank, local_size = e.names
     if e.world_size < 1:
         raise ConfigError(f"{size} must be at least 1, but is {e.world_size}.")
     if not 0 <= e.rank < e.world_size:
@@ -510,7 +508,12 @@ def _check(e: Environment) -> None:
         )
 
 
-def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def integer_of(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a variable as a number.
+
+    Raises:
+        ConfigError: it is none, or is not set and has no default.
+    """
     text = environ.get(name)
     if text is None:
         if default is not None:

@@ -31,10 +31,12 @@ _STARTED_BY: dict[str, str] = {
     "caller": "a script has numbered",
     "torchrun": "torchrun has started",
     "variables": "a launcher that sets RANK has started",
-    "horovod": "horovodrun has started",
-    "mpi": "mpirun has started",
     "slurm": "srun has started",
 }
+
+
+def _started_by(environment: Environment) -> str:
+    return _STARTED_BY.get(environment.source, f"{environment.source}run has started")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +256,7 @@ def own_environment(config: RunConfig, explicit_options: Collection[str], enviro
             else f"--nproc {config.values['nproc']}"
         )
         print(
-            f"paceline: {_STARTED_BY[environment.source]} one process alone, so {wanted} counts, and this command "
+            f"paceline: {_started_by(environment)} one process alone, so {wanted} counts, and this command "
             "starts its own processes.",
             file=sys.stderr,
         )
@@ -264,7 +266,7 @@ def own_environment(config: RunConfig, explicit_options: Collection[str], enviro
     total = sum(counts) if len(counts) > 1 else counts[0] * least
     if total != environment.world_size and counts != (environment.local_world_size,):
         raise ConfigError(
-            f"--nproc {config.values['nproc']} does not fit: {_STARTED_BY[environment.source]} "
+            f"--nproc {config.values['nproc']} does not fit: {_started_by(environment)} "
             f"{environment.world_size} processes (WORLD_SIZE), {environment.local_world_size} of them on this node, "
             f"and this one is rank {environment.rank}. Leave out --nproc, or start the command once, without that "
             "launcher."
@@ -286,7 +288,7 @@ def require_recovery(config: RunConfig, environment: Environment) -> None:
     if environment.source == "torchrun":
         ways = "--recover restart and torchrun's own --max-restarts"
     raise ConfigError(
-        f"--recover {config.recovery.recover} does not work where {_STARTED_BY[environment.source]} the processes: "
+        f"--recover {config.recovery.recover} does not work where {_started_by(environment)} the processes: "
         f"it needs Paceline's agent. Use {ways} here, or have Paceline start them: give the command once on "
         "each node, with --on spawn."
     )

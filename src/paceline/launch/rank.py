@@ -75,7 +75,7 @@ def env_style_variables(
     if env_style == "tensorflow":
         return {"TF_CONFIG": _tf_config(place, hosts, counts, roles)}
     raise ConfigError(
-        f"--env-style {env_style} is kept by {'mpirun' if env_style == 'mpi' else 'horovodrun'} alone. "
+        f"--env-style {env_style} is kept by {env_style}run alone. "
         f"Use --rank-launcher {env_style}, or --on {env_style}."
     )
 

@@ -50,10 +50,6 @@ def to_yaml(value: Mapping[str, Any]) -> str:
 
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|(ACCESS|API|PRIVATE|SECRET)_?KEY)$")
 
-IN_HOROVODS_SHELL = (
-    "horovodrun starts each rank by a shell command with all its variables in it. Have the program read it from a file."
-)
-
 
 def refuse_secrets(env: Mapping[str, str], instead: str) -> None:
     """Reject variables that look like secrets: every user who can see the job can read its variables.

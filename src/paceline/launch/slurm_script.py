@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core.built_in import SLURM_BODIES
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import ConfigError
 from paceline.core.option_values import parse_duration_s
-from paceline.launch.horovod import find_horovodrun
+from paceline.core.plugins import import_object
 from paceline.launch.launcher import LaunchSpec, RankLauncher
 from paceline.launch.mpi import command_of_a_rank, mpirun_in_allocation
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
-from paceline.launch.rendering import IN_HOROVODS_SHELL, refuse_secrets
 from paceline.launch.stop_codes import STOP_CODES, stop_codes_command
 from paceline.launch.supervisor import EXIT_CODE
 
@@ -30,22 +30,6 @@ if TYPE_CHECKING:
 _STARTERS = r"""
 starters="$(mktemp -d)"
 trap 'rm -r "$starters"' EXIT
-"""
-
-_SSH = r"""
-# horovodrun starts ranks on other nodes over ssh. In a job, steps replace ssh, so no node needs an ssh server.
-cat >"$starters/ssh" <<END
-#!/bin/bash
-host=
-while [ "\$#" -gt 0 ]; do
-  case "\$1" in
-    -o | -p | -i) shift 2 ;;
-    *) [ -z "\$host" ] || break; host="\$1"; shift ;;
-  esac
-done
-exec srun --overlap --nodes=1 --ntasks=1 --nodelist="\$host" {of_step} {shield} sh -c "\$*" </dev/null
-END
-chmod +x "$starters/ssh"
 """
 
 _SRUN = r"""
@@ -72,7 +56,7 @@ listeners=$!
 """
 
 
-def _shielded(spec: LaunchSpec, shim: str, batch: bool) -> Iterator[str]:
+def shielded(spec: LaunchSpec, shim: str, batch: bool) -> Iterator[str]:
     """Yield shell code that has the ranks, and not the program that starts them, hear Slurm's signals."""
     yield from _stop_codes_directory(spec)
     yield (_STARTERS.strip() + shim.rstrip()).replace("{shield}", _shell_words(spec, "--shield"))
@@ -85,7 +69,7 @@ def _shell_words(spec: LaunchSpec, mode: str) -> str:
     return " ".join(quoted(stop_codes_command(spec.python, (), mode)))
 
 
-def _rank_command(spec: LaunchSpec) -> tuple[str, ...]:
+def command_of_shielded_rank(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the command that mpirun or horovodrun starts for each rank; it writes the rank's exit code to a file."""
     command = command_of_a_rank(spec)
     return stop_codes_command(spec.python, command) if command == spec.command else command
@@ -547,7 +531,8 @@ def _stop_codes_directory(spec: LaunchSpec) -> Iterator[str]:
     yield f'export {STOP_CODES}="$stopped"'
 
 
-def _run_shielded(spec: LaunchSpec, texts: list[str]) -> Iterator[str]:
+def run_shielded(spec: LaunchSpec, texts: list[str]) -> Iterator[str]:
+    """Yield a program that starts the ranks, after :func:`shielded`."""
     yield from _run_step(['PATH="$starters:$PATH"', _shell_words(spec, "--shield"), *texts])
     yield 'exec {ears}>&- && wait "$listeners"'
     yield _STOP_CODES.replace("{killed}", _KILLED).rstrip()
@@ -616,27 +601,13 @@ def wrapped(texts: Iterable[str], indent: str = "") -> str:
 
 def _mpirun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
     """Yield ``mpirun`` in the allocation, which it detects itself."""
-    nodes, each = _fixed_size(spec)
+    nodes, each = fixed_size(spec)
     yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
-    yield from _shielded(spec, _SRUN, batch)
-    yield from _run_shielded(spec, quoted([*mpirun_in_allocation(nodes, each), *_rank_command(spec)]))
+    yield from shielded(spec, _SRUN, batch)
+    yield from run_shielded(spec, quoted([*mpirun_in_allocation(nodes, each), *command_of_shielded_rank(spec)]))
 
 
-def _horovodrun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
-    """Yield ``horovodrun`` with the hosts of the allocation; it reaches the other nodes by steps."""
-    refuse_secrets(spec.env, IN_HOROVODS_SHELL)
-    nodes, each = _fixed_size(spec)
-    yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
-    yield f"""hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{each}/' | paste -sd, -)\""""
-    yield from _shielded(spec, _SSH.replace("{of_step}", step_options) if nodes > 1 else "", batch)
-    interface = [] if spec.interface is None else ["--network-interface", spec.interface]
-    horovodrun = quoted([find_horovodrun(spec.python), "-np", str(nodes * each), "--gloo", *interface])
-    # The ranks get the original PATH, in case they call ssh themselves.
-    horovodrun += ["-H", '"$hosts"', "env", '"PATH=$PATH"']
-    yield from _run_shielded(spec, [*horovodrun, *quoted(_rank_command(spec))])
-
-
-def _fixed_size(spec: LaunchSpec) -> tuple[int, int]:
+def fixed_size(spec: LaunchSpec) -> tuple[int, int]:
     """Return the number of nodes and the processes on each.
 
     Raises:
@@ -653,13 +624,18 @@ def _fixed_size(spec: LaunchSpec) -> tuple[int, int]:
 
 Body = Callable[[LaunchSpec, str, bool], Iterator[str]]
 
+
+def _of_plug_in(place: str) -> Body:
+    return lambda spec, step_options, batch: import_object(place)(spec, step_options, batch)
+
+
 BODIES: dict[RankLauncher, Body] = {
     "torchrun": _torchrun,
     "spawn": _one_step,
     "srun": _one_step,
     "ray": _one_step,
     "mpi": _mpirun,
-    "horovod": _horovodrun,
+    **{name: _of_plug_in(place) for name, place in SLURM_BODIES.items()},
     "agent": _agents,
 }
 """Shell code by rank launcher, the default first: it starts the ranks, waits (``wait_for``) and sets ``code``.

@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,12 +43,16 @@ from paceline.launch.mpi import (
     resolve_sizes,
     variables,
 )
-from paceline.launch.rendering import IN_HOROVODS_SHELL, refuse_secrets
+from paceline.launch.rendering import refuse_secrets
+from paceline.launch.slurm_script import command_of_shielded_rank, fixed_size, quoted, run_shielded, shielded
 from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, ProcessGroup, RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
 
 _INSTALL = "build it against this PyTorch: scripts/build-horovod, as docs/launchers/horovod.md says"
 _DISCOVERY_S = 30.0
+_IN_SHELL = (
+    "horovodrun starts each rank by a shell command with all its variables in it. Have the program read it from a file."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,7 @@ class HorovodLauncher(ForegroundLauncher):
         if options.controller != "gloo":
             raise ConfigError(f"--controller must be gloo or mpi, but is {options.controller!r}.")
         refuse_walltime(spec, self.name)
-        refuse_secrets(spec.env, IN_HOROVODS_SHELL)
+        refuse_secrets(spec.env, _IN_SHELL)
         argv = [find_horovodrun(spec.python), "-np", str(spec.world_size), "--gloo"]
         if hosts:
             argv += ["-H", host_list(spec, hosts)]
@@ -228,6 +232,43 @@ def _is_this_machine(host: str) -> bool:
         return socket.gethostbyname(host) in own
     except OSError:
         return False
+
+
+# --- In the script of a Slurm job ---
+
+
+_SSH = r"""
+# horovodrun starts ranks on other nodes over ssh. In a job, steps replace ssh, so no node needs an ssh server.
+cat >"$starters/ssh" <<END
+#!/bin/bash
+host=
+while [ "\$#" -gt 0 ]; do
+  case "\$1" in
+    -o | -p | -i) shift 2 ;;
+    *) [ -z "\$host" ] || break; host="\$1"; shift ;;
+  esac
+done
+exec srun --overlap --nodes=1 --ntasks=1 --nodelist="\$host" {of_step} {shield} sh -c "\$*" </dev/null
+END
+chmod +x "$starters/ssh"
+"""
+
+
+def slurm_body(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
+    """Yield ``horovodrun`` with the hosts of the allocation; it reaches the other nodes by steps."""
+    refuse_secrets(spec.env, _IN_SHELL)
+    nodes, each = fixed_size(spec)
+    yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
+    yield f"""hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{each}/' | paste -sd, -)\""""
+    yield from shielded(spec, _SSH.replace("{of_step}", step_options) if nodes > 1 else "", batch)
+    interface = [] if spec.interface is None else ["--network-interface", spec.interface]
+    horovodrun = quoted([find_horovodrun(spec.python), "-np", str(nodes * each), "--gloo", *interface])
+    # The ranks get the original PATH, in case they call ssh themselves.
+    horovodrun += ["-H", '"$hosts"', "env", '"PATH=$PATH"']
+    yield from run_shielded(spec, [*horovodrun, *quoted(command_of_shielded_rank(spec))])
+
+
+# --- What is installed ---
 
 
 def find_horovodrun(python: str = sys.executable) -> str:
