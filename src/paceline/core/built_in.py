@@ -178,7 +178,7 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "fsdp": "paceline.parallel.fsdp:FSDP",
         "tp": "paceline.parallel.tensor_parallel:TP",
         "pp": "paceline.parallel.pipeline.pipeline:Pipeline",
-        "deepspeed": "paceline.parallel.deepspeed:DeepSpeed",
+        "deepspeed": "paceline_frameworks.deepspeed:DeepSpeed",
         "horovod": "paceline_frameworks.horovod_strategy:Horovod",
         "ps": "paceline_more_strategies.parameter_server:ParameterServer",
         "hogwild": "paceline_more_strategies.hogwild:Hogwild",

@@ -39,6 +39,7 @@ class MicrobatchStrategy:
 
     engine: str | None = None
     num_dummy_steps = 0
+    moves_parameters = False
     overlaps_steps = False
 
     @classmethod

@@ -148,7 +148,7 @@ def distribute_like(value: Any, like: Any) -> Any:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor; those of DeepSpeed's are nowhere in the tensor."""
+    """Return this rank's shard of a tensor; a strategy's own optimizer may have it elsewhere."""
     if not hasattr(tensor, "to_local"):
         return tensor
     part = tensor.to_local()

@@ -204,6 +204,7 @@ class Strategy(Protocol):
         microbatches: this rank's micro-batches.
         num_dummy_steps: number of further forwards and backwards of weight 0 in the step, for ranks with more
             micro-batches.
+        moves_parameters: whether they are elsewhere between a step's first forward and its end.
         overlaps_steps: whether the next step's first forwards may run before this step's end.
         stats: statistics for the run's result, by name.
     """
@@ -212,6 +213,7 @@ class Strategy(Protocol):
     model: nn.Module
     microbatches: range
 
+    moves_parameters: bool
     overlaps_steps: bool
 
     @property

@@ -266,7 +266,7 @@ class PurityCheck(StepHook):
         if not self._run.purity.steps.is_due():
             return
         with self._run.purity.steps.check():
-            if "deepspeed" not in self._run.config.strategies:  # it moves parameters in and out within a step
+            if not strategy.moves_parameters:
                 self._parameters = bits_by_name(self._state.module.named_parameters())
             deterministic = self._run.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
             if isinstance(strategy, ReducerStrategy) and microbatches and deterministic:

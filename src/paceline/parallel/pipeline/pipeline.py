@@ -465,6 +465,7 @@ class Pipeline:
     """
 
     num_dummy_steps = 0
+    moves_parameters = False
     overlaps_steps = False
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:

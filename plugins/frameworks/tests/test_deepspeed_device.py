@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel import deepspeed
 from paceline.parallel.world import World
+from paceline_frameworks import deepspeed
 
 
 @pytest.mark.parametrize(("device", "number"), [("cuda:0", "0"), ("cuda:3", "3"), ("cpu", "3")])

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training.conftest import start_trainings
 from tests.training.states import newest
+
+__all__ = ["start_trainings"]
 
 pytestmark = pytest.mark.matrix
 

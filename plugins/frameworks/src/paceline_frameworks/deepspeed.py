@@ -453,6 +453,8 @@ class DeepSpeed(ExternalReduceStrategy):
         module: as :class:`DeepSpeedLayout` placed it.
     """
 
+    moves_parameters = True
+
     @classmethod
     def build_layout(cls, mesh: ParallelDims, config: RunConfig) -> ParameterLayout:
         return DeepSpeedLayout(mesh, config)
