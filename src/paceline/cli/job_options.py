@@ -63,9 +63,10 @@ class JobOptions:
         if self.torchrun:
             fields["torchrun"] = self.torchrun
         if self.roles is not None and world_size is not None:
-            from paceline.launch.rank import parse_roles
+            from paceline.launch.rank import find_framework
 
-            fields["roles"] = parse_roles(self.roles, world_size)
+            if (framework := find_framework("tensorflow")) is not None:
+                fields["roles"] = framework.parse_roles(self.roles, world_size)
         return fields
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from paceline.core.process_config import RankLauncher
+    from paceline.core.process_config import EnvStyle, RankLauncher
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,9 @@ PARTS: Mapping[str, str] = {
 
 SLURM_BODIES: Mapping[RankLauncher, str] = {"horovod": "paceline_frameworks.horovod:slurm_body"}
 """The shell code of rank launchers that the core does not have, in the script of a Slurm job."""
+
+FRAMEWORKS: Mapping[EnvStyle, str] = {"tensorflow": "paceline_frameworks.tensorflow"}
+"""The module of a framework with rank variables of its own; see :class:`paceline.launch.rank.Framework`."""
 
 RANK_DETECTORS: Mapping[str, str] = {"HOROVOD_RANK": "paceline_frameworks.horovod_environment:detect_horovod"}
 """What returns the rank of a process, by the environment variable that its launcher sets."""

@@ -29,6 +29,7 @@ from paceline.launch.options import RendezvousOptions
 from paceline.launch.rank import (
     env_style_variables,
     expand_placeholders,
+    find_framework,
     has_placeholders,
     interface_variables,
     names_port,
@@ -40,7 +41,6 @@ from paceline.launch.supervisor import (
     ProcessGroup,
     SupervisedJob,
 )
-from paceline.launch.tensorflow import free_ports, role_serves, start_tensorflow
 
 # --- A job's processes on this node: described, rendered as text, started ---
 
@@ -288,8 +288,8 @@ class Spawn(LocalLauncher):
             from paceline.elastic.agent import Agent
 
             return Agent(spec, commands[0])
-        if spec.env_style == "tensorflow":
-            return start_tensorflow(rendered)
+        if (framework := find_framework(spec.env_style)) is not None:
+            return framework.start(rendered)
         if spec.nodes[0] > 1 or spec.env_style != "torch":
             return SupervisedJob(commands, directory=spec.place.log_directory, grace_s=spec.recovery.grace_s)
         port = int(commands[0].env["MASTER_PORT"])
@@ -340,7 +340,8 @@ def _rank(spec: LaunchSpec, local_rank: int, host: str, port: int) -> Command:
         **process_variables(spec),
     }
     log = spec.place.log_directory.log_of(rank) if spec.place.log_directory is not None and rank > 0 else None
-    serves = spec.env_style == "tensorflow" and role_serves(rank, spec.roles)
+    framework = find_framework(spec.env_style)
+    serves = framework is not None and framework.serves(rank, spec.roles)
     return Command(title=f"rank {rank}", argv=command, env=env, rank=rank, log=log, serves=serves)
 
 
@@ -353,9 +354,9 @@ def _forkserver(spec: LaunchSpec) -> Command:
 
 
 def free_master_port(env_style: EnvStyle, nproc: int) -> int:
-    """Return a free port, or the first of ``nproc`` consecutive ones: TensorFlow's processes each listen on one."""
-    if env_style == "tensorflow":
-        return free_ports(nproc)
+    """Return a free port, or the first of ``nproc`` consecutive ones for a framework whose processes each listen."""
+    if (framework := find_framework(env_style)) is not None:
+        return framework.free_ports(nproc)
     with bound_loopback_socket() as bound:
         port: int = bound.getsockname()[1]
     return port

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from paceline.core.built_in import NODE_COMMANDS
+from paceline.core.built_in import FRAMEWORKS, NODE_COMMANDS
 from paceline.core.environment import NodeEnvironment, detect_node
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.launch_spec import Placement, RecoveryPolicy
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank-launcher", choices=("agent", "torchrun", "spawn"), required=True)
     parser.add_argument("--nodes", type=parse_nodes, default=(1, 1), help="N or MIN:MAX")
     parser.add_argument("--nproc", type=parse_nproc, default=(1,), help="processes, or a list by machine")
-    parser.add_argument("--env-style", choices=("torch", "tensorflow", "none"), default="torch")
+    parser.add_argument("--env-style", choices=("torch", *FRAMEWORKS, "none"), default="torch")
     parser.add_argument("--roles", default="", help="of all ranks, with commas")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--interface")

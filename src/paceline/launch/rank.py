@@ -7,17 +7,17 @@ that the script reads, and becomes the script. It also makes the variables of ea
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from itertools import accumulate
-from typing import get_args
+from typing import TYPE_CHECKING, Protocol, cast, get_args
 
 from paceline.core.access import is_loopback
+from paceline.core.built_in import FRAMEWORKS
 from paceline.core.environment import (
     Environment,
     default_threads,
@@ -33,10 +33,38 @@ from paceline.core.sockets import job_port
 from paceline.launch.rank_output import pass_own_lines_on
 from paceline.launch.stop_codes import STOP_CODES, run_rank
 
+if TYPE_CHECKING:
+    from paceline.launch.launcher import RenderedJob
+    from paceline.launch.supervisor import SupervisedJob
+
 # --- The variables that tell a process its place in a job, as each framework reads them ---
 
 
-TENSORFLOW_ROLES = ("chief", "worker", "ps", "evaluator")
+class Framework(Protocol):
+    """A module of a plug-in: what the processes of a framework need that has rank variables of its own."""
+
+    def variables(
+        self, place: Environment, hosts: Sequence[str], counts: Sequence[int], roles: Sequence[str]
+    ) -> dict[str, str]:
+        """Return the variables of one process; see :func:`env_style_variables`."""
+
+    def parse_roles(self, text: str, world_size: int) -> tuple[str, ...]:
+        """Parse ``--roles`` into the role of each rank."""
+
+    def serves(self, rank: int, roles: Sequence[str]) -> bool:
+        """Return whether a rank only serves others, and never ends by itself."""
+
+    def free_ports(self, count: int) -> int:
+        """Return the first of the free ports that so many processes listen on."""
+
+    def start(self, rendered: RenderedJob) -> SupervisedJob:
+        """Start the processes."""
+
+
+def find_framework(env_style: EnvStyle) -> Framework | None:
+    """Return the framework whose variables those of the env style are; None if a plug-in has none."""
+    place = FRAMEWORKS.get(env_style)
+    return None if place is None else cast("Framework", import_module(place))
 
 
 def env_style_variables(
@@ -72,66 +100,12 @@ def env_style_variables(
             "MASTER_ADDR": str(place.master_addr),
             "MASTER_PORT": str(place.master_port),
         }
-    if env_style == "tensorflow":
-        return {"TF_CONFIG": _tf_config(place, hosts, counts, roles)}
+    if (framework := find_framework(env_style)) is not None:
+        return framework.variables(place, hosts, counts, roles)
     raise ConfigError(
         f"--env-style {env_style} is kept by {env_style}run alone. "
         f"Use --rank-launcher {env_style}, or --on {env_style}."
     )
-
-
-def _tf_config(place: Environment, hosts: Sequence[str], counts: Sequence[int], roles: Sequence[str]) -> str:
-    """``{"cluster": {role: [host:port, ...]}, "task": {"type": role, "index": i}}``.
-
-    Every process listens on a port of its own: the master's, plus its number on its node. An evaluator is
-    not in the cluster, as TensorFlow requires.
-    """
-    if place.master_addr is None or place.master_port is None:
-        raise ConfigError("--env-style tensorflow needs the address of the first node.")
-    machines = list(hosts) or [place.master_addr]
-    each = list(counts) or [place.local_world_size] * place.nodes
-    if len(machines) != len(each):
-        raise ConfigError(
-            f"--env-style tensorflow needs the addresses of all {len(each)} machines, but only "
-            f"{len(machines)} is known: {', '.join(machines)}."
-        )
-    addresses = [
-        f"{machine}:{place.master_port + local}"
-        for machine, count in zip(machines, each, strict=True)
-        for local in range(count)
-    ]
-    kinds = list(roles) or ["worker"] * place.world_size
-    if len(kinds) != place.world_size:
-        raise ConfigError(f"--roles names {len(kinds)} processes, but there are {place.world_size}.")
-    cluster: dict[str, list[str]] = {}
-    for kind, address in zip(kinds, addresses, strict=True):
-        if kind != "evaluator":
-            cluster.setdefault(kind, []).append(address)
-    role = kinds[place.rank]
-    task = {"type": role, "index": kinds[: place.rank].count(role)}
-    return json.dumps({"cluster": cluster, "task": task})
-
-
-def parse_roles(text: str, world_size: int) -> tuple[str, ...]:
-    """Parse ``chief=1,worker=2,ps=1`` into the role of each rank, in that order.
-
-    Raises:
-        ConfigError: a role is unknown, or their numbers do not add up.
-    """
-    roles: list[str] = []
-    for part in text.split(","):
-        name, _, number = part.strip().partition("=")
-        if name not in TENSORFLOW_ROLES or not (number or "1").isdigit():
-            raise ConfigError(
-                f"--roles must be such as chief=1,worker=2,ps=1 with the roles "
-                f"{', '.join(TENSORFLOW_ROLES)}, but is {text!r}."
-            )
-        roles += [name] * int(number or 1)
-    if len(roles) != world_size:
-        raise ConfigError(f"--roles {text} names {len(roles)} processes, but {world_size} are started.")
-    if Counter(roles)["chief"] > 1:
-        raise ConfigError("--roles: there can be only one chief.")
-    return tuple(roles)
 
 
 _NAMES = "master_addr|master_port|node_rank|nnodes|local_rank|rank|world_size"
@@ -314,7 +288,7 @@ def _place(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tup
         **interface_variables(options.interface),
     }
     placed = replace(who, master_addr=host, master_port=port)
-    if options.env_style in ("torch", "tensorflow"):
+    if options.env_style in ("torch", *FRAMEWORKS):
         roles = [role for role in options.roles.split(",") if role]
         variables |= env_style_variables(
             options.env_style, placed, hosts=machine.hosts, counts=options.nproc, roles=roles

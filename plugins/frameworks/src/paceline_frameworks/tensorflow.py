@@ -12,9 +12,11 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
+from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.launch.launcher import RenderedJob
 from paceline.launch.supervisor import SupervisedJob
@@ -23,9 +25,66 @@ _FIRST_PORT, _LAST_PORT = 20000, 32000  # below the range from which the kernel 
 _LOOK_S = 0.25
 _REFUSALS = 3
 _LOST_S = 60.0
+_ROLES = ("chief", "worker", "ps", "evaluator")
 
 
-def role_serves(rank: int, roles: Sequence[str]) -> bool:
+def variables(place: Environment, hosts: Sequence[str], counts: Sequence[int], roles: Sequence[str]) -> dict[str, str]:
+    """Return TF_CONFIG: ``{"cluster": {role: [host:port, ...]}, "task": {"type": role, "index": i}}``.
+
+    Every process listens on a port of its own: the master's, plus its number on its node. An evaluator is
+    not in the cluster, as TensorFlow requires.
+
+    Raises:
+        ConfigError: the roles do not fit the ranks, or the addresses of the nodes are not known.
+    """
+    if place.master_addr is None or place.master_port is None:
+        raise ConfigError("--env-style tensorflow needs the address of the first node.")
+    machines = list(hosts) or [place.master_addr]
+    each = list(counts) or [place.local_world_size] * place.nodes
+    if len(machines) != len(each):
+        raise ConfigError(
+            f"--env-style tensorflow needs the addresses of all {len(each)} machines, but only "
+            f"{len(machines)} is known: {', '.join(machines)}."
+        )
+    addresses = [
+        f"{machine}:{place.master_port + local}"
+        for machine, count in zip(machines, each, strict=True)
+        for local in range(count)
+    ]
+    kinds = list(roles) or ["worker"] * place.world_size
+    if len(kinds) != place.world_size:
+        raise ConfigError(f"--roles names {len(kinds)} processes, but there are {place.world_size}.")
+    cluster: dict[str, list[str]] = {}
+    for kind, address in zip(kinds, addresses, strict=True):
+        if kind != "evaluator":
+            cluster.setdefault(kind, []).append(address)
+    role = kinds[place.rank]
+    task = {"type": role, "index": kinds[: place.rank].count(role)}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+def parse_roles(text: str, world_size: int) -> tuple[str, ...]:
+    """Parse ``chief=1,worker=2,ps=1`` into the role of each rank, in that order.
+
+    Raises:
+        ConfigError: a role is unknown, or their numbers do not add up.
+    """
+    roles: list[str] = []
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        if name not in _ROLES or not (number or "1").isdigit():
+            raise ConfigError(
+                f"--roles must be such as chief=1,worker=2,ps=1 with the roles {', '.join(_ROLES)}, but is {text!r}."
+            )
+        roles += [name] * int(number or 1)
+    if len(roles) != world_size:
+        raise ConfigError(f"--roles {text} names {len(roles)} processes, but {world_size} are started.")
+    if Counter(roles)["chief"] > 1:
+        raise ConfigError("--roles: there can be only one chief.")
+    return tuple(roles)
+
+
+def serves(rank: int, roles: Sequence[str]) -> bool:
     """Return whether a rank only serves others, and never ends by itself."""
     return bool(roles) and (roles[rank] == "ps" or (roles[rank] == "worker" and {"ps", "chief"} <= set(roles)))
 
@@ -43,7 +102,7 @@ def free_ports(count: int) -> int:
     raise LaunchError(f"there are no {count} free ports in a row from {_FIRST_PORT} to {_LAST_PORT}.")
 
 
-def start_tensorflow(rendered: RenderedJob) -> SupervisedJob:
+def start(rendered: RenderedJob) -> SupervisedJob:
     """Start processes that have TF_CONFIG.
 
     Raises:
