@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +13,11 @@ from cyclopts import Parameter
 from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
+from paceline.core.built_in import SCRIPT_WARNINGS
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.option_values import parse_nodes, parse_nproc, parse_walltime_s
+from paceline.core.plugins import import_object
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
@@ -69,7 +72,6 @@ def launch(
     from paceline.cli.job_start import start
     from paceline.launch.launcher import LaunchSpec, get_launcher, job_name
     from paceline.launch.registry import make_options
-    from paceline.launch.script_warnings import script_warnings
     from paceline.launch.submit import (
         choose_env_style,
         choose_rank_launcher,
@@ -118,7 +120,7 @@ def launch(
             "python": interpreter,
         }
     )
-    is_local = on in LOCAL_LAUNCHERS or (on in ("mpi", "horovod") and spec.nodes[1] == 1)
-    for warning in script_warnings(spec, is_local=is_local):
-        print(f"paceline: {warning}", file=sys.stderr)
+    with suppress(ModuleNotFoundError):  # the core alone knows no other framework
+        for warning in import_object(SCRIPT_WARNINGS)(spec, on):
+            print(f"paceline: {warning}", file=sys.stderr)
     return start(launcher, spec, own, job, dry_run=dry_run, json=json)

@@ -259,6 +259,9 @@ FRAMEWORKS: Mapping[EnvStyle, str] = {"tensorflow": "paceline_frameworks.tensorf
 RANK_DETECTORS: Mapping[str, str] = {"HOROVOD_RANK": "paceline_frameworks.horovod_environment:detect_horovod"}
 """What returns the rank of a process, by the environment variable that its launcher sets."""
 
+SCRIPT_WARNINGS = "paceline_frameworks.script_warnings:script_warnings"
+"""What warns of a script of another framework that would not train as one job."""
+
 PACKAGES = frozenset(
     place.partition(":")[0].partition(".")[0]
     for place in (

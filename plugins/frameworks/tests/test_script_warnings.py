@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import script_warnings
 from paceline.launch.launcher import LaunchSpec
+from paceline_frameworks import script_warnings
 
 LIGHTNING = "import lightning.pytorch as pl\ntrainer = pl.Trainer({})\n"
 KERAS = "import tensorflow as tf\nwith tf.distribute.MultiWorkerMirroredStrategy().scope():\n    model.fit(x)\n"
@@ -18,7 +18,7 @@ KERAS = "import tensorflow as tf\nwith tf.distribute.MultiWorkerMirroredStrategy
 def warnings(path: Path, text: str, *words: str, is_local: bool = False, **fields: Any) -> list[str]:
     (path / "train.py").write_text(text)
     spec = LaunchSpec(command=("python", str(path / "train.py"), *words), **{"nproc": (2,), **fields})
-    return list(script_warnings.script_warnings(spec, is_local=is_local))
+    return list(script_warnings.script_warnings(spec, "spawn" if is_local else "slurm"))
 
 
 def test_lightning_s_trainer_needs_its_devices(tmp_path: Path) -> None:
@@ -120,4 +120,4 @@ def test_fit_on_several_workers_needs_keras_2(tmp_path: Path, monkeypatch: pytes
 
 def test_a_script_that_cannot_be_read_is_not_judged(tmp_path: Path) -> None:
     assert not warnings(tmp_path, "def broken(:\n")
-    assert not list(script_warnings.script_warnings(LaunchSpec(command=("python", "/nowhere/train.py"))))
+    assert not list(script_warnings.script_warnings(LaunchSpec(command=("python", "/nowhere/train.py")), "spawn"))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from paceline.cli.job_options import LOCAL_LAUNCHERS
 from paceline.core.gpus import visible_gpus
 from paceline.core.launch_spec import LaunchSpec
 
@@ -18,11 +19,11 @@ _OTHER_DEVICES = ("kfd", "accel*", "davinci*", "neuron*")
 """The files in /dev of AMD's, Intel's and Google's, Huawei's, and Amazon's devices, on which Accelerate finds ranks."""
 
 
-def script_warnings(spec: LaunchSpec, *, is_local: bool = False) -> Iterator[str]:
+def script_warnings(spec: LaunchSpec, on: str) -> Iterator[str]:
     """Yield what is wrong with the script of a job, and the remedy.
 
     Args:
-        is_local: its processes run on this node, so that its GPUs are known.
+        on: the launcher's name.
     """
     script = next((word for word in spec.command[:3] if word.endswith(".py")), None)
     if script is None:
@@ -50,6 +51,8 @@ def script_warnings(spec: LaunchSpec, *, is_local: bool = False) -> Iterator[str
                 f"Fabric({processes}); or, as fabric run does, --env LT_CLI_USED=1 --env LT_DEVICES={max(spec.nproc)}"
                 f"{nodes}."
             )
+    # On this node its GPUs are known.
+    is_local = on in LOCAL_LAUNCHERS or (on in ("mpi", "horovod") and spec.nodes[1] == 1)
     if spec.world_size > 1 and is_local and imported & {"accelerate", "transformers", "trl"}:
         has_word = any("cpu" in word for word in spec.command[spec.command.index(script) + 1 :])
         call = next((call for call in calls if _is_without_cpu(call, has_word=has_word)), None)
