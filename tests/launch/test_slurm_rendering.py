@@ -675,10 +675,10 @@ def test_an_activated_environment_has_its_own_python() -> None:
 
 
 def test_preflight_examines_the_python_of_the_environment_that_is_activated() -> None:
-    preflight = (sys.executable, "-P", "-m", "paceline.launch.preflight.rank")
+    preflight = (sys.executable, "-P", "-m", "paceline_checks.preflight.rank")
     for options in (SlurmOptions(venv="/opt/env"), SlurmOptions(conda="torch")):
         script = joined(text(SCRIPT, options, python=sys.executable, preflight=preflight))
-        assert " --preflight 'python -P -m paceline.launch.preflight.rank' " in script
+        assert " --preflight 'python -P -m paceline_checks.preflight.rank' " in script
         assert sys.executable not in script
 
 

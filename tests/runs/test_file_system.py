@@ -14,8 +14,8 @@ from tests.lab.network_file_system import network_file_system
 from tests.processes import Processes
 
 from paceline.core.files import see_listed
-from paceline.launch.preflight.facts import can_lock, leave_mark
 from paceline.runs.file_system import probe
+from paceline_checks.preflight.facts import can_lock, leave_mark
 
 
 def test_a_local_disk_lacks_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.option_values import flag
 from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher, refuse_gpu_type, refuse_torchrun_options
 from paceline.launch.local_run import check_task
+from paceline.launch.preflight import find_preflight
 from paceline.launch.submit import (
     JobRecord,
     finish,
@@ -85,28 +86,14 @@ def start(
     """
     first = None
     if options.preflight:
-        from paceline.launch.preflight.job import job_with_preflight, local_ranks, run_before
-        from paceline.launch.preflight.spec import PreflightSpec
-
         # Nodes that do not have this machine's files have no directory for a script's, and several no common one.
         has_own_files = launcher.files == "uploaded" and spec.nodes[1] > 1
         run = spec.workdir if launcher.files == "shared" else None
         run = None if has_own_files else spec.run or run
-        preflight = PreflightSpec(
-            run=None if run is None else str(run),
-            task=task,
-            nproc=spec.nproc,
-            threads=spec.threads,
-            gpus_per_node=spec.gpus_per_node,
-            interface=spec.interface,
-            keep=keep,
-            timeout_s=init_timeout_s,
-            before_job=True,
+        is_local = launcher.name in LOCAL_LAUNCHERS
+        first, spec = find_preflight().prepare(
+            spec, own, is_local=is_local, run=run, task=task, keep=keep, timeout_s=init_timeout_s
         )
-        if launcher.name in LOCAL_LAUNCHERS:
-            first = local_ranks(spec, preflight.command(sys.executable), own)
-        else:
-            spec = job_with_preflight(spec, preflight)
         if launcher.preallocated:
             spec = dataclasses.replace(spec, gpus_per_node=None)  # the preflight has checked them
     refuse_gpu_type(spec, launcher.name)
@@ -124,7 +111,7 @@ def start(
     if options.detach and launcher.attached:
         _detach(spec)
     if first is not None:
-        code, interface = run_before(first)
+        code, interface = find_preflight().run_before(first)
         if code:
             return code
         if spec.interface is None and interface is not None:

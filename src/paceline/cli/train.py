@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
-import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
@@ -171,9 +170,9 @@ def _start(
         _print_dry_run(run, checks, json=json)
         return 0
     if checks is not None:
-        from paceline.launch.preflight.job import run_before
+        from paceline.launch.preflight import find_preflight
 
-        code, interface = run_before(checks)
+        code, interface = find_preflight().run_before(checks)
         if code:
             if config.records.run_dir is None:
                 with suppress(OSError):  # a rank that was killed leaves its mark there
@@ -205,25 +204,21 @@ def _print_dry_run(run: LocalRun, checks: LaunchSpec | None, *, json: bool) -> N
     print(run.rendered.text, end="")
 
 
-def _preflight(run: LocalRun, nproc: tuple[int, ...] | None) -> LaunchSpec:
+def _preflight(run: LocalRun, nproc: tuple[int, ...] | None) -> LaunchSpec | None:
     """Return the ranks that check this node, and all nodes that the same command runs on, before the run."""
-    from paceline.launch.preflight.job import local_ranks
-    from paceline.launch.preflight.spec import PreflightSpec
+    from paceline.launch.preflight import find_preflight
 
     config, spec = run.job.config, run.rendered.spec
-    preflight = PreflightSpec(
-        run=str(run.directory.path.absolute()),
+    checks, _ = find_preflight().prepare(
+        dataclasses.replace(spec, nproc=nproc or spec.nproc),
+        is_local=True,
+        run=run.directory.path.absolute(),
         task=config.processes.task,
-        nproc=nproc or spec.nproc,
-        threads=spec.threads,
-        interface=spec.interface,
         keep=config.records.keep_checkpoints,
-        agents=run.launcher.name == "spawn" and spec.recovery.recover != "none",
         timeout_s=spec.recovery.init_timeout_s,
-        before_job=True,
+        agents=run.launcher.name == "spawn" and spec.recovery.recover != "none",
     )
-    job = dataclasses.replace(spec, nproc=preflight.nproc)
-    return local_ranks(job, preflight.command(sys.executable))
+    return checks
 
 
 def _submit(

@@ -75,7 +75,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     ),
     "doctor": CliCommand(
         "Start",
-        "paceline.cli.doctor:doctor",
+        "paceline_checks.doctor_command:doctor",
         "Check a job's nodes and network before the job runs.",
         usage="[OPTIONS] [TASK]",
         computes=True,
@@ -258,6 +258,9 @@ FRAMEWORKS: Mapping[EnvStyle, str] = {"tensorflow": "paceline_frameworks.tensorf
 
 RANK_DETECTORS: Mapping[str, str] = {"HOROVOD_RANK": "paceline_frameworks.horovod_environment:detect_horovod"}
 """What returns the rank of a process, by the environment variable that its launcher sets."""
+
+PREFLIGHT = "paceline_checks.preflight.job"
+"""The module that checks a job's nodes first; see :class:`paceline.launch.preflight.Preflight`."""
 
 SCRIPT_WARNINGS = "paceline_frameworks.script_warnings:script_warnings"
 """What warns of a script of another framework that would not train as one job."""

@@ -26,7 +26,7 @@ from paceline.core.plugins import import_object
 from paceline.core.sockets import job_port
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.local import free_master_port
-from paceline.launch.preflight.job import run_before
+from paceline.launch.preflight import find_preflight
 from paceline.launch.rank import expand_placeholders, names_port
 from paceline.launch.stop_codes import STOP_CODES, leave_stop_code
 from paceline.runs.directory import RunDirectory
@@ -140,7 +140,7 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
                 rdzv_id=place.job_id or "paceline",
             ),
         )
-        code, interface = run_before(ranks)
+        code, interface = find_preflight().run_before(ranks)
         if code:
             return code
         options.interface = options.interface or interface

@@ -38,7 +38,7 @@ from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port
 from paceline.launch.launcher import LaunchSpec
-from paceline.launch.preflight.job import run_before
+from paceline.launch.preflight import find_preflight
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline_ray.cluster import cluster_variables, import_ray, kill, private_directory, shut_down
 
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
                     rdzv_id=place.job_id or "paceline",
                 ),
             )
-            code, interface = run_before(ranks)
+            code, interface = find_preflight().run_before(ranks)
             if code:
                 return code
             options.interface = options.interface or interface

@@ -1,4 +1,4 @@
-"""The program of each rank of a preflight check: ``python -m paceline.launch.preflight.rank SPEC REPORT``.
+"""The program of each rank of a preflight check: ``python -m paceline_checks.preflight.rank SPEC REPORT``.
 
 The ranks meet in the job's own store, each node's first one with the facts about it; those measure the links between
 the nodes. Then all ranks form the job's process group. Rank 0 judges, and every node gets the report.
@@ -26,8 +26,8 @@ from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import ConfigError, PacelineError, PeerLostError
 from paceline.core.files import write_atomically
 from paceline.core.signals import STOP_SIGNALS, handle_signals
-from paceline.launch.preflight import facts
-from paceline.launch.preflight.checks import (
+from paceline_checks.preflight import facts
+from paceline_checks.preflight.checks import (
     Pair,
     Results,
     all_reduce_obstacle,
@@ -36,7 +36,7 @@ from paceline.launch.preflight.checks import (
     judge,
     known_rates,
 )
-from paceline.launch.preflight.spec import PreflightReport, PreflightSpec
+from paceline_checks.preflight.spec import PreflightReport, PreflightSpec
 
 _POLL_S = 0.01
 _LATE_S = 3.0  # network file systems show new files with a delay

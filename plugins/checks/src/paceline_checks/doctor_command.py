@@ -18,9 +18,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.option_values import parse_duration_s, parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.task_loading import check_spec
 from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline.launch.preflight.spec import PreflightReport, PreflightSpec
 from paceline.launch.registry import make_options
 from paceline.launch.submit import choose_rank_launcher, job_directory
+from paceline_checks.preflight.spec import PreflightReport, PreflightSpec
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
@@ -138,7 +138,7 @@ def doctor(
     rank_launcher = choose_rank_launcher(
         launcher, "spawn" if "spawn" in launcher.rank_launchers else None, "torch", is_task=False
     )
-    from paceline.launch.preflight.job import REPORT, check_locally, check_with_launcher, local_ranks
+    from paceline_checks.preflight.job import REPORT, check_locally, check_with_launcher, local_ranks
 
     command, directory = preflight.command(python or sys.executable), job_directory("doctor", attached=False)
     spec = LaunchSpec(
@@ -175,16 +175,16 @@ def _show(report: PreflightReport, *, json: bool) -> int:
         print(json_module.dumps(report.to_json()))
     else:
         from paceline.core.output import Console
-        from paceline.launch.preflight.spec import print_report
+        from paceline_checks.preflight.spec import print_report
 
         print_report(report, Console(highlight=False))
     return 1 if report.status == "fail" else 0
 
 
 def _show_horovod(python: str, *, json: bool) -> int:
-    from paceline.core.plugins import import_object
+    from paceline_frameworks.horovod import check_build
 
-    build = import_object("paceline_frameworks.horovod:check_build")(python)
+    build = check_build(python)
     print(json_module.dumps(dataclasses.asdict(build)) if json else build.text)
     return 0
 

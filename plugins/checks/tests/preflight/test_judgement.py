@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.preflight.checks import Results, all_reduce_obstacle, common_interfaces, judge
-from paceline.launch.preflight.spec import Check, PreflightSpec
+from paceline_checks.preflight.checks import Results, all_reduce_obstacle, common_interfaces, judge
+from paceline_checks.preflight.spec import Check, PreflightSpec
 
 GIB = 1 << 30
 TORCH = {"version": "2.13.0+cu130", "cuda": "13.0", "gpus": 2}

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from plugins.checks.tests.preflight.examined import found, not_passed
 from tests.lab.sshd import SshLab
-from tests.launch.preflight.examined import found, not_passed
 
-from paceline.launch.preflight.spec import PreflightReport
+from paceline_checks.preflight.spec import PreflightReport
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.lab.machines import Node, NodeProcess
 
-from paceline.launch.preflight.spec import Check, PreflightReport
+from paceline_checks.preflight.spec import Check, PreflightReport
 
 PORT = 29500
 

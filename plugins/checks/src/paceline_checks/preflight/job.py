@@ -16,11 +16,45 @@ from paceline.core.owned_names import own_prefix
 from paceline.core.sockets import require_loopback
 from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher
 from paceline.launch.options import RendezvousOptions
-from paceline.launch.preflight.spec import PreflightReport, PreflightSpec
 from paceline.launch.submit import finish, submit
+from paceline_checks.preflight.spec import PreflightReport, PreflightSpec
 
 REPORT = "report.json"
 _LAST_LINES = 20
+
+
+def prepare(
+    spec: LaunchSpec,
+    own: Any = None,
+    *,
+    is_local: bool,
+    run: Path | None,
+    task: str,
+    keep: int,
+    timeout_s: float,
+    agents: bool = False,
+) -> tuple[LaunchSpec | None, LaunchSpec]:
+    """See :meth:`paceline.launch.preflight.Preflight.prepare`."""
+    if spec.starts_each_rank:
+        raise ConfigError(
+            f"--preflight needs a command that is started once on each node, but --rank-launcher "
+            f"{spec.rank_launcher} starts each rank. Use another --rank-launcher, or paceline doctor before the job."
+        )
+    preflight = PreflightSpec(
+        run=None if run is None else str(run),
+        task=task,
+        nproc=spec.nproc,
+        threads=spec.threads,
+        gpus_per_node=spec.gpus_per_node,
+        interface=spec.interface,
+        keep=keep,
+        timeout_s=timeout_s,
+        agents=agents or spec.rank_launcher == "agent",
+        before_job=True,
+    )
+    if is_local:
+        return local_ranks(spec, preflight.command(sys.executable), own), spec
+    return None, replace(spec, preflight=preflight.command(spec.python))
 
 
 def local_ranks(spec: LaunchSpec, command: tuple[str, ...], options: RendezvousOptions | None = None) -> LaunchSpec:
@@ -119,21 +153,6 @@ def check_with_launcher(launcher: Launcher, spec: LaunchSpec, options: Any) -> P
             f"the preflight check ended with exit code {code} and left no report in {spec.directory}.{output} "
             f"Check that {spec.python} can import paceline on the nodes, and that they share that directory."
         ) from error
-
-
-def job_with_preflight(spec: LaunchSpec, preflight: PreflightSpec) -> LaunchSpec:
-    """Return a job that runs the checks on its nodes first.
-
-    Raises:
-        ConfigError: the launcher starts each rank itself, so no program runs once per node.
-    """
-    if spec.starts_each_rank:
-        raise ConfigError(
-            f"--preflight needs a command that is started once on each node, but --rank-launcher "
-            f"{spec.rank_launcher} starts each rank. Use another --rank-launcher, or paceline doctor before the job."
-        )
-    preflight = replace(preflight, agents=spec.rank_launcher == "agent")
-    return replace(spec, preflight=preflight.command(spec.python))
 
 
 def _read(file: Path) -> PreflightReport:

@@ -23,10 +23,10 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.file_lock import lock_now
 from paceline.core.gpus import visible_gpus
 from paceline.core.sockets import LOOPBACK, address_towards, interface_address, interface_of, is_ours
-from paceline.launch.preflight.spec import PreflightSpec
 from paceline.runs.checkpoint_admin import entries
 from paceline.runs.directory import RunDirectory
 from paceline.runs.file_system import probe
+from paceline_checks.preflight.spec import PreflightSpec
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MARK_BYTES = 1 << 20

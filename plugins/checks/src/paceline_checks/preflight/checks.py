@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.launch.preflight.spec import CHECKS, Check, PreflightReport, PreflightSpec, Status
 from paceline.runs.file_system import NODE_LOCKS, Lack
+from paceline_checks.preflight.spec import CHECKS, Check, PreflightReport, PreflightSpec, Status
 
 Pair = tuple[int, int]
 """Two nodes, by number: the first one sends."""
@@ -22,7 +22,7 @@ class Results:
     Attributes:
         spec: requirements of the job.
         nodes: number of nodes of the job, including those that never connected.
-        facts: those of :func:`~paceline.launch.preflight.facts.collect`, with ``host``, ``address``, ``interface`` and
+        facts: those of :func:`~paceline_checks.preflight.facts.collect`, with ``host``, ``address``, ``interface`` and
             ``address_problem``.
         absent: why a node is missing, or was lost.
         clock_s: how far a node's clock is ahead of node 0's.

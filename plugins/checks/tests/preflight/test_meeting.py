@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from plugins.checks.tests.preflight.examined import begin, found, not_passed, report_of
 from tests.lab.machines import Machines
-from tests.launch.preflight.examined import begin, found, not_passed, report_of
 
 WAITS_ON_NODE_1 = """
 import pathlib, socket, time

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from plugins.checks.tests.preflight.examined import PORT, begin, examine, found, need, not_passed, report_of, sh
 from tests.lab.machines import Machines, Node
-from tests.launch.preflight.examined import PORT, begin, examine, found, need, not_passed, report_of, sh
 
 from paceline.core.environment import HOSTS, NODE_RANK, NODES
-from paceline.launch.preflight.spec import CHECKS, PreflightSpec
+from paceline_checks.preflight.spec import CHECKS, PreflightSpec
 
 FIREWALL = """
 nft add table inet filter

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from plugins.checks.tests.preflight.examined import found, not_passed
 from tests.lab.slurm_cluster import SlurmCluster
-from tests.launch.preflight.examined import found, not_passed
 
-from paceline.launch.preflight.spec import PreflightReport
+from paceline_checks.preflight.spec import PreflightReport
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 

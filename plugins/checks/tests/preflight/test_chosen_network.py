@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
+from plugins.checks.tests.preflight.examined import sh
 from tests.lab.machines import Machines, Node
-from tests.launch.preflight.examined import sh
 
 MEET = ("--nodes", "2", "--rdzv-endpoint", "node0:29560", "--threads", "1")
 LINE = """

@@ -14,16 +14,16 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from tests.launch.preflight.examined import found
+from plugins.checks.tests.preflight.examined import found
 from tests.processes import children
 from tests.small_disk import small_disk
 
 from paceline.core.sockets import job_port
-from paceline.launch.preflight.spec import CHECKS, PreflightReport, PreflightSpec
 from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_store import commit
+from paceline_checks.preflight.spec import CHECKS, PreflightReport, PreflightSpec
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 BROKEN = "import paceline\nimport a_library_that_is_not_there\n"
 SLOW = "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(600)\n"
 
@@ -171,7 +171,7 @@ def test_what_preflight_runs_on_a_cluster(run_processes: Any, tmp_path: Path) ->
     [line] = [line for line in lines if "paceline.launch.node" in line]
     first, rest = line.split(" --preflight ", 1)
     assert "/python -P -m paceline.launch.node" in first
-    assert rest.startswith("'/python -P -m paceline.launch.preflight.rank ")
+    assert rest.startswith("'/python -P -m paceline_checks.preflight.rank ")
     assert '"before_job": true' in rest
     assert rest.endswith("-- /bin/echo hello &")
 
@@ -189,7 +189,7 @@ def test_what_preflight_runs_on_a_cluster(run_processes: Any, tmp_path: Path) ->
 def test_preflight_knows_who_starts_the_ranks(run_processes: Any, words: list[str], agents: bool) -> None:
     done = run_processes.paceline("train", "fashion-mnist", *words, "--preflight", "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "paceline.launch.preflight.rank" in done.stdout
+    assert "paceline_checks.preflight.rank" in done.stdout
     assert ('"agents": true' in done.stdout) == agents
 
 
@@ -269,7 +269,7 @@ def test_the_whole_job(run_processes: Any, tmp_path: Path) -> None:
     assert "GLOO_SOCKET_IFNAME=ib0 " in text
     [line, *_] = [line for line in text.splitlines() if "preflight" in line]
     python, *module, spec = shlex.split(line[line.index("/python") :])
-    assert (python, *module) == ("/python", "-P", "-m", "paceline.launch.preflight.rank")
+    assert (python, *module) == ("/python", "-P", "-m", "paceline_checks.preflight.rank")
     given = {"gpus_per_node": 4, "interface": "ib0", "checkpoint_bytes": 2 << 30, "keep": 5, "timeout_s": 120.0}
     assert PreflightSpec.parse(spec) == PreflightSpec(run="/r", nproc=(8, 4), threads=2, **given)
 

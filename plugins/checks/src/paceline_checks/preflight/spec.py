@@ -130,7 +130,7 @@ class PreflightSpec:
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         }
-        return (python, "-P", "-m", "paceline.launch.preflight.rank", json.dumps(changed))
+        return (python, "-P", "-m", "paceline_checks.preflight.rank", json.dumps(changed))
 
     @classmethod
     def parse(cls, text: str) -> PreflightSpec:

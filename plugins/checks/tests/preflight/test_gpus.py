@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.preflight.examined import found
+from plugins.checks.tests.preflight.examined import found
 
-from paceline.launch.preflight.facts import parse_gpus
-from paceline.launch.preflight.spec import PreflightReport
+from paceline_checks.preflight.facts import parse_gpus
+from paceline_checks.preflight.spec import PreflightReport
 
 # index, name, driver_version, memory.used, temperature.gpu,
 # ecc.errors.uncorrected.volatile.total, clocks_throttle_reasons.active
