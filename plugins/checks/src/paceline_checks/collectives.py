@@ -35,6 +35,7 @@ _SHIFT = 7
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power}
+_UNITS["kB"] = 1000
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,15 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 
 
 def _bytes(word: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", word.strip())
-    if match is None or match[2] not in _UNITS:
+    if (size := parse_size(word)) is None:
         raise ConfigError(f"--sizes must be such as 8B:256MiB or 1MiB (B, KiB, MiB, GiB, KB, MB, GB), but is {text!r}.")
-    return int(match[1]) * _UNITS[match[2]]
+    return size
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes of a text such as "500MB" or "2GiB"; None if it has another form."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    return None if match is None or match[2] not in _UNITS else int(float(match[1]) * _UNITS[match[2]])
 
 
 @dataclass(frozen=True, kw_only=True)

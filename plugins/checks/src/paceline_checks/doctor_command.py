@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
-import re
 import sys
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,19 +15,21 @@ from cyclopts import Parameter
 from paceline.cli.job_options import LOCAL_LAUNCHERS, parse_env
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.option_values import parse_duration_s, parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.task_loading import check_spec
-from paceline.launch.launcher import LaunchSpec, get_launcher
+from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher
 from paceline.launch.registry import make_options
-from paceline.launch.submit import choose_rank_launcher, job_directory
+from paceline.launch.submit import choose_rank_launcher, finish, job_directory, submit
+from paceline_checks.collectives import parse_size
+from paceline_checks.preflight.job import REPORT, check_locally, local_ranks, read_report
 from paceline_checks.preflight.spec import PreflightReport, PreflightSpec
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
 _WALLTIME = "15min"
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
+_LAST_LINES = 20
 
 
 def doctor(
@@ -126,7 +129,7 @@ def doctor(
         gpus_per_node=gpus_per_node,
         interface=interface,
         keep=keep_checkpoints,
-        checkpoint_bytes=None if checkpoint_size is None else parse_size(checkpoint_size),
+        checkpoint_bytes=None if checkpoint_size is None else _size(checkpoint_size),
         timeout_s=parse_duration_s(timeout, "timeout"),
     )
     if is_local and least > 1 and "node_rank" not in own:
@@ -138,8 +141,6 @@ def doctor(
     rank_launcher = choose_rank_launcher(
         launcher, "spawn" if "spawn" in launcher.rank_launchers else None, "torch", is_task=False
     )
-    from paceline_checks.preflight.job import REPORT, check_locally, check_with_launcher, local_ranks
-
     command, directory = preflight.command(python or sys.executable), job_directory("doctor", attached=False)
     spec = LaunchSpec(
         command=(*command, str(directory / REPORT)),
@@ -165,20 +166,60 @@ def doctor(
         print(launcher.render(spec, options).text, end="")
         return 0
     if not is_local:
-        return _show(check_with_launcher(launcher, spec, options), json=json)
+        return _show(_check_with_launcher(launcher, spec, options), json=json)
     code, report = check_locally(spec)
     return code or 1 if report is None else _show(report, json=json)
 
 
+def _check_with_launcher(launcher: Launcher, spec: LaunchSpec, options: Any) -> PreflightReport:
+    """Run the checks on the job's nodes, wait, and read the report from the job's directory.
+
+    Raises:
+        LaunchError: the cluster refused the job, or it left no report; contains its output.
+    """
+    file = spec.directory / REPORT
+    file.unlink(missing_ok=True)
+    record, handle = submit(launcher, launcher.render(spec, options))
+    if not launcher.attached:
+        print(f"paceline: submitted {record.id}; Ctrl-C cancels it.", file=sys.stderr)
+    try:
+        code = finish(record, handle)
+    except KeyboardInterrupt:
+        handle.cancel()
+        raise
+    try:
+        return read_report(file)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        lines = [line for line in islice(handle.logs(), 10_000) if line.strip()][-_LAST_LINES:]
+        output = "".join(f"\n  {line}" for line in lines) + ("\n" if lines else "")
+        raise LaunchError(
+            f"the preflight check ended with exit code {code} and left no report in {spec.directory}.{output} "
+            f"Check that {spec.python} can import paceline on the nodes, and that they share that directory."
+        ) from error
+
+
 def _show(report: PreflightReport, *, json: bool) -> int:
+    """Print a row per check, with advice if it did not pass; return the exit code."""
     if json:
         print(json_module.dumps(report.to_json()))
-    else:
-        from paceline.core.output import Console
-        from paceline_checks.preflight.spec import print_report
+        return int(report.status == "fail")
+    from rich.markup import escape
+    from rich.table import Table
 
-        print_report(report, Console(highlight=False))
-    return 1 if report.status == "fail" else 0
+    from paceline.core.output import Console
+
+    console, table = Console(highlight=False), Table("check", "", "where", "found", "advice")
+    for check in report.checks:
+        status = f"[{_STYLES[check.status]}]{check.status}[/]"
+        advice = f"{check.advice}." if check.advice else ""
+        table.add_row(check.id, status, *map(escape, (check.where, check.found, advice)))
+    console.print(table)
+    counts: Counter[str] = Counter(check.status for check in report.checks)
+    machines = f"{len(report.machines)} node{'s' if len(report.machines) > 1 else ''}"
+    parts = [f"{counts['pass']} passed"]
+    parts += [f"{counts[status]} {word}" for status, word in (("warn", "warned"), ("fail", "failed")) if counts[status]]
+    console.print(f"{machines}: {', '.join(parts)}.", style=_STYLES[report.status])
+    return int(report.status == "fail")
 
 
 def _show_horovod(python: str, *, json: bool) -> int:
@@ -189,13 +230,7 @@ def _show_horovod(python: str, *, json: bool) -> int:
     return 0
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of a text such as "500MB" or "2GiB".
-
-    Raises:
-        ConfigError: the text is not a size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|[kMGT]B|)", text.strip())
-    if match is None:
+def _size(text: str) -> int:
+    if (size := parse_size(text)) is None:
         raise ConfigError(f"--checkpoint-size must be such as 500MB or 2GiB, but is {text!r}.")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return size

@@ -156,7 +156,8 @@ def _libraries(results: Results) -> Check:
 # --- Each node: task, GPUs, address, clock, disk, memory, files and cores. The report fills in its name ---
 
 
-_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+_MIB, _GIB = 1 << 20, 1 << 30
+_UNITS = ((_GIB, "GiB"), (_MIB, "MiB"), (1 << 10, "KiB"))
 _BUSY_MIB = 1024
 _CHECKPOINT_FACTOR = 3  # a checkpoint holds the weights and up to two optimizer moments of each
 _SHM_MIN, _SHM_RECOMMENDED = 16 * _MIB, 64 * _MIB  # per process
@@ -165,12 +166,11 @@ _CLOCK_WARNS_S, _CLOCK_FAILS_S = 1.0, 10.0
 
 def _node(results: Results, node: int) -> Iterator[Check]:
     own, spec, nproc = results.facts[node], results.spec, results.spec.processes_on(node)
-    if own["task"] is not None and "error" in own["task"]:
+    if (task := own["task"]) is not None and "error" in task:
         advice = "Make the task's file and its imports available on this node: install or share them"
-        yield Check("task", "", "fail", own["task"]["error"], advice)
-    elif own["task"] is not None:
-        size = own["task"]["model_bytes"]
-        model = "" if size is None else f", a model of {size / _MIB:.1f} MiB"
+        yield Check("task", "", "fail", task["error"], advice)
+    elif task is not None:
+        model = "" if task["model_bytes"] is None else f", a model of {task['model_bytes'] / _MIB:.1f} MiB"
         yield Check("task", "", "pass", f"{spec.task}{model}")
     yield _usable_gpus(results, node)
     if own["gpus"]:
@@ -222,11 +222,8 @@ def _usable_gpus(results: Results, node: int) -> Check:
     # CUDA_VISIBLE_DEVICES may leave some out on purpose.
     if usable < (min(count, own["visible_gpus"]) if requested is None else requested):
         built = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "its build has no CUDA"
-        advice = (
-            "Check CUDA_VISIBLE_DEVICES, and that the driver is new enough"
-            if torch["cuda"]
-            else "Install torch for CUDA"
-        )
+        check = "Check CUDA_VISIBLE_DEVICES, and that the driver is new enough"
+        advice = check if torch["cuda"] else "Install torch for CUDA"
         return Check("gpus", "", "fail", f"{models}, but torch sees {usable} ({built})", advice)
     if usable and nproc > usable:
         advice = f"Use --nproc {usable}: NCCL needs one process per GPU"
@@ -244,13 +241,12 @@ def _gpu_health(gpus: list[dict[str, Any]]) -> Check:
             warnings.append(f"{label} is slowed at {gpu['temperature_c']} °C ({', '.join(gpu['slowed_by'])})")
         if (gpu["used_mib"] or 0) > _BUSY_MIB:
             warnings.append(f"{label} has {gpu['used_mib']} MiB already in use")
-    found = "; ".join([*errors, *warnings])
+    if not errors and not warnings:
+        return Check("gpu-health", "", "pass", "no errors, no throttling")
+    advice = "Check its cooling, power and other processes: nvidia-smi"
     if errors:
         advice = "Reset the GPU or restart the node; exclude it from the job if the error comes back"
-        return Check("gpu-health", "", "fail", found, advice)
-    if warnings:
-        return Check("gpu-health", "", "warn", found, "Check its cooling, power and other processes: nvidia-smi")
-    return Check("gpu-health", "", "pass", "no errors, no throttling")
+    return Check("gpu-health", "", "fail" if errors else "warn", "; ".join([*errors, *warnings]), advice)
 
 
 def _host_name(results: Results, node: int) -> Check:
@@ -323,10 +319,7 @@ def _cores(own: Mapping[str, Any], nproc: int, threads: int) -> Check:
 
 
 def _size(count: float) -> str:
-    for unit, size in (("GiB", _GIB), ("MiB", _MIB), ("KiB", _KIB)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:g} bytes"
+    return next((f"{count / size:.3g} {unit}" for size, unit in _UNITS if count >= size), f"{count:g} bytes")
 
 
 # --- The network: addresses, connections, speed, an all-reduce ---

@@ -10,10 +10,11 @@ import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib.metadata import distributions, requires
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -27,6 +28,8 @@ from paceline.runs.checkpoint_admin import entries
 from paceline.runs.directory import RunDirectory
 from paceline.runs.file_system import probe
 from paceline_checks.preflight.spec import PreflightSpec
+
+T = TypeVar("T")
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MARK_BYTES = 1 << 20
@@ -51,12 +54,12 @@ def collect(spec: PreflightSpec) -> dict[str, Any]:
         "gpus": gpus,
         "gpu_error": gpu_error,
         "interfaces": interfaces(),
-        "named": _named(),
+        "named": _known(lambda: sorted(set(socket.gethostbyname_ex(socket.gethostname())[2]))) or [],
         "open_files": None if soft == resource.RLIM_INFINITY else soft,
         "most_open_files": None if hard == resource.RLIM_INFINITY else hard,
-        "shm_free": _free("/dev/shm"),
+        "shm_free": _known(lambda: _free("/dev/shm")),
         "cores": os.cpu_count() or 1,
-        "core_quota": _core_quota(),
+        "core_quota": _known(_core_quota),
     }
 
 
@@ -94,25 +97,22 @@ def _task_facts(spec: str) -> dict[str, Any]:
     return {"model_bytes": model_bytes}
 
 
-def _named() -> list[str]:
-    with suppress(OSError):
-        return sorted(set(socket.gethostbyname_ex(socket.gethostname())[2]))
-    return []
-
-
-def _free(path: str | Path) -> int | None:
-    with suppress(OSError):
-        status = os.statvfs(path)
-        return status.f_bavail * status.f_frsize
-    return None
-
-
-def _core_quota() -> float | None:
-    """Return the core quota of a container by its control group (version 2)."""
+def _known(read: Callable[[], T]) -> T | None:
+    """Return what a function reads from the system; None if it cannot."""
     with suppress(OSError, ValueError):
-        quota, period = _CPU_QUOTA.read_text().split()
-        return int(quota) / int(period)
+        return read()
     return None
+
+
+def _free(path: str | Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def _core_quota() -> float:
+    """Return the core quota of a container by its control group (version 2)."""
+    quota, period = _CPU_QUOTA.read_text().split()
+    return int(quota) / int(period)
 
 
 # --- GPUs, by NVIDIA's tools ---
@@ -211,13 +211,11 @@ def nearest_existing(path: Path) -> Path:
 
 def inspect_storage(run: Path) -> dict[str, Any]:
     """Return the free bytes, the sizes of the run's checkpoints, and what the file system lacks."""
-    directory, sizes, lacks = nearest_existing(run), list[int](), list[Any]()
-    with suppress(OSError):
-        checkpoints = entries(RunDirectory(run).checkpoints, None)
-        sizes = [entry.size_bytes for entry in checkpoints if entry.problem is None]
-    with suppress(OSError):
-        lacks = probe(directory)
-    return {"path": str(directory), "free": _free(directory), "checkpoints": sizes, "lacks": lacks}
+    directory = nearest_existing(run)
+    checkpoints = _known(lambda: entries(RunDirectory(run).checkpoints, None)) or []
+    sizes = [entry.size_bytes for entry in checkpoints if entry.problem is None]
+    lacks = _known(lambda: probe(directory)) or []
+    return {"path": str(directory), "free": _known(lambda: _free(directory)), "checkpoints": sizes, "lacks": lacks}
 
 
 def leave_mark(path: Path, stack: ExitStack) -> str | None:

@@ -6,21 +6,18 @@ import json
 import sys
 import tempfile
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import Placement
 from paceline.core.owned_names import own_prefix
 from paceline.core.sockets import require_loopback
-from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.options import RendezvousOptions
-from paceline.launch.submit import finish, submit
 from paceline_checks.preflight.spec import PreflightReport, PreflightSpec
 
 REPORT = "report.json"
-_LAST_LINES = 20
 
 
 def prepare(
@@ -95,7 +92,7 @@ def check_locally(spec: LaunchSpec) -> tuple[int, PreflightReport | None]:
     with tempfile.TemporaryDirectory(prefix=own_prefix("preflight")) as directory:
         file, spawn = Path(directory) / REPORT, get_launcher("spawn")
         code = spawn.submit(spawn.render(replace(spec, command=(*spec.command, str(file))))).wait()
-        return code, _read(file) if file.exists() else None
+        return code, read_report(file) if file.exists() else None
 
 
 def run_before(spec: LaunchSpec) -> tuple[int, str | None]:
@@ -123,37 +120,6 @@ def run_before(spec: LaunchSpec) -> tuple[int, str | None]:
     return code or int(failed), report.interface
 
 
-def check_with_launcher(launcher: Launcher, spec: LaunchSpec, options: Any) -> PreflightReport:
-    """Run the checks on the job's nodes, wait, and read the report from the job's directory.
-
-    Args:
-        launcher: of the job.
-        spec: a job whose ranks run the checks, and leave the report in its directory.
-        options: of the launcher.
-
-    Raises:
-        LaunchError: the cluster refused the job, or it left no report; contains its output.
-    """
-    file = spec.directory / REPORT
-    file.unlink(missing_ok=True)
-    record, handle = submit(launcher, launcher.render(spec, options))
-    if not launcher.attached:
-        print(f"paceline: submitted {record.id}; Ctrl-C cancels it.", file=sys.stderr)
-    try:
-        code = finish(record, handle)
-    except KeyboardInterrupt:
-        handle.cancel()
-        raise
-    try:
-        return _read(file)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        lines = [line for line in islice(handle.logs(), 10_000) if line.strip()][-_LAST_LINES:]
-        output = "".join(f"\n  {line}" for line in lines) + ("\n" if lines else "")
-        raise LaunchError(
-            f"the preflight check ended with exit code {code} and left no report in {spec.directory}.{output} "
-            f"Check that {spec.python} can import paceline on the nodes, and that they share that directory."
-        ) from error
-
-
-def _read(file: Path) -> PreflightReport:
+def read_report(file: Path) -> PreflightReport:
+    """Return the report that rank 0 has left."""
     return PreflightReport.from_json(json.loads(file.read_bytes()))

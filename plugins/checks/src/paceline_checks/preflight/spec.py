@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rich.markup import escape
-from rich.table import Table
-
-from paceline.core.output import Console
+import msgspec
 
 Status = Literal["pass", "warn", "fail"]
 
-CHECKS = {
-    "machines": "all ranks of the job are present",
-    "python": "the same Python on all nodes",
-    "libraries": "the same libraries on all nodes",
-    "torch": "torch can be imported",
-    "task": "the task can be imported",
-    "gpus": "as many GPUs as requested, usable by torch",
-    "gpu-health": "no memory errors, no throttling",
-    "ports": "every node can connect to every other node",
-    "interface": "the network interface is the fast one",
-    "bandwidth": "no link is much slower than the others",
-    "host-name": "a node's name is not its loopback address",
-    "clock": "the clocks agree",
-    "run-directory": "the run's directory is shared and writable",
-    "disk-space": "there is space for the checkpoints",
-    "shared-memory": "/dev/shm is large enough",
-    "open-files": "enough files and sockets can be open",
-    "cpus": "as many cores as threads",
-    "all-reduce": "an all-reduce over all ranks is correct, and its speed",
-}
-"""All checks in the order of the report, with the condition that they check."""
+CHECKS = (
+    *("machines", "python", "libraries", "torch", "task", "gpus", "gpu-health", "ports", "interface", "bandwidth"),
+    *("host-name", "clock", "run-directory", "disk-space", "shared-memory", "open-files", "cpus", "all-reduce"),
+)
+"""All checks, in the order of the report."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +65,7 @@ class PreflightReport:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PreflightReport:
         """Return the report of :meth:`to_json`'s result."""
-        checks = tuple(Check(**check) for check in values["checks"])
-        return cls(machines=tuple(values["machines"]), checks=checks, interface=values["interface"])
+        return msgspec.convert(values, cls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,23 +114,4 @@ class PreflightSpec:
     @classmethod
     def parse(cls, text: str) -> PreflightSpec:
         """Return the requirements in a command."""
-        values = json.loads(text)
-        return cls(**{**values, "nproc": tuple(values.get("nproc", (1,)))})
-
-
-_STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
-
-
-def print_report(report: PreflightReport, console: Console) -> None:
-    """Print a row per check, with advice if it did not pass."""
-    table = Table("check", "", "where", "found", "advice")
-    for check in report.checks:
-        status = f"[{_STYLES[check.status]}]{check.status}[/]"
-        advice = f"{check.advice}." if check.advice else ""
-        table.add_row(check.id, status, *map(escape, (check.where, check.found, advice)))
-    console.print(table)
-    counts: Counter[str] = Counter(check.status for check in report.checks)
-    machines = f"{len(report.machines)} node{'s' if len(report.machines) > 1 else ''}"
-    parts = [f"{counts['pass']} passed"]
-    parts += [f"{counts[status]} {word}" for status, word in (("warn", "warned"), ("fail", "failed")) if counts[status]]
-    console.print(f"{machines}: {', '.join(parts)}.", style=_STYLES[report.status])
+        return msgspec.json.decode(text, type=cls)
