@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -17,13 +16,14 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from plugins.ray.tests.actor_jobs import prepare, spec
 from tests.elastic.recovery_nodes.runs import OPTIONS, PATIENT, TASK, Run
 from tests.lab.machines import Machines
 from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import RecoveryPolicy
-from paceline.launch.launcher import LaunchSpec, get_launcher
+from paceline.launch.launcher import get_launcher
 from paceline_frameworks.monarch import MonarchJob, MonarchOptions
 
 pytestmark = [pytest.mark.monarch, pytest.mark.timeout(300)]
@@ -36,12 +36,6 @@ names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_RANK", "A")
 os.write(1, " ".join(os.environ[name] for name in names).encode() + b"\\n")
 os.write(2, b"of Monarch: %d\\n" % sum("HYPERACTOR" in name or "MONARCH" in name for name in os.environ))
 """
-WAITS = """\
-import os, pathlib, time
-pathlib.Path(f"ready{os.environ['RANK']}").write_text(str(os.getpid()))
-print("waiting", flush=True)
-time.sleep(600)
-"""
 LOOP = (
     "import sys\n"
     "from monarch.actor import run_worker_loop_forever\n"
@@ -51,11 +45,8 @@ LOOP = (
 
 @pytest.fixture(autouse=True)
 def recorded_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for name, text in (("place.py", PLACE), ("waits.py", WAITS)):
-        (tmp_path / name).write_text(text)
-    shutil.copy(Path(__file__).parents[3] / "tests/launch/harmed.py", tmp_path)
-    (tmp_path / "plan").mkdir()
+    prepare(tmp_path, monkeypatch)
+    (tmp_path / "place.py").write_text(PLACE)
 
 
 @pytest.fixture
@@ -105,17 +96,6 @@ def hosts(run_processes: Any, wait_until: Callable[..., None]) -> Callable[[int]
         return loops
 
     return start
-
-
-def spec(**changes: Any) -> LaunchSpec:
-    values = {
-        "command": ("python", "train.py"),
-        "name": "train",
-        "directory": Path("/jobs/train"),
-        "workdir": Path("/work"),
-        "python": "python",
-    }
-    return LaunchSpec(**{**values, **changes})
 
 
 # What would run

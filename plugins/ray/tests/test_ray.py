@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,12 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
+from plugins.ray.tests.actor_jobs import prepare, spec
 from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.sockets import job_port
-from paceline.launch.launcher import LaunchSpec, get_launcher
+from paceline.launch.launcher import get_launcher
 from paceline.launch.node import node_command
 from paceline_ray.launcher import RayOptions
 from paceline_ray.node import main as ray_node
@@ -107,23 +107,13 @@ with result.checkpoint.as_directory() as folder:
 """
 RUN = ("--microbatches", "12", "--global-batch-size", "96", "--threads", "1", "--seed", "7")
 
-WAITS = """\
-import os, pathlib, time
-pathlib.Path(f"ready{os.environ['RANK']}").write_text(str(os.getpid()))
-print("waiting", flush=True)
-time.sleep(600)
-"""
-
 
 @pytest.fixture(autouse=True)
 def small_and_recorded_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    prepare(tmp_path, monkeypatch)
     monkeypatch.setenv("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", str(80 * 2**20))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "test.py").write_text(TEST)
-    (tmp_path / "waits.py").write_text(WAITS)
-    shutil.copy(Path(__file__).parents[3] / "tests/launch/harmed.py", tmp_path)
-    (tmp_path / "plan").mkdir()
 
 
 class Cluster:
@@ -188,17 +178,6 @@ def leftovers() -> set[str]:
 
 
 # What would run
-
-
-def spec(**changes: Any) -> LaunchSpec:
-    values = {
-        "command": ("python", "train.py"),
-        "name": "train",
-        "directory": Path("/jobs/train"),
-        "workdir": Path("/work"),
-        "python": "python",
-    }
-    return LaunchSpec(**{**values, **changes})
 
 
 def test_a_program_is_rendered_with_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

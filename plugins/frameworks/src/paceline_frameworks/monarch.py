@@ -17,15 +17,6 @@ from typing import Any
 from paceline.core.access import is_loopback
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.sockets import address_towards
-from paceline.launch.actor_nodes import (
-    PATIENCE_S,
-    READ_S,
-    TURN_S,
-    ActorJob,
-    ActorJobController,
-    NodePlace,
-    reason_of,
-)
 from paceline.launch.launcher import (
     Command,
     JobHandle,
@@ -40,6 +31,15 @@ from paceline.launch.local import processes_here
 from paceline.launch.node import node_command
 from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
 from paceline_frameworks.monarch_hosts import MonarchHost, read_hosts
+from paceline_ray.actor_nodes import (
+    PATIENCE_S,
+    READ_S,
+    TURN_S,
+    ActorJob,
+    ActorJobController,
+    NodePlace,
+    reason_of,
+)
 
 # --- The library, imported on use ---
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from monarch.actor import Actor, concurrent_endpoint
 
 from paceline.core.environment import variables_of_another_job
-from paceline.core.sockets import bound_socket
-from paceline.launch.actor_nodes import NodeCommand
+from paceline_ray.actor_nodes import NodeCommand, can_listen
 
 SILENCE_S = 60.0
 """An actor that its controller has not greeted for so long ends itself, and its command with it."""
@@ -45,11 +44,7 @@ class NodeActor(Actor):  # type: ignore[misc] # the library is not typed
     @concurrent_endpoint
     async def can_listen(self, address: str, port: int) -> bool:
         """Return whether no process listens at this port."""
-        try:
-            bound_socket(address, port).close()
-        except OSError:
-            return False
-        return True
+        return can_listen(address, port)
 
     @concurrent_endpoint
     async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:

@@ -12,17 +12,6 @@ from typing import Any
 
 from paceline.core.environment import parse_endpoint, variables_of_another_job
 from paceline.core.errors import ConfigError
-from paceline.core.sockets import bound_socket
-from paceline.launch.actor_nodes import (
-    PATIENCE_S,
-    READ_S,
-    TURN_S,
-    ActorJob,
-    ActorJobController,
-    NodeCommand,
-    NodePlace,
-    reason_of,
-)
 from paceline.launch.launcher import (
     Command,
     JobHandle,
@@ -35,6 +24,17 @@ from paceline.launch.launcher import (
 from paceline.launch.node import node_command
 from paceline.launch.rank import interface_variables
 from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
+from paceline_ray.actor_nodes import (
+    PATIENCE_S,
+    READ_S,
+    TURN_S,
+    ActorJob,
+    ActorJobController,
+    NodeCommand,
+    NodePlace,
+    can_listen,
+    reason_of,
+)
 from paceline_ray.node import cluster_command, ray_node_command
 
 # --- A job for the machines of a Ray cluster, as a file ---
@@ -81,11 +81,7 @@ class NodeActor(NodeCommand):
         """Return whether no process listens at this port."""
         import ray
 
-        try:
-            bound_socket(ray.util.get_node_ip_address(), port).close()
-        except OSError:
-            return False
-        return True
+        return can_listen(ray.util.get_node_ip_address(), port)
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
         """Start the command; ``env`` is added to this machine's variables.

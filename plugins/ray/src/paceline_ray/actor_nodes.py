@@ -26,7 +26,7 @@ from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import LaunchError
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
-from paceline.core.sockets import job_port
+from paceline.core.sockets import bound_socket, job_port
 from paceline.runs.failures import STOPPED
 
 # --- The job, as a file ---
@@ -70,6 +70,15 @@ class ActorJob:
 
 _LINES_KEPT = 10_000
 _LINES_AT_ONCE = 1_000
+
+
+def can_listen(address: str, port: int) -> bool:
+    """Return whether no process listens at this port."""
+    try:
+        bound_socket(address, port).close()
+    except OSError:
+        return False
+    return True
 
 
 class NodeCommand:
