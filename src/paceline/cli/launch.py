@@ -120,7 +120,7 @@ def launch(
             "python": interpreter,
         }
     )
-    with suppress(ModuleNotFoundError):  # the core alone knows no other framework
+    with suppress(ModuleNotFoundError):  # the core alone has no plug-in for other frameworks
         for warning in import_object(SCRIPT_WARNINGS)(spec, on):
             print(f"paceline: {warning}", file=sys.stderr)
     return start(launcher, spec, own, job, dry_run=dry_run, json=json)

@@ -512,7 +512,7 @@ def integer_of(environ: Mapping[str, str], name: str, default: int | None = None
     """Return a variable as a number.
 
     Raises:
-        ConfigError: it is none, or is not set and has no default.
+        ConfigError: it is not a whole number, or is not set and has no default.
     """
     text = environ.get(name)
     if text is None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Framework(Protocol):
-    """A module of a plug-in: what the processes of a framework need that has rank variables of its own."""
+    """The module of a plug-in for a framework with rank variables of its own."""
 
     def variables(
         self, place: Environment, hosts: Sequence[str], counts: Sequence[int], roles: Sequence[str]
