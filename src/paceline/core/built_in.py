@@ -201,7 +201,7 @@ VALUES: Mapping[str, str] = {"pipedream": "paceline_more_strategies.pipedream:Pi
 ENGINE_PARTS = ("powersgd",)
 """Parts of a checkpoint that the engine of a plug-in adds."""
 
-VERIFIED = ("paceline_more_strategies.verify_cases:CASES",)
+VERIFIED = ("paceline_more_strategies.verify_cases:CASES", "paceline_frameworks.verify_cases:CASES")
 """Cases of ``paceline verify`` for the strategies of plug-ins."""
 
 LAUNCHER_OPTIONS: Mapping[str, str] = {

@@ -110,16 +110,6 @@ _CORE_CASES = (
     StrategyCase(name="pp-dp", options={"mesh": "pp=2,dp=*"}, least=4),
     StrategyCase(name="pp-tp", options={"mesh": "pp=2,tp=*"}, guarantee="tolerance", least=4, most=4),
     StrategyCase(name="pp-dp-tp", options={"mesh": "pp=2,dp=*,tp=2"}, guarantee="tolerance", least=8),
-    *(
-        StrategyCase(
-            name=f"deepspeed-{stage}",
-            options={"strategy": "deepspeed", "zero_stage": stage},
-            guarantee="tolerance",
-            needs="deepspeed",
-        )
-        for stage in (1, 2, 3)
-    ),
-    StrategyCase(name="horovod", options={"strategy": "horovod"}, guarantee="tolerance", needs="horovod"),
 )
 """The cases of the core's strategies."""
 
