@@ -14,7 +14,21 @@ from subprocess import CompletedProcess
 import pytest
 from tests.processes import Processes
 
-from paceline.core.built_in import BUILT_IN, COMMANDS, LAUNCHER_OPTIONS, NAMES, NODE_COMMANDS, PARTS, VALUES, VERIFIED
+from paceline.core.built_in import (
+    BUILT_IN,
+    COMMANDS,
+    FRAMEWORKS,
+    LAUNCHER_OPTIONS,
+    NAMES,
+    NODE_COMMANDS,
+    PARTS,
+    PREFLIGHT,
+    RANK_DETECTORS,
+    SCRIPT_WARNINGS,
+    SLURM_BODIES,
+    VALUES,
+    VERIFIED,
+)
 
 pytestmark = pytest.mark.system
 
@@ -88,6 +102,8 @@ def test_every_place_of_the_tables_exists() -> None:
         *PARTS.values(),
         *VALUES.values(),
         *VERIFIED,
+        *(place for table in (SLURM_BODIES, FRAMEWORKS, RANK_DETECTORS) for place in table.values()),
+        *(PREFLIGHT, SCRIPT_WARNINGS),
         *(place for group in BUILT_IN.values() for place in group.values()),
     ]
     assert [place for place in places if importlib.util.find_spec(place.partition(":")[0]) is None] == []
