@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -120,7 +120,7 @@ def launch(
             "python": interpreter,
         }
     )
-    with suppress(ModuleNotFoundError):  # the core alone has no plug-in for other frameworks
+    if find_spec(SCRIPT_WARNINGS.partition(".")[0]) is not None:  # the core alone has no plug-in for other frameworks
         for warning in import_object(SCRIPT_WARNINGS)(spec, on):
             print(f"paceline: {warning}", file=sys.stderr)
     return start(launcher, spec, own, job, dry_run=dry_run, json=json)
