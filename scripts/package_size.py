@@ -32,8 +32,11 @@ TRAINING = (
 )
 """A training on two processes: the command, and what it names in text, not by an import."""
 
-OPTIONAL = ("parallel/pipeline/", "parallel/planning/", "elastic/consensus/")
-"""What a training imports for some options only."""
+OPTIONAL = (
+    *("parallel/fsdp.py", "parallel/tensor_parallel.py", "parallel/tp_autoplan.py", "parallel/pipeline/"),
+    *("parallel/planning/", "elastic/consensus/", "launch/preflight/"),
+)
+"""What a training imports for some options only: other strategies, planning, several nodes, checks of nodes."""
 
 
 @cache
