@@ -34,9 +34,9 @@ from paceline.parallel.options import Split
 from paceline.parallel.pipeline.pipeline import Pipeline, PipelineLayout
 from paceline.parallel.pipeline.schedules import Name
 from paceline.parallel.pipeline.stages import find_stage_executor
-from paceline.parallel.planning.model_partition import MemoryTracker
 from paceline.parallel.strategy import StrategyOptions
 from paceline.parallel.world import ParallelDims, World, open_world
+from paceline_planning.model_partition import MemoryTracker
 
 RANKS, MICROBATCHES, SAMPLES = 2, 8, 64
 UNEQUAL = (768, 768, 768, 768, 64, 64, 64, 64, 10)

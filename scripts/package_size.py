@@ -34,9 +34,9 @@ TRAINING = (
 
 OPTIONAL = (
     *("parallel/fsdp.py", "parallel/tensor_parallel.py", "parallel/tp_autoplan.py", "parallel/pipeline/"),
-    *("parallel/planning/", "elastic/consensus/", "launch/preflight/"),
+    *("elastic/consensus/", "launch/preflight/"),
 )
-"""What a training imports for some options only: other strategies, planning, several nodes, checks of nodes."""
+"""What a training imports for some options only: other strategies, several nodes, checks of nodes."""
 
 
 @cache
@@ -77,7 +77,7 @@ def imported(path: Path) -> Iterator[Path]:
 
 
 def reached() -> set[Path]:
-    """Return the files that a training on two processes can reach, without optional strategies and planning."""
+    """Return the files that a training on two processes can reach, without optional strategies."""
     found: set[Path] = set()
     pending = [CORE / name for name in TRAINING]
     while pending:

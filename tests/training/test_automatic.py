@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ from torch import nn
 
 from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError
-from paceline.parallel.planning import auto_strategy, recommend
-from paceline.parallel.planning.auto_strategy import choose_strategy, require_replaceable
+from paceline.parallel import auto_strategy
+from paceline.parallel.auto_strategy import choose_strategy, require_replaceable
 from paceline.training.tasks.transformer import Transformer
 
 MIB = 2**20
@@ -46,46 +47,18 @@ def settled(memory: int, config: ResolvedConfig = CONFIG, **changes: Any) -> tup
 
 @pytest.mark.integration
 def test_what_clearly_fits_is_ddp_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.parallel.planning.recommend.make_plan", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(auto_strategy, "import_object", lambda place: pytest.fail("measured"))
     before = torch.get_rng_state()
     assert settled(1024 * MIB) == (CONFIG, None)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.integration
-def test_what_does_not_fit_ddp_is_split_and_said() -> None:
-    config, note = settled(130 * MIB)
-    assert config.strategies != ("ddp",)
-    assert note is not None
-    assert note.startswith(f"strategy: {config.values['mesh'] or config.parallel.strategy}. ddp needs 0.1")
-    # Nothing else is decided: the bits are the same.
-    assert config.replace(strategy="auto", mesh=None) == CONFIG
-
-
-@pytest.mark.integration
-def test_on_a_gpu_the_measurement_is_in_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Autograd's threads would call CUDA there, and end the process.
-    pids: list[int] = []
-    real = recommend.make_plan
-    monkeypatch.setattr(recommend, "make_plan", lambda *a, **k: pids.append(os.getpid()) or real(*a, **k))
-    task = Counted()
-    config, note = choose_strategy(CONFIG, task, world_size=2, memory=130 * MIB, device="cuda")
-    assert (pids, task.built) == ([os.getpid()], 0)
-    assert note is not None
-    assert config.strategies != ("ddp",)
-
-
-@pytest.mark.integration
-def test_what_fits_after_all_is_ddp() -> None:
-    assert settled(300 * MIB) == (CONFIG, None)
-
-
-@pytest.mark.integration
-def test_where_nothing_fits_it_is_ddp_and_said() -> None:
-    config, note = settled(MIB)
-    assert config == CONFIG
-    assert note is not None
-    assert note.endswith("paceline plan finds no other that fits")
+def test_a_core_without_the_plan_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "paceline_planning.auto", raising=False)
+    monkeypatch.setitem(sys.modules, "paceline_planning", None)
+    with pytest.raises(ConfigError, match=r"needs paceline_planning.* Install all of it: pip install paceline"):
+        settled(130 * MIB)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,10 @@ COMMANDS: Mapping[str, CliCommand] = {
     ),
     "scale": CliCommand("Start", "paceline.cli.scale:scale", "Change the number of processes of a running job."),
     "plan": CliCommand(
-        "Start", "paceline.cli.plan:plan", "Predict each strategy's memory and step time; recommend one.", computes=True
+        "Start",
+        "paceline_planning.command:plan",
+        "Predict each strategy's memory and step time; recommend one.",
+        computes=True,
     ),
     "doctor": CliCommand(
         "Start",
@@ -246,6 +249,7 @@ NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
 
 PARTS: Mapping[str, str] = {
     "--coordinator": "paceline_etcd.membership:EtcdMembership",
+    "--strategy auto": "paceline_planning.auto:choose_by_plan",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
 }
 """What a plug-in does for an option or a command of the core, as ``module:name``."""

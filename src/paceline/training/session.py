@@ -18,8 +18,8 @@ from paceline.core.errors import ConfigError, PeerLostError, RunDirectoryError, 
 from paceline.core.plugins import import_object
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.elastic.worker_group import open_process_group
+from paceline.parallel.auto_strategy import memory_per_process, require_replaceable
 from paceline.parallel.device import LocalDevice, gpu_identity
-from paceline.parallel.planning.auto_strategy import memory_per_process, require_replaceable
 from paceline.parallel.progress import note_progress
 from paceline.parallel.strategy_selection import strategy_class
 from paceline.parallel.world import World

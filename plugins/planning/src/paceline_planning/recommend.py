@@ -11,9 +11,9 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
-from paceline.parallel.planning.measurement import PRECISIONS, Device, Measurement, measure
-from paceline.parallel.planning.model_partition import Precision
-from paceline.parallel.planning.predict import (
+from paceline_planning.measurement import PRECISIONS, Device, Measurement, measure
+from paceline_planning.model_partition import Precision
+from paceline_planning.predict import (
     Memory,
     RankLayout,
     Reduction,

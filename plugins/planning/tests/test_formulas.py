@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.planning.measurement import Measurement
-from paceline.parallel.planning.model_partition import (
+from paceline_planning.measurement import Measurement
+from paceline_planning.model_partition import (
     Activations,
     MemoryTrace,
     ModelPartition,
@@ -18,7 +18,7 @@ from paceline.parallel.planning.model_partition import (
     activations,
     balanced_cuts,
 )
-from paceline.parallel.planning.predict import (
+from paceline_planning.predict import (
     Memory,
     RankLayout,
     classic_mixed_precision,
@@ -27,7 +27,7 @@ from paceline.parallel.planning.predict import (
     predict_memory,
     predict_timing,
 )
-from paceline.parallel.planning.recommend import ClusterSpec
+from paceline_planning.recommend import ClusterSpec
 
 PIECES = tuple(
     Segment(

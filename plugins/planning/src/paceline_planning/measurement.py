@@ -20,7 +20,10 @@ from paceline.core.errors import ConfigError, DataError, TaskError, UserError
 from paceline.core.task import Loss, Task
 from paceline.data.stream import as_stream
 from paceline.parallel.fsdp import AUTO_WRAP
-from paceline.parallel.planning.model_partition import (
+from paceline.parallel.tp_autoplan import infer_tp_plan
+from paceline.parallel.wrap_units import exclude_tied, wrap_units
+from paceline.torch_internals import FakeTensorMode, tree_leaves, tree_map_only
+from paceline_planning.model_partition import (
     MemoryTrace,
     MemoryTracker,
     ModelPartition,
@@ -32,9 +35,6 @@ from paceline.parallel.planning.model_partition import (
     find_segments,
     nbytes,
 )
-from paceline.parallel.tp_autoplan import infer_tp_plan
-from paceline.parallel.wrap_units import exclude_tied, wrap_units
-from paceline.torch_internals import FakeTensorMode, tree_leaves, tree_map_only
 
 # --- One rank's part of a tensor-parallel model: layers cut in two, as a plan of torch's styles says ---
 

@@ -14,7 +14,7 @@ from paceline.core.output import Console
 from paceline.core.task_loading import TaskReference, parse_assignments
 
 if TYPE_CHECKING:
-    from paceline.parallel.planning.recommend import Plan, PlanRow
+    from paceline_planning.recommend import Plan, PlanRow
 
 _WIDTH = 110
 """Width of the table, also if the output is not a terminal."""
@@ -75,7 +75,7 @@ def plan(
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, but is {value}.")
     assignments = parse_assignments(set)
-    from paceline.parallel.planning.recommend import ClusterSpec, make_plan
+    from paceline_planning.recommend import ClusterSpec, make_plan
 
     cluster = ClusterSpec(
         gpus=gpus,
@@ -101,7 +101,7 @@ def plan(
 
 
 def _show(result: Plan) -> None:
-    from paceline.parallel.planning.predict import classic_mixed_precision
+    from paceline_planning.predict import classic_mixed_precision
 
     m, cluster = result.measurement, result.machines
     whole = m.whole

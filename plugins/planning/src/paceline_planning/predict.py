@@ -10,9 +10,9 @@ from typing import Literal
 
 from paceline.core.config import config_from_mapping, to_flags
 from paceline.core.errors import ConfigError
-from paceline.parallel.planning.measurement import Measurement
-from paceline.parallel.planning.model_partition import Part, Precision, split_further
 from paceline.parallel.reduction_tree import ReductionPlan
+from paceline_planning.measurement import Measurement
+from paceline_planning.model_partition import Part, Precision, split_further
 
 # --- How ranks are laid out: sizes of a mesh's axes, and what goes with them ---
 

@@ -1,23 +1,24 @@
-"""``--strategy auto``: ddp where it fits, else what the plan recommends."""
+"""``--strategy auto``: ddp where it clearly fits, else what a plan recommends."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import psutil
 import torch
 
+from paceline.core.built_in import PARTS
 from paceline.core.config import ResolvedConfig, RunConfig
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import import_object
 from paceline.core.task import Task
-from paceline.parallel.options import MemoryOptions
 
 T = TypeVar("T")
 
@@ -27,9 +28,6 @@ optimizer holds, and activations as large as all of these."""
 
 _BEGIN_S = (2.0, 4.0, 8.0, 16.0, 32.0)
 """How long each forked process has to begin; on a busy machine it may only be slow."""
-
-_FLOPS_PER_S = {"cpu": 5e10, "cuda": 1e14}
-_BANDWIDTH = {"cpu": 1e9, "cuda": 25e9}
 
 
 def memory_per_process(device: torch.device, processes: int) -> int:
@@ -65,55 +63,15 @@ def choose_strategy(
     parameters = _call_in_child(lambda: _parameter_bytes(task))
     if parameters is None or _FITS_FACTOR * parameters <= memory:
         return config, None
+
+    def choose(task: Task) -> tuple[ResolvedConfig, str | None]:
+        by_plan: Callable[..., tuple[ResolvedConfig, str | None]] = import_object(PARTS["--strategy auto"])
+        return by_plan(config, task, world_size=world_size, memory=memory, device=device)
+
     if device == "cuda":
         # The measurement runs a backward, and autograd's threads call CUDA, which does not survive a fork.
-        return _choose(config, copy.copy(task), world_size=world_size, memory=memory, device=device)
-    return _call_in_child(lambda: _choose(config, task, world_size=world_size, memory=memory, device=device))
-
-
-def _choose(
-    config: ResolvedConfig, task: Task, *, world_size: int, memory: int, device: str
-) -> tuple[ResolvedConfig, str | None]:
-    from paceline.parallel.planning.recommend import ClusterSpec, PlanRow, choose_plan, make_plan
-
-    plan = make_plan(
-        task,
-        config.processes.task,
-        ClusterSpec(
-            gpus=world_size,
-            nodes=1,
-            memory=memory,
-            bandwidth=_BANDWIDTH[device],
-            flops_per_s=_FLOPS_PER_S[device],
-            device="cuda" if device == "cuda" else "cpu",
-        ),
-        assignments={},
-        global_batch_size=config.global_batch_size,
-        microbatches=config.microbatches,
-    )
-    precision = "fp32" if config.training.precision == "fp32" else "bf16"  # fp16 takes what bf16 takes
-    again = config[MemoryOptions].checkpoint_activations != "none"
-
-    def possible() -> Iterator[PlanRow]:
-        for row in plan.rows:
-            alike = (row.reduction, row.precision) == (config.parallel.reduction, precision)
-            if alike and row.layout.world_size == world_size and row.layout.checkpointing == again:
-                yield row
-
-    of_ddp = next(row for row in possible() if row.layout.family == "ddp")
-    rows = [row for row in possible() if row is of_ddp or _with(config, row) is not None]
-    chosen = choose_plan(rows)
-    needs = f"ddp needs {of_ddp.memory.total / 2**30:.3g} GiB a process, and there are {memory / 2**30:.3g}"
-    if chosen is None:
-        return config, f"strategy: ddp. {needs}; paceline plan finds no other that fits"
-    if chosen is of_ddp:
-        return config, None
-    settled = _with(config, chosen)
-    assert settled is not None
-    return settled, (
-        f"strategy: {chosen.layout.name}. {needs}; {chosen.layout.name} needs "
-        f"{chosen.memory.total / 2**30:.3g} (paceline plan shows all)"
-    )
+        return choose(copy.copy(task))
+    return _call_in_child(lambda: choose(task))
 
 
 def require_replaceable(config: RunConfig, asked: RunConfig) -> None:
@@ -132,19 +90,6 @@ def require_replaceable(config: RunConfig, asked: RunConfig) -> None:
             "the model does not fit a process under ddp, and only ddp can replace a lost process in place. "
             f"Give {option}, which is what --strategy auto recommends; the run then recovers by restart."
         )
-
-
-def _with(config: ResolvedConfig, row: object) -> ResolvedConfig | None:
-    """Return the options with the row's layout; None if they do not work with it."""
-    from paceline.parallel.planning.recommend import PlanRow
-
-    assert isinstance(row, PlanRow)
-    layout = row.layout
-    changes: dict[str, Any] = {"mesh": layout.name} if len(layout.axes) > 1 else {"strategy": layout.family}
-    try:
-        return config.replace(**changes)
-    except ConfigError:
-        return None
 
 
 def _parameter_bytes(task: Task) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.core.task_loading import TaskReference
-from paceline.parallel.planning.measurement import measure
-from paceline.parallel.planning.predict import RankLayout, predict_memory
+from paceline_planning.measurement import measure
+from paceline_planning.predict import RankLayout, predict_memory
 
 pytestmark = pytest.mark.matrix
 

@@ -1,1 +1,0 @@
-"""Predicts the memory and the time of a model under each strategy, and chooses one."""
