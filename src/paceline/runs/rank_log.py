@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import TextIO, cast
 
+from paceline.core.built_in import PACKAGES
 from paceline.core.errors import DataError, PacelineError
 from paceline.core.files import ResilientLog
 from paceline.core.standard_streams import lasting, lasting_streams
@@ -66,17 +67,19 @@ def open_rank_log(directory: RunDirectory, rank: int, world_size: int, *, quiet:
 
 @contextmanager
 def _show_messages(quiet: bool) -> Iterator[None]:
-    """Show Paceline's own log messages, on stderr as it is now; with ``quiet`` only its warnings."""
-    logger, handler = logging.getLogger("paceline"), logging.StreamHandler(sys.stderr)
+    """Show log messages of the core and of plug-ins, on stderr as it is now; with ``quiet`` only warnings."""
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("paceline: %(message)s"))
-    previous_level = logger.level
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
-    logger.addHandler(handler)
+    previous_levels = {logger: logger.level for logger in map(logging.getLogger, PACKAGES)}
+    for logger in previous_levels:
+        logger.setLevel(logging.WARNING if quiet else logging.INFO)
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(previous_level)
+        for logger, level in previous_levels.items():
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 @contextmanager

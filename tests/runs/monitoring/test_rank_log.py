@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from paceline.core.errors import RunDirectoryError, TaskError
 from paceline.runs.directory import RunDirectory
-from paceline.runs.rank_log import Tee, capture_rank_output, plain
+from paceline.runs.rank_log import Tee, capture_rank_output, open_rank_log, plain
 
 LOUD = """
 import os, subprocess, sys, warnings
@@ -132,6 +133,19 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         capture_rank_output(RunDirectory(tmp_path / "absent"), 1, 2),
     ):
         pytest.fail("the block must not run")
+
+
+def test_messages_of_the_core_and_of_plug_ins_are_shown(
+    directory: RunDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loggers = [logging.getLogger(name) for name in ("paceline.runs.anything", "paceline_more_strategies.anything")]
+    for quiet in (False, True):
+        with open_rank_log(directory, 0, 1, quiet=quiet):
+            for logger in loggers:
+                logger.info("advice")
+                logger.warning("a warning")
+    shown = ["paceline: advice", "paceline: a warning"] * 2 + ["paceline: a warning"] * 2
+    assert capfd.readouterr().err.splitlines() == shown
 
 
 def test_the_tee_logs_lines_as_a_reader_sees_them() -> None:
