@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,8 +56,13 @@ def test_what_clearly_fits_is_ddp_and_not_measured(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.integration
 def test_a_core_without_the_plan_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "paceline_planning.auto", raising=False)
-    monkeypatch.setitem(sys.modules, "paceline_planning", None)
+    def find_spec(name: str, *_: object) -> None:
+        if name == "paceline_planning":
+            raise ModuleNotFoundError(name=name)
+
+    for name in [name for name in sys.modules if name.startswith("paceline_planning")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
     with pytest.raises(ConfigError, match=r"needs paceline_planning.* Install all of it: pip install paceline"):
         settled(130 * MIB)
 
