@@ -35,7 +35,7 @@ pytestmark = pytest.mark.system
 ROOT = Path(__file__).parents[2]
 TASK = f"{ROOT / 'tests/network_file_systems/tasks.py'}:Dots"
 STEPS = ("--max-steps", "16", "--threads", "1", "--quiet")
-TWO_NODES = ("--nodes", "2", "--node-rank", "0", "--rdzv-endpoint", "127.0.0.1:29633")
+TWO_NODES = ("--run-dir", "two", "--nodes", "2", "--node-rank", "0", "--rdzv-endpoint", "127.0.0.1:29633")
 
 Paceline = Callable[..., CompletedProcess[str]]
 
