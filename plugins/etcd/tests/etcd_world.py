@@ -9,7 +9,7 @@ from typing import Any
 from tests.elastic.membership.agents_world import Break, Driver, Event, View, World
 
 from paceline.elastic.consensus.membership import Action, CannotReform, Committed
-from paceline_etcd.client import Operation, Record, Reply, Resign, Snapshot, Unavailable, Write
+from paceline_etcd.client import EtcdRecord, EtcdSnapshot, Operation, Reply, Resign, Unavailable, Write
 from paceline_etcd.membership import Ask, EtcdLeadership
 
 
@@ -28,7 +28,7 @@ class EtcdWorld(World):
         expiries: how many etcd leases of living nodes may still expire.
     """
 
-    kept: Snapshot = field(default_factory=Snapshot)
+    kept: EtcdSnapshot = field(default_factory=EtcdSnapshot)
     revision: int = 0
     asked: dict[str, Operation] = field(default_factory=dict)
     answers: dict[str, tuple[tuple[Operation | None, Reply], ...]] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class EtcdWorld(World):
     def check_at_rest(self) -> None:
         """One leads whom all others follow, if a node of the last view is left."""
         record = self.kept.record
-        assert isinstance(record, Record)
+        assert isinstance(record, EtcdRecord)
         alive = frozenset(self.agents) & set(record.nodes)
         leaders = [name for name, agent in self.agents.items() if agent.role == "leading"]
         assert len(leaders) <= 1

@@ -17,13 +17,13 @@ from paceline.core.errors import ConfigError
 from paceline_etcd.client import (
     EtcdClient,
     EtcdCredentials,
+    EtcdRecord,
     EtcdSession,
+    EtcdSnapshot,
     EtcdUnavailableError,
     Operation,
     Read,
-    Record,
     Resign,
-    Snapshot,
     Write,
 )
 
@@ -155,14 +155,14 @@ class Session:
         self._woken = threading.Event()
         self._session = EtcdSession(EtcdClient(endpoints, credentials(), 2), node, ttl_s, self._woken.set)
 
-    def ask(self, operation: Operation) -> Snapshot:
+    def ask(self, operation: Operation) -> EtcdSnapshot:
         self._session.submit(operation, "job")
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             self._woken.wait(1)
             for asked, reply in self._session.take_replies():
                 if asked == operation:
-                    assert isinstance(reply, Snapshot), reply
+                    assert isinstance(reply, EtcdSnapshot), reply
                     return reply
         pytest.fail("no reply")
 
@@ -191,26 +191,26 @@ def test_of_two_that_write_one_succeeds_and_the_other_sees_it(open_session: Call
     a, b = open_session("a"), open_session("b")
     seen = b.ask(Read())
     assert seen.record is None
-    written = a.ask(Write(Snapshot(), Record(1, "a", 0, ("a",))))
-    assert (written.record, written.holder) == (Record(1, "a", 0, ("a",)), "a")
-    assert b.ask(Write(seen, Record(1, "b", 0, ("b",)))).record == written.record
+    written = a.ask(Write(EtcdSnapshot(), EtcdRecord(1, "a", 0, ("a",))))
+    assert (written.record, written.holder) == (EtcdRecord(1, "a", 0, ("a",)), "a")
+    assert b.ask(Write(seen, EtcdRecord(1, "b", 0, ("b",)))).record == written.record
     assert b.ask(Resign()).holder == "a"  # it does not hold it
-    taken = b.ask(Write(b.ask(Read()), Record(2, "b", 0, ("a", "b"))))
+    taken = b.ask(Write(b.ask(Read()), EtcdRecord(2, "b", 0, ("a", "b"))))
     assert (taken.holder, taken.alive) == ("b", frozenset("ab"))
-    assert a.ask(Write(written, Record(1, "a", 1, ("a",)))).record == taken.record
+    assert a.ask(Write(written, EtcdRecord(1, "a", 1, ("a",)))).record == taken.record
     resigned = b.ask(Resign())
     assert (resigned.holder, resigned.record) == ("", taken.record)
 
 
 def test_what_is_bound_to_a_lease_vanishes_with_it_and_all_with_the_job(open_session: Callable[..., Session]) -> None:
     a, b = open_session("a"), open_session("b")
-    a.ask(Write(Snapshot(), Record(1, "a", 0, ("a",))))
+    a.ask(Write(EtcdSnapshot(), EtcdRecord(1, "a", 0, ("a",))))
     a.close()
     seen = b.ask(Read())
-    assert (seen.holder, seen.alive, seen.record) == ("", frozenset("b"), Record(1, "a", 0, ("a",)))
-    b.ask(Write(seen, Record(2, "b", 0, ("b",))))
+    assert (seen.holder, seen.alive, seen.record) == ("", frozenset("b"), EtcdRecord(1, "a", 0, ("a",)))
+    b.ask(Write(seen, EtcdRecord(2, "b", 0, ("b",))))
     b.close(deletes=True)
-    assert open_session("c").ask(Read()) == Snapshot(alive=frozenset("c"))
+    assert open_session("c").ask(Read()) == EtcdSnapshot(alive=frozenset("c"))
 
 
 @pytest.mark.parametrize(

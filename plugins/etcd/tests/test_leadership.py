@@ -23,13 +23,13 @@ from paceline.elastic.consensus.membership import (
     StopLeading,
 )
 from paceline.elastic.consensus.messages import LeaderHeartbeat, Nack, NodeSet, StepDown, Term
-from paceline_etcd.client import Operation, Read, Record, Resign, Snapshot, Unavailable, Write
+from paceline_etcd.client import EtcdRecord, EtcdSnapshot, Operation, Read, Resign, Unavailable, Write
 from paceline_etcd.membership import Ask, EtcdLeadership
 
 OLD = Term(1, "a")
 ABC = NodeSet(2, ("a", "b", "c"))
-WRITTEN = Record(1, "a", 2, ("a", "b", "c"), ("a", "b", "c"))
-SEEN = Snapshot(WRITTEN, 5, "a", 5, frozenset("abc"))
+WRITTEN = EtcdRecord(1, "a", 2, ("a", "b", "c"), ("a", "b", "c"))
+SEEN = EtcdSnapshot(WRITTEN, 5, "a", 5, frozenset("abc"))
 
 
 def agent(node: str, **fields: object) -> EtcdLeadership:
@@ -45,18 +45,20 @@ def asked(actions: list[Action]) -> Operation:
     return operation
 
 
-def without(snapshot: Snapshot, *nodes: str) -> Snapshot:
+def without(snapshot: EtcdSnapshot, *nodes: str) -> EtcdSnapshot:
     """The keys once the etcd leases of these nodes have expired."""
     holder = "" if snapshot.holder in nodes else snapshot.holder
-    return Snapshot(snapshot.record, snapshot.record_revision, holder, 5 if holder else 0, snapshot.alive - {*nodes})
+    return EtcdSnapshot(
+        snapshot.record, snapshot.record_revision, holder, 5 if holder else 0, snapshot.alive - {*nodes}
+    )
 
 
 def test_the_first_node_leads_once_its_record_is_written() -> None:
     first = EtcdLeadership("a")
     write = asked(first.begin())
-    assert write == Write(Snapshot(), Record(1, "a", 0, ("a",)))
+    assert write == Write(EtcdSnapshot(), EtcdRecord(1, "a", 0, ("a",)))
     assert isinstance(write, Write)
-    kept = Snapshot(write.record, 1, "a", 1, frozenset("a"))
+    kept = EtcdSnapshot(write.record, 1, "a", 1, frozenset("a"))
     assert first.answered(write, kept)[:2] == [Fence(OLD), Lead(OLD, NodeSet(0, ("a",)))]
 
 
@@ -71,11 +73,11 @@ def test_the_first_that_is_left_takes_the_lead_once_the_leader_has_closed_its_co
     b, c = agent("b"), agent("c")
     assert asked(b.lost("a", closed=True)) == Read()
     claim = asked(b.answered(Read(), SEEN))
-    assert claim == Write(SEEN, Record(2, "b", 2, ("a", "b", "c"), ("a", "b", "c")))
+    assert claim == Write(SEEN, EtcdRecord(2, "b", 2, ("a", "b", "c"), ("a", "b", "c")))
     c.lost("a", closed=True)
     assert c.answered(Read(), SEEN) == []  # b comes first, for as long as a timeout
     c.on_timeout()
-    assert asked(c.answered(Read(), SEEN)) == Write(SEEN, Record(2, "c", 2, ("a", "b", "c"), ("a", "b", "c")))
+    assert asked(c.answered(Read(), SEEN)) == Write(SEEN, EtcdRecord(2, "c", 2, ("a", "b", "c"), ("a", "b", "c")))
 
 
 def test_a_silent_leader_is_followed_by_another_once_its_etcd_lease_has_expired() -> None:
@@ -91,7 +93,7 @@ def test_a_node_that_the_leader_alone_cannot_reach_finds_itself_removed() -> Non
     b = agent("b")
     b.lost("a", closed=False)
     later = NodeSet(3, ("a", "c"))
-    kept = Snapshot(Record(1, "a", 3, ("a", "c"), ("a", "b", "c")), 6, "a", 6, frozenset("abc"))
+    kept = EtcdSnapshot(EtcdRecord(1, "a", 3, ("a", "c"), ("a", "b", "c")), 6, "a", 6, frozenset("abc"))
     assert b.answered(Read(), kept) == [Out(later)]
 
 
@@ -100,7 +102,7 @@ def test_a_node_outside_of_the_last_group_does_not_lead_without_its_nodes() -> N
     c = agent("c", reachable=frozenset())
     c.lost("a", closed=True)
     c.lost("b", closed=True)
-    kept = Snapshot(Record(1, "a", 2, ("a", "b", "c"), ("a", "b")), 5, "", 0, frozenset("c"))
+    kept = EtcdSnapshot(EtcdRecord(1, "a", 2, ("a", "b", "c"), ("a", "b")), 5, "", 0, frozenset("c"))
     [pause] = c.answered(Read(), kept)
     assert pause == Pause("a, b trained last, and cannot be reached")
 
@@ -115,13 +117,13 @@ def test_a_leader_with_the_smaller_part_of_the_nodes_resigns_after_a_while() -> 
     actions = a.on_timeout()
     assert actions[0] == StopLeading(OLD)
     assert asked(actions) == Resign()
-    [pause] = a.answered(Resign(), Snapshot(WRITTEN, 5, "", 0, frozenset("abc")))
+    [pause] = a.answered(Resign(), EtcdSnapshot(WRITTEN, 5, "", 0, frozenset("abc")))
     assert pause == Pause("this node reaches only 1 of the 3 nodes that etcd hears of")
 
 
 def test_a_leader_with_the_larger_part_removes_a_silent_node_after_a_while_and_a_dead_one_at_once() -> None:
     a = agent("a")
-    removal = Write(SEEN, Record(1, "a", 3, ("a", "b"), ("a", "b", "c")))
+    removal = Write(SEEN, EtcdRecord(1, "a", 3, ("a", "b"), ("a", "b", "c")))
     assert a.lost("c", closed=False) == []
     assert a.needs_timer
     a.on_timeout()
@@ -137,7 +139,7 @@ def test_nodes_that_are_dead_do_not_make_a_leader_resign() -> None:
     a.lost("c", closed=True)
     a.on_timeout()
     [ask] = a.answered(Read(), without(SEEN, "b", "c"))
-    assert ask == Ask(Write(without(SEEN, "b", "c"), Record(1, "a", 3, ("a",), ("a", "b", "c"))))
+    assert ask == Ask(Write(without(SEEN, "b", "c"), EtcdRecord(1, "a", 3, ("a",), ("a", "b", "c"))))
 
 
 def test_a_group_is_written_before_it_is_formed_and_only_once_the_last_one_is_dead() -> None:
@@ -145,9 +147,9 @@ def test_a_group_is_written_before_it_is_formed_and_only_once_the_last_one_is_de
     assert a.intend("ab") == []  # all may act in the group of three
     assert not a.may_form("ab")
     write = asked(a.clear("b"))
-    assert write == Write(SEEN, Record(1, "a", 2, ("a", "b", "c"), ("a", "b")))
+    assert write == Write(SEEN, EtcdRecord(1, "a", 2, ("a", "b", "c"), ("a", "b")))
     assert not a.may_form("ab")
-    kept = Snapshot(Record(1, "a", 2, ("a", "b", "c"), ("a", "b")), 6, "a", 6, frozenset("abc"))
+    kept = EtcdSnapshot(EtcdRecord(1, "a", 2, ("a", "b", "c"), ("a", "b")), 6, "a", 6, frozenset("abc"))
     assert a.answered(write, kept) == [Committed(OLD, ABC)]
     assert a.may_form("ab")
     a.formed("ab")
@@ -166,7 +168,7 @@ def test_without_etcd_a_group_of_the_same_nodes_is_formed_and_no_other_one() -> 
     assert not a.may_form("ab")
     actions = a.answered(Read(), SEEN)
     assert actions[0] == CannotReform("")
-    assert asked(actions) == Write(SEEN, Record(1, "a", 2, ("a", "b", "c"), ("a", "b")))
+    assert asked(actions) == Write(SEEN, EtcdRecord(1, "a", 2, ("a", "b", "c"), ("a", "b")))
 
 
 def test_while_a_request_may_still_be_executed_neither_group_is_formed() -> None:
@@ -181,14 +183,14 @@ def test_while_a_request_may_still_be_executed_neither_group_is_formed() -> None
     assert again == Write(SEEN, WRITTEN)
     assert not a.may_form("abc")
     # The record is as it was, but the driver has to ask again.
-    assert Committed(OLD, ABC) in a.answered(again, Snapshot(WRITTEN, 7, "a", 7, frozenset("abc")))
+    assert Committed(OLD, ABC) in a.answered(again, EtcdSnapshot(WRITTEN, 7, "a", 7, frozenset("abc")))
     assert a.may_form("abc")
 
 
 def test_a_deposed_leader_steps_down_and_tells_its_followers() -> None:
     a = agent("a")
     assert a.heard("c", Nack(OLD, ABC, Term(2, "b"))) == [Ask(Read())]
-    actions = a.answered(Read(), Snapshot(Record(2, "b", 2, ("a", "b", "c"), ("a", "b", "c")), 6, "b", 6))
+    actions = a.answered(Read(), EtcdSnapshot(EtcdRecord(2, "b", 2, ("a", "b", "c"), ("a", "b", "c")), 6, "b", 6))
     assert [StopLeading(OLD), Send("b", StepDown(OLD, ABC)), Fence(Term(2, "b"))] == [
         action for action in actions if action != Send("c", StepDown(OLD, ABC))
     ]
@@ -202,8 +204,8 @@ def test_what_was_clear_in_an_earlier_term_of_a_leader_need_not_be_clear_now() -
     a = agent("a")
     a.clear("b")
     assert a.may_form("abc")
-    again = Record(3, "a", 2, ("a", "b", "c"), ("a", "b", "c"))
-    actions = a.answered(None, Snapshot(again, 9, "a", 9, frozenset("abc")))
+    again = EtcdRecord(3, "a", 2, ("a", "b", "c"), ("a", "b", "c"))
+    actions = a.answered(None, EtcdSnapshot(again, 9, "a", 9, frozenset("abc")))
     assert Lead(Term(3, "a"), ABC) in actions
     assert not a.may_form("abc")
     a.clear("b")
@@ -224,12 +226,12 @@ def test_a_lost_leaders_key_is_written_again_in_the_same_term() -> None:
 
 def test_a_record_that_is_gone_is_not_written_again() -> None:
     a, b = agent("a"), agent("b")
-    [cannot] = a.answered(None, Snapshot())
+    [cannot] = a.answered(None, EtcdSnapshot())
     assert cannot == CannotReform(
         "etcd holds no record of this run any more. Training continues; no new worker group can form until it answers"
     )
     b.lost("a", closed=True)
-    [pause] = b.answered(Read(), Snapshot())
+    [pause] = b.answered(Read(), EtcdSnapshot())
     assert isinstance(pause, Pause)
     assert "its keys were deleted" in pause.reason
 

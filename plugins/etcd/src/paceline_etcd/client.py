@@ -215,7 +215,7 @@ class _UnauthenticatedError(PacelineError):
 # --- What a job keeps in etcd ---
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EtcdRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The value of a job's key ``run``.
 
     Attributes:
@@ -234,7 +234,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class EtcdSnapshot:
     """A job's keys at one revision of etcd.
 
     Attributes:
@@ -245,7 +245,7 @@ class Snapshot:
         alive: the nodes whose etcd lease has not expired.
     """
 
-    record: Record | None = None
+    record: EtcdRecord | None = None
     record_revision: int = 0
     holder: str = ""
     holder_revision: int = 0
@@ -277,8 +277,8 @@ class Write:
         record: the new value of ``run``.
     """
 
-    seen: Snapshot
-    record: Record
+    seen: EtcdSnapshot
+    record: EtcdRecord
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Resign:
     """Delete ``leader``, if this node holds it."""
 
 
-Reply = Snapshot | Unavailable
+Reply = EtcdSnapshot | Unavailable
 Operation = Read | Write | Resign
 
 
@@ -358,7 +358,7 @@ class EtcdSession:
             with suppress(PacelineError):
                 self._end()
 
-    def _attempt(self, operation: Operation | None, action: Callable[[], Snapshot | None]) -> None:
+    def _attempt(self, operation: Operation | None, action: Callable[[], EtcdSnapshot | None]) -> None:
         try:
             snapshot = action()
             if snapshot is None and not self._answers:
@@ -380,7 +380,7 @@ class EtcdSession:
         self._replies.append((operation, reply))
         self._wake()
 
-    def _keep(self) -> Snapshot | None:
+    def _keep(self) -> EtcdSnapshot | None:
         """Keep the etcd lease alive; return the keys if it had expired."""
         self._keep_at = time.monotonic() + self._ttl_s / 3
         if self._lease:
@@ -397,7 +397,7 @@ class EtcdSession:
         alive = {"request_put": {"key": self._key(f"members/{self._node}"), "lease": self._lease}}
         self._client.call("/v3/kv/txn", {"success": [alive]})
 
-    def _execute(self, operation: Operation) -> Snapshot:
+    def _execute(self, operation: Operation) -> EtcdSnapshot:
         if not self._lease:
             self._grant()
         match operation:
@@ -437,7 +437,7 @@ class EtcdSession:
     def _is_leader(self) -> dict[str, str]:
         return {"key": self._key("leader"), "target": "VALUE", "result": "EQUAL", "value": _base64(self._node)}
 
-    def _puts(self, record: Record) -> list[dict[str, Any]]:
+    def _puts(self, record: EtcdRecord) -> list[dict[str, Any]]:
         leader = {"key": self._key("leader"), "value": _base64(self._node), "lease": self._lease}
         run = {"key": self._key("run"), "value": base64.b64encode(msgspec.json.encode(record)).decode()}
         return [{"request_put": leader}, {"request_put": run}]
@@ -449,7 +449,7 @@ class EtcdSession:
         answer: dict[str, Any] = self._client.call("/v3/kv/txn", body)["responses"][-1]["response_range"]
         return answer
 
-    def _snapshot(self, answer: Mapping[str, Any]) -> Snapshot:
+    def _snapshot(self, answer: Mapping[str, Any]) -> EtcdSnapshot:
         record, record_revision, holder, holder_revision, alive = None, 0, "", 0, set()
         for pair in answer.get("kvs", ()):
             name = base64.b64decode(pair["key"]).decode().removeprefix(self._prefix)
@@ -460,12 +460,12 @@ class EtcdSession:
                 holder, holder_revision = value.decode(), revision
             elif name.startswith("members/"):
                 alive.add(name.removeprefix("members/"))
-        return Snapshot(record, record_revision, holder, holder_revision, frozenset(alive))
+        return EtcdSnapshot(record, record_revision, holder, holder_revision, frozenset(alive))
 
 
-def _read_record(value: bytes) -> Record:
+def _read_record(value: bytes) -> EtcdRecord:
     try:
-        return msgspec.json.decode(value, type=Record)
+        return msgspec.json.decode(value, type=EtcdRecord)
     except ValueError as error:
         raise EtcdUnavailableError(f"the run's key in etcd is not this version's ({error})") from error
 

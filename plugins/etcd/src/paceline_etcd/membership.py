@@ -2,7 +2,7 @@
 
 A job has three kinds of keys, below a prefix of its own:
 
-- ``run``: the :class:`~paceline_etcd.client.Record` with the term, the node set, and the nodes of the
+- ``run``: the :class:`~paceline_etcd.client.EtcdRecord` with the term, the node set, and the nodes of the
   last group of workers. Every write is one transaction that fails if ``run`` or ``leader`` has changed since they were
   read, so there is one history of it, and a deposed leader cannot add to that.
 - ``leader``: the leading node, bound to its etcd lease.
@@ -64,14 +64,14 @@ from paceline.elastic.consensus.messages import (
 from paceline_etcd.client import (
     EtcdClient,
     EtcdCredentials,
+    EtcdRecord,
     EtcdSession,
+    EtcdSnapshot,
     EtcdUnavailableError,
     Operation,
     Read,
-    Record,
     Reply,
     Resign,
-    Snapshot,
     Unavailable,
     Write,
 )
@@ -112,7 +112,7 @@ class EtcdLeadership:
     committed: NodeSet | None = None
     leader: str | None = None
     reachable: Nodes = _NOBODY
-    _seen: Snapshot = field(default_factory=Snapshot)
+    _seen: EtcdSnapshot = field(default_factory=EtcdSnapshot)
     _asks: bool = False  # an operation has no reply yet
     _trouble: str = ""  # why etcd does not answer
     _gone: Nodes = _NOBODY  # peers that have closed their connection themselves
@@ -205,7 +205,7 @@ class EtcdLeadership:
         if operation is not None:
             self._asks = False
         is_settled = False
-        if isinstance(operation, Write) and isinstance(reply, Snapshot):
+        if isinstance(operation, Write) and isinstance(reply, EtcdSnapshot):
             is_settled, self._unsure = bool(self._unsure), frozenset()  # what is written excludes all that was tried
         if isinstance(reply, Unavailable):
             self._on_unavailable(reply.reason)
@@ -222,7 +222,7 @@ class EtcdLeadership:
         if self.role in ("waiting", "claiming", "paused"):
             self._pause(reason)
 
-    def _on_snapshot(self, snapshot: Snapshot, *, is_settled: bool) -> None:
+    def _on_snapshot(self, snapshot: EtcdSnapshot, *, is_settled: bool) -> None:
         if self._trouble:
             self._trouble = ""
             if self.role == "leading":
@@ -241,7 +241,7 @@ class EtcdLeadership:
         elif self.role in ("waiting", "claiming", "paused"):
             self._consider()
 
-    def _on_term(self, record: Record) -> None:
+    def _on_term(self, record: EtcdRecord) -> None:
         """Obey a higher term: of another leader, or this node's own."""
         if self.role == "leading":
             self._step_down()  # perhaps the other one does not know yet that it leads: it took its request for lost
@@ -301,7 +301,7 @@ class EtcdLeadership:
             self.role = "waiting"
 
     def _claim(self) -> None:
-        record = self._seen.record or Record(0, "", 0, (self.node,))
+        record = self._seen.record or EtcdRecord(0, "", 0, (self.node,))
         self.role = "claiming"
         self._ask(Write(self._seen, msgspec.structs.replace(record, term=record.term + 1, leader=self.node)))
 
@@ -372,7 +372,7 @@ class EtcdLeadership:
         return self._take_actions()
 
     def clear(self, node: str) -> list[Action]:
-        """Record that no worker of this node acts, or will act, in any earlier group."""
+        """EtcdRecord that no worker of this node acts, or will act, in any earlier group."""
         if node not in self._clear:
             self._clear |= {node}
             if self.role == "leading":
@@ -400,7 +400,7 @@ class EtcdLeadership:
         )
 
     def formed(self, nodes: Iterable[str]) -> None:
-        """Record a new group with workers on all of these nodes."""
+        """EtcdRecord a new group with workers on all of these nodes."""
         group = frozenset(nodes)
         assert self.may_form(group)
         self._clear -= group
@@ -428,7 +428,7 @@ class EtcdLeadership:
         # The last node cannot leave, because no node could add another one.
         nodes = (*staying, *self._admitted) or (self.node,)
         may_regroup = self._is_last_group_dead and self._next_group and self._next_group <= frozenset(nodes)
-        following = Record(
+        following = EtcdRecord(
             term=self.promised.number,
             leader=self.node,
             config_epoch=record.config_epoch + (nodes != record.nodes),
