@@ -372,7 +372,7 @@ class EtcdLeadership:
         return self._take_actions()
 
     def clear(self, node: str) -> list[Action]:
-        """EtcdRecord that no worker of this node acts, or will act, in any earlier group."""
+        """Record that no worker of this node acts, or will act, in any earlier group."""
         if node not in self._clear:
             self._clear |= {node}
             if self.role == "leading":
@@ -400,7 +400,7 @@ class EtcdLeadership:
         )
 
     def formed(self, nodes: Iterable[str]) -> None:
-        """EtcdRecord a new group with workers on all of these nodes."""
+        """Record a new group with workers on all of these nodes."""
         group = frozenset(nodes)
         assert self.may_form(group)
         self._clear -= group
