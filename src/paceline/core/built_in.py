@@ -227,7 +227,7 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
 OPTION_GROUPS = (
     "paceline_more_strategies.options:CommunicationOptions",
     "paceline.parallel.options:FsdpOptions",
-    "paceline.parallel.deepspeed_options:DeepSpeedOptions",
+    "paceline_frameworks.strategy_options:DeepSpeedOptions",
     "paceline.parallel.options:MemoryOptions",
     "paceline_more_strategies.options:ServerOptions",
     "paceline_more_strategies.options:DataParallelOptions",
@@ -238,7 +238,8 @@ OPTION_GROUPS = (
 
 TRAITS: Mapping[str, str] = {
     "dp": "paceline_more_strategies.options:DATA_PARALLEL",
-    "deepspeed": "paceline.parallel.deepspeed_options:DEEPSPEED",
+    "deepspeed": "paceline_frameworks.strategy_options:DEEPSPEED",
+    "horovod": "paceline_frameworks.strategy_options:HOROVOD",
     "ps": "paceline_more_strategies.options:PARAMETER_SERVER",
     "hogwild": "paceline_more_strategies.options:HOGWILD",
 }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.core.config import RunConfig
 
 
-_ALL = frozenset[Capability](typing.get_args(Capability))
+ALL_CAPABILITIES = frozenset[Capability](typing.get_args(Capability))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Traits:
     own_reduction: str | None = None
     elastic: bool = False
     shards_state: bool = False
-    supports: frozenset[Capability] = _ALL
+    supports: frozenset[Capability] = ALL_CAPABILITIES
 
     def check(self, config: RunConfig) -> None:
         """Reject options with which the strategy does not work.
@@ -65,11 +65,10 @@ class Traits:
 STRATEGIES = {
     "single": Traits(elastic=True),
     "ddp": Traits(reductions=("exact", "allreduce", "ddp"), elastic=True),
-    "zero1": Traits(shards_state=True, supports=_ALL - {"spares"}),
+    "zero1": Traits(shards_state=True, supports=ALL_CAPABILITIES - {"spares"}),
     "fsdp": Traits(shards_state=True, supports=frozenset({"ema", "recompute", "lockstep"})),
     "tp": Traits(shards_state=True, supports=frozenset({"recompute", "lockstep"})),
     "pp": Traits(shards_state=True, supports=frozenset({"lockstep"})),
-    "horovod": Traits(reductions=("exact",), own_reduction="horovod", supports=_ALL - {"spares"}),
 }
 """The capabilities of the core's strategies."""
 

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from paceline.core.config import RunConfig
 from paceline.core.environment import patch_environ
 from paceline.core.errors import ConfigError
-from paceline.parallel.deepspeed_options import DeepSpeedOptions
 from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
@@ -31,6 +30,7 @@ from paceline.parallel.sharded_state import ShardedOptimizer, gather_full
 from paceline.parallel.strategy import AMP_DTYPES, ParameterLayout, Replicated, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.torch_internals import foreach_mul_, foreach_norm
+from paceline_frameworks.strategy_options import DeepSpeedOptions
 
 # --- DeepSpeed itself: imported on use, silenced, and reset after a world ---
 

@@ -1,4 +1,4 @@
-"""The option and traits of ``--strategy deepspeed``."""
+"""The option of ``--strategy deepspeed``, and what it and ``--strategy horovod`` can do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import OptionGroup, option
-from paceline.core.parallel_config import Traits
+from paceline.core.parallel_config import ALL_CAPABILITIES, Traits
 
 if TYPE_CHECKING:
     from paceline.core.config import RunConfig
@@ -18,6 +18,7 @@ DEEPSPEED = Traits(
     shards_state=True,
     supports=frozenset({"ema", "lockstep"}),
 )
+HOROVOD = Traits(reductions=("exact",), own_reduction="horovod", supports=ALL_CAPABILITIES - {"spares"})
 
 
 @dataclass(frozen=True, kw_only=True)
