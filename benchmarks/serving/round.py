@@ -19,7 +19,7 @@ from benchmarks.serving import faults
 from benchmarks.serving.load import Times, closed_loop, http_request, open_loop
 from benchmarks.serving.servers import RECIPE, build_classifier, server, write_package
 from paceline.core.errors import LaunchError
-from paceline.export.model import ServingOptions
+from paceline_serving.model import ServingOptions
 
 CONNECTIONS = 32
 BATCH = 32

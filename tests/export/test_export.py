@@ -28,14 +28,14 @@ from paceline.core.errors import ExportError, PackageError, UntrustedError, User
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.export.export import ExportRequest, export
 from paceline.export.formats import load_program, load_with_task
-from paceline.export.observed_inputs import _limit_indices, observe_inputs
 from paceline.export.trained_source import TrainedSource, open_source
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import scan
 from paceline.runs.checkpointer import load
 from paceline.runs.package import Package, open_package
-from paceline.runs.package_inputs import read_inputs
 from paceline.runs.package_registry import Registry
+from paceline_serving.observed_inputs import _limit_indices, observe_inputs
+from paceline_serving.package_inputs import read_inputs
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,10 @@ from paceline.export.formats import (
     weights_bytes,
     without_compile,
 )
-from paceline.export.model import ModelSpec
 from paceline.export.trained_source import inference_of
 from paceline.runs.package import verify_package
 from paceline.training.tasks.transformer import Transformer
+from paceline_serving.model import ModelSpec
 from paceline_serving.replica import OnnxServable
 
 TASK = Transformer(layers=1, width=16, heads=2, context=12, tied=True)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from plugins.serving.tests.clock import Clock
 
-from paceline.export.model import Array, Arrays, ServingOptions
 from paceline_serving.batching import Batcher, Overloaded
+from paceline_serving.model import Array, Arrays, ServingOptions
 
 BATCH = {"x": np.zeros((4, 1), np.float32)}
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.core.inference import TensorSpec
-from paceline.export.model import Array, Arrays, ModelSpec, ServingOptions
 from paceline_serving.exact import ExactServable
+from paceline_serving.model import Array, Arrays, ModelSpec, ServingOptions
 
 FEATURES = 6
 PIXELS = np.random.default_rng(3).integers(0, 256, (45, 1, 28, 28), dtype=np.uint8)

@@ -25,12 +25,12 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from paceline.core.errors import ConfigError
-from paceline.export.model import ServingOptions
 from paceline_serving.access import AccessPolicy
 from paceline_serving.app import Models
 from paceline_serving.batching import InvalidRequest
 from paceline_serving.grpc_server import GrpcServer
 from paceline_serving.grpc_service import check_fields
+from paceline_serving.model import ServingOptions
 from paceline_serving.server import ListenAddress
 
 MODEL = "fashion-mnist"

@@ -12,8 +12,8 @@ from tests.lab.kubernetes_api import unknown_fields
 from tests.processes import Processes
 
 from paceline.core.errors import ConfigError
-from paceline.export.model import ServingOptions
 from paceline_kubernetes.manifests import InferenceService
+from paceline_serving.model import ServingOptions
 
 pytestmark = pytest.mark.k8s
 

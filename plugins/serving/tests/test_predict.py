@@ -21,10 +21,10 @@ from tests.small_disk import small_disk
 
 from paceline.core.errors import DataError
 from paceline.core.inference import TensorSpec
-from paceline.export.model import ModelSpec
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import Registry
 from paceline_serving.batch_predict import read_rows
+from paceline_serving.model import ModelSpec
 from paceline_serving.predict_command import _show
 from paceline_serving.table_files import Rows, write
 

@@ -16,7 +16,7 @@ from plugins.serving.tests.load import Load
 from tests.processes import Processes, children
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.export.model import ServingOptions, parse_replicas
+from paceline_serving.model import ServingOptions, parse_replicas
 from paceline_serving.ray_serve import RayServeOptions, ray_serve, reason
 
 MODEL = 'model="fashion-mnist"'

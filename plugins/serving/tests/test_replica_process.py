@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from plugins.serving.tests.clock import Clock
 
-from paceline.export.model import ModelLocation, ModelSpec, ServingOptions
 from paceline_serving import frames
+from paceline_serving.model import ModelLocation, ModelSpec, ServingOptions
 from paceline_serving.replica_process import ReplicaDied, ReplicaProcess, ReplicaStarter
 
 INPUTS = {"x": np.zeros((1, 1), np.float32)}

@@ -15,9 +15,9 @@ from plugins.serving.tests.conftest import Server, json_request
 from plugins.serving.tests.load import PATH
 
 from paceline.core.inference import TensorSpec
-from paceline.export.model import DATATYPES, Array, ModelSpec
 from paceline_serving import protocol
 from paceline_serving.batching import InvalidRequest, RequestFailure
+from paceline_serving.model import DATATYPES, Array, ModelSpec
 from paceline_serving.openapi import describe
 from paceline_serving.request_bodies import RequestBodies
 

@@ -24,8 +24,8 @@ from plugins.serving.tests.conftest import Server
 from paceline.cli import app
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.inference import TensorSpec
-from paceline.export.model import ModelSpec
 from paceline_serving.batch_predict import read_rows
+from paceline_serving.model import ModelSpec
 from paceline_serving.protocol import example_rows, parse_rows
 from paceline_serving.table_files import Rows, check_columns, plain_lists, table_records, write
 

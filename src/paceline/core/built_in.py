@@ -251,6 +251,7 @@ NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
 PARTS: Mapping[str, str] = {
     "--coordinator": "paceline_etcd.membership:EtcdMembership",
     "--strategy auto": "paceline_planning.auto:choose_by_plan",
+    "export": "paceline_serving.observed_inputs:observe_inputs",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
 }
 """What a plug-in does for an option or a command of the core, as ``module:name``."""

@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paceline import __version__
+from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError, ExportError
 from paceline.core.inference import InferenceSignature, TensorSpec, name_with_unit
+from paceline.core.plugins import import_object
 from paceline.core.stats import Estimate
 from paceline.core.task import Task
 from paceline.export.equivalence import OnProgress, batch_inputs, compare, find_faulty_layer, problem_of
@@ -40,8 +42,6 @@ from paceline.export.formats import (
     weights_bytes,
 )
 from paceline.export.inferred_signature import InferredModule, restore_signature
-from paceline.export.model import DATATYPES, make_spec
-from paceline.export.observed_inputs import observe_inputs
 from paceline.export.trained_source import (
     EVALUATION,
     INTERVALS,
@@ -54,10 +54,10 @@ from paceline.export.trained_source import (
 from paceline.runs.checkpoint_manifest import FileRecord, write_file
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.package import Package, trust, verify_package
-from paceline.runs.package_inputs import INPUTS, PackageInputs
 from paceline.runs.package_manifest import (
     FLOAT_WEIGHTS_BYTES,
     INFERRED,
+    INPUTS,
     FormatDifference,
     PackageManifest,
     Provenance,
@@ -65,14 +65,39 @@ from paceline.runs.package_manifest import (
 )
 from paceline.runs.package_registry import LATEST, PackageReference, Registry
 
+# --- What clients send ---
+
+
+class RowDescription(Protocol):
+    """How clients send a row: units, columns and encodings, which the plug-in of ``paceline serve`` describes."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The program's inputs, with the limits that the model sets."""
+
+    def to_bytes(self) -> bytes:
+        """Return the content of :data:`INPUTS`."""
+
+    def card(self, manifest: PackageManifest) -> list[str]:
+        """Return the paragraphs of the model card."""
+
+
+def _describe_row(source: TrainedSource) -> RowDescription | None:
+    """Observe the data of a trained model; None where that plug-in is not installed."""
+    try:
+        observe: Callable[[TrainedSource], RowDescription] = import_object(PARTS["export"])
+    except ConfigError:
+        return None
+    return observe(source)
+
+
 # --- The model card ---
 
 
-_MAX_SHOWN = 60  # characters of an example
 _NOT_IN_TABLE = (INTERVALS, PACKAGE_METRICS, EVALUATION, FLOAT_WEIGHTS_BYTES, INFERRED)
 
 
-def model_card(manifest: PackageManifest, about: PackageInputs, task: Task) -> str:
+def model_card(manifest: PackageManifest, about: RowDescription | None, task: Task) -> str:
     """Return a page of Markdown from the manifest, the inputs and the task's docstring.
 
     The sections follow Mitchell et al., "Model Cards for Model Reporting" (https://arxiv.org/abs/1810.03993);
@@ -92,14 +117,14 @@ def model_card(manifest: PackageManifest, about: PackageInputs, task: Task) -> s
         f"steps; exported {manifest.created}.",
         "## Inputs and outputs",
         "The first dimension is the batch, of any size.",
-        _table(
+        markdown_table(
             ("", "name", "type", "shape"),
             [("input", name, spec.dtype, _shape(spec)) for name, spec in manifest.inputs.items()]
             + [("output", name, spec.dtype, _shape(spec)) for name, spec in manifest.outputs.items()],
         ),
     ]
     parts += _units(manifest)
-    parts += _row(manifest, about)
+    parts += [] if about is None else about.card(manifest)
     if manifest.inferred_signature is not None:
         parts.append(f"These were inferred from the data and the model: {manifest.inferred_signature}.")
     if manifest.labels:
@@ -109,7 +134,7 @@ def model_card(manifest: PackageManifest, about: PackageInputs, task: Task) -> s
         f"The trained model on the {split} split:",
         _metrics(manifest),
         "The formats of this package, compared with the trained model on the same samples:",
-        _table(
+        markdown_table(
             ("format", "largest difference of an output", "equal labels", "samples"),
             [
                 (
@@ -130,7 +155,7 @@ def model_card(manifest: PackageManifest, about: PackageInputs, task: Task) -> s
     parts += ["## Use", _use(manifest)]
     parts += [
         "## Provenance",
-        _table(
+        markdown_table(
             ("", ""),
             [
                 ("task", f"`{origin.task}`"),
@@ -164,35 +189,6 @@ def _units(manifest: PackageManifest) -> list[str]:
         if described := ", ".join(filter(None, (f"in {spec.unit}" if spec.unit else "", columns))):
             texts.append(f"{name} is {described}.")
     return [" ".join(texts)] if texts else []
-
-
-def _row(manifest: PackageManifest, about: PackageInputs) -> list[str]:
-    """Describe a row as clients send it."""
-    if any(tensor.dtype not in DATATYPES for tensor in ({**about.specs, **manifest.outputs}).values()):
-        return []  # such as bfloat16, which cannot be served
-    spec = make_spec(manifest, about)
-    rows = [
-        (
-            field.name,
-            field.type_text,
-            field.unit,
-            field.values_text,
-            "" if field.example is None else _code(field.example),
-        )
-        for field in spec.fields
-    ]
-    parts = [
-        "A row, as `paceline predict` and `POST /predict` take it:",
-        _table(("name", "type", "unit", "values", "example"), rows),
-    ]
-    if any(tensor.dtype == "str" for tensor in spec.inputs.values()):
-        parts.append("Texts and categories are encoded by the package; the program gets the numbers above.")
-    return parts
-
-
-def _code(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return "`" + (text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "...").replace("`", "'") + "`"
 
 
 def _metadata(manifest: PackageManifest) -> str:
@@ -232,7 +228,7 @@ def _metrics(manifest: PackageManifest) -> str:
         interval = intervals.get(name)
         interval_text = f"{interval['low']:.4g} to {interval['high']:.4g} ({interval['method']})" if interval else ""
         rows.append((name, f"{value:.6g}", interval_text, *([f"{own[name]:.6g}"] if quantized else [])))
-    return _table(("metric", "value", "95 % interval", *(["this package's"] if quantized else [])), rows)
+    return markdown_table(("metric", "value", "95 % interval", *(["this package's"] if quantized else [])), rows)
 
 
 def _use(manifest: PackageManifest) -> str:
@@ -272,7 +268,8 @@ def _shape(spec: TensorSpec) -> str:
     return "(" + ", ".join(["batch", *("any" if size is None else str(size) for size in spec.shape)]) + ")"
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def markdown_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a table in Markdown."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
@@ -339,7 +336,7 @@ def export(
     on_stage("reading the run")
     with open_source(request.run, request.checkpoint, request.task) as source, registry.draft() as draft:
         reference = PackageReference(request.name or default_name(source), request.tag)
-        about = observe_inputs(source)
+        about = _describe_row(source)
         on_stage(f"evaluating {source.split}")
         metrics = source.measure()
         weights = _write_weights(source, request.quantization, draft)
@@ -472,14 +469,14 @@ def _manifest(
     metrics: Mapping[str, float],
     differences: Mapping[str, FormatDifference],
     data: Mapping[str, Any],
-    about: PackageInputs,
+    about: RowDescription | None,
     draft: Path,
 ) -> PackageManifest:
     inference = source.inference
     manifest = PackageManifest(
         name=name,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        inputs=about.specs,
+        inputs=inference.inputs if about is None else about.specs,
         outputs=inference.outputs,
         provenance=_provenance(source, data),
         files={},
@@ -492,7 +489,8 @@ def _manifest(
         quantization=request.quantization,
         differences=differences,
     )
-    write_file(draft / INPUTS, [about.to_bytes()])
+    if about is not None:
+        write_file(draft / INPUTS, [about.to_bytes()])
     write_file(draft / CARD, [model_card(manifest, about, source.task).encode()])
     files = {path.name: _record(path) for path in sorted(draft.iterdir())}
     return replace(manifest, files=files)

@@ -137,6 +137,8 @@ def _number(value: Any, where: str) -> float:
 
 
 MANIFEST = "manifest.json"
+INPUTS = "inputs.json"
+"""How clients send the inputs; the manifest describes the program's tensors."""
 FORMAT = 1
 MAX_MANIFEST_BYTES = 4 * 2**20
 PROGRAMS = ("pt2", "onnx")

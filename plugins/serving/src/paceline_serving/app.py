@@ -21,14 +21,14 @@ from paceline import __version__
 from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import ConfigError, PacelineError, PackageError
 from paceline.core.inference import TensorSpec
-from paceline.export.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions, make_spec
-from paceline.export.tables import CellError, columns_of, to_inputs, to_record
 from paceline.runs.package import open_package, require_trusted
-from paceline.runs.package_inputs import INPUTS, read_inputs
+from paceline.runs.package_manifest import INPUTS
 from paceline_serving.access import AccessPolicy
 from paceline_serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
 from paceline_serving.connection import JSON_TYPE, Answer, ClientGone, Request, error_answer
+from paceline_serving.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions, make_spec
 from paceline_serving.openapi import describe
+from paceline_serving.package_inputs import read_inputs
 from paceline_serving.protocol import (
     SERVER_NAME,
     build_response,
@@ -45,6 +45,7 @@ from paceline_serving.replicas import Deployment, DeploymentEvents, LocalDeploym
 from paceline_serving.request_bodies import LARGE_BYTES, RequestBodies, read_body
 from paceline_serving.static_assets import HEADERS, Assets
 from paceline_serving.table_files import table_records
+from paceline_serving.tables import CellError, columns_of, to_inputs, to_record
 
 # --- Prometheus metrics ---
 

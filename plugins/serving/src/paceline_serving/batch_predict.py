@@ -26,21 +26,9 @@ from paceline.core.errors import ConfigError, DataError, ServingError
 from paceline.core.file_lock import locked
 from paceline.core.files import fsync_directory, rename, write_atomically
 from paceline.core.inference import TensorSpec
-from paceline.export.model import Array, Arrays, ModelSpec, ServedModel, ServingOptions, rows_of
-from paceline.export.tables import (
-    EXACT_FLOATS,
-    MISSING,
-    CellError,
-    columns_of,
-    convert_cells,
-    encode_texts,
-    is_table_of,
-    load_json,
-    text_array,
-    to_inputs,
-)
 from paceline_serving.batching import RequestFailure
 from paceline_serving.client import Client
+from paceline_serving.model import Array, Arrays, ModelSpec, ServedModel, ServingOptions, rows_of
 from paceline_serving.replica_process import ReplicaStarter
 from paceline_serving.replicas import LocalDeployment
 from paceline_serving.table_files import (
@@ -55,6 +43,18 @@ from paceline_serving.table_files import (
     read_table,
     records_of,
     write,
+)
+from paceline_serving.tables import (
+    EXACT_FLOATS,
+    MISSING,
+    CellError,
+    columns_of,
+    convert_cells,
+    encode_texts,
+    is_table_of,
+    load_json,
+    text_array,
+    to_inputs,
 )
 
 # --- Input rows from files: tables, pictures, arrays, CSV and JSON ---

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from paceline.export.model import UNBOUNDED, Array, Arrays, ServingOptions, rows_of
+from paceline_serving.model import UNBOUNDED, Array, Arrays, ServingOptions, rows_of
 from paceline_serving.replica_process import BatchFailed, ReplicaDied
 
 # --- Failures of requests, with their HTTP status ---

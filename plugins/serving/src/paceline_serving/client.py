@@ -19,7 +19,7 @@ import numpy as np
 from paceline.core.access import read_bearer_token
 from paceline.core.errors import ConfigError, ServingError
 from paceline.core.inference import TensorSpec
-from paceline.export.model import DATATYPES, Array, Arrays, InputField, ModelSpec, OutputField, rows_of
+from paceline_serving.model import DATATYPES, Array, Arrays, InputField, ModelSpec, OutputField, rows_of
 
 _Field = TypeVar("_Field", InputField, OutputField)
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}

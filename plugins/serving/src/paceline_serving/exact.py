@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from paceline.core.inference import TensorSpec
-from paceline.export.model import Array, Arrays, ModelSpec, Servable, example, rows_of
+from paceline_serving.model import Array, Arrays, ModelSpec, Servable, example, rows_of
 
 # They do not depend on --max-batch, so that no option of the server changes a bit.
 _SIZES = (32, 24, 16, 12, 8, 4, 2, 1)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.export.model import Array, Arrays
+from paceline_serving.model import Array, Arrays
 
 LENGTHS = struct.Struct("!IQ")
 _NO_ARRAYS: dict[str, Array] = {}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.export.model import ServingOptions
 from paceline_serving.access import AccessPolicy
 from paceline_serving.app import Models
+from paceline_serving.model import ServingOptions
 
 # Otherwise its C core prints failures that are raised anyway, and warnings at each start of a replica.
 _QUIET = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0"}

@@ -15,10 +15,10 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
 from paceline import __version__
-from paceline.export.model import DATATYPES, Arrays, ModelSpec, ServingOptions
 from paceline_serving.access import AccessPolicy
 from paceline_serving.app import Models
 from paceline_serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
+from paceline_serving.model import DATATYPES, Arrays, ModelSpec, ServingOptions
 from paceline_serving.protocol import (
     EXACT,
     SERVER_NAME,

@@ -12,7 +12,7 @@ from paceline.cli.options import group
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.export.model import ServingOptions
+    from paceline_serving.model import ServingOptions
 
 
 def _option(help: str) -> Parameter:

@@ -15,8 +15,8 @@ from cyclopts import Parameter
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.export.model import Array, InputField, ModelSpec, OutputField
     from paceline_serving.batch_predict import PredictionEngine
+    from paceline_serving.model import Array, InputField, ModelSpec, OutputField
     from paceline_serving.table_files import Rows
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -85,10 +85,10 @@ def predict(
     is_piped = output is not None and str(output) == "-"
     if is_piped and json:
         raise ConfigError("--json and --output - both print. Leave one of them out.")
-    from paceline.export.model import UNBOUNDED, ServingOptions
     from paceline_serving.app import open_model
     from paceline_serving.batch_predict import read_rows, replicas, server
     from paceline_serving.client import Client
+    from paceline_serving.model import UNBOUNDED, ServingOptions
     from paceline_serving.table_files import check_columns, write
 
     if model.startswith(("http://", "https://")):

@@ -13,8 +13,12 @@ import numpy as np
 import orjson
 
 from paceline.core.inference import TensorSpec
-from paceline.export.model import DATATYPES, Array, Arrays, ModelSpec
-from paceline.export.tables import (
+from paceline_serving.batching import InvalidRequest, RequestFailure
+from paceline_serving.connection import JSON_TYPE, Headers
+from paceline_serving.model import DATATYPES, Array, Arrays, ModelSpec
+from paceline_serving.replicas import Deployment
+from paceline_serving.request_bodies import LARGE_BYTES
+from paceline_serving.tables import (
     MISSING,
     CellError,
     check_length,
@@ -24,10 +28,6 @@ from paceline.export.tables import (
     to_inputs,
     to_record,
 )
-from paceline_serving.batching import InvalidRequest, RequestFailure
-from paceline_serving.connection import JSON_TYPE, Headers
-from paceline_serving.replicas import Deployment
-from paceline_serving.request_bodies import LARGE_BYTES
 
 # --- Inference requests: JSON, and the extension for binary tensors ---
 #

@@ -20,9 +20,9 @@ import numpy as np
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError, ServingError
 from paceline.core.signals import handle_signals
-from paceline.export.model import Array, Arrays, ServedModel, ServingOptions, parse_replicas
 from paceline_ray.cluster import connect, import_ray, own_cluster
 from paceline_serving.batching import MAX_IN_FLIGHT
+from paceline_serving.model import Array, Arrays, ServedModel, ServingOptions, parse_replicas
 from paceline_serving.replica import describe_failure, end_if_gpu_is_lost, load_warm
 from paceline_serving.replica_process import BatchFailed, ReplicaDied
 from paceline_serving.replicas import Deployment, DeploymentEvents

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from paceline.core.errors import ConfigError, PacelineError, PackageError
-from paceline.export.model import Array, Arrays, ModelLocation, ModelSpec, Servable, example
 from paceline.export.onnx_program import OnnxProgram, require_onnxruntime
 from paceline.runs.package import Package, read_manifest
 from paceline_serving import frames
 from paceline_serving.exact import ExactServable
+from paceline_serving.model import Array, Arrays, ModelLocation, ModelSpec, Servable, example
 
 # --- Loading of models. Torch and onnxruntime are imported only when a model needs them ---
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from paceline.core.errors import ServingError
 from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
-from paceline.export.model import Array, Arrays, ModelLocation, ModelSpec, ServingOptions
 from paceline_serving import frames
+from paceline_serving.model import Array, Arrays, ModelLocation, ModelSpec, ServingOptions
 
 # --- How a server gets the processes of its replicas: forked, or from a fresh interpreter ---
 

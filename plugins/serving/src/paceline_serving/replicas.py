@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.core.errors import ServingError
-from paceline.export.model import Array, Arrays, ServedModel, ServingOptions
 from paceline_serving.batching import Batcher
+from paceline_serving.model import Array, Arrays, ServedModel, ServingOptions
 from paceline_serving.replica_process import ReplicaProcess, ReplicaStarter
 
 log = logging.getLogger("paceline_serving")

@@ -21,7 +21,7 @@ from paceline.core.printable import escape_controls
 from paceline_serving.kserve_options import KServeOptions, print_service
 
 if TYPE_CHECKING:
-    from paceline.export.model import ModelSpec, ServedModel, ServingOptions
+    from paceline_serving.model import ModelSpec, ServedModel, ServingOptions
     from paceline_serving.ray_serve import RayServeOptions
     from paceline_serving.server import ListenAddress
 
@@ -129,7 +129,7 @@ def serve(
     """
     if ray_address is not None and on != "ray":
         raise ConfigError("--ray-address is only for --on ray. Add --on ray.")
-    from paceline.export.model import ServingOptions, parse_replicas
+    from paceline_serving.model import ServingOptions, parse_replicas
 
     min_replicas, max_replicas = parse_replicas(replicas)
     options = ServingOptions(

@@ -14,11 +14,11 @@ from typing import Any
 
 from paceline.core.access import BearerTokens, is_loopback
 from paceline.core.errors import ConfigError
-from paceline.export.model import ServedModel, ServingOptions
 from paceline_serving.access import AccessPolicy, check_cors_origins
 from paceline_serving.app import App, DeploymentFactory, Models
 from paceline_serving.connection import BACKLOG, HttpServer
 from paceline_serving.grpc_server import GrpcServer
+from paceline_serving.model import ServedModel, ServingOptions
 
 # --- One server process, from binding its socket to its end ---
 

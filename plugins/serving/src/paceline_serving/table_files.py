@@ -13,8 +13,8 @@ from typing import IO, Any
 import numpy as np
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.export.model import Array, Arrays, ModelSpec, rows_of
-from paceline.export.tables import columns_of, is_number, load_json
+from paceline_serving.model import Array, Arrays, ModelSpec, rows_of
+from paceline_serving.tables import columns_of, is_number, load_json
 
 # --- Files of tables ---
 

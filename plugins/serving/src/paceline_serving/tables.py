@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.encodings import MAX_TEXT_LENGTH, EncodingError, compose
 from paceline.core.inference import TensorSpec
-from paceline.export.model import Array, Arrays, ModelSpec
+from paceline_serving.model import Array, Arrays, ModelSpec
 
 # --- From columns to a model's inputs ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -17,18 +18,48 @@ from torch import Tensor, nn
 from paceline.core.errors import ExportError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.export.equivalence import batch_inputs
-from paceline.export.model import DATATYPES, ModelSpec, client_specs, example
-from paceline.export.tables import CellError, columns_of, to_inputs, to_record
+from paceline.export.export import markdown_table
 from paceline.export.trained_source import TrainedSource
-from paceline.runs.package_inputs import PackageInputs, Range
+from paceline.runs.package_manifest import PackageManifest
+from paceline_serving.model import DATATYPES, ModelSpec, client_specs, example, make_spec
+from paceline_serving.package_inputs import PackageInputs, Range
+from paceline_serving.tables import CellError, columns_of, to_inputs, to_record
 
+_MAX_SHOWN = 60  # characters of an example in the card
 _MAX_SAMPLES = 1000  # that are read
 _MAX_ELEMENTS = 200_000  # of an example
 _MAX_EXAMPLE_BYTES = 2**20
 _MAX_WHOLE = 1e15  # below it a number is written without .0
 
 
-def observe_inputs(source: TrainedSource) -> PackageInputs:
+class ObservedInputs(PackageInputs):
+    """The inputs of a package that is being exported."""
+
+    def card(self, manifest: PackageManifest) -> list[str]:
+        """Describe a row as clients send it."""
+        if any(tensor.dtype not in DATATYPES for tensor in {**self.specs, **manifest.outputs}.values()):
+            return []  # such as bfloat16, which cannot be served
+        spec = make_spec(manifest, self)
+        rows = [
+            (
+                field.name,
+                field.type_text,
+                field.unit,
+                field.values_text,
+                "" if field.example is None else _code(field.example),
+            )
+            for field in spec.fields
+        ]
+        parts = [
+            "A row, as `paceline predict` and `POST /predict` take it:",
+            markdown_table(("name", "type", "unit", "values", "example"), rows),
+        ]
+        if any(tensor.dtype == "str" for tensor in spec.inputs.values()):
+            parts.append("Texts and categories are encoded by the package; the program gets the numbers above.")
+        return parts
+
+
+def observe_inputs(source: TrainedSource) -> ObservedInputs:
     """Return the inputs of a trained model as its package describes them.
 
     Raises:
@@ -58,11 +89,11 @@ def observe_inputs(source: TrainedSource) -> PackageInputs:
         batches.close()
     if inference.example is None:
         is_valid = found and _problem_of(found, specs) is None
-        return PackageInputs(specs=specs, ranges=ranges, example=found if is_valid else {})
+        return ObservedInputs(specs=specs, ranges=ranges, example=found if is_valid else {})
     row = _by_input(inference.example, specs)
     if problem := _problem_of(row, specs):
         raise ExportError(f"the example of inference_signature does not fit its inputs: {problem}.")
-    return PackageInputs(specs=specs, ranges=ranges, example=row)
+    return ObservedInputs(specs=specs, ranges=ranges, example=row)
 
 
 def _extend_ranges(ranges: dict[str, Range], name: str, spec: TensorSpec, tensor: Tensor) -> None:
@@ -168,3 +199,8 @@ def _limit_indices(inference: InferenceSignature) -> dict[str, TensorSpec]:
 
 def _is_same_data(actual: Any, expected: Tensor) -> bool:
     return isinstance(actual, Tensor) and actual.data_ptr() == expected.data_ptr()
+
+
+def _code(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return "`" + (text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "...").replace("`", "'") + "`"

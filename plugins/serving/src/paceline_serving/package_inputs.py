@@ -17,8 +17,7 @@ from paceline.core.encodings import Categories, Dates, Encoding, Tokenizer, Voca
 from paceline.core.errors import ConfigError, PackageError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package import Package
-
-INPUTS = "inputs.json"
+from paceline.runs.package_manifest import INPUTS
 
 _MAX_BYTES = 64 * 2**20
 _ENCODINGS: Mapping[str, type[Encoding]] = {

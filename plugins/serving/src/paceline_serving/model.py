@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from paceline.core.encodings import EXAMPLE_DATE, Categories, Dates, Encoding, show_category
 from paceline.core.errors import ConfigError
 from paceline.core.inference import TensorSpec
-from paceline.runs.package_inputs import PackageInputs
 from paceline.runs.package_manifest import PackageManifest
+from paceline_serving.package_inputs import PackageInputs
 
 # --- The protocol's datatypes ---
 
