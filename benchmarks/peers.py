@@ -270,7 +270,7 @@ def train_pp(job: PeerJob) -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from torch.nn import functional
 
-    from paceline.training.tasks.fashion_mnist import normalise
+    from paceline_tasks.fashion_mnist import normalise
 
     images, labels = job.tensors()
     batches = job.index_batches(len(labels)).flatten(1)

@@ -21,7 +21,7 @@ from paceline.core.task import Defaults, Task
 from paceline.training.group_context import GroupContext
 from paceline.training.purity import PurityCheck
 from paceline.training.step_hooks import StepHook
-from paceline.training.tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP
+from paceline_tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP
 
 _MEMORY = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.core.inference import InferenceSignature
-from paceline.training.tasks.fashion_mnist import Classifier, FashionMNIST
+from paceline_tasks.fashion_mnist import Classifier, FashionMNIST
 
 _EVERY = 4  # of so many digits one is for testing
 

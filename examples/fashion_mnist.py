@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.training.tasks.fashion_mnist import load_fashion_mnist
+from paceline_tasks.fashion_mnist import load_fashion_mnist
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.core.errors import DataError
-from paceline.training.tasks.transformer import Transformer
+from paceline_tasks.transformer import Transformer
 
 _PARTS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}
 """Tenths of each text."""

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.training.tasks.fashion_mnist import load_fashion_mnist
+from paceline_tasks.fashion_mnist import load_fashion_mnist
 
 
 class BasicBlock(nn.Module):

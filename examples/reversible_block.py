@@ -22,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.training.tasks.fashion_mnist import load_fashion_mnist
+from paceline_tasks.fashion_mnist import load_fashion_mnist
 
 
 class ReversibleBlock(nn.Module):

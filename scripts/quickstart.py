@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from paceline.training.tasks.fashion_mnist import LABELS, load_fashion_mnist
+from paceline_tasks.fashion_mnist import LABELS, load_fashion_mnist
 
 PACELINE = os.path.relpath(Path(sys.executable).with_name("paceline"))
 PACKAGE = "fashion-mnist@quickstart"

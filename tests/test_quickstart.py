@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.training.tasks.fashion_mnist import LABELS
+from paceline_tasks.fashion_mnist import LABELS
 
 pytestmark = pytest.mark.docs
 

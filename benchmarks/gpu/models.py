@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.gpu.turns import Turns
 from paceline.core.callback import Callback, RankInfo, RunSchedule
 from paceline.core.task import Defaults, Task
-from paceline.training.tasks.transformer import Transformer
+from paceline_tasks.transformer import Transformer
 
 
 class TakesTurns(Callback):

@@ -38,7 +38,7 @@ def build_classifier(seed: int = 0) -> tuple[nn.Module, nn.Module]:
     """The module from pixels to classes, and the model inside of it."""
     import torch
 
-    from paceline.training.tasks.fashion_mnist import Classifier, FashionMNIST
+    from paceline_tasks.fashion_mnist import Classifier, FashionMNIST
 
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def write_package(directory: Path, seed: int = 0) -> None:
     """A package with the weights alone, which is served with the built-in task's code and takes no trust."""
     from safetensors.torch import save
 
-    from paceline.training.tasks.fashion_mnist import FashionMNIST
+    from paceline_tasks.fashion_mnist import FashionMNIST
 
     _, model = build_classifier(seed)
     inference = FashionMNIST().inference_signature(model)

@@ -13,7 +13,7 @@ from paceline.api import fit
 from paceline.core.errors import ConfigError
 from paceline.data.audit import audit
 from paceline.runs.directory import RunDirectory
-from paceline.training.tasks.fashion_mnist import FashionMNIST
+from paceline_tasks.fashion_mnist import FashionMNIST
 
 pytestmark = pytest.mark.usefixtures("numerics")
 

@@ -86,6 +86,7 @@ def test_what_is_in_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
         "paceline_serving": ("serve", "fashion-mnist"),
         "paceline_etcd": ("train", TASK, *STEPS, *TWO_NODES, "--coordinator", "etcd://127.0.0.1:2379"),
         "paceline_planning": ("plan", TASK, "--gpus", "2", "--gpu-memory", "8GiB"),
+        "paceline_tasks": ("train", "fashion-mnist", *STEPS),
         "paceline_trackers": ("train", TASK, *STEPS, "--log-to", "mlflow"),
     }.items():
         done = alone(*words)

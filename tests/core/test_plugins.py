@@ -288,7 +288,7 @@ def test_no_distribution_takes_a_name_of_ours_over(install: Install) -> None:
     assert {plugin.is_hidden for plugin in find_plugins()} == {True}
     assert get_launcher("slurm").__class__.__module__ == "paceline.launch.slurm"
     assert find_traits("ddp") is STRATEGIES["ddp"]
-    assert load_task_class("transformer").__module__ == "paceline.training.tasks.transformer"
+    assert load_task_class("transformer").__module__ == "paceline_tasks.transformer"
     assert RunConfig(on="auto", strategy="auto").strategies == ("ddp",)
     for group, names in BUILT_IN.items():
         assert all_names(group) == tuple(names)

@@ -113,7 +113,7 @@ def test_weights_of_another_task_are_refused(package: Package) -> None:
 
 
 def _mlp() -> Any:
-    from paceline.training.tasks.fashion_mnist import FashionMNISTMLP
+    from paceline_tasks.fashion_mnist import FashionMNISTMLP
 
     return FashionMNISTMLP()
 

@@ -31,9 +31,9 @@ from paceline.export.formats import (
 )
 from paceline.export.trained_source import inference_of
 from paceline.runs.package import verify_package
-from paceline.training.tasks.transformer import Transformer
 from paceline_serving.model import ModelSpec
 from paceline_serving.replica import OnnxServable
+from paceline_tasks.transformer import Transformer
 
 TASK = Transformer(layers=1, width=16, heads=2, context=12, tied=True)
 

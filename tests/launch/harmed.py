@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from paceline.training.tasks.fashion_mnist import FashionMNIST
+from paceline_tasks.fashion_mnist import FashionMNIST
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer, SparseAdam
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
-from paceline.training.tasks.transformer import Transformer, load_stdlib_text
+from paceline_tasks.transformer import Transformer, load_stdlib_text
 
 
 @dataclass

@@ -21,7 +21,7 @@ from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError
 from paceline.parallel import auto_strategy
 from paceline.parallel.auto_strategy import choose_strategy, require_replaceable
-from paceline.training.tasks.transformer import Transformer
+from paceline_tasks.transformer import Transformer
 
 MIB = 2**20
 CONFIG = ResolvedConfig(task="transformer", reduction="allreduce", microbatches=2, global_batch_size=2)

@@ -11,7 +11,7 @@ import pytest
 
 import paceline
 from paceline.api import Result, task_spec
-from paceline.training.tasks.fashion_mnist import FashionMNIST
+from paceline_tasks.fashion_mnist import FashionMNIST
 
 SCRIPT = """
 import json

@@ -38,7 +38,7 @@ from paceline.parallel.pipeline.stage_split import (
     require_blocks,
 )
 from paceline.parallel.pipeline.stages import absent_arguments, find_blocks
-from paceline.training.tasks.transformer import Transformer
+from paceline_tasks.transformer import Transformer
 
 GIB = 2**30
 SLOTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}

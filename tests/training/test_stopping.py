@@ -25,7 +25,7 @@ from paceline.training.reproducibility import configure_numerics, preserve_numer
 from paceline.training.resolve import DataSetup
 from paceline.training.schedule import Deadline, Schedule
 from paceline.training.state import TrainProgress
-from paceline.training.tasks.fashion_mnist import FashionMNIST
+from paceline_tasks.fashion_mnist import FashionMNIST
 
 TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 from paceline.core.errors import ConfigError, TaskError
 from paceline.parallel.tensor_parallel import ShardedRNGTracker
 from paceline.parallel.tp_autoplan import Pair, infer_tp_plan, pairs, require_whole_heads, tp_plan_from_task
-from paceline.training.tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP
-from paceline.training.tasks.transformer import Transformer
+from paceline_tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP
+from paceline_tasks.transformer import Transformer
 
 
 class Gated(nn.Module):

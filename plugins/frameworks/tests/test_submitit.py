@@ -211,7 +211,7 @@ def test_a_submitted_task_is_cancelled_and_then_continued_from_python(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "train.py").write_text(
         "import sys, paceline\n"
-        "from paceline.training.tasks.fashion_mnist import FashionMNIST\n"
+        "from paceline_tasks.fashion_mnist import FashionMNIST\n"
         'if __name__ == "__main__":\n'
         "    job = paceline.submit(FashionMNIST(lr=0.05), on='local', run_dir='run', nproc=1,\n"
         "                          max_steps=int(sys.argv[1]), threads=1, checkpoint_every='5steps')\n"

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import paceline.parallel.fsdp  # noqa: F401  # so that its imports are not taken for the model's memory
 from benchmarks.tasks import Timed, WideMLP
 from paceline.core.task import Task
-from paceline.training.tasks.transformer import Transformer
+from paceline_tasks.transformer import Transformer
 
 
 @dataclass

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 from paceline.core.errors import TaskError
 from paceline.core.task import Task
-from paceline.training.tasks.transformer import Transformer
 from paceline_planning.measurement import measure
 from paceline_planning.model_partition import MemoryTracker
+from paceline_tasks.transformer import Transformer
 
 
 @dataclasses.dataclass

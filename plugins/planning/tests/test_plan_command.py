@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError, TaskError
-from paceline.training.tasks.transformer import Transformer
 from paceline_planning.command import plan
 from paceline_planning.recommend import ClusterSpec, make_plan
+from paceline_tasks.transformer import Transformer
 
 TINY = {"layers": "2", "width": "32", "heads": "2", "context": "16", "held_out": "4"}
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.core.encodings import Categories, Dates, Vocabulary
 from paceline.core.inference import InferenceSignature, TensorSpec
-from paceline.training.tasks.fashion_mnist import LABELS, FashionMNISTMLP, load_fashion_mnist
+from paceline_tasks.fashion_mnist import LABELS, FashionMNISTMLP, load_fashion_mnist
 
 
 @dataclass(frozen=True)

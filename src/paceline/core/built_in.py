@@ -191,9 +191,9 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "wandb": "paceline_trackers.wandb:WandbTracker",
     },
     "paceline.tasks": {
-        "fashion-mnist": "paceline.training.tasks.fashion_mnist:FashionMNIST",
-        "fashion-mnist-mlp": "paceline.training.tasks.fashion_mnist:FashionMNISTMLP",
-        "transformer": "paceline.training.tasks.transformer:Transformer",
+        "fashion-mnist": "paceline_tasks.fashion_mnist:FashionMNIST",
+        "fashion-mnist-mlp": "paceline_tasks.fashion_mnist:FashionMNISTMLP",
+        "transformer": "paceline_tasks.transformer:Transformer",
     },
 }
 """The class of each name of ours, as an entry point's value: ``module:Class``."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.core.built_in import BUILT_IN
+from paceline.core.built_in import BUILT_IN, PACKAGES
 from paceline.core.errors import TaskError
 from paceline.core.field_values import convert, encode, is_same
-from paceline.core.plugins import Plugin, all_names, find_plugin, load
+from paceline.core.plugins import Plugin, all_names, find_plugin, load, missing_part
 from paceline.core.task import Task
 
 BUILT_IN_TASKS = BUILT_IN["paceline.tasks"]
@@ -153,6 +153,8 @@ def _import_module(name: str, spec: str) -> types.ModuleType:
     except SystemExit as error:
         raise TaskError(_exit_message(spec, error)) from error
     except ModuleNotFoundError as error:
+        if error.name in PACKAGES:
+            raise missing_part(error) from error
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise TaskError(
                 f"task {spec!r}: there is no module {error.name!r} in the current directory or the environment."

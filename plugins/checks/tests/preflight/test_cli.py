@@ -136,7 +136,7 @@ def test_a_task_that_preflight_lets_go(run_processes: Any, tmp_path: Path) -> No
     (tmp_path / "small.py").write_text(
         "import sys\n"
         "from pathlib import Path\n"
-        "from paceline.training.tasks.fashion_mnist import FashionMNISTMLP\n"
+        "from paceline_tasks.fashion_mnist import FashionMNISTMLP\n"
         "if sys.argv[0].endswith('preflight/rank.py'):\n"
         "    Path('checked').write_text(sys.argv[1])\n"
         "class Small(FashionMNISTMLP):\n"

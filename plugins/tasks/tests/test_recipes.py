@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.training.tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP, normalise
+from paceline_tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP, normalise
 
 
 @pytest.fixture

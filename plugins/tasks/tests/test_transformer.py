@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.core.errors import DataError, TaskError
-from paceline.training.tasks.transformer import Transformer, load_stdlib_text, source_files, split_of
+from paceline_tasks.transformer import Transformer, load_stdlib_text, source_files, split_of
 
 TINY = {"layers": 2, "width": 32, "heads": 2, "context": 32, "held_out": 8}
 

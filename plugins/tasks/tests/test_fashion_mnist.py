@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from paceline.core.errors import DataError
-from paceline.training.tasks import fashion_mnist
-from paceline.training.tasks.fashion_mnist import (
+from paceline_tasks import fashion_mnist
+from paceline_tasks.fashion_mnist import (
     DEBIAN_DIRECTORY,
     MIRRORS,
     IdxFile,
