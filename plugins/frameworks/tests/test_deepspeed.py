@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.conftest import start_trainings
+from tests.training.conftest import start_trainings, tasks_file
 from tests.training.states import newest
 
-__all__ = ["start_trainings"]
+__all__ = ["start_trainings", "tasks_file"]
 
 pytestmark = pytest.mark.matrix
 
