@@ -11,7 +11,7 @@ import pytest
 from plugins.serving.tests.clock import Clock
 
 from paceline_serving import frames
-from paceline_serving.model import ModelLocation, ModelSpec, ServingOptions
+from paceline_serving.model import ModelLocation, ModelSpec, ServedModel, ServingOptions
 from paceline_serving.replica_process import ReplicaDied, ReplicaProcess, ReplicaStarter
 
 INPUTS = {"x": np.zeros((1, 1), np.float32)}
@@ -53,7 +53,7 @@ async def started() -> tuple[Puppet, ReplicaProcess]:
     """A replica whose batches may take 4 s."""
     puppet = Puppet()
     options = ServingOptions(hang_timeout_s=4.0)
-    return puppet, await ReplicaProcess.start(SOURCE, SPEC, "cpu", options, puppet)
+    return puppet, await ReplicaProcess.start(ServedModel(SOURCE, SPEC), "cpu", options, puppet)
 
 
 async def end(puppet: Puppet, replica: ReplicaProcess) -> None:

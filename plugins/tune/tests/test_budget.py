@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline_tune.search import SearchCost, estimate, parse_budget, require_room
+from paceline_tune.history import SearchHistory, TrialResult, TrialState
+from paceline_tune.plan_search import estimate_rest, estimate_search
+from paceline_tune.search import Search, SearchCost, parse_budget
 
 COST = SearchCost(seconds=1800, trials=7, gpu_hours=4)
 
@@ -46,57 +50,57 @@ def test_what_is_no_budget_is_refused(text: str, price: float | None, gpus: floa
         parse_budget(text, price, gpus)
 
 
+SEARCH = Search(
+    options={"task": "fashion-mnist-mlp"},
+    space=("lr=log:1e-3:1",),
+    trials=16,
+    metric="loss:min",
+    evaluations=16,
+    seconds_per_evaluation=1.0,
+)
+
+
 def test_the_estimate_counts_those_that_go_on() -> None:
-    expected = estimate(
-        evaluations=16,
-        start_s=3.0,
-        seconds_per_evaluation=2.0,
-        trials=16,
-        rungs=(1, 4),
-        reduction=4,
-        concurrent=4,
-        gpus_per_trial=0.5,
-    )
+    search = replace(SEARCH, gpus=0.5)
+    assert search.rungs == (1, 4)
+    expected = search.estimate(3.0, 2.0, concurrent=4)
+    assert expected is not None
     # 16 trials to the first rung, 4 for three more, 1 for the twelve after that.
     evaluations = 16 * 1 + 4 * 3 + 1 * 12
     work_s = 16 * 3 + evaluations * 2
     assert expected.trial.seconds == 3 + 32
     assert expected.search.seconds == max(work_s / 4, 35)
     assert expected.search.gpu_hours == pytest.approx(work_s / 3600 * 0.5)
+    assert replace(search, evaluations=None).estimate(3.0, 2.0, concurrent=4) is None
 
 
-def test_the_estimate_of_a_search_that_continues_is_of_the_trials_that_are_left() -> None:
-    whole = estimate(
-        evaluations=4,
-        start_s=0.0,
-        seconds_per_evaluation=10.0,
-        trials=8,
-        rungs=(),
-        reduction=4,
-        concurrent=2,
-        gpus_per_trial=1,
-    )
+@pytest.mark.parametrize(("left", "done_s", "seconds"), [(3, 20.0, 50), (1, 30.0, 10)])
+def test_the_estimate_of_a_search_that_continues_is_of_the_trials_that_are_left(
+    left: int, done_s: float, seconds: float
+) -> None:
+    search = replace(SEARCH, trials=8, evaluations=4, scheduler="none", gpus=1)
+    whole = search.estimate(0.0, 10.0, concurrent=2)
+    assert whole is not None
     assert whole.search.seconds == 8 * 40 / 2
-    rest = whole.reduce(3, 8, 20, 1)  # one of the three has trained for 20 s
-    assert (rest.search.seconds, rest.search.trials, rest.search.gpu_hours) == (50, 3, 100 / 3600)
-    last = whole.reduce(1, 8, 30, 1)
-    assert last.search.seconds == 10
+    history = SearchHistory([])
+    for number in range(8 - left + 1):  # one of those that are left has begun
+        ended = number < 8 - left
+        state: TrialState = "finished" if ended else "running"
+        seconds_so_far = 40.0 if ended else done_s
+        history.take(
+            TrialResult(trial=number, state=state, iteration=1, step=1, metrics={}, seconds=seconds_so_far, clock_s=0.0)
+        )
+    rest = estimate_rest(search, history, whole)
+    assert rest is not None
+    trials_s = left * 40 - done_s
+    assert (rest.search.seconds, rest.search.trials, rest.search.gpu_hours) == (seconds, left, trials_s / 3600)
     assert SearchCost(1, 2, 3) + SearchCost(10, 20, 30) == SearchCost(11, 22, 33)
 
 
 @pytest.mark.parametrize("text", ["20s", "$0.01", "0.001gpu-h"])
 def test_a_budget_below_one_trial_is_refused(text: str) -> None:
-    expected = estimate(
-        evaluations=4,
-        start_s=0.0,
-        seconds_per_evaluation=10.0,
-        trials=4,
-        rungs=(1,),
-        reduction=4,
-        concurrent=2,
-        gpus_per_trial=1,
-    )
-    budget = parse_budget(text, 2.0 if text.startswith("$") else None, 1)
+    search = replace(SEARCH, trials=4, evaluations=4, seconds_per_evaluation=10.0, gpus=1)
+    price = 2.0 if text.startswith("$") else None
     with pytest.raises(ConfigError, match="less than the costs of one whole trial"):
-        require_room(budget, expected, text)
-    require_room(parse_budget("41s", None, 1), expected, "41s")
+        estimate_search(replace(search, budget=text, price_per_hour=price), cpus=2)
+    assert estimate_search(replace(search, budget="41s"), cpus=2) is not None

@@ -223,12 +223,12 @@ def test_a_lost_trial_says_why(
     errors = tmp_path / "error.txt"
     errors.write_text("Traceback:\n  x\npaceline_tune.trial.TrialDiedError: it was killed by SIGKILL; see LOG\n")
     trial = SimpleNamespace(config={"number": 3}, error_file=str(errors))
-    observer.callback.on_trial_recover(0, [], trial)
+    observer.on_trial_recover(0, [], trial)
     errors.write_text(errors.read_text() + "\x1b[31mThe node has gone.\n\n")
-    observer.callback.on_trial_error(0, [], trial)
-    observer.callback.on_trial_recover(0, [], SimpleNamespace(config={"number": 4}, error_file=None))
+    observer.on_trial_error(0, [], trial)
+    observer.on_trial_recover(0, [], SimpleNamespace(config={"number": 4}, error_file=None))
     SearchDirectory(tmp_path / "search").stop.touch()
-    observer.callback.on_trial_recover(0, [], SimpleNamespace(config={"number": 5}, error_file=str(errors)))
+    observer.on_trial_recover(0, [], SimpleNamespace(config={"number": 5}, error_file=str(errors)))
     text = capsys.readouterr().err
     assert "trial 00003 was lost, and continues from its last checkpoint: it was killed by SIGKILL; see LOG" in text
     assert "trial 00003 failed: it was lost too often; the last time \\x1b[31mThe node has gone." in text

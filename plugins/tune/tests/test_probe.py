@@ -32,7 +32,7 @@ def test_first_trials_that_fail_or_diverge_do_not_end_the_search() -> None:
     assert order == [1e30, 1e36, 1e35, 0.01]
     facts = probe(SEARCH)
     assert set(facts.metrics) == {"near", "loss"}
-    assert (facts.total_steps, facts.evaluations) == (20, 4)
+    assert (facts.search.total_steps, facts.search.evaluations) == (20, 4)
     assert [failure.partition(":")[0] for failure in facts.failures] == [f"lr={lr}" for lr in order[:-1]]
     reasons = dict(failure.split(": ", 1) for failure in facts.failures)
     assert "is NaN or infinite" in reasons["lr=1e+30"]
@@ -75,11 +75,12 @@ def test_a_trials_start_is_measured_and_estimated(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_START)
     options = {"task": f"{tmp_path / 'slow.py'}:SlowStart", "threads": 1, "max_steps": 20, "eval_every": "10steps"}
     search = replace(SEARCH, options=options, space=("lr=choice:0.01,0.02",), trials=2, scheduler="none")
-    measured, profile = measure_search(search, None)
-    assert profile.start_s >= 0.5
+    measured, _ = measure_search(search, None)
+    assert measured.start_s >= 0.5
     expected = estimate_search(measured, cpus=1)
     assert expected is not None
-    assert expected.trial.seconds == pytest.approx(profile.start_s + 2 * profile.seconds_per_evaluation)
+    assert measured.seconds_per_evaluation is not None
+    assert expected.trial.seconds == pytest.approx(measured.start_s + 2 * measured.seconds_per_evaluation)
     assert expected.search.seconds == pytest.approx(2 * expected.trial.seconds)
 
 

@@ -130,20 +130,20 @@ def test_the_searcher_waits_for_room_and_repeats_what_was_chosen(
 
     def searcher(journal: SearchJournal, numbers: range) -> Any:
         directory = SearchDirectory(tmp_path)
-        return JournalSearcher(search, directory, journal, numbers, lambda: False, lambda running: running < 2)
+        return JournalSearcher(search, directory, journal, numbers, lambda: False, lambda: 2)
 
     journal = SearchJournal(tmp_path / "journal.jsonl")
     first = searcher(journal, range(4))
-    orders = [first.suggest(name)["order"]["options"] for name in "ab"]
+    orders = [first.suggest(name)["order"].options for name in "ab"]
     assert first.suggest("c") is None
     assert orders[0]["set"] == orders[1]["set"]
     assert [order["seed"] for order in orders] == [3, 4]
     first.on_trial_complete("a")
-    third = first.suggest("c")["order"]["options"]
+    third = first.suggest("c")["order"].options
     assert third["set"] != orders[0]["set"]
     assert third["seed"] == 3
     journal.close()
     journal = SearchJournal(tmp_path / "journal.jsonl")
     again = searcher(journal, range(2, 4))
-    assert [again.suggest(name)["order"]["options"]["set"] for name in "ab"] == [third["set"]] * 2
+    assert [again.suggest(name)["order"].options["set"] for name in "ab"] == [third["set"]] * 2
     journal.close()

@@ -13,7 +13,7 @@ import pytest
 from paceline.core.errors import ConfigError, UserError
 from paceline.core.task_loading import load_task_class
 from paceline_tune.plan_search import resolve_space
-from paceline_tune.search import Search, SearchDirectory
+from paceline_tune.search import Search
 from paceline_tune.space import parse_space
 
 TASK = f"{Path(__file__).parent / 'tasks.py'}:Line"
@@ -183,7 +183,7 @@ def test_fields_of_every_kind_can_be_searched() -> None:
         "mark": {"1", "true"},
     }
     assert {type(value) for value in values["width"] | values["global_batch_size"]} == {int}
-    options = search.trial_options(0, drawn[0], SearchDirectory(Path("s")))
+    options = search.run_options(0, drawn[0])
     assert {name: options[name] for name in search.searched_options} == {
         name: drawn[0][name] for name in ("global_batch_size", "precision", "clip_norm")
     }
@@ -211,7 +211,7 @@ def test_repeats_have_the_same_parameters_and_seeds_of_their_own() -> None:
     search = Search(options={"task": TASK, "seed": 5}, space=("width=int:2:4",), trials=8, metric="loss:min", repeats=3)
     assert search.planned == 3 * 3
     assert replace(search, budget="5trials").planned == 5
-    runs = [search.trial_options(n, search.parameters(n), SearchDirectory(Path("s"))) for n in range(9)]
+    runs = [search.run_options(n, search.parameters(n)) for n in range(9)]
     assert [run["seed"] for run in runs] == [5, 6, 7] * 3
     assert all(runs[n]["set"] == runs[n - n % 3]["set"] for n in range(9))
     assert len({run["set"][0] for run in runs}) == 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from paceline.core.config import config_from_mapping, to_flags
 from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import read_json_lines
-from paceline.core.inference import InferenceSignature, TensorSpec, name_with_unit
+from paceline.core.inference import TensorSpec, name_with_unit
 from paceline.core.stats import Estimate, Floats
 from paceline.data.samples import MicroBatch
 from paceline.runs.directory import RunDirectory
@@ -35,20 +35,15 @@ from paceline_pages.regression import RegressionResult, regress
 # --- A run's directory, read without trusting its contents ---
 
 
-@dataclass(frozen=True)
-class CurvePoint:
-    """A value at a step."""
-
-    step: int
-    value: float
+Curve = list[tuple[int, float]]
+"""Steps, each with a value."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The contents of a run's directory.
+    """The contents of a run's directory, whose ``name`` this is.
 
     Attributes:
-        name: of the directory.
         manifest: ``run.toml``.
         train, evaluations: the records of ``metrics.jsonl``.
         result: ``result.json``; None if the run has not finished.
@@ -65,41 +60,28 @@ class Record:
     timeline: Timeline
     state: str
 
-    @cached_property
-    def loss(self) -> list[CurvePoint]:
-        """Return the training loss."""
-        return _points(self.train, "loss")
+    def curve(self, name: str) -> Curve:
+        """Return a value that the training recorded: "loss", "lr" (of the first parameter group), "samples_per_s"."""
+        return _curve(self.train, name)
 
-    @cached_property
-    def learning_rate(self) -> list[CurvePoint]:
-        """Return the learning rate of the first parameter group."""
-        return _points(self.train, "lr")
-
-    @cached_property
-    def throughput(self) -> list[CurvePoint]:
-        """Return the samples per second."""
-        return _points(self.train, "samples_per_s")
-
-    @cached_property
-    def memory(self) -> list[CurvePoint]:
+    def memory(self) -> Curve:
         """Return the MiB of the rank that uses the most."""
         points = []
         for record in self.train:
             ranks = record.get("ranks")
             used = [_finite(rank.get("memory_mib")) for rank in ranks] if isinstance(ranks, list) else []
-            step = record.get("step")
-            if isinstance(step, int) and (known := [mib for mib in used if mib is not None]):
-                points.append(CurvePoint(step, max(known)))
-        return points
+            points.append(
+                {"step": record.get("step"), "value": max((mib for mib in used if mib is not None), default=None)}
+            )
+        return _curve(points, "value")
 
-    def metric(self, split: str, name: str) -> list[CurvePoint]:
-        """Return a metric of a split over the run."""
+    def metric(self, split: str, name: str) -> Curve:
         values = [
             {"step": record.get("step"), "value": record["metrics"].get(name)}
             for record in self.evaluations
             if record.get("split") == split and isinstance(record.get("metrics"), Mapping)
         ]
-        return _points(values, "value")
+        return _curve(values, "value")
 
     def metrics_of(self, split: str) -> list[str]:
         """Return the names of the metrics that a split's evaluations had, in their order."""
@@ -112,7 +94,7 @@ class Record:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return everything that decides what the run computes: the task, its fields and all options."""
+        """Everything that decides what the run computes: the task, its fields and all options."""
         return configuration(self.manifest)
 
     @property
@@ -126,12 +108,10 @@ class Record:
     @property
     def recorded_metrics(self) -> dict[str, dict[str, float | None]]:
         """Return the metrics of ``result.json``: split -> name -> value."""
-        metrics_of_splits = (self.result or {}).get("metrics")
-        if not isinstance(metrics_of_splits, Mapping):
-            return {}
+        splits = (self.result or {}).get("metrics")
         return {
             str(split): {str(name): _finite(value) for name, value in metrics.items()}
-            for split, metrics in metrics_of_splits.items()
+            for split, metrics in (splits.items() if isinstance(splits, Mapping) else ())
             if isinstance(metrics, Mapping)
         }
 
@@ -187,9 +167,9 @@ def _state(directory: RunDirectory, result: Mapping[str, Any] | None, history: T
     return last if last in ("stopped", "failed") else "not finished"
 
 
-def _points(records: Any, name: str) -> list[CurvePoint]:
+def _curve(records: Any, name: str) -> Curve:
     return [
-        CurvePoint(record["step"], value)
+        (record["step"], value)
         for record in records
         if isinstance(record.get("step"), int) and (value := _finite(record.get(name))) is not None
     ]
@@ -209,11 +189,8 @@ class Layer:
     """A module without children, or with parameters of its own.
 
     Attributes:
-        name: in the model.
-        kind: its class.
         shape: of its output for one sample, without the batch; None if it did not run.
         parameters: number of elements, not counting parameters shared with an earlier layer.
-        trained: number of trained elements.
     """
 
     name: str
@@ -228,10 +205,8 @@ class Architecture:
     """The structure of a model.
 
     Attributes:
-        kind: its class.
         layers: in the order of their first forward, followed by those that did not run.
         parameters: number of elements, each counted once.
-        trained: number of trained elements.
         bytes: of parameters and buffers.
     """
 
@@ -243,7 +218,7 @@ class Architecture:
 
 
 class LayerShapes:
-    """A recorder of the layers' output shapes in their first forward."""
+    """A recorder of the layers' output shapes in their first forward, of those inside the context."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -254,21 +229,18 @@ class LayerShapes:
         ]
         self._shapes: dict[str, tuple[int, ...]] = {}
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record forwards inside the context."""
-        handles = [module.register_forward_hook(partial(self._record, name)) for name, module in self._layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def __enter__(self) -> None:
+        self._handles = [module.register_forward_hook(partial(self._record, name)) for name, module in self._layers]
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def _record(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._shapes.setdefault(name, _shape(output))
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self._shapes.setdefault(name, tuple(tensors[0].shape[1:]) if tensors else ())
 
     def architecture(self) -> Architecture:
-        """Return the structure of the model with the recorded shapes."""
         seen: set[int] = set()
         layers = {}
         for name, module in self._layers:
@@ -286,15 +258,10 @@ class LayerShapes:
         return Architecture(
             kind=type(self._model).__name__,
             layers=tuple(layers[name] for name in order),
-            parameters=sum(p.numel() for p in self._model.parameters()),
-            trained=sum(p.numel() for p in self._model.parameters() if p.requires_grad),
+            parameters=sum(layer.parameters for layer in layers.values()),
+            trained=sum(layer.trained for layer in layers.values()),
             bytes=sum(t.numel() * t.element_size() for t in tensors),
         )
-
-
-def _shape(output: Any) -> tuple[int, ...]:
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return tuple(tensors[0].shape[1:]) if tensors else ()
 
 
 # --- Analyse a run: read its record, and evaluate its model again on a split ---
@@ -330,7 +297,6 @@ class Analysis:
     """A run and its model's results on a split.
 
     Attributes:
-        record: contents of its directory.
         step: of the checkpoint.
         is_best: whether that is the best model so far.
         metrics: by name, with intervals.
@@ -384,10 +350,8 @@ def analyse(
     """Read a run and evaluate one of its checkpoints, without writing anything.
 
     Args:
-        split: "test" or "val".
         checkpoint: "best", "last" or a step; None: the best, or the last if the run has no validation.
         task: where the task's class is now, if not where it was when the run was trained.
-        on_progress: called after each block of samples.
 
     Raises:
         UserError: the directory holds no run, or its task or data cannot be built.
@@ -412,7 +376,7 @@ def analyse(
             done += microbatch.num_samples
             on_progress(done, evaluator.num_samples)
 
-        with shapes.recording():
+        with shapes:
             measured = trained.evaluate(evaluator, split, observe)
         predictions, values = recorder.predictions(), recorder.regression()
         return Analysis(
@@ -429,7 +393,14 @@ def analyse(
             values=values,
             regression=None if values is None else regress(values),
             architecture=shapes.architecture(),
-            data=_data(record, evaluator.num_samples, recorder.data_sha256, inference),
+            data=Data(
+                samples=evaluator.num_samples,
+                sha256=recorder.data_sha256,
+                train_samples=record.manifest.get("data", {}).get("train_samples"),
+                val_samples=record.manifest.get("data", {}).get("val_samples"),
+                inputs={} if inference is None else {n: _describe(spec) for n, spec in inference.inputs.items()},
+                preprocessing=None if inference is None else _source(type(inference.module)),
+            ),
             device=str(trained.run.device),
         )
 
@@ -439,22 +410,6 @@ def _recorded(record: Record, trained: LoadedModel, split: str) -> Mapping[str, 
     best = (record.result or {}).get("best_step")
     result_step = (record.result or {}).get("steps") if best is None else best
     return record.recorded_metrics.get(split, {}) if result_step == trained.info.step else {}
-
-
-def _data(record: Record, samples: int, sha256: str, inference: InferenceSignature | None) -> Data:
-    recorded = record.manifest.get("data", {})
-    inputs = {}
-    if inference is not None:
-        for name, spec in inference.inputs.items():
-            inputs[name] = _describe(spec)
-    return Data(
-        samples=samples,
-        sha256=sha256,
-        train_samples=recorded.get("train_samples"),
-        val_samples=recorded.get("val_samples"),
-        inputs=inputs,
-        preprocessing=None if inference is None else _source(type(inference.module)),
-    )
 
 
 def _describe(spec: TensorSpec) -> str:

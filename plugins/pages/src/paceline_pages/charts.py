@@ -17,7 +17,6 @@ _T = TypeVar("_T")
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SERIES = 8
 """Number of distinct colours of series; the ninth series repeats the first colour."""
@@ -50,8 +49,10 @@ _STYLE: dict[str, Any] = {
     "lines.solid_joinstyle": "round",
     "patch.linewidth": 0,
 }
+_GUIDE: dict[str, Any] = {"color": _COLOURS["muted"], "linewidth": 1, "linestyle": (0, (2, 3))}
 _POINTS = 300
 _POINTS_IN_ALL = 1500
+_ROWS = 12  # of the table of numbers
 _WIDE = 500  # points; wider drawings scroll on a phone, where their text would be too small
 
 
@@ -105,14 +106,12 @@ def curves(
     title: str,
     series: Sequence[Series],
     *,
-    x_label: str = "step",
-    y_label: str = "",
+    y_label: str,
     log: bool = False,
     from_zero: bool = False,
 ) -> Chart:
     """Draw lines over steps, averaging more points than can be seen."""
-    with _drawing(name, title) as drawing:
-        axes = drawing.axes
+    with _figure(name) as (figure, axes):
         for line in series:
             xs, ys = _downsample(line.xs, line.ys)
             axes.plot(
@@ -128,13 +127,12 @@ def curves(
         elif from_zero:
             highest = max((y for line in series for y in line.ys), default=0.0)
             axes.set_ylim(0, 1.08 * highest if highest > 0 else None)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
+        axes.set(xlabel="step", ylabel=y_label)
         axes.grid(visible=False, axis="x")
-    steps = sorted({x for line in series for x in _sample(list(line.xs))})
-    values = [dict(zip(line.xs, line.ys, strict=True)) for line in series]
-    rows = [(_number(step), *(_number(points.get(step)) for points in values)) for step in _sample(steps)]
-    return drawing.chart((x_label, *(line.label for line in series)), rows, _legend(series))
+        steps = sorted({x for line in series for x in _sample(list(line.xs))})
+        values = [dict(zip(line.xs, line.ys, strict=True)) for line in series]
+        rows = [(_number(step), *(_number(points.get(step)) for points in values)) for step in _sample(steps)]
+        return _chart(figure, name, title, ("step", *(line.label for line in series)), rows, _legend(series))
 
 
 def reliability(
@@ -143,56 +141,34 @@ def reliability(
     """Draw accuracy over confidence, and below it the share of samples by confidence.
 
     Args:
-        name: the chart's identifier.
-        series: one line per run.
         shares: (centre of the bin, share of the samples) of the first run.
-        total: number of bins.
     """
-    with _drawing(name, title, size=(4.6, 3.9), rows=(4, 1)) as drawing:
-        top, bottom = drawing.all_axes
-        top.plot([0, 1], [0, 1], color=_COLOURS["muted"], linewidth=1, linestyle=(0, (2, 3)))
+    with _figure(name, (4.6, 3.9), heights=(4, 1)) as (figure, top, bottom):
+        top.plot([0, 1], [0, 1], **_GUIDE)
         for line in series:
-            top.plot(
-                line.xs,
-                line.ys,
-                color=_series_colour(line.colour),
-                marker="o",
-                markersize=4,
-                linestyle=(0, (4, 2)) if line.dashed else "-",
-            )
-        top.set_xlim(0, 1)
-        top.set_ylim(0, 1.02)
-        top.set_ylabel("accuracy")
+            top.plot(line.xs, line.ys, color=_series_colour(line.colour), marker="o", markersize=4)
+        top.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
         top.tick_params(labelbottom=False)
         bottom.bar([x for x, _ in shares], [y for _, y in shares], width=0.9 / total, color=_COLOURS["s1"])
-        bottom.set_xlim(0, 1)
-        bottom.set_ylabel("share")
-        bottom.set_xlabel("confidence")
+        bottom.set(xlim=(0, 1), xlabel="confidence", ylabel="share")
         bottom.grid(visible=False)
-    rows = [(line.label, f"{x:.3f}", f"{y:.3f}") for line in series for x, y in zip(line.xs, line.ys, strict=True)]
-    return drawing.chart(("run", "confidence", "accuracy"), rows, _legend(series))
+        rows = [(line.label, f"{x:.3f}", f"{y:.3f}") for line in series for x, y in zip(line.xs, line.ys, strict=True)]
+        return _chart(figure, name, title, ("run", "confidence", "accuracy"), rows, _legend(series))
 
 
 def rates(
     name: str, title: str, series: Sequence[Series], x_label: str, y_label: str, *, diagonal: bool = False
 ) -> Chart:
     """Draw rates between 0 and 1 over each other, such as a ROC curve; ``diagonal`` shows what guessing gives."""
-    with _drawing(name, title, size=(4.6, 3.4)) as drawing:
-        axes = drawing.axes
+    with _figure(name, (4.6, 3.4)) as (figure, axes):
         if diagonal:
-            axes.plot([0, 1], [0, 1], color=_COLOURS["muted"], linewidth=1, linestyle=(0, (2, 3)))
+            axes.plot([0, 1], [0, 1], **_GUIDE)
         for line in series:
             axes.plot(line.xs, line.ys, color=_series_colour(line.colour))
-        axes.set_xlim(-0.01, 1.01)
-        axes.set_ylim(-0.01, 1.02)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-    rows = [
-        (line.label, f"{line.xs[i]:.4f}", f"{line.ys[i]:.4f}")
-        for line in series
-        for i in _sample(list(range(len(line.xs))))
-    ]
-    return drawing.chart(("curve", x_label, y_label), rows, _legend(series))
+        axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.02), xlabel=x_label, ylabel=y_label)
+        points = [(line.label, x, y) for line in series for x, y in _sample([*zip(line.xs, line.ys, strict=True)])]
+        rows = [(label, f"{x:.4f}", f"{y:.4f}") for label, x, y in points]
+        return _chart(figure, name, title, ("curve", x_label, y_label), rows, _legend(series))
 
 
 def scatter(
@@ -201,59 +177,48 @@ def scatter(
     """Draw samples as points, at most ``_POINTS_IN_ALL``, with the line on which they should be.
 
     Args:
-        name: the chart's identifier.
-        series: the points of each run.
         reference: "equal": both axes are equal there; "zero": y is 0.
     """
     most = max(1, _POINTS_IN_ALL // max(1, len(series)))
     shown = [(line, range(0, len(line.xs), -(-len(line.xs) // most))) for line in series]
-    with _drawing(name, title, size=(4.6, 3.4)) as drawing:
-        axes = drawing.axes
+    with _figure(name, (4.6, 3.4)) as (figure, axes):
         for line, chosen in shown:
             xs, ys = [line.xs[i] for i in chosen], [line.ys[i] for i in chosen]
             axes.plot(xs, ys, ".", color=_series_colour(line.colour), markersize=4, alpha=0.5, markeredgewidth=0)
-        style: Any = {"color": _COLOURS["muted"], "linewidth": 1, "linestyle": (0, (2, 3))}
         if reference == "equal":
-            axes.axline((0, 0), slope=1, **style)
+            axes.axline((0, 0), slope=1, **_GUIDE)
         else:
-            axes.axhline(0, **style)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
+            axes.axhline(0, **_GUIDE)
+        axes.set(xlabel=x_label, ylabel=y_label)
         _space_ticks(axes)
-    rows = [
-        (line.label, _number(line.xs[i]), _number(line.ys[i])) for line, chosen in shown for i in _sample(list(chosen))
-    ]
-    return drawing.chart(("run", x_label, y_label), rows, _legend(series))
+        numbered = [(line, i) for line, chosen in shown for i in _sample(list(chosen))]
+        rows = [(line.label, _number(line.xs[i]), _number(line.ys[i])) for line, i in numbered]
+        return _chart(figure, name, title, ("run", x_label, y_label), rows, _legend(series))
 
 
 def histogram(name: str, title: str, series: Sequence[Series], x_label: str) -> Chart:
     """Draw how many samples have which value; ``xs`` are the edges of the bins, and ``ys`` the shares of samples."""
-    with _drawing(name, title, size=(4.6, 3.4)) as drawing:
-        axes = drawing.axes
+    with _figure(name, (4.6, 3.4)) as (figure, axes):
         for line in series:
             axes.stairs(line.ys, line.xs, color=_series_colour(line.colour), fill=len(series) == 1, alpha=0.85)
-        axes.axvline(0, color=_COLOURS["muted"], linewidth=1, linestyle=(0, (2, 3)))
-        axes.set_xlabel(x_label)
-        axes.set_ylabel("share of samples")
+        axes.axvline(0, **_GUIDE)
+        axes.set(xlabel=x_label, ylabel="share of samples")
         axes.grid(visible=False, axis="x")
         _space_ticks(axes)
-    rows = [
-        (line.label, f"{line.xs[i]:.4g} to {line.xs[i + 1]:.4g}", f"{share:.4f}")
-        for line in series
-        for i, share in enumerate(line.ys)
-    ]
-    return drawing.chart(("run", x_label, "share of samples"), rows, _legend(series))
+        rows = [
+            (line.label, f"{line.xs[i]:.4g} to {line.xs[i + 1]:.4g}", f"{share:.4f}")
+            for line in series
+            for i, share in enumerate(line.ys)
+        ]
+        return _chart(figure, name, title, ("run", x_label, "share of samples"), rows, _legend(series))
 
 
 def stacked(name: str, title: str, bars: Sequence[tuple[str, dict[str, float]]], unit: str) -> Chart:
     """Draw one bar per run, divided into parts, the largest first."""
-    totals: dict[str, float] = {}
-    for _, parts in bars:
-        for part, value in parts.items():
-            totals[part] = totals.get(part, 0.0) + value
+    names = dict.fromkeys(part for _, parts in bars for part in parts)
+    totals = {part: sum(parts.get(part, 0.0) for _, parts in bars) for part in names}
     order = sorted((part for part in totals if totals[part] > 0), key=lambda part: -totals[part])
-    with _drawing(name, title, size=(9.6, 0.75 + 0.42 * len(bars))) as drawing:
-        axes = drawing.axes
+    with _figure(name, (9.6, 0.75 + 0.42 * len(bars))) as (figure, axes):
         for row, (_, parts) in enumerate(bars):
             left = 0.0
             for number, part in enumerate(order):
@@ -266,8 +231,8 @@ def stacked(name: str, title: str, bars: Sequence[tuple[str, dict[str, float]]],
         axes.set_xlabel(unit)
         axes.grid(visible=False, axis="y")
         axes.spines["left"].set_visible(False)
-    rows = [(label, *(f"{parts.get(part, 0.0):.2f}" for part in order)) for label, parts in bars]
-    return drawing.chart(("run", *order), rows, tuple(enumerate(order)))
+        rows = [(label, *(f"{parts.get(part, 0.0):.2f}" for part in order)) for label, parts in bars]
+        return _chart(figure, name, title, ("run", *order), rows, tuple(enumerate(order)))
 
 
 def workers(
@@ -280,16 +245,12 @@ def workers(
     """Draw the number of active workers over time, and mark when nothing was trained.
 
     Args:
-        name: the chart's identifier.
         worlds: (seconds, workers) at each change.
-        end: in seconds.
         lost: (begin, end) in seconds.
     """
-    require_matplotlib()
     from matplotlib.ticker import MaxNLocator
 
-    with _drawing(name, title, size=(9.6, 1.7)) as drawing:
-        axes = drawing.axes
+    with _figure(name, (9.6, 1.7)) as (figure, axes):
         xs, ys = [x for x, _ in worlds], [y for _, y in worlds]
         axes.step([*xs, end], [*ys, ys[-1]], where="post", color=_COLOURS["s1"])
         for begin, stop in lost:
@@ -297,52 +258,38 @@ def workers(
             axes.axvspan(begin, max(stop, begin + end / 300), color=_COLOURS["bad"], alpha=0.55)
         axes.set_ylim(0, max(ys) + 0.5)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("seconds")
-        axes.set_ylabel("workers")
+        axes.set(xlabel="seconds", ylabel="workers")
         axes.grid(visible=False, axis="x")
-    return drawing.chart(("seconds", "workers"), [(f"{x:.1f}", str(y)) for x, y in worlds])
-
-
-class _Drawing:
-    def __init__(self, name: str, title: str, figure: Figure, all_axes: list[Axes]) -> None:
-        self._name = name
-        self._title = title
-        self._figure = figure
-        self._svg = ""
-        self.all_axes = all_axes
-        self.axes = all_axes[0]
-
-    def finish(self) -> None:
-        buffer = io.StringIO()
-        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        self._figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
-        self._svg = _to_page_svg(buffer.getvalue(), self._name, self._title)
-
-    def chart(
-        self,
-        columns: Sequence[str],
-        rows: Sequence[tuple[str, ...]],
-        legend: tuple[tuple[int, str], ...] = (),
-    ) -> Chart:
-        return Chart(self._name, self._title, self._svg, legend, tuple(columns), tuple(rows))
+        rows = [(f"{x:.1f}", str(y)) for x, y in worlds]
+        return _chart(figure, name, title, ("seconds", "workers"), rows)
 
 
 @contextmanager
-def _drawing(
-    name: str, title: str, *, size: tuple[float, float] = (4.6, 2.7), rows: tuple[int, ...] = (1,)
-) -> Iterator[_Drawing]:
-    """Create a figure in our style, and render it at the end of the context; sizes in inches."""
-    require_matplotlib()
+def _figure(
+    name: str, size: tuple[float, float] = (4.6, 2.7), *, heights: Sequence[int] = (1,)
+) -> Iterator[tuple[Any, ...]]:
+    """Make a figure in our style, and the axes below each other in it; sizes in inches."""
     import matplotlib
     from matplotlib.figure import Figure
 
     style: Any = {**_STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
-        all_axes = list(figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0])
-        drawing = _Drawing(name, title, figure, all_axes)
-        yield drawing
-        drawing.finish()
+        yield figure, *figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+
+
+def _chart(
+    figure: Any,
+    name: str,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[tuple[str, ...]],
+    legend: tuple[tuple[int, str], ...] = (),
+) -> Chart:
+    buffer = io.StringIO()
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+    return Chart(name, title, _to_page_svg(buffer.getvalue(), name, title), legend, tuple(columns), tuple(rows))
 
 
 def _to_page_svg(svg: str, name: str, title: str) -> str:
@@ -401,10 +348,10 @@ def _downsample(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], 
     )
 
 
-def _sample(values: list[_T], max_values: int = 12) -> list[_T]:
-    if len(values) <= max_values:
+def _sample(values: list[_T]) -> list[_T]:
+    if len(values) <= _ROWS:
         return values
-    return [values[round(i * (len(values) - 1) / (max_values - 1))] for i in range(max_values)]
+    return [values[round(i * (len(values) - 1) / (_ROWS - 1))] for i in range(_ROWS)]
 
 
 def _number(value: float | None) -> str:

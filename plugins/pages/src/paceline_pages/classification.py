@@ -24,9 +24,9 @@ class ClassScore:
     Attributes:
         support: number of samples of the class.
         predicted: number of samples predicted as the class.
-        precision: share of these that is correct; None without predictions.
-        recall: share of its samples that was found; None without samples.
-        f1: harmonic mean of both; None without samples and predictions.
+        precision: None without predictions.
+        recall: None without samples.
+        f1: None without samples and predictions.
         ranking: how well its probability separates its samples from the others; None if there are none of either, or
             more than ``CURVES`` classes.
     """
@@ -82,7 +82,6 @@ class ClassificationResult:
     """Results of a classifier on one split.
 
     Attributes:
-        accuracy: share of correct predictions.
         balanced_accuracy: mean recall of the classes that have samples.
         macro_f1: mean F1 of the classes that have samples or predictions.
         nll: mean negative log-probability of the actual class, in nats.
@@ -108,7 +107,7 @@ class ClassificationResult:
 
     @property
     def overconfidence(self) -> float:
-        """Return mean confidence minus accuracy."""
+        """Mean confidence minus accuracy."""
         total = sum(b.count for b in self.bins)
         return sum(b.count * (b.confidence - b.accuracy.value) for b in self.bins) / total
 
@@ -135,15 +134,24 @@ def classify(predictions: Predictions) -> ClassificationResult:
     wrong = [
         Confusion(labels[a], labels[p], int(n)) for a, p, n in zip(actual, predicted, counts, strict=True) if a != p
     ]
+    gaps = np.bincount(_bin_numbers(predictions), predictions.right - predictions.confidence, BINS)
     return ClassificationResult(
         accuracy=wilson(int(predictions.right.sum()), len(predictions.actual)),
         balanced_accuracy=of_counts(counts, partial(_balanced, actual, predicted)),
         macro_f1=of_counts(counts, partial(_macro_f1, actual, predicted)),
         nll=mean(-np.log(np.maximum(predictions.actual_probability, np.finfo(np.float64).tiny))),
         brier=mean(predictions.brier),
-        calibration_error=_calibration_error(predictions),
+        calibration_error=float(np.abs(gaps).sum() / len(predictions.actual)),
         classes=tuple(
-            _score(labels[k], int(support[k]), int(num_predicted[k]), int(hits[k]), _ranking_of(predictions, k))
+            ClassScore(
+                label=labels[k],
+                support=int(support[k]),
+                predicted=int(num_predicted[k]),
+                precision=wilson(int(hits[k]), int(num_predicted[k])) if num_predicted[k] else None,
+                recall=wilson(int(hits[k]), int(support[k])) if support[k] else None,
+                f1=float(2 * hits[k] / (support[k] + num_predicted[k])) if support[k] + num_predicted[k] else None,
+                ranking=_ranking_of(predictions, k),
+            )
             for k in range(num_classes)
             if num_classes <= MATRIX or support[k] or num_predicted[k]
         ),
@@ -154,12 +162,7 @@ def classify(predictions: Predictions) -> ClassificationResult:
 
 
 def rank(scores: Floats, positive: npt.NDArray[np.bool_]) -> Ranking | None:
-    """Compute the rates at each threshold of a score; None if all samples are positive, or none is.
-
-    Args:
-        scores: (N,).
-        positive: (N,).
-    """
+    """Compute the rates at each threshold of the scores (N,); None if all samples are positive, or none is."""
     num_positive = int(positive.sum())
     num_negative = len(positive) - num_positive
     if not num_positive or not num_negative or not np.isfinite(scores).all():
@@ -188,18 +191,6 @@ def _ranking_of(predictions: Predictions, number: int) -> Ranking | None:
     return rank(probabilities[:, number].astype(np.float64), predictions.actual == number)
 
 
-def _score(label: str, support: int, num_predicted: int, hits: int, ranking: Ranking | None) -> ClassScore:
-    return ClassScore(
-        label=label,
-        support=support,
-        predicted=num_predicted,
-        precision=wilson(hits, num_predicted) if num_predicted else None,
-        recall=wilson(hits, support) if support else None,
-        f1=2 * hits / (support + num_predicted) if support + num_predicted else None,
-        ranking=ranking,
-    )
-
-
 def _sums(classes: Counts, counts: Floats) -> Floats:
     """Sum counts (R, cells) by each cell's class -> (R, distinct classes)."""
     order = np.argsort(classes, kind="stable")
@@ -218,10 +209,12 @@ def _macro_f1(actual: Counts, predicted: Counts, counts: Floats) -> Floats:
     # Each class occurs in both lists so that sums align; the added empty cells count nothing.
     classes = np.union1d(actual, predicted)
     zeros = np.zeros((len(counts), len(classes)))
-    support = _sums(np.concatenate([actual, classes]), np.concatenate([counts, zeros], axis=1))
-    num_predicted = _sums(np.concatenate([predicted, classes]), np.concatenate([counts, zeros], axis=1))
-    right = counts * (actual == predicted)
-    hits = _sums(np.concatenate([actual, classes]), np.concatenate([right, zeros], axis=1))
+
+    def by_class(of: Counts, cells: Floats) -> Floats:
+        return _sums(np.concatenate([of, classes]), np.concatenate([cells, zeros], axis=1))
+
+    support, num_predicted = by_class(actual, counts), by_class(predicted, counts)
+    hits = by_class(actual, counts * (actual == predicted))
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(np.nanmean(2 * hits / (support + num_predicted), axis=1))
 
@@ -232,23 +225,15 @@ def _bin_numbers(predictions: Predictions) -> Counts:
 
 def _bins(predictions: Predictions) -> tuple[Bin, ...]:
     numbers = _bin_numbers(predictions)
-    bins = []
-    for k in range(BINS):
-        inside = numbers == k
-        count = int(inside.sum())
-        if count:
-            bins.append(
-                Bin(
-                    low=k / BINS,
-                    high=(k + 1) / BINS,
-                    count=count,
-                    confidence=float(predictions.confidence[inside].mean()),
-                    accuracy=wilson(int(predictions.right[inside].sum()), count),
-                )
-            )
-    return tuple(bins)
-
-
-def _calibration_error(predictions: Predictions) -> float:
-    gaps = np.bincount(_bin_numbers(predictions), predictions.right - predictions.confidence, BINS)
-    return float(np.abs(gaps).sum() / len(predictions.actual))
+    parts = [(k, numbers == k) for k in range(BINS)]
+    return tuple(
+        Bin(
+            low=k / BINS,
+            high=(k + 1) / BINS,
+            count=int(inside.sum()),
+            confidence=float(predictions.confidence[inside].mean()),
+            accuracy=wilson(int(predictions.right[inside].sum()), int(inside.sum())),
+        )
+        for k, inside in parts
+        if inside.any()
+    )

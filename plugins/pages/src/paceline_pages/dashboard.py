@@ -17,7 +17,7 @@ from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -35,7 +35,7 @@ from paceline.runs.package_registry import Registry
 from paceline.runs.status import configuration, read_beats
 from paceline.runs.timeline import timeline
 from paceline_pages.run_index import Curves, Index
-from paceline_serving.static_assets import HEADERS, Assets, tag_of
+from paceline_serving.static_assets import HEADERS, read_assets, tag_of
 
 # --- Access: on loopback every user of this machine, on other addresses only with the token ---
 
@@ -47,7 +47,6 @@ class DashboardAccess:
     """Access rules of the dashboard.
 
     Args:
-        host: address that the server listens on.
         token: the secret that visitors must send; None: the server requires no token.
 
     Raises:
@@ -64,11 +63,6 @@ class DashboardAccess:
         if is_loopback(host):
             self._names.add(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self._token = token
-
-    @property
-    def needs_token(self) -> bool:
-        """Return whether a visitor must give a token."""
-        return self._token is not None
 
     def is_our_name(self, host_header: str) -> bool:
         """Return whether a Host header names this server: a foreign name that resolves to loopback is an attack.
@@ -144,7 +138,7 @@ class Jobs:
                 "detail": status.detail,
                 "restarts": status.restarts,
                 "submitted": record.submitted,
-                "run": _run_id(record, index),
+                "run": None if record.run is None else index.id_of(Path(record.run)),
             }
             for record, status in reversed(self._rows)
         ]
@@ -168,16 +162,13 @@ def _status(record: JobRecord) -> JobStatus:
         return JobStatus(state="unknown", detail=str(error).partition(". ")[0])
 
 
-def _run_id(record: JobRecord, index: Index) -> str | None:
-    return None if record.run is None else index.id_of(Path(record.run))
-
-
 # --- One run, as the page shows it ---
 
 
 _MAX_FOLLOWED = 16
 _MAX_ENTRIES = 300
 _LOG_BYTES = 64 * 1024
+REPORT = "report.html"
 
 
 class Views:
@@ -185,11 +176,10 @@ class Views:
 
     def __init__(self) -> None:
         self._followed: OrderedDict[str, Curves] = OrderedDict()
-        self._packages = PackageIndex()
+        self._runs_of_packages: dict[str, str | None] = {}  # by digest
         self._lock = threading.Lock()
 
     def curves(self, run: str, directory: RunDirectory) -> dict[str, Any]:
-        """Return the current curves."""
         with self._lock:
             return {"curves": self._follow(run, directory).as_json()}
 
@@ -203,22 +193,40 @@ class Views:
         detail["ranks"] = [{**asdict(beat), "telemetry": rows.get(beat.rank)} for beat in read_beats(directory)] or [
             {"rank": rank, "telemetry": telemetry} for rank, telemetry in sorted(rows.items())
         ]
-        readers: tuple[tuple[str, Callable[[RunDirectory], Any]], ...] = (
-            ("config", _config),
-            ("history", _history),
-            ("checkpoints", _checkpoints),
-            ("packages", self._packages.of_run),
-        )
-        for name, read in readers:
+        readers: dict[str, Callable[[RunDirectory], Any]] = {
+            "config": lambda its: configuration(its.read_manifest()),
+            "history": _history,
+            "checkpoints": _checkpoints,
+            "packages": self._packages,
+        }
+        for name, read in readers.items():
             try:
                 detail[name] = read(directory)
             except (PacelineError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                 detail[name] = None
                 problems.append(f"{name}: {error}")
-        detail["logs"] = _logs(directory)
-        detail["report"] = _report_of(directory).is_file()
+        numbers = (path.stem.removeprefix("rank-") for path in directory.logs.glob("rank-*.log"))
+        detail["logs"] = sorted(int(number) for number in numbers if number.isdecimal())
+        detail["report"] = (directory.path / REPORT).is_file()
         detail["trackers"] = _trackers(directory)
         return detail
+
+    def _packages(self, directory: RunDirectory) -> list[str]:
+        """Return the references, or else the digests, of a run's packages; each manifest is read once."""
+        try:
+            run_id, registry = directory.read_manifest().get("id"), Registry.of_user()
+        except RunDirectoryError:
+            return []  # the configuration's problem says so
+        runs = self._runs_of_packages
+        for digest in registry.digests():
+            if digest not in runs:
+                try:
+                    runs[digest] = read_manifest(registry.path_of(digest))[0].provenance.run
+                except PackageError:  # it concerns its own commands
+                    runs[digest] = None
+        found = [digest for digest in registry.digests() if runs.get(digest) == run_id]
+        names = [(str(reference), tag.digest) for reference, tag in (registry.references() if found else {}).items()]
+        return [name for digest in found for name in [n for n, its in names if its == digest] or [digest]]
 
     def _follow(self, run: str, directory: RunDirectory) -> Curves:
         followed = self._followed.setdefault(run, Curves(directory.metrics))
@@ -244,40 +252,9 @@ def log_tail(directory: RunDirectory, rank: int) -> str | None:
     return content if size <= _LOG_BYTES else content.partition("\n")[2]
 
 
-class PackageIndex:
-    """The packages in the user's registry by the run from which they were exported; each manifest is read once."""
-
-    def __init__(self) -> None:
-        self._runs: dict[str, str | None] = {}
-
-    def of_run(self, directory: RunDirectory) -> list[str]:
-        """Return the references, or else the digests, of a run's packages."""
-        try:
-            run_id, registry = directory.read_manifest().get("id"), Registry.of_user()
-        except RunDirectoryError:
-            return []  # the configuration's problem says so
-        found = []
-        for digest in registry.digests():
-            if digest not in self._runs:
-                try:
-                    self._runs[digest] = read_manifest(registry.path_of(digest))[0].provenance.run
-                except PackageError:  # it concerns its own commands
-                    self._runs[digest] = None
-            if self._runs[digest] == run_id:
-                found.append(digest)
-        if not found:
-            return []
-        names = [(str(reference), tag.digest) for reference, tag in registry.references().items()]
-        return [name for digest in found for name in [n for n, its in names if its == digest] or [digest]]
-
-
-def _report_of(directory: RunDirectory) -> Path:
-    return directory.path / "report.html"
-
-
 def read_report(directory: RunDirectory) -> bytes | None:
     """Return the page of ``paceline report``; None if there is none."""
-    path = _report_of(directory)
+    path = directory.path / REPORT
     try:
         return None if path.is_symlink() else read_document(path)
     except OSError:
@@ -297,10 +274,6 @@ def _trackers(directory: RunDirectory) -> list[dict[str, Any]]:
     return found
 
 
-def _config(directory: RunDirectory) -> dict[str, Any]:
-    return configuration(directory.read_manifest())
-
-
 def _history(directory: RunDirectory) -> dict[str, Any]:
     history = timeline(directory.read_events())
     return {
@@ -316,20 +289,8 @@ def _history(directory: RunDirectory) -> dict[str, Any]:
 
 
 def _checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:
-    return [
-        {
-            **{name: getattr(entry, name) for name in ("name", "step", "version", "epoch", "created")},
-            "size_bytes": entry.size_bytes,
-            "marks": list(entry.marks),
-            "problem": entry.problem,
-        }
-        for entry in entries(directory.checkpoints, None)
-    ]
-
-
-def _logs(directory: RunDirectory) -> list[int]:
-    numbers = (path.stem.removeprefix("rank-") for path in directory.logs.glob("rank-*.log"))
-    return sorted(int(number) for number in numbers if number.isdecimal())
+    names = ("name", "step", "version", "epoch", "created", "size_bytes", "marks", "problem")
+    return [{name: getattr(entry, name) for name in names} for entry in entries(directory.checkpoints, None)]
 
 
 # --- HTTP: static files of the package, and read-only JSON about runs ---
@@ -345,7 +306,6 @@ class DashboardServer:
     """A server in threads of its own, until it is closed.
 
     Args:
-        roots: folders of runs, or runs.
         port: 0 picks a free one.
         token: the secret that visitors must send; None: the server requires no token.
 
@@ -375,9 +335,7 @@ class DashboardServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -385,14 +343,7 @@ class DashboardServer:
 
 
 class Page(NamedTuple):
-    """A resource.
-
-    Attributes:
-        kind: its content type.
-        content: its bytes.
-        tag: its ``ETag``.
-        policy: its Content-Security-Policy; None for that of all others.
-    """
+    """A resource: its content type, its ``ETag``, and its own Content-Security-Policy, if it has one."""
 
     kind: str
     content: bytes
@@ -409,14 +360,12 @@ class Pages:
 
     def __init__(self, index: Index, jobs: Jobs) -> None:
         self._index, self._jobs, self._views = index, jobs, Views()
-        self._assets = Assets("paceline_pages")
+        self._assets = read_assets("paceline_pages")
 
     def find(self, path: str, query: dict[str, list[str]]) -> Page | None:
-        """Return a path's page; None if the path does not exist."""
-        if path == "/":
-            return self._file("index.html")
-        if path.startswith("/static/"):
-            return self._file(path.removeprefix("/static/"))
+        if path == "/" or path.startswith("/static/"):
+            asset = self._assets.get("index.html" if path == "/" else path.removeprefix("/static/"))
+            return None if asset is None else Page(asset.content_type, asset.content, asset.tag)
         document = self._document(path, query)
         if document is None:
             return None
@@ -424,10 +373,6 @@ class Pages:
             return Page("text/html; charset=utf-8", document, tag_of(document), _REPORT_POLICY)
         content = json.dumps(finite(document), separators=(",", ":"), default=str).encode()
         return Page("application/json", content, tag_of(content))
-
-    def _file(self, name: str) -> Page | None:
-        asset = self._assets.find(name)
-        return None if asset is None else Page(asset.content_type, asset.content, asset.tag)
 
     def _document(self, path: str, query: dict[str, list[str]]) -> dict[str, Any] | bytes | None:
         if path == "/api/runs":
@@ -540,18 +485,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.mark(self.connection, is_answering=True)
-        target = urlsplit(self.path)
-        access, pages = self.server.access, self.server.pages
+        target, access, pages = urlsplit(self.path), self.server.access, self.server.pages
         if not access.is_our_name(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has another host name")
             return
         if not access.admits(self.headers.get("Authorization", ""), self.headers.get("Cookie", "")):
-            public = target.path == "/" or target.path in ("/static/login.css", "/static/icon.svg")
-            if not public:
+            if target.path not in ("/", "/static/login.css", "/static/icon.svg"):
                 self._refuse(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
                 return
-            name = "/static/login.html" if target.path == "/" else target.path
-            page = pages.find(name, {})
+            page = pages.find("/static/login.html" if target.path == "/" else target.path, {})
         else:
             try:
                 page = pages.find(target.path, parse_qs(target.query))
@@ -573,7 +515,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer ``/login``, which turns the form's token into a cookie."""
         self.close_connection = True
         access, length = self.server.access, self.headers.get("Content-Length", "")
-        if self.path != "/login" or not access.needs_token:
+        if self.path != "/login" or access.admits("", ""):
             self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "the dashboard is read-only")
             return
         # Python reads digits of other scripts too, and refuses more than 4,300 of them.

@@ -37,7 +37,6 @@ class MisclassifiedSample:
     """A misclassified sample.
 
     Attributes:
-        number: index of the sample in its split.
         predicted, actual: classes.
         confidence: probability of the predicted class.
         actual_probability: of the actual class.
@@ -61,7 +60,6 @@ class Predictions:
         confidence: of the predicted class, (N,).
         actual_probability: of the actual class, (N,).
         brier: squared distance of the probabilities from the truth, (N,).
-        labels: names of the classes.
         mistakes: most confident first.
         inputs: of the model, by name.
         probabilities: of all classes, (N, classes); None with more than ``CURVES`` classes.
@@ -79,7 +77,6 @@ class Predictions:
 
     @property
     def right(self) -> npt.NDArray[np.bool_]:
-        """Return whether each prediction is correct, (N,)."""
         return np.asarray(self.actual == self.predicted)
 
 
@@ -106,7 +103,6 @@ class RegressionValues:
     """A regression's predictions for a split of N samples, in the split's order.
 
     Attributes:
-        target: name of the output.
         actual, predicted: (N,).
         columns: by name: the inputs that are single numbers or categories, and the named elements of others.
         misses: those with the largest errors, the largest first.
@@ -144,7 +140,6 @@ class EvaluationRecorder:
         self._samples = 0
 
     def __call__(self, microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
-        """Record a block and the metrics that the task computed of it."""
         self.estimates(microbatch, values)
         tensors = [leaf for leaf in tree_leaves(microbatch.batch) if isinstance(leaf, torch.Tensor)]
         for index, tensor in enumerate(tensors):
@@ -176,7 +171,6 @@ class EvaluationRecorder:
         actual, predicted, confidence, actual_probability, brier = (
             np.concatenate(column) for column in zip(*self._rows, strict=True)
         )
-        worst = sorted(self._worst, key=lambda entry: (-entry[0], entry[2].number))
         return Predictions(
             actual=actual,
             predicted=predicted,
@@ -184,7 +178,7 @@ class EvaluationRecorder:
             actual_probability=actual_probability,
             brier=brier,
             labels=self._inference.labels,
-            mistakes=tuple(mistake for _, _, mistake in worst),
+            mistakes=self._most_wrong(),
             inputs=self._inference.inputs,
             probabilities=np.concatenate(self._probabilities) if self._probabilities else None,
         )
@@ -194,7 +188,6 @@ class EvaluationRecorder:
         if not self._values or self._inference is None:
             return None
         actual, predicted = (np.concatenate(column) for column in zip(*self._values, strict=True))
-        worst = sorted(self._worst, key=lambda entry: (-entry[0], entry[2].number))
         inputs = self._inference.inputs
         encodings = {
             column: spec.encoding
@@ -209,10 +202,13 @@ class EvaluationRecorder:
             actual=actual,
             predicted=predicted,
             columns=columns,
-            misses=tuple(miss for _, _, miss in worst),
+            misses=self._most_wrong(),
             inputs=inputs,
             unit="" if output is None else output.unit,
         )
+
+    def _most_wrong(self) -> tuple[Any, ...]:
+        return tuple(sample for _, _, sample in sorted(self._worst, reverse=True))
 
     def _regress(self, inference: InferenceSignature, batch: Any) -> None:
         try:
@@ -264,17 +260,6 @@ class EvaluationRecorder:
         self._rows.append(tuple(t.numpy() for t in (actual, predicted, confidence, actual_probability, brier)))
         if probabilities.shape[1] <= CURVES:
             self._probabilities.append(probabilities.float().numpy())
-        self._keep_worst(inference, inputs, actual, predicted, confidence, actual_probability)
-
-    def _keep_worst(
-        self,
-        inference: InferenceSignature,
-        inputs: Sequence[torch.Tensor],
-        actual: torch.Tensor,
-        predicted: torch.Tensor,
-        confidence: torch.Tensor,
-        actual_probability: torch.Tensor,
-    ) -> None:
         wrong = (actual != predicted).nonzero()[:, 0]
         for index in wrong[confidence[wrong].argsort(descending=True, stable=True)][:MISTAKES].tolist():
             mistake = MisclassifiedSample(

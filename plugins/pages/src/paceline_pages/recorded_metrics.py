@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,6 @@ class Finding:
     Attributes:
         name: "test.accuracy"; "weights"; or "onnx program", whose value is its largest difference from the weights.
         recorded, now: None if it is not finite, or missing.
-        holds: whether it is close enough.
         verdict: how close, for people.
     """
 
@@ -57,18 +56,13 @@ class RecordCheck:
 
     @property
     def holds(self) -> bool:
-        """Return whether every check that was made holds."""
         return all(finding.holds for finding in self.findings)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"holds": self.holds, **asdict(self)}
 
 
 def check_run(directory: RunDirectory, on_progress: OnProgress, *, task: str = "", tolerance: float = 0) -> RecordCheck:
     """Evaluate a run's model again on every split with recorded metrics; nothing is written.
 
     Args:
-        on_progress: called after each block of samples.
         task: where the task's class is now, if not where it was when the run was trained.
         tolerance: largest accepted absolute difference.
 
@@ -100,7 +94,6 @@ def check_package(package: Package, on_progress: OnProgress, *, task: str = "", 
 
     Args:
         package: verified.
-        on_progress: called after each block of samples.
         task: provides the code, and programs that are not trusted are not run; "" uses the task that the package
             names, if the user trusts it or it is a built-in task.
         tolerance: largest accepted absolute difference of a metric.

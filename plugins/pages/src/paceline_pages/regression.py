@@ -25,7 +25,6 @@ class Slice:
     Attributes:
         column: an input, or the target.
         text: the value, or the interval.
-        samples: their number.
         mae: their mean absolute error.
         bias: their mean residual.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,39 +36,29 @@ class RunComparison:
         difference: this run minus the first one, with its p-value corrected for the number of comparisons;
             None if they cannot be compared.
         better: whether it is significantly better or worse than the first; None if neither.
-        why_not: why they cannot be compared.
     """
 
     name: str
     metric: str
     difference: Difference | None
     better: bool | None
-    why_not: str = ""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """An option or field that differs between runs; one value per run, None if the run does not have it."""
-
-    name: str
-    values: tuple[Any, ...]
+    why_not: str
 
 
 def compare(analyses: Sequence[Analysis]) -> list[RunComparison]:
     """Compare each run with the first by the first run's main metric."""
-    first, comparisons = analyses[0], []
+    first = analyses[0]
     metric = first.main_metric
-    for other in analyses[1:]:
-        difference, why_not = _difference(first, other, metric)
-        comparisons.append(RunComparison(other.record.name, metric, difference, None, why_not))
-    tested = [index for index, c in enumerate(comparisons) if c.difference is not None]
-    p_values = [d.p_value for c in comparisons if (d := c.difference) is not None]
-    for index, p_value in zip(tested, holm(p_values), strict=True):
-        difference = comparisons[index].difference
-        assert difference is not None
-        gain = difference.estimate.value * (1 if first.more_is_better else -1)
-        better = gain > 0 if p_value < SIGNIFICANT else None
-        comparisons[index] = replace(comparisons[index], difference=replace(difference, p_value=p_value), better=better)
+    found = [_difference(first, other, metric) for other in analyses[1:]]
+    p_values = iter(holm([difference.p_value for difference, _ in found if difference is not None]))
+    comparisons = []
+    for other, (difference, why_not) in zip(analyses[1:], found, strict=True):
+        better = None
+        if difference is not None:
+            difference = replace(difference, p_value=next(p_values))
+            gain = difference.estimate.value * (1 if first.more_is_better else -1)
+            better = gain > 0 if difference.p_value < SIGNIFICANT else None
+        comparisons.append(RunComparison(other.record.name, metric, difference, better, why_not))
     return comparisons
 
 
@@ -98,7 +88,6 @@ class Headline:
     """The first lines of a report.
 
     Attributes:
-        headline: a few words.
         marks: (tone, text): "good", "bad" or "plain".
     """
 
@@ -222,17 +211,15 @@ class RunReport:
     """Analysed runs with their comparison.
 
     Attributes:
-        analyses: of the runs, in the order given.
         comparisons: of each further run with the first.
-        differing: options and fields that differ between the runs.
-        headline: the first lines.
+        differing: the values of options and fields that differ between the runs, one for each run.
         created: local time.
         versions: of the libraries that evaluated the models.
     """
 
     analyses: tuple[Analysis, ...]
     comparisons: tuple[RunComparison, ...]
-    differing: tuple[Setting, ...]
+    differing: Mapping[str, Sequence[Any]]
     headline: Headline
     created: str
     versions: dict[str, str]
@@ -241,11 +228,10 @@ class RunReport:
 def make_report(analyses: Sequence[Analysis]) -> RunReport:
     """Compare the runs and build the report."""
     comparisons = compare(analyses)
-    differing = differing_settings([analysis.record.settings for analysis in analyses])
     return RunReport(
         analyses=tuple(analyses),
         comparisons=tuple(comparisons),
-        differing=tuple(Setting(name, values) for name, values in differing.items()),
+        differing=differing_settings([analysis.record.settings for analysis in analyses]),
         headline=headline(analyses, comparisons),
         created=time.strftime("%Y-%m-%d %H:%M %z"),
         versions=versions_now(),
@@ -271,7 +257,7 @@ def as_json(report: RunReport) -> dict[str, Any]:
         "intervals": {"level": LEVEL, "resamples": RESAMPLES},
         "runs": [_run(analysis) for analysis in report.analyses],
         "comparisons": [_comparison(comparison) for comparison in report.comparisons],
-        "differing_settings": {setting.name: list(setting.values) for setting in report.differing},
+        "differing_settings": _plain(report.differing),
     }
 
 
@@ -293,74 +279,41 @@ def _run(analysis: Analysis) -> dict[str, Any]:
         "model_sha256": result.get("model_sha256"),
         "purity": read_purity(RunDirectory(record.path)).to_json(),
         "main_metric": analysis.main_metric,
-        "metrics": {name: estimate.as_json() for name, estimate in analysis.metrics.items()},
+        "metrics": _plain(analysis.metrics),
         "recorded": dict(analysis.recorded),
         "changed_numerics": list(analysis.changed_numerics),
-        "classification": None
-        if analysis.classification is None or analysis.predictions is None
-        else _classification(analysis.classification, analysis.predictions),
-        "regression": None
-        if analysis.regression is None or analysis.values is None
-        else _regression(analysis.regression, analysis.values),
+        "classification": _classification(analysis.classification, analysis.predictions),
+        "regression": _regression(analysis.regression, analysis.values),
         "parameters": analysis.architecture.parameters,
         "trained_parameters": analysis.architecture.trained,
-        "layers": [dataclasses.asdict(layer) for layer in analysis.architecture.layers],
+        "layers": _plain(analysis.architecture.layers),
         "phases_s": record.phases_s,
-        "goodput": {"share": goodput.share, **dataclasses.asdict(goodput)},
-        "timeline": [dataclasses.asdict(entry) for entry in record.timeline.entries],
+        "goodput": {"share": goodput.share, **_plain(goodput)},
+        "timeline": _plain(record.timeline.entries),
         "recorded_versions": record.manifest.get("versions", {}),
         "pins": record.manifest.get("pins", {}),
         "command": record.command,
     }
 
 
-def _classification(result: ClassificationResult, predictions: Predictions) -> dict[str, Any]:
+def _classification(result: ClassificationResult | None, predictions: Predictions | None) -> dict[str, Any] | None:
+    if result is None or predictions is None:
+        return None
+    rankings = [score.ranking for score in result.classes]
+    areas = [{name: getattr(each, name, None) for name in ("auc", "average_precision")} for each in rankings]
     return {
-        **{
-            name: getattr(result, name).as_json()
-            for name in ("accuracy", "balanced_accuracy", "macro_f1", "nll", "brier")
-        },
-        "calibration_error": result.calibration_error,
+        **_plain(result),
         "overconfidence": result.overconfidence,
-        "classes": [
-            {
-                "label": score.label,
-                "support": score.support,
-                "predicted": score.predicted,
-                "precision": _or_none(score.precision),
-                "recall": _or_none(score.recall),
-                "f1": score.f1,
-                "auc": None if score.ranking is None else score.ranking.auc,
-                "average_precision": None if score.ranking is None else score.ranking.average_precision,
-            }
-            for score in result.classes
-        ],
-        "matrix": None if result.matrix is None else result.matrix.tolist(),
-        "confusions": [dataclasses.asdict(confusion) for confusion in result.confusions],
-        "bins": [{**dataclasses.asdict(b), "accuracy": b.accuracy.as_json()} for b in result.bins],
-        "mistakes": [
-            {
-                "number": mistake.number,
-                "predicted": mistake.predicted,
-                "actual": mistake.actual,
-                "confidence": mistake.confidence,
-                "actual_probability": mistake.actual_probability,
-            }
-            for mistake in predictions.mistakes
-        ],
+        "classes": [_plain(score, "ranking") | area for score, area in zip(result.classes, areas, strict=True)],
+        "mistakes": [_plain(mistake, "inputs") for mistake in predictions.mistakes],
     }
 
 
-def _regression(result: RegressionResult, values: RegressionValues) -> dict[str, Any]:
-    return {
-        "target": values.target,
-        **{name: getattr(result, name).as_json() for name in ("mae", "rmse", "bias")},
-        "r2": result.r2,
-        "slices": [{**dataclasses.asdict(part), "mae": part.mae.as_json()} for part in result.slices],
-        "largest_errors": [
-            {"number": miss.number, "predicted": miss.predicted, "actual": miss.actual} for miss in values.misses
-        ],
-    }
+def _regression(result: RegressionResult | None, values: RegressionValues | None) -> dict[str, Any] | None:
+    if result is None or values is None:
+        return None
+    errors = [_plain(miss, "inputs") for miss in values.misses]
+    return {"target": values.target, **_plain(result), "largest_errors": errors}
 
 
 def _comparison(comparison: RunComparison) -> dict[str, Any]:
@@ -376,5 +329,15 @@ def _comparison(comparison: RunComparison) -> dict[str, Any]:
     }
 
 
-def _or_none(estimate: Estimate | None) -> dict[str, Any] | None:
-    return None if estimate is None else estimate.as_json()
+def _plain(value: Any, leave_out: str = "") -> Any:
+    """Return records, their fields but ``leave_out``, estimates and arrays as JSON types."""
+    if isinstance(value, Estimate):
+        return value.as_json()
+    if dataclasses.is_dataclass(value):
+        names = (f.name for f in dataclasses.fields(value) if f.name != leave_out)
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -6,6 +6,7 @@ import json as json_module
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,8 +18,6 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import MANIFEST
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paceline_pages.recorded_metrics import RecordCheck
     from paceline_pages.report import RunReport
 
@@ -126,7 +125,7 @@ def _check(subject: Path, task: str, tolerance: float, *, trust: bool, json: boo
 
             result = check_package(opened, on_progress, task=task, tolerance=tolerance)
     if json:
-        print(json_module.dumps({"subject": str(subject), **result.as_json()}))
+        print(json_module.dumps({"subject": str(subject), "holds": result.holds, **asdict(result)}))
     else:
         _print_check(result, subject)
     return 0 if result.holds else 1
@@ -135,14 +134,13 @@ def _check(subject: Path, task: str, tolerance: float, *, trust: bool, json: boo
 def _print_check(result: RecordCheck, subject: Path) -> None:
     from rich.text import Text
 
-    from paceline.core.output import Console
+    from paceline.core.output import Console, ListTable
 
     console = Console(highlight=False)
-    table = _table("", "recorded", "now", "")
+    table = ListTable("", ">recorded", ">now", "", folds=("",))
     for finding in result.findings:
         values = ("" if value is None else f"{value:.6g}" for value in (finding.recorded, finding.now))
-        row = map(Text, (finding.name, *values, finding.verdict))
-        table.add_row(*row, style=None if finding.holds else "bold red")
+        table.add(finding.name, *values, finding.verdict, style=None if finding.holds else "bold red")
     console.print(table)
     for name, version in result.now.items():
         if result.then.get(name, version) != version:
@@ -156,17 +154,6 @@ def _print_check(result: RecordCheck, subject: Path) -> None:
     console.print(Text(f"{subject} {found}", style="bold red" if wrong else "green"), soft_wrap=True)
 
 
-def _table(*headings: str) -> Table:
-    """Return an empty table whose columns of numbers are aligned to the right."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in headings:
-        table.add_column(name, justify="right" if name in ("value", "recorded", "now") else "left")
-    return table
-
-
 @contextmanager
 def evaluating(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal, counted in samples."""
@@ -178,12 +165,7 @@ def evaluating(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
 
     from paceline.core.output import Console
 
-    columns = (
-        TextColumn("evaluating " + escape(name)),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("evaluating " + escape(name)), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
@@ -192,16 +174,15 @@ def evaluating(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
 def _print(report_data: RunReport, target: Path) -> None:
     from rich.text import Text
 
-    from paceline.core.output import Console
+    from paceline.core.output import Console, ListTable
     from paceline_pages.report import interval, number
 
     console = Console(highlight=False)
     console.print(Text(report_data.headline.headline, style="bold"))
     console.print(Text(report_data.headline.sentence), soft_wrap=True)
-    table = _table("run", "metric", "value", "95 % interval")
+    table = ListTable("run", "metric", ">value", "95 % interval", folds=("run", "metric"))
     for analysis in report_data.analyses:
         for name, estimate in analysis.metrics.items():
-            cells = (analysis.record.name, name, number(estimate), interval(estimate))
-            table.add_row(*map(Text, cells))
+            table.add(analysis.record.name, name, number(estimate), interval(estimate))
     console.print(table)
     console.print(Text(f"Page: {target}"), soft_wrap=True)

@@ -17,7 +17,7 @@ from paceline.core.encodings import Encoding, show_category
 from paceline.core.inference import TensorSpec, name_with_unit
 from paceline.core.stats import Estimate
 from paceline.runs.console import duration
-from paceline_pages.analysis import Analysis, CurvePoint, Record
+from paceline_pages.analysis import Analysis, Curve, Record
 from paceline_pages.charts import (
     SERIES,
     Chart,
@@ -26,7 +26,6 @@ from paceline_pages.charts import (
     histogram,
     rates,
     reliability,
-    require_matplotlib,
     scatter,
     stacked,
     workers,
@@ -100,12 +99,7 @@ _HIDDEN_EVENTS = ("checkpoint", "backup", "created")
 
 
 def render(report: RunReport) -> str:
-    """Render the page.
-
-    Raises:
-        ConfigError: matplotlib, Pillow or Jinja is not installed.
-    """
-    require_matplotlib()
+    """Render the page."""
     import jinja2
     from markupsafe import Markup
 
@@ -130,6 +124,7 @@ def render(report: RunReport) -> str:
         "value": _value,
     }
     measured = [_all_metrics(analysis) for analysis in report.analyses]
+    phases = [(a.record.name, a.record.phases_s) for a in report.analyses if a.record.phases_s]
     style = Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8"))
     return environment.get_template("report.html").render(
         style=style,
@@ -140,7 +135,7 @@ def render(report: RunReport) -> str:
         errors=_errors(report.analyses),
         columns_of=columns_of,
         cells_of=cells_of,
-        phases=_phases(report.analyses),
+        phases=stacked("phases", "Seconds by phase, rank 0", phases, "seconds") if phases else None,
         calibration=_calibration(report.analyses),
         histories=[_history(index, analysis) for index, analysis in enumerate(report.analyses)],
         tiles=_tiles(report.analyses[0]),
@@ -156,44 +151,38 @@ def render(report: RunReport) -> str:
 
 def _all_metrics(analysis: Analysis) -> dict[str, Estimate]:
     """Return the task's metrics, and those of a classifier or a regression."""
-    result = analysis.classification
-    if analysis.regression is not None:
-        regression = {
-            "mean absolute error": analysis.regression.mae,
-            "root mean squared error": analysis.regression.rmse,
-            "mean residual": analysis.regression.bias,
-        }
-        if analysis.regression.r2 is not None:
-            regression["R²"] = Estimate(analysis.regression.r2)
-        return {**analysis.metrics, **regression}
-    if result is None:
-        return dict(analysis.metrics)
-    classifier_metrics = {
-        "balanced accuracy": result.balanced_accuracy,
-        "macro F1": result.macro_f1,
-        "negative log-likelihood": result.nll,
-        "Brier score": result.brier,
-    }
-    return {**analysis.metrics, **{n: e for n, e in classifier_metrics.items() if n not in analysis.metrics}}
+    metrics = dict(analysis.metrics)
+    if (regression := analysis.regression) is not None:
+        metrics["mean absolute error"] = regression.mae
+        metrics["root mean squared error"] = regression.rmse
+        metrics["mean residual"] = regression.bias
+        if regression.r2 is not None:
+            metrics["R²"] = Estimate(regression.r2)
+    elif (result := analysis.classification) is not None:
+        metrics.setdefault("balanced accuracy", result.balanced_accuracy)
+        metrics.setdefault("macro F1", result.macro_f1)
+        metrics.setdefault("negative log-likelihood", result.nll)
+        metrics.setdefault("Brier score", result.brier)
+    return metrics
 
 
 def _training(analyses: Sequence[Analysis]) -> list[Chart]:
     """Draw the losses, next to them the validation's other metrics, and how the training went."""
     several = len(analyses) > 1
 
-    def series(points: Callable[[Record], list[CurvePoint]], part: str = "", **line: Any) -> list[Series]:
+    def series(curve: Callable[[Record], Curve], part: str = "", **line: Any) -> list[Series]:
         found = []
         for index, analysis in enumerate(analyses):
-            if run_points := points(analysis.record):
+            if points := curve(analysis.record):
                 label = " ".join(word for word in (analysis.record.name if several else "", part) if word)
-                xs, ys = [p.step for p in run_points], [p.value for p in run_points]
-                found.append(Series(label or analysis.record.name, index, xs, ys, **line))
+                steps, values = zip(*points, strict=True)
+                found.append(Series(label or analysis.record.name, index, steps, values, **line))
         return found
 
-    losses = series(lambda record: record.loss, "training")
+    losses = series(lambda its: its.curve("loss"), "training")
     # With one run the colour, and with several the line, tells validation from training.
     part = "validation (dashed)" if several else "validation"
-    validation = series(lambda record: record.metric("val", "loss"), part, dashed=several)
+    validation = series(lambda its: its.metric("val", "loss"), part, dashed=several)
     losses += validation if several else [replace(line, colour=1) for line in validation]
     metrics = [name for name in analyses[0].record.metrics_of("val") if name != "loss"][:_MAX_METRICS]
     charts: list[tuple[str, str, list[Series], str, dict[str, Any]]] = [
@@ -202,27 +191,31 @@ def _training(analyses: Sequence[Analysis]) -> list[Chart]:
             (f"val-{k}", f"Validation {name}", series(partial(Record.metric, split="val", name=name)), name, {})
             for k, name in enumerate(metrics)
         ),
-        ("lr", "Learning rate", series(lambda record: record.learning_rate), "learning rate", {}),
-        ("throughput", "Throughput", series(lambda record: record.throughput), "samples/s", {"from_zero": True}),
-        ("memory", "Memory of the largest rank", series(lambda record: record.memory), "MiB", {"from_zero": True}),
+        ("lr", "Learning rate", series(lambda its: its.curve("lr")), "learning rate", {}),
+        (
+            "throughput",
+            "Throughput",
+            series(lambda its: its.curve("samples_per_s")),
+            "samples/s",
+            {"from_zero": True},
+        ),
+        ("memory", "Memory of the largest rank", series(Record.memory), "MiB", {"from_zero": True}),
     ]
     return [curves(name, title, lines, y_label=y, **more) for name, title, lines, y, more in charts if lines]
 
 
 def _rankings(analyses: Sequence[Analysis]) -> list[Chart]:
     """Draw the ROC and precision-recall curves: of each class of one run, or of the first run's weakest class."""
-    lines: list[tuple[str, Ranking]] = []
-    if len(analyses) == 1 and analyses[0].classification is not None:
-        lines = [(score.label, score.ranking) for score in _shown_rankings(analyses[0]) if score.ranking is not None]
-    elif (first := analyses[0].classification) is not None and (shown := _shown_rankings(analyses[0])):
-        number = first.classes.index(shown[0])
-        for analysis in analyses:
-            scores = analysis.classification.classes if analysis.classification is not None else ()
-            if number < len(scores) and (ranking := scores[number].ranking) is not None:
-                lines.append((analysis.record.name, ranking))
-    if not lines:
+    first, shown = analyses[0].classification, _shown_rankings(analyses[0])
+    if first is None or not shown:
         return []
-    of = f" of {shown[0].label}" if len(analyses) > 1 else ""
+    found: list[tuple[str, Ranking | None]] = [(score.label, score.ranking) for score in shown]
+    of = ""
+    if len(analyses) > 1:
+        number, of = first.classes.index(shown[0]), f" of {shown[0].label}"
+        several = [(a.record.name, a.classification.classes) for a in analyses if a.classification is not None]
+        found = [(name, classes[number].ranking) for name, classes in several if number < len(classes)]
+    lines = [(label, ranking) for label, ranking in found if ranking is not None]
     roc = [Series(label, i, r.false_positive_rate.tolist(), r.recall.tolist()) for i, (label, r) in enumerate(lines)]
     pr = [Series(label, i, r.recall.tolist(), r.precision.tolist()) for i, (label, r) in enumerate(lines)]
     return [
@@ -241,12 +234,11 @@ def _shown_rankings(analysis: Analysis) -> list[ClassScore]:
 
 
 def _errors(analyses: Sequence[Analysis]) -> list[Chart]:
-    """Draw predicted over true values, and the residuals."""
     found = [(i, a.record.name, a.values) for i, a in enumerate(analyses) if a.values is not None]
     if not found:
         return []
     target, unit = found[0][2].target, found[0][2].unit
-    of_target = name_with_unit(target, unit)
+    true, predicted = (f"{which} {name_with_unit(target, unit)}" for which in ("true", "predicted"))
     residuals = [values.predicted - values.actual for _, _, values in found]
     finite = np.concatenate([part[np.isfinite(part)] for part in residuals])
     edges = np.histogram_bin_edges(finite, bins=_BINS) if len(finite) else np.array([-1.0, 1.0])
@@ -259,10 +251,8 @@ def _errors(analyses: Sequence[Analysis]) -> list[Chart]:
     bars = [Series(name, i, edges.tolist(), part.tolist()) for (i, name, _), part in zip(found, shares, strict=True)]
     residual = "residual (predicted - true)"
     return [
-        scatter(
-            "predicted", "Predicted and true", against, f"true {of_target}", f"predicted {of_target}", reference="equal"
-        ),
-        scatter("residuals", "Residuals", over, f"predicted {of_target}", residual, reference="zero"),
+        scatter("predicted", "Predicted and true", against, true, predicted, reference="equal"),
+        scatter("residuals", "Residuals", over, predicted, residual, reference="zero"),
         histogram("residual-shares", "Distribution of the residuals", bars, residual),
     ]
 
@@ -314,30 +304,21 @@ def _texts(tensor: torch.Tensor, encoding: Encoding) -> list[str]:
     return [text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…" for text in texts]
 
 
-def _phases(analyses: Sequence[Analysis]) -> Chart | None:
-    bars = [(a.record.name, a.record.phases_s) for a in analyses if a.record.phases_s]
-    return stacked("phases", "Seconds by phase, rank 0", bars, "seconds") if bars else None
-
-
 def _calibration(analyses: Sequence[Analysis]) -> Chart | None:
-    series: list[Series] = []
-    shares: list[tuple[float, float]] = []
-    for index, analysis in enumerate(analyses):
-        if analysis.classification is None:
-            continue
-        bins = analysis.classification.bins
-        series.append(
-            Series(analysis.record.name, index, [b.confidence for b in bins], [b.accuracy.value for b in bins])
-        )
-        if not shares:
-            total = sum(b.count for b in bins)
-            shares = [((b.low + b.high) / 2, b.count / total) for b in bins]
-    return reliability("calibration", "Accuracy by confidence", series, shares, BINS) if series else None
+    found = [(i, a.record.name, a.classification.bins) for i, a in enumerate(analyses) if a.classification is not None]
+    if not found:
+        return None
+    series = [
+        Series(name, i, [b.confidence for b in bins], [b.accuracy.value for b in bins]) for i, name, bins in found
+    ]
+    first = found[0][2]
+    shares = [((b.low + b.high) / 2, b.count / sum(b.count for b in first)) for b in first]
+    return reliability("calibration", "Accuracy by confidence", series, shares, BINS)
 
 
 def _history(index: int, analysis: Analysis) -> dict[str, Any]:
     timeline = analysis.record.timeline
-    shown_entries = [entry for entry in timeline.entries if entry.event not in _HIDDEN_EVENTS]
+    shown = [entry for entry in timeline.entries if entry.event not in _HIDDEN_EVENTS]
     chart = None
     if timeline.worlds:
         end = max([entry.seconds for entry in timeline.entries] + [timeline.goodput.active_s, 1.0])
@@ -350,8 +331,8 @@ def _history(index: int, analysis: Analysis) -> dict[str, Any]:
         )
     return {
         "chart": chart,
-        "entries": shown_entries[:_MAX_ENTRIES],
-        "left_out": len(shown_entries) - len(shown_entries[:_MAX_ENTRIES]),
+        "entries": shown[:_MAX_ENTRIES],
+        "left_out": max(0, len(shown) - _MAX_ENTRIES),
         "checkpoints": sum(entry.event == "checkpoint" for entry in timeline.entries),
         "goodput": timeline.goodput,
         "interruptions": timeline.interruptions,

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import orjson
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -43,7 +45,7 @@ from paceline_serving.protocol import (
 from paceline_serving.replica_process import ReplicaStarter
 from paceline_serving.replicas import Deployment, DeploymentEvents, LocalDeployment
 from paceline_serving.request_bodies import LARGE_BYTES, RequestBodies, read_body
-from paceline_serving.static_assets import HEADERS, Assets
+from paceline_serving.static_assets import HEADERS, read_assets
 from paceline_serving.table_files import table_records
 from paceline_serving.tables import CellError, columns_of, to_inputs, to_record
 
@@ -60,32 +62,17 @@ class Metrics:
 
     def __init__(self, deployments: Callable[[], Mapping[str, Deployment]]) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "paceline_requests", "Inference requests, by status.", ("model", "code"), registry=self._registry
-        )
+        counter = partial(Counter, registry=self._registry)
+        histogram = partial(Histogram, labelnames=("model",), registry=self._registry)
+        self._requests = counter("paceline_requests", "Inference requests, by status.", ("model", "code"))
         self._counters: dict[tuple[str, int], Counter] = {}  # looking a label up costs more than counting
-        self._latency = Histogram(
-            *("paceline_request_seconds", "Time from a complete request to its answer."),
-            labelnames=("model",),
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._batch_rows = Histogram(
-            *("paceline_batch_rows", "Rows per batch."),
-            labelnames=("model",),
-            buckets=_ROWS,
-            registry=self._registry,
-        )
-        self._batch_seconds = Histogram(
-            *("paceline_batch_seconds", "Time from sending a batch to a replica to its answer."),
-            labelnames=("model",),
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._restarts = Counter(
-            "paceline_replica_restarts", "Replicas that died.", ("model",), registry=self._registry
-        )
-        self._swaps = Counter("paceline_swaps", "Packages replaced.", ("model",), registry=self._registry)
+        help = "Time from a complete request to its answer."
+        self._latency = histogram("paceline_request_seconds", help, buckets=_SECONDS)
+        self._batch_rows = histogram("paceline_batch_rows", "Rows per batch.", buckets=_ROWS)
+        help = "Time from sending a batch to a replica to its answer."
+        self._batch_seconds = histogram("paceline_batch_seconds", help, buckets=_SECONDS)
+        self._restarts = counter("paceline_replica_restarts", "Replicas that died.", ("model",))
+        self.swaps = counter("paceline_swaps", "Packages replaced.", ("model",))
         self._registry.register(_Gauges(deployments))
 
     def request(self, model: str, status: int, seconds: float) -> None:
@@ -97,8 +84,23 @@ class Metrics:
         if status == 200:
             self._latency.labels(model).observe(seconds)
 
+    @contextmanager
+    def counting(self, model: str) -> Iterator[None]:
+        """Count the inference request that is answered in the context."""
+        start, status = time.perf_counter(), 500
+        try:
+            yield
+            status = 200
+        except RequestFailure as failure:
+            status = failure.status
+            raise
+        except (ClientGone, asyncio.CancelledError):
+            status = 499  # nginx's code for a client that is gone; it is never sent
+            raise
+        finally:
+            self.request(model, status, time.perf_counter() - start)
+
     def observer(self, model: str) -> DeploymentEvents:
-        """Return the observer of a model's deployment."""
         rows_of_model = self._batch_rows.labels(model)
         seconds_of_model = self._batch_seconds.labels(model)
 
@@ -108,12 +110,7 @@ class Metrics:
 
         return DeploymentEvents(count, self._restarts.labels(model).inc)
 
-    def swapped(self, model: str) -> None:
-        """Count a replacement of a package."""
-        self._swaps.labels(model).inc()
-
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -144,7 +141,6 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
     """Verify a package and choose which of its programs to run.
 
     Args:
-        place: the package's directory or reference.
         program: which of its programs; auto is pt2, or else ONNX.
         task: use the weights with this task's code instead.
 
@@ -187,6 +183,7 @@ class Models:
     """The deployments of a server by model name, which can be replaced while the server runs.
 
     Attributes:
+        deployments: that accept requests.
         bodies: of the requests that the server holds.
     """
 
@@ -195,22 +192,17 @@ class Models:
         self._options = options
         self._starter = ReplicaStarter(options.threads)
         self._make_deployment = deploy or partial(LocalDeployment, self._starter)
-        self._deployments: dict[str, Deployment] = {}
+        self.deployments: dict[str, Deployment] = {}
         self._opened: dict[str, ServedModel] = {}
         self._closing_tasks: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
-        self.metrics = Metrics(lambda: self._deployments)
+        self.metrics = Metrics(lambda: self.deployments)
         self.bodies = RequestBodies(options.max_body_bytes)
 
     @property
-    def deployments(self) -> Mapping[str, Deployment]:
-        """Return the deployments that accept requests."""
-        return self._deployments
-
-    @property
     def ready(self) -> bool:
-        """Return whether every model has a ready replica."""
-        return all(deployment.ready_replicas for deployment in self._deployments.values())
+        """Whether every model has a ready replica."""
+        return all(deployment.ready_replicas for deployment in self.deployments.values())
 
     async def start(self, opened: Sequence[ServedModel]) -> None:
         """Load all models, or none if one fails.
@@ -225,7 +217,7 @@ class Models:
             raise ConfigError(f"two packages are named {min(duplicates)}, but each model's address needs its own name.")
         try:
             for model in opened:
-                self._deployments[model.spec.name] = await self._deploy(model)
+                self.deployments[model.spec.name] = await self._deploy(model)
                 self._opened[model.spec.name] = model
         except BaseException:
             await self.close()
@@ -251,10 +243,10 @@ class Models:
                     "Serve it under another name, or replace the model with --allow-signature-change."
                 )
             deployment = await self._deploy(model)
-            old = self._deployments[name]
-            self._deployments[name] = deployment
+            old = self.deployments[name]
+            self.deployments[name] = deployment
             self._opened[name] = model
-        self.metrics.swapped(name)
+        self.metrics.swaps.labels(name).inc()
         log.info("%s: %s is served instead of %s", name, model.spec.version, old.spec.version)
         task = asyncio.create_task(old.close())
         self._closing_tasks.add(task)
@@ -262,19 +254,17 @@ class Models:
         return model.spec
 
     def abandon(self) -> None:
-        """Answer no more requests."""
-        for deployment in self._deployments.values():
+        for deployment in self.deployments.values():
             deployment.abandon()
 
     async def close(self) -> None:
         """Answer all accepted requests, then end all replicas."""
-        await asyncio.gather(*(d.close() for d in self._deployments.values()), *self._closing_tasks)
+        await asyncio.gather(*(d.close() for d in self.deployments.values()), *self._closing_tasks)
         self._starter.close()
         self.bodies.close()
 
     async def _deploy(self, model: ServedModel) -> Deployment:
-        observer = self.metrics.observer(model.spec.name)
-        deployment = self._make_deployment(model, self._options, observer)
+        deployment = self._make_deployment(model, self._options, self.metrics.observer(model.spec.name))
         await deployment.start()
         return deployment
 
@@ -323,6 +313,17 @@ _MODELS, _INFER = b"/v2/models/", b"/infer"
 _PAGE_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 
 
+class _Package(msgspec.Struct):
+    package: Annotated[str, msgspec.Meta(pattern=r"\A[^\0]+\Z")]
+    allow_signature_change: bool = False
+
+
+class _Change(msgspec.Struct):
+    """The body of a request to replace a package."""
+
+    parameters: _Package
+
+
 class App:
     """The HTTP application for the models of one server.
 
@@ -335,7 +336,7 @@ class App:
         self._models = models
         self._options = options
         self._access = access
-        self._assets = Assets("paceline_serving.page")
+        self._assets = read_assets("paceline_serving.page")
         self._documents: dict[str, tuple[Any, bytes]] = {}
         self._logs_access = access_log.isEnabledFor(logging.INFO)
 
@@ -386,13 +387,14 @@ class App:
             case ["predict", *rest] if len(rest) <= 1:
                 _only(request, "POST")
                 name = self._named(rest)
-                return await self._count(name, self._predict_rows(request, name))
+                with self._models.metrics.counting(name):
+                    return await self._predict_rows(request, name)
             case ["v2"]:
                 return _read(request, self._server_metadata)
             case ["v2", "models"]:
                 return _read(request, lambda: _json({"models": list(self._models.deployments)}))
             case ["metrics"]:
-                return _read(request, self._metrics)
+                return _read(request, lambda: (200, [(b"content-type", CONTENT_TYPE)], self._models.metrics.text()))
             case ["openapi.json"]:
                 deployments = list(self._models.deployments.values())
                 return _read(
@@ -433,7 +435,7 @@ class App:
         raise RequestFailure(404, "the health addresses are /v2/health/live and /v2/health/ready.")
 
     def _page(self, name: str, headers: Mapping[bytes, bytes]) -> Answer:
-        asset = self._assets.find(name)
+        asset = self._assets.get(name)
         if asset is None:
             raise RequestFailure(404, "the page does not have this file.")
         tag = asset.tag.encode()
@@ -441,9 +443,6 @@ class App:
         # A proxy that compresses makes the tag a weak one.
         cached_tags = [tag.strip().removeprefix(b"W/") for tag in headers.get(b"if-none-match", b"").split(b",")]
         return (304, page_headers, b"") if tag in cached_tags else (200, page_headers, asset.content)
-
-    def _metrics(self) -> Answer:
-        return 200, [(b"content-type", CONTENT_TYPE)], self._models.metrics.text()
 
     def _describe(self, key: str, deployments: Sequence[Deployment], build: Callable[[], Any]) -> Answer:
         """Return a document that changes with the packages only; writing one with a long example takes a while."""
@@ -465,7 +464,8 @@ class App:
         match rest:
             case ["infer"]:
                 _only(request, "POST")
-                return await self._count(name, self._infer(request, name, version))
+                with self._models.metrics.counting(name):
+                    return await self._infer(request, name, version)
             case []:
                 return _read(request, lambda: self._describe(name, [deployment], lambda: model_metadata(deployment)))
             case ["example"]:
@@ -478,22 +478,6 @@ class App:
 
     def _deployment(self, name: str, version: str | None) -> Deployment:
         return find_deployment(self._models.deployments, name, version)
-
-    async def _count(self, name: str, answer: Coroutine[Any, Any, Answer]) -> Answer:
-        start = time.perf_counter()
-        status = 500
-        try:
-            result = await answer
-            status = result[0]
-            return result
-        except RequestFailure as failure:
-            status = failure.status
-            raise
-        except ClientGone:
-            status = 499  # nginx's code for this; it is never sent
-            raise
-        finally:
-            self._models.metrics.request(name, status, time.perf_counter() - start)
 
     async def _infer(self, request: Request, name: str, version: str | None) -> Answer:
         headers = request.headers
@@ -515,7 +499,7 @@ class App:
                 inference = parse_request(deployment.spec, body, json_length)
             del body  # JSON is needed no more
             times = [t for t in (timeout_s, inference.timeout_s, self._options.timeout_s) if t is not None]
-            future = deployment.submit(inference.inputs)
+            future = deployment.batcher.submit(inference.inputs)
             outputs = await _await_result(min(times), future, request)
             if is_large or sum(array.nbytes for array in outputs.values()) > LARGE_BYTES:
                 return 200, *await bodies.run(build_response, deployment, inference, outputs)
@@ -535,7 +519,6 @@ class App:
         raise RequestFailure(404, f"this server has several models. Send it to /predict/NAME: {', '.join(names)}.")
 
     async def _predict_rows(self, request: Request, name: str) -> Answer:
-        """Answer the plain form of a request, which people write by hand."""
         headers = request.headers
         self._check_head(headers, self._deployment(name, None))
         timeout_s = min(self._options.timeout_s, _timeout_of(headers) or math.inf)
@@ -547,7 +530,7 @@ class App:
                 inputs, other_columns = await _await_result(timeout_s, parsing, request)
             else:
                 inputs, other_columns = parse_rows(deployment.spec, body)
-            outputs = await _await_result(timeout_s, deployment.submit(inputs), request)
+            outputs = await _await_result(timeout_s, deployment.batcher.submit(inputs), request)
         spec = deployment.spec
         # orjson writes the elements of arrays itself, a float32 in its shortest digits, but no texts.
         values = {name: a.tolist() if a.dtype == object else np.ascontiguousarray(a) for name, a in outputs.items()}
@@ -563,18 +546,14 @@ class App:
         with self._models.bodies.hold() as held:
             body = await read_body(request, _MAX_ADMIN_BYTES, held)
         try:
-            document = orjson.loads(body)
-            place = document["parameters"]["package"]
-            is_change_allowed = document["parameters"].get("allow_signature_change", False)
-        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError):
-            place = is_change_allowed = None
-        if not isinstance(place, str) or not place or "\0" in place or not isinstance(is_change_allowed, bool):
+            change = msgspec.json.decode(body, type=_Change).parameters
+        except (msgspec.MsgspecError, RecursionError):
             raise InvalidRequest(
                 'the body must be {"parameters": {"package": "NAME@TAG"}}, and may have the parameter '
                 '"allow_signature_change": true.'
-            )
+            ) from None
         try:
-            spec = await self._models.swap(name, place, allow_signature_change=is_change_allowed)
+            spec = await self._models.swap(name, change.package, allow_signature_change=change.allow_signature_change)
         except PacelineError as error:
             raise RequestFailure(409, f"the model was not replaced: {error}") from error
         return _json({"name": spec.name, "version": spec.version})

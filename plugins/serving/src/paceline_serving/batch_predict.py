@@ -86,29 +86,23 @@ def read_rows(paths: Sequence[Path], spec: ModelSpec) -> Rows:
     for name, several in arrays.items():
         if len({array.shape[1:] for array in several}) > 1:
             raise DataError(f"the files have rows of {name} of different sizes. Predict them one after the other.")
-    columns = [part.other_columns for part in parts]
-    if any(
-        (other is None) != (columns[0] is None) or (other or {}).keys() != (columns[0] or {}).keys()
-        for other in columns
-    ):
+    columns = [part.other_columns for part in parts if part.other_columns is not None]
+    if len(columns) not in (0, len(parts)) or any(other.keys() != columns[0].keys() for other in columns):
         raise DataError("the files do not have the same columns. Predict them one after the other.")
     return Rows(
         {name: np.concatenate(several) for name, several in arrays.items()},
         [name for part in parts for name in part.names],
-        None
-        if columns[0] is None
-        else {name: [c for other in columns for c in (other or {})[name]] for name in columns[0]},
+        {name: [cell for other in columns for cell in other[name]] for name in columns[0]} if columns else None,
         parts[0].suffix,
     )
 
 
 def _read_part(path: Path, spec: ModelSpec) -> Rows:
-    rows = _read_as_table(path, spec)
-    if rows is None:
-        arrays = _read(path, spec)
-        count = rows_of(arrays)
-        rows = Rows(arrays, [path.name] if count == 1 else [f"{path.name}[{i}]" for i in range(count)])
-    return rows
+    if (rows := _read_as_table(path, spec)) is not None:
+        return rows
+    arrays = _read(path, spec)
+    count = rows_of(arrays)
+    return Rows(arrays, [path.name] if count == 1 else [f"{path.name}[{i}]" for i in range(count)])
 
 
 def _read_as_table(path: Path, spec: ModelSpec) -> Rows | None:
@@ -490,7 +484,7 @@ async def replicas(model: ServedModel, options: ServingOptions) -> AsyncIterator
 
     async def predict(inputs: Arrays) -> dict[str, Array]:
         try:
-            return await deployment.submit(inputs)
+            return await deployment.batcher.submit(inputs)
         except RequestFailure as failure:
             raise ServingError(str(failure)) from failure
 
@@ -505,10 +499,7 @@ async def replicas(model: ServedModel, options: ServingOptions) -> AsyncIterator
 @asynccontextmanager
 async def server(url: str, model: str, token_file: Path | None, connections: int) -> AsyncIterator[Predict]:
     """Use a server through ``connections`` connections."""
-    clients = [Client(url, token_file=token_file) for _ in range(connections)]
     free: asyncio.Queue[Client] = asyncio.Queue()
-    for client in clients:
-        free.put_nowait(client)
 
     async def predict(inputs: Arrays) -> dict[str, Array]:
         client = await free.get()
@@ -517,11 +508,10 @@ async def server(url: str, model: str, token_file: Path | None, connections: int
         finally:
             free.put_nowait(client)
 
-    try:
+    with ExitStack() as stack:
+        for _ in range(connections):
+            free.put_nowait(stack.enter_context(Client(url, token_file=token_file)))
         yield predict
-    finally:
-        for client in clients:
-            client.__exit__(None, None, None)
 
 
 async def predict_into(
@@ -530,28 +520,28 @@ async def predict_into(
     """Compute the missing chunks of a job, several concurrently."""
     on_rows(sum(store.chunks[number][1] - store.chunks[number][0] for number in store.done))
     missing = iter([n for n in range(len(store.chunks)) if n not in store.done])
+
+    async def predict_chunks(predict: Predict) -> None:
+        for number in missing:
+            start, stop = store.chunks[number]
+            store.write(number, await predict(_piece(arrays, start, stop)))
+            on_rows(stop - start)
+
     async with engine as predict, asyncio.TaskGroup() as group:
         for _ in range(concurrency):
-            group.create_task(_predict_chunks(missing, store, arrays, predict, on_rows))
+            group.create_task(predict_chunks(predict))
 
 
-async def _predict_chunks(
-    missing: Iterator[int], store: PredictionStore, arrays: Arrays, predict: Predict, on_rows: OnRows
-) -> None:
-    for number in missing:
-        start, stop = store.chunks[number]
-        inputs = {name: np.ascontiguousarray(array[start:stop]) for name, array in arrays.items()}
-        store.write(number, await predict(inputs))
-        on_rows(stop - start)
+def _piece(arrays: Arrays, start: int, stop: int) -> Arrays:
+    return {name: np.ascontiguousarray(array[start:stop]) for name, array in arrays.items()}
 
 
 async def predict_all(arrays: Arrays, engine: PredictionEngine, chunk_rows: int, on_rows: OnRows) -> dict[str, Array]:
     """Predict all rows and return the outputs, without storing chunks."""
-    total = len(next(iter(arrays.values())))
     answers = []
     async with engine as predict:
-        for start in range(0, total, chunk_rows):
-            inputs = {name: np.ascontiguousarray(a[start : start + chunk_rows]) for name, a in arrays.items()}
+        for start in range(0, rows_of(arrays), chunk_rows):
+            inputs = _piece(arrays, start, start + chunk_rows)
             answers.append(await predict(inputs))
-            on_rows(len(next(iter(inputs.values()))))
+            on_rows(rows_of(inputs))
     return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}

@@ -18,12 +18,7 @@ from paceline_serving.replica_process import BatchFailed, ReplicaDied
 
 
 class RequestFailure(Exception):
-    """A request is answered with an error.
-
-    Attributes:
-        status: of HTTP.
-        headers: to send with it.
-    """
+    """A request is answered with this status of HTTP, and these headers."""
 
     def __init__(self, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         super().__init__(message)
@@ -56,30 +51,6 @@ class DeadlinePassed(RequestFailure):
         super().__init__(504, f"the request was not answered within its time limit of {timeout_s * 1000:,.6g} ms.")
 
 
-class ModelFailed(RequestFailure):
-    """The model raised an error on this input."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(500, f"the model failed on this input: {message}")
-
-
-class IndexOutOfRange(InvalidRequest):
-    """The model has no row for an index of this input, and its package does not say which indices are valid."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(
-            f"an index in this input is out of the model's range ({message}). Send smaller indices. If the task "
-            "declares minimum and maximum of the input in its TensorSpec, the server names the valid range."
-        )
-
-
-class ReplicaLost(RequestFailure):
-    """Two replicas in a row died while they computed this request."""
-
-    def __init__(self) -> None:
-        super().__init__(503, "the replicas that computed this request died. New ones are being started.")
-
-
 # --- Batching ---
 #
 # A batch never waits while a replica is idle. While all replicas compute, requests gather. Each replica may have
@@ -99,12 +70,10 @@ class BatchExecutor(Protocol):
     @property
     def in_flight(self) -> int:
         """The number of unanswered batches."""
-        ...
 
     @property
     def gone(self) -> bool:
         """Whether it cannot compute batches any more."""
-        ...
 
     async def predict(self, inputs: Arrays) -> dict[str, Array]:
         """Compute a batch.
@@ -113,7 +82,6 @@ class BatchExecutor(Protocol):
             BatchFailed: the model raised an error.
             ReplicaDied: the replica died without an answer.
         """
-        ...
 
 
 class _PendingRequest:
@@ -147,7 +115,6 @@ class _DividedRequest:
         self._computed = 0
 
     def add(self, outputs: Arrays) -> None:
-        """Add the answer of the first piece."""
         self.pieces.popleft()
         end = self._computed + rows_of(outputs)
         for name, array in outputs.items():
@@ -158,11 +125,7 @@ class _DividedRequest:
 
 
 class _Speed:
-    """The recent and the best time of a replica for a row of a large batch.
-
-    Attributes:
-        seconds_per_row: recent.
-    """
+    """The recent and the best time of a replica for a row of a large batch."""
 
     def __init__(self) -> None:
         self.seconds_per_row = 0.001
@@ -199,6 +162,7 @@ class Batcher:
     """A queue of a model's requests that forms batches and sends them to replicas.
 
     Attributes:
+        replicas: that are ready.
         waiting_rows: rows that were not sent to a replica yet.
     """
 
@@ -208,7 +172,7 @@ class Batcher:
         self._on_batch = on_batch
         self._loop = asyncio.get_running_loop()
         self._queue: OrderedDict[asyncio.Future[dict[str, Array]], _PendingRequest] = OrderedDict()  # by their answer
-        self._replicas: list[BatchExecutor] = []
+        self.replicas: list[BatchExecutor] = []
         self._running: set[asyncio.Task[None]] = set()
         self._is_abandoned = False
         self._scheduled = False
@@ -218,19 +182,12 @@ class Batcher:
         self._answered_at: WeakKeyDictionary[BatchExecutor, float] = WeakKeyDictionary()
         self.waiting_rows = 0
 
-    @property
-    def replicas(self) -> Sequence[BatchExecutor]:
-        """The ready replicas."""
-        return self._replicas
-
     def add(self, replica: BatchExecutor) -> None:
-        """Use a replica from now on."""
-        self._replicas.append(replica)
+        self.replicas.append(replica)
         self._schedule()
 
     def remove(self, replica: BatchExecutor) -> None:
-        """Send no more batches to a replica."""
-        self._replicas.remove(replica)
+        self.replicas.remove(replica)
 
     def submit(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
         """Submit a request; cancelling its answer removes it from the queue.
@@ -286,7 +243,7 @@ class Batcher:
         # An empty queue accepts a request of any size, since a request may be larger than the queue.
         if not self.waiting_rows or self.waiting_rows + rows <= self._max_waiting:
             return None
-        seconds = self.waiting_rows * self._speed.seconds_per_row / max(len(self._replicas), 1)
+        seconds = self.waiting_rows * self._speed.seconds_per_row / max(len(self.replicas), 1)
         return Overloaded(self.waiting_rows, max(1, math.ceil(seconds)))
 
     def _queue_limit(self) -> int:
@@ -321,7 +278,7 @@ class Batcher:
         self._scheduled = False
         if not self._queue:
             return
-        alive = (replica for replica in self._replicas if not replica.gone)
+        alive = (replica for replica in self.replicas if not replica.gone)
         replica = min(alive, key=lambda r: r.in_flight, default=None)
         if replica is None or replica.in_flight >= MAX_IN_FLIGHT:
             return
@@ -329,7 +286,9 @@ class Batcher:
             first = next(iter(self._queue.values()))
             wait_s = first.arrived_at + self._options.max_wait_s - self._loop.time()
             if wait_s > 0:
-                self._schedule_in(wait_s)
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = self._loop.call_later(wait_s, self._schedule)
                 return
         batch = self._take_batch()
         if not batch:
@@ -339,11 +298,6 @@ class Batcher:
         task.add_done_callback(self._running.discard)
         # Choose again only after the task has started, which raises the replica's count of batches.
         self._loop.call_soon(self._schedule)
-
-    def _schedule_in(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, self._schedule)
 
     def _take_batch(self) -> list[_PendingRequest]:
         """Take the oldest request, and later ones of the same shape, up to the size of a batch."""
@@ -373,7 +327,9 @@ class Batcher:
         start = self._loop.time()
         try:
             outputs = await replica.predict(inputs)
-            _check_rows(outputs, rows)
+            for name, array in outputs.items():
+                if array.ndim == 0 or array.shape[0] != rows:
+                    raise BatchFailed(f"the output {name} has the shape {array.shape} for {rows} rows")
         except BatchFailed as error:
             await self._compute_separately(replica, batch, error)
         except ReplicaDied as died:
@@ -393,25 +349,31 @@ class Batcher:
         self, replica: BatchExecutor, batch: list[_PendingRequest], error: BatchFailed
     ) -> None:
         """Compute each request alone, so that only the one that the model cannot compute fails."""
-        if len(batch) == 1:
-            _fail(batch[0], IndexOutOfRange(str(error)) if error.is_invalid else ModelFailed(str(error)))
-            return
-        for item in batch:
-            await self._compute(replica, [item], is_crowded=False)
+        if len(batch) > 1:
+            for item in batch:
+                await self._compute(replica, [item], is_crowded=False)
+        elif error.is_invalid:
+            failure = InvalidRequest(
+                f"an index in this input is out of the model's range ({error}). Send smaller indices. If the task "
+                "declares minimum and maximum of the input in its TensorSpec, the server names the valid range."
+            )
+            _fail(batch[0], failure)
+        else:
+            _fail(batch[0], RequestFailure(500, f"the model failed on this input: {error}"))
 
     def _requeue(self, batch: list[_PendingRequest], *, lost: bool) -> None:
         """Put a dead replica's requests first in the queue; each that may be the cause is repeated only once."""
         for item in reversed(batch):
             item.lost_replicas += lost
             if item.lost_replicas > 1:
-                _fail(item, ReplicaLost())
+                why = "the replicas that computed this request died. New ones are being started."
+                _fail(item, RequestFailure(503, why))
             elif not item.answer.done():
                 self._queue[item.answer] = item
                 self._queue.move_to_end(item.answer, last=False)
                 self.waiting_rows += item.rows
 
     def abandon(self) -> None:
-        """Answer no more requests."""
         self._is_abandoned = True
 
     async def finish(self) -> None:
@@ -422,12 +384,6 @@ class Batcher:
             else:
                 self._schedule()
                 await asyncio.sleep(0.005)
-
-
-def _check_rows(outputs: Arrays, rows: int) -> None:
-    for name, array in outputs.items():
-        if array.ndim == 0 or array.shape[0] != rows:
-            raise BatchFailed(f"the output {name} has the shape {array.shape} for {rows} rows")
 
 
 def _answer(batch: Sequence[_PendingRequest], outputs: dict[str, Array]) -> None:

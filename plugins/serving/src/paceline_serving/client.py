@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -46,15 +45,8 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._connection.close()
-
-    def models(self) -> list[str]:
-        """Return the names of the server's models."""
-        names: list[str] = self._json("GET", "/v2/models")["models"]
-        return names
 
     def choose(self, model: str | None, option: str) -> str:
         """Return ``model``, or that of the address, or the server's only model.
@@ -62,7 +54,7 @@ class Client:
         Raises:
             ConfigError: the server does not have the model, or has several and none was named by ``option``.
         """
-        names = self.models()
+        names: list[str] = self._json("GET", "/v2/models")["models"]
         model = model or self._model
         if model is None and len(names) == 1:
             return names[0]
@@ -72,26 +64,17 @@ class Client:
         return model
 
     def spec(self, model: str) -> ModelSpec:
-        """Return a model's inputs, outputs and labels."""
         record = self._metadata(model)
         parameters = record.get("parameters", {})
         fields, output_fields = _fields_of(record)
-        tensors = {
-            side: {
-                entry["name"]: TensorSpec(
-                    dtype=_DTYPES[entry["datatype"]],
-                    shape=tuple(None if size == -1 else size for size in entry["shape"][1:]),
-                    **(_known_of(entry, fields) if side == "inputs" else _names_of(entry, output_fields)),
-                )
-                for entry in record[side]
-            }
-            for side in ("inputs", "outputs")
-        }
+        names = [entry["name"] for side in ("inputs", "outputs") for entry in record[side]]
+        inputs = {name: [each for each in fields if each.input == name] for name in names}
+        outputs = {name: [each for each in output_fields if each.output == name] for name in names}
         return ModelSpec(
             name=model,
             version=(record.get("versions") or ["1"])[0],
-            inputs=tensors["inputs"],
-            outputs=tensors["outputs"],
+            inputs={entry["name"]: _tensor(entry, inputs[entry["name"]]) for entry in record["inputs"]},
+            outputs={entry["name"]: _tensor(entry, outputs[entry["name"]]) for entry in record["outputs"]},
             labels=tuple(parameters.get("labels", ())),
             label=parameters.get("label"),
             probabilities=parameters.get("probabilities"),
@@ -125,7 +108,6 @@ class Client:
         return outputs
 
     def swap(self, package: str, model: str | None, *, allow_signature_change: bool = False) -> dict[str, Any]:
-        """Replace the package that the server serves."""
         name = self.choose(model, "model")
         changes = {"allow_signature_change": True} if allow_signature_change else {}
         body = json.dumps({"parameters": {"package": package, **changes}}).encode()
@@ -169,7 +151,6 @@ class Client:
 
 
 def _fields_of(metadata: Mapping[str, Any]) -> tuple[list[InputField], list[OutputField]]:
-    """Return the values of a model's row and of its prediction."""
     parameters = metadata.get("parameters", {})
     return _parse_fields(parameters, "fields", InputField), _parse_fields(parameters, "output_fields", OutputField)
 
@@ -181,25 +162,18 @@ def _parse_fields(parameters: Mapping[str, Any], name: str, kind: type[_Field]) 
         return []  # another server's
 
 
-def _known_of(entry: Mapping[str, Any], fields: Sequence[InputField]) -> dict[str, Any]:
-    """Return the facts about an input that its entry in the protocol does not have."""
-    own = [each for each in fields if each.input == entry["name"]]
-    if not own:
-        return {}
-    known = {"minimum": own[0].minimum, "maximum": own[0].maximum, "allow_missing": own[0].allow_missing}
-    return known | _columns_and_unit(entry, own)
-
-
-def _names_of(entry: Mapping[str, Any], fields: Sequence[OutputField]) -> dict[str, Any]:
-    """Return the names and the unit of an output's elements."""
-    own = [each for each in fields if each.output == entry["name"]]
-    return _columns_and_unit(entry, own) if own else {}
-
-
-def _columns_and_unit(entry: Mapping[str, Any], own: Sequence[InputField] | Sequence[OutputField]) -> dict[str, Any]:
-    has_columns = not own[0].shape and len(entry["shape"]) == 2
-    columns = {each.name: each.unit for each in own} if has_columns else {}
-    return {"columns": columns, "unit": "" if columns else own[0].unit}
+def _tensor(entry: Mapping[str, Any], fields: Sequence[InputField] | Sequence[OutputField]) -> TensorSpec:
+    """Return a tensor of the metadata, with what its ``fields`` tell and its entry in the protocol does not."""
+    known: dict[str, Any] = {}
+    if fields:
+        first = fields[0]
+        has_columns = not first.shape and len(entry["shape"]) == 2
+        columns = {each.name: each.unit for each in fields} if has_columns else {}
+        known = {"columns": columns, "unit": "" if columns else first.unit}
+        if isinstance(first, InputField):
+            known |= {name: getattr(first, name) for name in ("minimum", "maximum", "allow_missing")}
+    shape = tuple(None if size == -1 else size for size in entry["shape"][1:])
+    return TensorSpec(dtype=_DTYPES[entry["datatype"]], shape=shape, **known)
 
 
 def encode_binary(inputs: Arrays) -> tuple[bytes, int]:

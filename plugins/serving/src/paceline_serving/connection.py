@@ -11,7 +11,7 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -50,12 +50,10 @@ class Request:
     """A request whose head has arrived, and whose body may still arrive.
 
     Attributes:
-        method: such as "POST".
         path: of the URL, without escapes.
         headers: by name in lower case; the last of several of the same name.
         user: the name of the client's token, once it is known.
         waiting: futures that are cancelled when the client disconnects.
-        keep_alive: whether the connection stays open after the answer.
         is_answered: the answer was sent, maybe before the body was complete.
         is_gone: the client has disconnected, or its request was rejected.
     """
@@ -82,7 +80,7 @@ class Request:
         self._expects_continue = expects_continue
         self._pieces: list[bytes] = []
         self._is_whole = False
-        self._reader: asyncio.Future[None] | None = None
+        self._arrived = asyncio.Event()
         self.buffered_bytes = 0
 
     @property
@@ -100,8 +98,8 @@ class Request:
             if self._expects_continue:
                 self._expects_continue = False
                 self._connection.send_continue()
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            self._arrived.clear()
+            await self._arrived.wait()
         if self.is_gone:
             raise ClientGone
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -112,27 +110,21 @@ class Request:
         return body
 
     def add(self, piece: bytes) -> None:
-        """Take a piece of the body."""
         self._pieces.append(piece)
         self.buffered_bytes += len(piece)
-        self._wake()
+        self._arrived.set()
 
     def complete(self) -> None:
-        """Take the end of the body."""
         self._is_whole = True
-        self._wake()
+        self._arrived.set()
 
     def disconnect(self) -> None:
         """Compute no more of the answer."""
         self.is_gone = True
         self._pieces.clear()
-        self._wake()
+        self._arrived.set()
         for future in tuple(self.waiting):
             future.cancel()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
 
 def error_answer(status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> Answer:
@@ -317,7 +309,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_last = not keep_alive
         self._requests.append(request)
         if len(self._requests) == 1:
-            self._start(request)
+            self._server.keep(self._respond(request))
         else:
             self.update_reading()
 
@@ -366,9 +358,6 @@ class HttpConnection(asyncio.Protocol):
 
     # Answers
 
-    def _start(self, request: Request) -> None:
-        self._server.keep(self._loop.create_task(self._respond(request)))
-
     async def _respond(self, request: Request) -> None:
         answer = await self._server.app(request)
         while self._drained is not None:
@@ -390,7 +379,7 @@ class HttpConnection(asyncio.Protocol):
             return
         self.update_reading()
         if self._requests:
-            self._start(self._requests[0])
+            self._server.keep(self._respond(self._requests[0]))
         elif self._rejection is not None:
             self._send_rejection()
         elif math.isinf(self._deadline):
@@ -400,7 +389,6 @@ class HttpConnection(asyncio.Protocol):
             self._await_request()
 
     def send_continue(self) -> None:
-        """Tell the client to send the body."""
         self._transport.write(_CONTINUE)
 
     def update_reading(self) -> None:
@@ -492,7 +480,6 @@ class HttpServer:
         receive_timeout_s: how long a client may take to send one request.
 
     Attributes:
-        connections: that are open.
         is_closing: each connection is closed after its next answer.
     """
 
@@ -508,7 +495,6 @@ class HttpServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, bound: socket.socket) -> None:
-        """Accept connections of a bound socket."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: HttpConnection(self), sock=bound, backlog=BACKLOG)
 
@@ -524,13 +510,13 @@ class HttpServer:
             await self._forgotten.wait()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def keep(self, task: asyncio.Task[None]) -> None:
-        """Keep a task until it is done; the event loop does not."""
+    def keep(self, response: Coroutine[Any, Any, None]) -> None:
+        """Start a task, and keep it until it is done; the event loop does not."""
+        task = asyncio.get_running_loop().create_task(response)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def forget(self, connection: HttpConnection) -> None:
-        """Remove a closed connection."""
         self.connections.discard(connection)
         self._forgotten.set()
 

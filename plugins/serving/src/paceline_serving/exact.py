@@ -46,7 +46,6 @@ class ExactServable:
         return self.sizes({name: example(tensor, 1) for name, tensor in self._spec.inputs.items()})
 
     def sizes(self, inputs: Arrays) -> tuple[int, ...]:
-        """Return the sizes of the batches in which rows like these are computed, the largest first."""
         shape = tuple(inputs[name].shape[1:] for name in self._spec.inputs)
         if shape not in self._sizes:
             is_open = any(None in tensor.shape for tensor in self._spec.inputs.values())
@@ -76,7 +75,6 @@ def find_exact_sizes(
     """Return the sizes at which test rows have the same bits in each place, with any neighbours, and at each size.
 
     Args:
-        shape: of the rows.
         candidates: descending; the last one is 1.
 
     Returns:

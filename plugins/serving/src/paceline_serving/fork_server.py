@@ -8,21 +8,17 @@ from __future__ import annotations
 import io
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
-from paceline.core.fork_server import Child, run_fork_server
+from paceline.core.fork_server import run_fork_server
 from paceline_serving import replica
 
 
 def main(kind: str, descriptor: int) -> int:
     """Fork replicas of models of this kind; in a forked child, be one."""
-    return run_fork_server(descriptor, partial(_preload, kind), _prepare_replica, kill_groups=False)
-
-
-def _prepare_replica(request: Mapping[str, Any], descriptors: Sequence[int]) -> Child:
-    return lambda: replica.main(descriptors[0])
+    return run_fork_server(
+        descriptor, partial(_preload, kind), lambda _, given: lambda: replica.main(given[0]), kill_groups=False
+    )
 
 
 def _preload(kind: str) -> None:

@@ -33,7 +33,6 @@ class GrpcServer:
         self,
         host: str,
         port: int,
-        *,
         models: Models,
         options: ServingOptions,
         access: AccessPolicy,

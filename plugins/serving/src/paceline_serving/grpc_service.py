@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+import msgspec
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
@@ -23,12 +24,15 @@ from paceline_serving.protocol import (
     EXACT,
     SERVER_NAME,
     InferRequest,
+    InputParameters,
+    ParsedInput,
+    RequestDocument,
+    bytes_of,
+    check_document,
     decode_text,
     describe_exact,
     find_deployment,
     model_metadata,
-    parse_document,
-    require_version,
     takes_long,
 )
 from paceline_serving.replicas import Deployment
@@ -120,24 +124,25 @@ def parse_message(spec: ModelSpec, message: Any) -> InferRequest:
         raise InvalidRequest(
             f"raw_input_contents has {len(raw)} tensors for {len(message.inputs)} inputs; it must have all or none."
         )
-    inputs = []
-    for number, tensor in enumerate(message.inputs):
-        entry = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        if raw:
-            if tensor.HasField("contents"):
-                raise InvalidRequest(f"input {tensor.name!r:.80} has both contents and raw_input_contents.")
-            entry["parameters"] = {"binary_data_size": len(raw[number])}
-        else:
-            entry["data"] = _elements(tensor)
-        inputs.append(entry)
-    document = {
+    others = {
+        "id": message.id or None,
         "parameters": _parameters(message.parameters),
-        "inputs": inputs,
+        "inputs": [],
         "outputs": [{"name": output.name, "parameters": _parameters(output.parameters)} for output in message.outputs],
     }
-    if message.id:
-        document["id"] = message.id
-    return parse_document(spec, document, memoryview(raw[0] if len(raw) == 1 else b"".join(raw)))
+    try:
+        document = msgspec.convert(others, RequestDocument)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the request is invalid: {error}.") from None
+    for number, tensor in enumerate(message.inputs):
+        if raw and tensor.HasField("contents"):
+            raise InvalidRequest(f"input {tensor.name!r:.80} has both contents and raw_input_contents.")
+        parameters = InputParameters(len(raw[number])) if raw else None
+        elements = () if raw else _elements(tensor)
+        document.inputs.append(
+            ParsedInput(tensor.name, tensor.datatype, list(tensor.shape), parameters, elements=elements)
+        )
+    return check_document(spec, document, memoryview(raw[0] if len(raw) == 1 else b"".join(raw)))
 
 
 def _elements(tensor: Any) -> list[Any]:
@@ -179,8 +184,7 @@ def build_message(deployment: Deployment, request: InferRequest, outputs: Arrays
         array = outputs[name]
         tensor = answer.outputs.add(name=name, datatype=datatype, shape=array.shape)
         if raw:
-            little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
-            answer.raw_output_contents.append(little_endian.tobytes())
+            answer.raw_output_contents.append(bytes_of(array))
         else:
             getattr(tensor.contents, _FIELDS[datatype]).extend(array.reshape(-1).tolist())
     return answer
@@ -206,15 +210,10 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-_CLIENT_GONE = 499
 
 
 class Service:
-    """The gRPC methods for the models of one server.
-
-    Args:
-        is_draining: whether the server will end soon.
-    """
+    """The gRPC methods for the models of one server."""
 
     def __init__(
         self, models: Models, options: ServingOptions, access: AccessPolicy, is_draining: Callable[[], bool]
@@ -225,7 +224,6 @@ class Service:
         self._is_draining = is_draining
 
     def handler(self) -> Any:
-        """Return the handler of all methods for a gRPC server."""
         implemented: Mapping[str, Method] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
@@ -312,11 +310,8 @@ class Service:
         return service_pb2.ModelMetadataResponse(**document)
 
     async def _model_infer(self, message: Any, context: Any) -> Any:
-        start = time.perf_counter()
-        deployment = find_deployment(self._models.deployments, message.model_name)
-        status = _CLIENT_GONE
-        try:
-            require_version(deployment, message.model_version or None)
+        deployment = find_deployment(self._models.deployments, message.model_name, message.model_version or None)
+        with self._models.metrics.counting(deployment.spec.name):
             deployment.batcher.check_room()
             bodies = self._models.bodies
             is_large = takes_long(deployment.spec, message.ByteSize())
@@ -326,20 +321,11 @@ class Service:
             else:
                 request = parse_message(deployment.spec, message)
             limit_s = min(self._time_left_s(context), request.timeout_s or math.inf)
-            outputs = await _await_result(limit_s, deployment.submit(request.inputs))
-            status = 200
+            outputs = await _await_result(limit_s, deployment.batcher.submit(request.inputs))
             build = partial(build_message, raw=bool(message.raw_input_contents))
             if is_large:
                 return await bodies.run(build, deployment, request, outputs)
             return build(deployment, request, outputs)
-        except RequestFailure as failure:
-            status = failure.status
-            raise
-        except Exception:
-            status = 500
-            raise
-        finally:
-            self._models.metrics.request(deployment.spec.name, status, time.perf_counter() - start)
 
 
 async def _await_result(timeout_s: float, future: asyncio.Future[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -78,19 +78,13 @@ def print_service(
     service = InferenceService(
         packages=packages,
         words=(*options.words(), *words),
-        image=kserve.image,
-        token_secret=kserve.token_secret,
         replicas=replicas,
         gpus=len(gpus),
         threads=options.threads,
         timeout_s=options.timeout_s,
         startup_s=options.startup_timeout_s,
         drain_s=options.drain_delay_s,
-        name=kserve.name,
-        namespace=kserve.namespace,
-        volume=kserve.volume,
-        memory=kserve.memory,
-        service_account=kserve.service_account,
+        **{option.name: getattr(kserve, option.name) for option in fields(kserve) if option.name != "dry_run"},
     )
     print(json_module.dumps(service.manifest()) if json else service.text, end="\n" if json else "")
     return 0

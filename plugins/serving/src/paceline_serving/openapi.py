@@ -13,11 +13,24 @@ from paceline_serving.model import DATATYPES, InputField, ModelSpec
 from paceline_serving.protocol import MAX_ID_LENGTH, MAX_TENSORS, example_request
 from paceline_serving.tables import to_record
 
-_ERROR = {
-    "type": "object",
-    "properties": {"error": {"type": "string"}},
-    "required": ["error"],
-}
+Schema = dict[str, Any]
+
+
+def _object(*required: str, **properties: Schema) -> Schema:
+    """Return the schema of an object; all its properties are required if none is named."""
+    return {"type": "object", "properties": properties, "required": list(required or properties)}
+
+
+def _or_null(**properties: Schema) -> Schema:
+    return {"type": ["object", "null"], "properties": properties}
+
+
+def _json(schema: Schema, **more: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": schema, **more}}
+
+
+_TEXT, _FLAG = {"type": "string"}, {"type": "boolean"}
+_ERROR = _object(error=_TEXT)
 _ERROR_DESCRIPTIONS = {
     "400": "The request breaks a rule of the protocol or the model's schema; the error says which.",
     "401": "The token is missing or wrong.",
@@ -39,20 +52,20 @@ _ERROR_DESCRIPTIONS = {
 def describe(specs: Iterable[ModelSpec]) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document of a server with these models."""
     paths: dict[str, Any] = {
-        "/v2/health/live": _get("Is the process alive?", {"live": {"type": "boolean"}}),
-        "/v2/health/ready": _get("Would a request be answered?", {"ready": {"type": "boolean"}}, "503"),
-        "/v2": _get("The server's name, version and extensions.", {"name": {"type": "string"}}),
-        "/v2/models": _get("The models' names.", {"models": {"type": "array", "items": {"type": "string"}}}),
-        "/openapi.json": _get("This document.", {"openapi": {"type": "string"}}),
+        "/v2/health/live": _get("Is the process alive?", live=_FLAG),
+        "/v2/health/ready": _get("Would a request be answered?", "503", ready=_FLAG),
+        "/v2": _get("The server's name, version and extensions.", name=_TEXT),
+        "/v2/models": _get("The models' names.", models={"type": "array", "items": _TEXT}),
+        "/openapi.json": _get("This document.", openapi=_TEXT),
         "/metrics": _get("Counters for Prometheus.", media_type="text/plain"),
         "/": _get("A page for people.", media_type="text/html"),
     }
     models = list(specs)
     for spec in models:
         paths["/predict" if len(models) == 1 else f"/predict/{spec.name}"] = {"post": _plain(spec)}
-        metadata = _get("The model's inputs and outputs.", {"name": {"const": spec.name}})
-        example = _get("An inference request with one row.", {"inputs": {"type": "array"}})
-        ready = _get("Does the model have a ready replica?", {"ready": {"type": "boolean"}}, "503")
+        metadata = _get("The model's inputs and outputs.", name={"const": spec.name})
+        example = _get("An inference request with one row.", inputs={"type": "array"})
+        ready = _get("Does the model have a ready replica?", "503", ready=_FLAG)
         infer = {"post": _infer(spec)}
         for base in (f"/v2/models/{spec.name}", f"/v2/models/{spec.name}/versions/{spec.version}"):
             paths |= {base: metadata, f"{base}/ready": ready, f"{base}/example": example, f"{base}/infer": infer}
@@ -71,17 +84,9 @@ def describe(specs: Iterable[ModelSpec]) -> dict[str, Any]:
     }
 
 
-def _get(
-    summary: str,
-    properties: dict[str, Any] | None = None,
-    *no_statuses: str,
-    media_type: str = "application/json",
-) -> dict[str, Any]:
-    """Describe a GET; ``no_statuses`` have the same document, and mean no."""
-    schema: dict[str, Any] = {"type": "string"}
-    if properties is not None:
-        schema = {"type": "object", "properties": properties, "required": list(properties)}
-    content = {media_type: {"schema": schema}}
+def _get(summary: str, *no_statuses: str, media_type: str = "", **properties: Schema) -> dict[str, Any]:
+    """Describe a GET of JSON, or of a text; ``no_statuses`` have the same document, and mean no."""
+    content = {media_type: {"schema": _TEXT}} if media_type else _json(_object(**properties))
     responses = {"200": {"description": "Yes.", "content": content}}
     responses |= {status: {"description": "No.", "content": content} for status in no_statuses}
     responses |= _error_responses("401", "403", "404", "405", "431")
@@ -89,130 +94,96 @@ def _get(
 
 
 def _error_responses(*statuses: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    content = _json({"$ref": "#/components/schemas/Error"})
     return {status: {"description": _ERROR_DESCRIPTIONS[status], "content": content} for status in statuses}
 
 
-def _load_operation(spec: ModelSpec) -> dict[str, Any]:
-    properties = {"package": {"type": "string", "minLength": 1, "pattern": "^[^\\x00]+$"}}
-    properties["allow_signature_change"] = {"type": "boolean"}
-    parameters = {"type": "object", "properties": properties, "required": ["package"]}
-    body = {"type": "object", "properties": {"parameters": parameters}, "required": ["parameters"]}
-    answer = {
-        "type": "object",
-        "properties": {"name": {"const": spec.name}, "version": {"type": "string"}},
-        "required": ["name", "version"],
-    }
+def _post(summary: str, body: dict[str, Any], description: str, answer: dict[str, Any], *never: str) -> dict[str, Any]:
+    """Describe a POST, by the contents of request and answer; it has all errors but ``never``."""
     return {
-        "summary": "Serve another package under this name.",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "summary": summary,
+        "requestBody": {"required": True, "content": body},
         "responses": {
-            "200": {"description": "It is served now.", "content": {"application/json": {"schema": answer}}},
-            **_error_responses(*_ERROR_DESCRIPTIONS.keys() - {"429", "504"}),
+            "200": {"description": description, "content": answer},
+            **_error_responses(*_ERROR_DESCRIPTIONS.keys() - set(never)),
         },
     }
+
+
+def _load_operation(spec: ModelSpec) -> dict[str, Any]:
+    package = {"type": "string", "minLength": 1, "pattern": "^[^\\x00]+$"}
+    body = _object(parameters=_object("package", package=package, allow_signature_change=_FLAG))
+    answer = _object(name={"const": spec.name}, version=_TEXT)
+    return _post(
+        "Serve another package under this name.", _json(body), "It is served now.", _json(answer), "429", "504"
+    )
 
 
 def _infer(spec: ModelSpec) -> dict[str, Any]:
     """Describe inference. JSON Schema has no rule between shape and data: the description has it."""
-    body = {
-        "type": "object",
-        "properties": {
-            "id": {"type": ["string", "null"], "maxLength": MAX_ID_LENGTH},
-            "parameters": {
-                "type": ["object", "null"],
-                # Without a rule for it, a generator of requests does not ask for an answer within a microsecond.
-                "description": "Also timeout: the request's time limit, a whole number of microseconds.",
-                "properties": {"binary_data_output": {"type": "boolean"}},
-            },
-            "inputs": {
-                "type": "array",
-                "description": "Each of the model's inputs once, all with the same number of rows.",
-                "items": {"anyOf": [_tensor(spec, name) for name in spec.inputs]},
-                "minItems": len(spec.inputs),
-                "maxItems": len(spec.inputs),
-            },
-            "outputs": {
-                "type": ["array", "null"],
-                "description": "The requested outputs, each once; all if there are none.",
-                "maxItems": MAX_TENSORS,
-                "items": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"enum": list(spec.outputs)},
-                        "parameters": {
-                            "type": ["object", "null"],
-                            "properties": {"binary_data": {"type": "boolean"}},
-                        },
-                    },
-                    "required": ["name"],
-                },
-            },
+    body = _object(
+        "inputs",
+        id={"type": ["string", "null"], "maxLength": MAX_ID_LENGTH},
+        parameters={
+            # Without a rule for it, a generator of requests does not ask for an answer within a microsecond.
+            "description": "Also timeout: the request's time limit, a whole number of microseconds.",
+            **_or_null(binary_data_output=_FLAG),
         },
-        "required": ["inputs"],
-    }
-    output = {
-        "type": "object",
-        "properties": {
-            "name": {"enum": list(spec.outputs)},
-            "datatype": {"enum": sorted({DATATYPES[tensor.dtype] for tensor in spec.outputs.values()})},
-            "shape": {"type": "array", "items": {"type": "integer"}},
-            "data": {"type": "array", "items": {"type": ["number", "boolean", "null"]}},
+        inputs={
+            "type": "array",
+            "description": "Each of the model's inputs once, all with the same number of rows.",
+            "items": {"anyOf": [_tensor(spec, name) for name in spec.inputs]},
+            "minItems": len(spec.inputs),
+            "maxItems": len(spec.inputs),
         },
-        "required": ["name", "datatype", "shape", "data"],
-    }
-    answer = {
-        "type": "object",
-        "properties": {
-            "model_name": {"const": spec.name},
-            "model_version": {"type": "string"},
-            "id": {"type": "string"},
-            "outputs": {"type": "array", "items": output},
+        outputs={
+            "type": ["array", "null"],
+            "description": "The requested outputs, each once; all if there are none.",
+            "maxItems": MAX_TENSORS,
+            "items": _object("name", name={"enum": list(spec.outputs)}, parameters=_or_null(binary_data=_FLAG)),
         },
-        "required": ["model_name", "model_version", "outputs"],
-    }
-    example = example_request(spec)
+    )
+    output = _object(
+        name={"enum": list(spec.outputs)},
+        datatype={"enum": sorted({DATATYPES[tensor.dtype] for tensor in spec.outputs.values()})},
+        shape={"type": "array", "items": {"type": "integer"}},
+        data={"type": "array", "items": {"type": ["number", "boolean", "null"]}},
+    )
+    answer = _object(
+        *("model_name", "model_version", "outputs"),
+        model_name={"const": spec.name},
+        model_version=_TEXT,
+        id=_TEXT,
+        outputs={"type": "array", "items": output},
+    )
     binary = {"type": "string", "format": "binary", "description": "JSON, then the binary outputs."}
-    return {
-        "summary": "Predict.",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": example}}},
-        "responses": {
-            "200": {
-                "description": "The outputs; with binary ones, Inference-Header-Content-Length is the JSON's length.",
-                "content": {"application/json": {"schema": answer}, "application/octet-stream": {"schema": binary}},
-            },
-            **_error_responses(*_ERROR_DESCRIPTIONS.keys() - {"409"}),
-        },
-    }
+    return _post(
+        "Predict.",
+        _json(body, example=example_request(spec)),
+        "The outputs; with binary ones, Inference-Header-Content-Length is the JSON's length.",
+        {**_json(answer), "application/octet-stream": {"schema": binary}},
+        "409",
+    )
 
 
 def _plain(spec: ModelSpec) -> dict[str, Any]:
     """Describe the plain form of inference."""
     properties = {each.name: _about(each, _cell(spec, each)) for each in spec.fields}
     row = {"type": "object", "properties": properties, "required": list(properties)}
-    body = {
-        "type": "object",
-        "properties": {"rows": {"type": "array", "items": row, "minItems": 1}},
-        "required": ["rows"],
-    }
-    answer = {
-        "type": "object",
-        "properties": {
-            "model_name": {"const": spec.name},
-            "model_version": {"type": "string"},
-            "predictions": {"type": "array", "items": {"type": "object"}},
-        },
-        "required": ["model_name", "model_version", "predictions"],
-    }
-    rows = {"rows": [to_record(spec, spec.row)]}
-    return {
-        "summary": "Predict rows that are written by hand; at most 256 KiB. Other values of a row are repeated.",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": rows}}},
-        "responses": {
-            "200": {"description": "A record for each row.", "content": {"application/json": {"schema": answer}}},
-            **_error_responses(*_ERROR_DESCRIPTIONS.keys() - {"409"}),
-        },
-    }
+    answer = _object(
+        model_name={"const": spec.name},
+        model_version=_TEXT,
+        predictions={"type": "array", "items": {"type": "object"}},
+    )
+    return _post(
+        "Predict rows that are written by hand; at most 256 KiB. Other values of a row are repeated.",
+        _json(
+            _object(rows={"type": "array", "items": row, "minItems": 1}), example={"rows": [to_record(spec, spec.row)]}
+        ),
+        "A record for each row.",
+        _json(answer),
+        "409",
+    )
 
 
 def _about(field: InputField, schema: dict[str, Any]) -> dict[str, Any]:
@@ -253,32 +224,28 @@ def _tensor(model: ModelSpec, name: str) -> dict[str, Any]:
     any_size: dict[str, Any] = {"type": "integer", "minimum": 1}
     limited = any_size if spec.max_size is None else {**any_size, "maximum": spec.max_size}
     dimensions = [any_size, *(limited if size is None else {"const": size} for size in spec.shape)]
-    return {
-        "type": "object",
-        "properties": {
-            "name": {"const": name},
-            "datatype": {"const": DATATYPES[spec.dtype]},
-            "shape": {
-                "type": "array",
-                "description": "Rows first.",
-                "prefixItems": dimensions,
-                "items": False,
-                "minItems": len(dimensions),
-            },
-            "data": {
-                "type": "array",
-                "description": "As many elements as the product of the shape: in one list, or nested like the shape.",
-                "minItems": 1,
-                "items": {"anyOf": [element, {"type": "array"}]},
-            },
-            "parameters": {
-                "type": ["object", "null"],
-                "description": "binary_data_size instead of data: the tensor's bytes follow the JSON.",
-                "properties": {"binary_data_size": {"type": ["integer", "null"], "minimum": 1}},
-            },
+    return _object(
+        *("name", "datatype", "shape"),
+        name={"const": name},
+        datatype={"const": DATATYPES[spec.dtype]},
+        shape={
+            "type": "array",
+            "description": "Rows first.",
+            "prefixItems": dimensions,
+            "items": False,
+            "minItems": len(dimensions),
         },
-        "required": ["name", "datatype", "shape"],
-    }
+        data={
+            "type": "array",
+            "description": "As many elements as the product of the shape: in one list, or nested like the shape.",
+            "minItems": 1,
+            "items": {"anyOf": [element, {"type": "array"}]},
+        },
+        parameters={
+            "description": "binary_data_size instead of data: the tensor's bytes follow the JSON.",
+            **_or_null(binary_data_size={"type": ["integer", "null"], "minimum": 1}),
+        },
+    )
 
 
 def _element(model: ModelSpec, name: str) -> dict[str, Any]:

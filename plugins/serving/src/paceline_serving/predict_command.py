@@ -85,8 +85,10 @@ def predict(
     is_piped = output is not None and str(output) == "-"
     if is_piped and json:
         raise ConfigError("--json and --output - both print. Leave one of them out.")
+    import asyncio
+
     from paceline_serving.app import open_model
-    from paceline_serving.batch_predict import read_rows, replicas, server
+    from paceline_serving.batch_predict import predict_all, read_rows, replicas, server
     from paceline_serving.client import Client
     from paceline_serving.model import UNBOUNDED, ServingOptions
     from paceline_serving.table_files import check_columns, write
@@ -114,7 +116,7 @@ def predict(
         if output is not None and not is_piped:
             _write_output(output, rows, spec, engine, job, chunk, 2 * nproc, on_rows)
         else:
-            outputs = _predict_all(rows, engine, chunk, on_rows)
+            outputs = asyncio.run(predict_all(rows.arrays, engine, chunk, on_rows))
     if is_piped:
         write(sys.stdout.buffer, rows.suffix, iter([outputs]), spec, rows)
         sys.stdout.flush()
@@ -139,20 +141,17 @@ def _describe(model: str, fields: Sequence[InputField], output_fields: Sequence[
         described["output_fields"] = [asdict(field) for field in output_fields]
         print(json_module.dumps({"model": model, **described}))
         return 0
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    from paceline.core.output import Console
+    from paceline.core.output import Console, ListTable
     from paceline_serving.table_files import csv_lines
 
-    table = Table("name", "type", "unit", "values", "example", box=SIMPLE_HEAD)
+    headings = ("name", "type", "unit", "values", "example")
+    table = ListTable(*headings, folds=headings)
     for field in fields:
         example = "" if field.example is None else f"{field.example!s:.60}"
-        table.add_row(*map(Text, (field.name, field.type_text, field.unit, field.values_text, example)))
-    predicted = Table("prediction", "type", "unit", box=SIMPLE_HEAD)
+        table.add(field.name, field.type_text, field.unit, field.values_text, example)
+    predicted = ListTable("prediction", "type", "unit", folds=("prediction",))
     for output in output_fields:
-        predicted.add_row(*map(Text, (output.name, output.type_text, output.unit)))
+        predicted.add(output.name, output.type_text, output.unit)
     Console().print(table, *([predicted] if output_fields else []))
     if all(not field.shape and (field.example is not None or field.allow_missing) for field in fields):
         print("As a CSV, to which columns of your own may be added:\n")
@@ -187,14 +186,6 @@ def _write_output(
         journal.finish(spec, rows)
 
 
-def _predict_all(rows: Rows, engine: PredictionEngine, chunk: int, on_rows: Callable[[int], None]) -> dict[str, Array]:
-    import asyncio
-
-    from paceline_serving.batch_predict import predict_all
-
-    return asyncio.run(predict_all(rows.arrays, engine, chunk, on_rows))
-
-
 @contextmanager
 def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     if quiet or not sys.stderr.isatty():
@@ -217,18 +208,13 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
     if json:
         print(json_module.dumps({"model": spec.name, "version": spec.version, "predictions": predictions}))
         return
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
     from paceline.core.inference import name_with_unit
-    from paceline.core.output import Console
+    from paceline.core.output import Console, ListTable
 
     labelled = spec.label is not None
     outputs_shown = [name_with_unit(name, tensor.unit) for name, tensor in spec.outputs.items()]
     columns = ("row", *(("label", "probability") if labelled else outputs_shown))
-    table = Table(*map(escape, columns), box=SIMPLE_HEAD)
+    table = ListTable(*columns, folds=columns)
     for record in predictions[:_MAX_SHOWN]:
         if labelled:
             probability = record.get("probability", record.get("label_probability"))
@@ -238,7 +224,7 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
             ]
         else:
             cells = [_show(value) for value in record["outputs"].values()]
-        table.add_row(*map(Text, (record["source"], *cells)))
+        table.add(record["source"], *cells)
     console = Console()
     console.print(table)
     if len(predictions) > _MAX_SHOWN:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -43,6 +43,58 @@ _MAX_TEXTS = 2**20  # of a tensor; as Python objects they take several times the
 _PIECE_BYTES = 64 * 1024  # of a large tensor's text; parsing it keeps the interpreter for a few milliseconds
 
 
+class InputParameters(msgspec.Struct):
+    """The parameters of an input that count."""
+
+    binary_data_size: int | None = None
+
+
+class InputEntry(msgspec.Struct):
+    """An element of ``inputs``, whose data is not parsed yet: as Python objects, it takes many times its bytes."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: InputParameters | None = None
+    data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class ParsedInput(InputEntry):
+    """An input whose data came as elements of its datatype, in row-major order."""
+
+    elements: Sequence[Any] = ()
+
+
+class OutputParameters(msgspec.Struct):
+    """The parameters of a requested output that count."""
+
+    binary_data: bool | msgspec.UnsetType = msgspec.UNSET
+    classification: bool | int | None = None
+
+
+class OutputEntry(msgspec.Struct):
+    """An element of ``outputs``."""
+
+    name: str
+    parameters: OutputParameters | None = None
+
+
+class RequestParameters(msgspec.Struct):
+    """The parameters of a request that count; ``timeout`` is in microseconds, as in Triton's scheduling extension."""
+
+    binary_data_output: bool = False
+    timeout: int | None = None
+
+
+class RequestDocument(msgspec.Struct):
+    """The JSON of a request; unknown fields are skipped, so that they cost no memory."""
+
+    inputs: list[InputEntry]
+    id: str | None = None
+    parameters: RequestParameters | None = None
+    outputs: list[OutputEntry] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class InferRequest:
     """A valid request for a model.
@@ -51,7 +103,6 @@ class InferRequest:
         id: the client's own, returned in the answer.
         inputs: of the model's program by name, rows first.
         outputs: requested name -> whether in binary.
-        timeout_s: time limit, if the request sets one.
     """
 
     id: str | None
@@ -76,10 +127,11 @@ def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | N
         InvalidRequest: says which part breaks which rule.
     """
     header, binary = _split(body, json_length)
-    document = _load_large(header) if len(header) > LARGE_BYTES else _load(header)
-    if not isinstance(document, dict):
-        raise InvalidRequest("the body must be a JSON object.")
-    return parse_document(spec, document, binary)
+    try:
+        document = msgspec.json.decode(header, type=RequestDocument)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _no_json(header, "not JSON of an inference request", error) from None
+    return check_document(spec, document, binary)
 
 
 def example_rows(spec: ModelSpec) -> str:
@@ -98,18 +150,12 @@ def example_request(spec: ModelSpec) -> dict[str, Any]:
                 "name": name,
                 "datatype": DATATYPES[spec.inputs[name].dtype],
                 "shape": list(array.shape),
-                "data": _plain_list(array.ravel()),
+                # Numbers in their shortest decimals, and a missing one as None.
+                "data": array.ravel().tolist() if array.dtype == object else orjson.loads(_dump(array.ravel())),
             }
             for name, array in arrays.items()
         ]
     }
-
-
-def _plain_list(flat: Array) -> list[Any]:
-    """Return elements in their shortest decimals, and a missing one as None."""
-    is_text = flat.dtype == object
-    plain: list[Any] = flat.tolist() if is_text else orjson.loads(orjson.dumps(flat, option=orjson.OPT_SERIALIZE_NUMPY))
-    return plain
 
 
 def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Array], dict[str, list[Any]]]:
@@ -121,7 +167,10 @@ def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Arra
     Raises:
         InvalidRequest: names the row and the value.
     """
-    document = _load(body)
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise _no_json(body, "not JSON", error) from None
     rows = document.get("rows") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         text = example_rows(spec)
@@ -140,68 +189,13 @@ def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Arra
     return inputs, others
 
 
-def _load(text: bytes | bytearray | memoryview) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        hint = " NaN is not JSON; a missing value is null." if b"NaN" in bytes(text) else ""
-        raise InvalidRequest(f"the body is not JSON: {error}.{hint}") from None
+def _no_json(text: bytes | bytearray | memoryview, what: str, error: Exception) -> InvalidRequest:
+    hint = " NaN is not JSON; a missing value is null." if b"NaN" in bytes(text) else ""
+    return InvalidRequest(f"the body is {what}: {error}.{hint}")
 
 
-class _LargeTensor(msgspec.Struct):
-    """An element of ``inputs`` whose data is not parsed yet."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-    parameters: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-class _LargeRequest(msgspec.Struct):
-    """A request whose tensors are not parsed yet; unknown fields are skipped, so that they cost no memory."""
-
-    inputs: list[_LargeTensor]
-    id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    parameters: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-def _load_large(text: memoryview) -> dict[str, Any]:
-    """Return a large JSON document with its tensors' data as text.
-
-    As Python objects, small elements would take up to 30 times the memory of their text.
-    """
-    try:
-        request = msgspec.json.decode(text, type=_LargeRequest)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON of an inference request: {error}.") from None
-    document = {name: _load_small(name, getattr(request, name)) for name in ("id", "parameters", "outputs")}
-    document["inputs"] = [
-        {
-            "name": tensor.name,
-            "datatype": tensor.datatype,
-            "shape": tensor.shape,
-            "parameters": _load_small("parameters", tensor.parameters),
-            **({} if isinstance(tensor.data, msgspec.UnsetType) else {"data": tensor.data}),
-        }
-        for tensor in request.inputs[: MAX_TENSORS + 1]
-    ]
-    return document
-
-
-def _load_small(name: str, part: msgspec.Raw | msgspec.UnsetType) -> Any:
-    """Parse a part of a large document that is always small."""
-    if isinstance(part, msgspec.UnsetType):
-        return None
-    view = memoryview(part)
-    if len(view) > LARGE_BYTES:
-        raise InvalidRequest(f"{name} has {len(view):,} bytes; at most {LARGE_BYTES:,} are allowed.")
-    return _load(view)
-
-
-def parse_document(spec: ModelSpec, document: Mapping[str, Any], binary: memoryview) -> InferRequest:
-    """Check a request's JSON document against the model's schema.
+def check_document(spec: ModelSpec, document: RequestDocument, binary: memoryview) -> InferRequest:
+    """Check a request's document against the model's schema.
 
     Args:
         binary: concatenated bytes of the inputs that have ``binary_data_size``.
@@ -209,15 +203,17 @@ def parse_document(spec: ModelSpec, document: Mapping[str, Any], binary: memoryv
     Raises:
         InvalidRequest: says which part breaks which rule.
     """
-    parameters = _parameters(document, "the request")
-    request_id = document.get("id")
-    if request_id is not None and (not isinstance(request_id, str) or len(request_id) > MAX_ID_LENGTH):
+    parameters = document.parameters or RequestParameters()
+    if document.id is not None and len(document.id) > MAX_ID_LENGTH:
         raise InvalidRequest(f"id must be a string of at most {MAX_ID_LENGTH} characters.")
+    timeout = parameters.timeout or 0
+    if timeout < 0:
+        raise InvalidRequest("parameter timeout must be a whole number of microseconds.")
     return InferRequest(
-        id=request_id,
-        inputs=_inputs(spec, document.get("inputs"), binary),
-        outputs=_outputs(spec, document.get("outputs"), _flag(parameters, "binary_data_output", "the request")),
-        timeout_s=_timeout_s(parameters),
+        id=document.id,
+        inputs=_inputs(spec, document.inputs, binary),
+        outputs=_outputs(spec, document.outputs or [], parameters.binary_data_output),
+        timeout_s=min(timeout / 1e6, 86400.0) if timeout else None,
     )
 
 
@@ -234,34 +230,8 @@ def _split(body: bytes | bytearray, json_length: str | None) -> tuple[memoryview
     return view[:length], view[length:]
 
 
-def _parameters(owner: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    parameters = owner.get("parameters")
-    if parameters is None:
-        return {}
-    if not isinstance(parameters, dict):
-        raise InvalidRequest(f"parameters of {where} must be an object.")
-    return parameters
-
-
-def _flag(parameters: Mapping[str, Any], name: str, where: str, default: bool = False) -> bool:
-    value = parameters.get(name, default)
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"parameter {name} of {where} must be true or false.")
-    return value
-
-
-def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
-    """Return the parameter ``timeout``, in microseconds as in Triton's scheduling extension."""
-    timeout = parameters.get("timeout")
-    if timeout is None:
-        return None
-    if type(timeout) is not int or timeout < 0:
-        raise InvalidRequest("parameter timeout must be a whole number of microseconds.")
-    return min(timeout / 1e6, 86400.0) if timeout else None
-
-
-def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Array]:
-    if not isinstance(entries, list) or not entries:
+def _inputs(spec: ModelSpec, entries: Sequence[InputEntry], binary: memoryview) -> dict[str, Array]:
+    if not entries:
         raise InvalidRequest("inputs must be a list with at least one tensor.")
     if len(entries) > MAX_TENSORS:
         raise InvalidRequest(f"inputs has {len(entries)} tensors; at most {MAX_TENSORS} are allowed.")
@@ -269,23 +239,27 @@ def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Arra
     rows = None
     offset = 0
     for entry in entries:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise InvalidRequest("each element of inputs must be an object with a name.")
-        name = entry["name"]
+        name = entry.name
         tensor_spec = spec.inputs.get(name)
         if tensor_spec is None:
             raise InvalidRequest(f"{spec.name} has no input {name!r:.80}; it has: {', '.join(spec.inputs)}.")
         if name in arrays:
             raise InvalidRequest(f"input {name} occurs twice.")
-        shape = _shape(name, tensor_spec, entry)
+        shape = _shape(tensor_spec, entry)
         if rows not in (None, shape[0]):
             raise InvalidRequest(f"input {name} has {shape[0]} rows, but the previous inputs have {rows}.")
         rows = shape[0]
-        size = _parameters(entry, f"input {name}").get("binary_data_size")
-        if size is None:
-            arrays[name] = _from_json(name, tensor_spec, shape, entry)
+        if entry.parameters is not None and (size := entry.parameters.binary_data_size) is not None:
+            if entry.data is not msgspec.UNSET:
+                raise InvalidRequest(f"input {name} has both data and binary_data_size; remove one of them.")
+            if not 0 <= size <= len(binary) - offset:
+                raise InvalidRequest(f"input {name} has {size} bytes, but {len(binary) - offset} follow the JSON.")
+            arrays[name] = _from_binary(name, tensor_spec, shape, binary[offset : offset + size])
+            offset += size
+        elif isinstance(entry, ParsedInput):
+            arrays[name] = _from_elements(name, tensor_spec, shape, entry.elements)
         else:
-            arrays[name], offset = _from_binary(name, tensor_spec, shape, entry, size, binary, offset)
+            arrays[name] = _from_json(name, tensor_spec, shape, entry.data)
         _check_range(name, tensor_spec, arrays[name])
     if offset != len(binary):
         raise InvalidRequest(f"{len(binary) - offset} bytes after the JSON do not belong to any input.")
@@ -307,16 +281,13 @@ def _check_range(name: str, spec: TensorSpec, array: Array) -> None:
         raise InvalidRequest(f"input {name}: data must be between {least} and {most}.")
 
 
-def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, ...]:
-    datatype = entry.get("datatype")
-    if datatype != DATATYPES[spec.dtype]:
-        raise InvalidRequest(f"input {name} must have the datatype {DATATYPES[spec.dtype]}, not {datatype!r:.40}.")
-    shape = entry.get("shape")
-    if (
-        not isinstance(shape, list)
-        or len(shape) > _MAX_DIMENSIONS
-        or any(type(size) is not int or size < 0 for size in shape)
-    ):
+def _shape(spec: TensorSpec, entry: InputEntry) -> tuple[int, ...]:
+    name, shape = entry.name, entry.shape
+    if entry.datatype != DATATYPES[spec.dtype]:
+        raise InvalidRequest(
+            f"input {name} must have the datatype {DATATYPES[spec.dtype]}, not {entry.datatype!r:.40}."
+        )
+    if len(shape) > _MAX_DIMENSIONS or any(size < 0 for size in shape):
         raise InvalidRequest(f"input {name}: shape must be a list of sizes.")
     fits = len(shape) == 1 + len(spec.shape) and all(
         expected_size is None or size == expected_size
@@ -337,36 +308,21 @@ def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, 
     return tuple(shape)
 
 
-def _from_binary(
-    name: str,
-    spec: TensorSpec,
-    shape: tuple[int, ...],
-    entry: Mapping[str, Any],
-    size: Any,
-    binary: memoryview,
-    offset: int,
-) -> tuple[Array, int]:
-    """Read a tensor from the bytes after the JSON; return it and the next tensor's offset."""
-    if "data" in entry:
-        raise InvalidRequest(f"input {name} has both data and binary_data_size; remove one of them.")
+def _from_binary(name: str, spec: TensorSpec, shape: tuple[int, ...], content: memoryview) -> Array:
+    """Read a tensor from its bytes after the JSON."""
     dtype = spec.dtype
     if dtype == "str":
-        if type(size) is not int or not 0 < size <= len(binary) - offset:
-            raise InvalidRequest(f"input {name} has {size!r:.40} bytes, but {len(binary) - offset} follow the JSON.")
-        return _texts_from_binary(name, shape, binary[offset : offset + size]), offset + size
+        return _texts_from_binary(name, shape, content)
     # Python's integers, so that a giant shape does not overflow.
     needed = math.prod(shape) * np.dtype(dtype).itemsize
-    if type(size) is not int or size != needed:
-        raise InvalidRequest(f"input {name}: {shape} needs {needed} bytes, not {size!r:.40}.")
-    if offset + needed > len(binary):
-        raise InvalidRequest(f"input {name} needs {needed} bytes, but only {len(binary) - offset} follow the JSON.")
-    piece = binary[offset : offset + needed]
-    if dtype == "bool" and np.frombuffer(piece, np.uint8).max() > 1:
+    if len(content) != needed:
+        raise InvalidRequest(f"input {name}: {shape} needs {needed} bytes, not {len(content)}.")
+    if dtype == "bool" and np.frombuffer(content, np.uint8).max() > 1:
         raise InvalidRequest(f"input {name}: each BOOL must be a byte of value 0 or 1.")
-    array = np.frombuffer(piece, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False).reshape(shape)
+    array = np.frombuffer(content, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False).reshape(shape)
     if array.dtype.kind == "f" and not spec.allow_missing and np.isnan(array.min()):  # min() of a NaN is NaN
         raise InvalidRequest(f"input {name}: data {MISSING}, but has a NaN.")
-    return array, offset + needed
+    return array
 
 
 def _texts_from_binary(name: str, shape: tuple[int, ...], content: memoryview) -> Array:
@@ -393,9 +349,7 @@ def decode_text(name: str, content: bytes) -> str:
         raise InvalidRequest(f"input {name}: each element must be UTF-8.") from None
 
 
-def _check_texts(name: str, texts: list[Any], shape: tuple[int, ...]) -> Array:
-    if not all(type(text) is str for text in texts):
-        raise InvalidRequest(f"input {name}: data must be texts.")
+def _check_texts(name: str, texts: Sequence[str], shape: tuple[int, ...]) -> Array:
     try:
         for number, text in enumerate(texts):
             check_length(number, name, text)
@@ -404,39 +358,40 @@ def _check_texts(name: str, texts: list[Any], shape: tuple[int, ...]) -> Array:
     return text_array(texts, shape)
 
 
-def _load_texts(name: str, text: memoryview) -> Any:
-    """Parse the data of a large tensor of texts, whose number is bounded before they take their memory."""
-    content = bytes(text)
+def _from_elements(name: str, spec: TensorSpec, shape: tuple[int, ...], elements: Sequence[Any]) -> Array:
+    if len(elements) != math.prod(shape):
+        raise _wrong_nesting(name, shape)
+    if spec.dtype == "str":
+        return _check_texts(name, elements, shape)
+    return _convert(name, spec, elements).reshape(shape)
+
+
+def _from_json(name: str, spec: TensorSpec, shape: tuple[int, ...], data: msgspec.Raw | msgspec.UnsetType) -> Array:
+    """Read a tensor from valid JSON: nested lists, or one list in row-major order."""
+    text = memoryview(b"" if isinstance(data, msgspec.UnsetType) else data)
+    if bytes(text[:1]) != b"[":
+        raise InvalidRequest(f"input {name}: data must be a list.")
+    return _texts_from_json(name, shape, bytes(text)) if spec.dtype == "str" else _numbers(name, spec, shape, text)
+
+
+def _texts_from_json(name: str, shape: tuple[int, ...], content: bytes) -> Array:
+    """Read texts, whose number is bounded before they take their memory."""
     is_nested = content[1:].lstrip(b" \t\r\n").startswith(b"[")
     num_texts = (content.count(b'"') - content.count(b'\\"')) // 2
     if num_texts > _MAX_TEXTS or (is_nested and content.count(b"[") > _MAX_TEXTS):
         raise InvalidRequest(f"input {name}: data must be at most {_MAX_TEXTS:,} texts.")
+    kind: Any = str
+    for _ in shape if is_nested else (1,):
+        kind = list[kind]
     try:
-        return msgspec.json.decode(content, type=list[list[str]] if is_nested else list[str])
+        texts = msgspec.json.decode(content, type=kind)
     except msgspec.MsgspecError as error:
         raise InvalidRequest(f"input {name}: data must be texts: {error}.") from None
-
-
-def _from_json(name: str, spec: TensorSpec, shape: tuple[int, ...], entry: Mapping[str, Any]) -> Array:
-    """Read a tensor from JSON: nested lists, or one list in row-major order."""
-    data = entry.get("data")
-    if isinstance(data, msgspec.Raw):
-        if spec.dtype != "str":
-            return _from_text(name, spec, shape, memoryview(data))
-        data = _load_texts(name, memoryview(data))
-    if not isinstance(data, list):
-        raise InvalidRequest(f"input {name}: data must be a list.")
-    flat = _flatten(data, shape)
-    if flat is None:
-        raise _wrong_nesting(name, shape)
-    if spec.dtype == "str":
-        return _check_texts(name, flat, shape)
-    # Check types before numpy sees them: it makes an array of strings as wide as the longest string.
-    kinds = set(map(type, flat))
-    numbers = {int, float, type(None)} if spec.allow_missing else {int, float}
-    if kinds != {bool} if spec.dtype == "bool" else not kinds <= numbers:
-        raise _wrong_elements(name, spec)
-    return _convert(name, spec, flat).reshape(shape)
+    for size in shape[1:] if is_nested else ():
+        if any(len(item) != size for item in texts):
+            raise _wrong_nesting(name, shape)
+        texts = list(chain.from_iterable(texts))
+    return _from_elements(name, TensorSpec(dtype="str"), shape, texts)
 
 
 def _wrong_nesting(name: str, shape: tuple[int, ...]) -> InvalidRequest:
@@ -445,18 +400,12 @@ def _wrong_nesting(name: str, shape: tuple[int, ...]) -> InvalidRequest:
     )
 
 
-def _wrong_elements(name: str, spec: TensorSpec) -> InvalidRequest:
-    return InvalidRequest(f"input {name}: data must be {'true or false' if spec.dtype == 'bool' else 'numbers'}.")
-
-
-def _from_text(name: str, spec: TensorSpec, shape: tuple[int, ...], text: memoryview) -> Array:
-    """Read a tensor from valid JSON, a piece at a time: memory is a small multiple of the text's.
+def _numbers(name: str, spec: TensorSpec, shape: tuple[int, ...], text: memoryview) -> Array:
+    """Read numbers or booleans from a JSON list, a piece at a time: memory is a small multiple of the text's.
 
     The brackets and commas of all pieces together are compared with those of the shape.
     """
     count = math.prod(shape)
-    if text[0] != ord("["):
-        raise InvalidRequest(f"input {name}: data must be a list.")
     if 2 * count > len(text):  # an element takes a character and a comma
         raise _wrong_nesting(name, shape)
     structure = bytearray()
@@ -474,7 +423,8 @@ def _from_text(name: str, spec: TensorSpec, shape: tuple[int, ...], text: memory
             piece = piece[:end]
         marks = piece.translate(None, b" \t\r\n" + element_marks)
         if marks.strip(b"[],"):
-            raise _wrong_elements(name, spec)
+            kind = "true or false" if spec.dtype == "bool" else "numbers"
+            raise InvalidRequest(f"input {name}: data must be {kind}.")
         structure += marks
         try:
             elements = orjson.loads(b"[" + piece.translate(None, b"[]") + b"]")
@@ -510,21 +460,7 @@ def _is_nested_like(structure: bytearray, shape: tuple[int, ...]) -> bool:
     return structure == nested
 
 
-def _flatten(data: list[Any], shape: tuple[int, ...]) -> list[Any] | None:
-    """Return the elements of flat lists or lists nested like ``shape``; None if they are neither."""
-    if len(data) == math.prod(shape) and not isinstance(data[0], list):
-        return data
-    level = data
-    if len(level) != shape[0]:
-        return None
-    for size in shape[1:]:
-        if not all(type(item) is list and len(item) == size for item in level):
-            return None
-        level = list(chain.from_iterable(level))
-    return level
-
-
-def _convert(name: str, spec: TensorSpec, elements: list[Any]) -> Array:
+def _convert(name: str, spec: TensorSpec, elements: Sequence[Any]) -> Array:
     """Convert numbers to the input's dtype if all of them can be represented; a missing one becomes NaN."""
     dtype = np.dtype(spec.dtype)
     values = np.asarray(elements, float) if spec.allow_missing else np.asarray(elements)
@@ -548,24 +484,22 @@ def _convert(name: str, spec: TensorSpec, elements: list[Any]) -> Array:
     return converted
 
 
-def _outputs(spec: ModelSpec, entries: Any, binary_by_default: bool) -> dict[str, bool]:
-    if entries is None or entries == []:
+def _outputs(spec: ModelSpec, entries: Sequence[OutputEntry], binary_by_default: bool) -> dict[str, bool]:
+    if not entries:
         return dict.fromkeys(spec.outputs, binary_by_default)
-    if not isinstance(entries, list) or len(entries) > MAX_TENSORS:
+    if len(entries) > MAX_TENSORS:
         raise InvalidRequest(f"outputs must be a list of at most {MAX_TENSORS} tensors.")
     requested: dict[str, bool] = {}
     for entry in entries:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise InvalidRequest("each element of outputs must be an object with a name.")
-        name = entry["name"]
+        name, parameters = entry.name, entry.parameters or OutputParameters()
         if name not in spec.outputs:
             raise InvalidRequest(f"{spec.name} has no output {name!r:.80}; it has: {', '.join(spec.outputs)}.")
         if name in requested:
             raise InvalidRequest(f"output {name} occurs twice.")
-        parameters = _parameters(entry, f"output {name}")
-        if parameters.get("classification"):
+        if parameters.classification:
             raise InvalidRequest(f"output {name}: classification is not supported; request the probabilities.")
-        requested[name] = _flag(parameters, "binary_data", f"output {name}", binary_by_default)
+        is_binary = parameters.binary_data
+        requested[name] = binary_by_default if isinstance(is_binary, msgspec.UnsetType) else is_binary
     return requested
 
 
@@ -590,7 +524,7 @@ def build_response(deployment: Deployment, request: InferRequest, outputs: Array
         array = outputs[name]
         entry: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype.name], "shape": array.shape}
         if in_binary:
-            content = _bytes_of(array)
+            content = bytes_of(array)
             binary.append(content)
             entry["parameters"] = {"binary_data_size": len(content)}
         else:
@@ -599,7 +533,7 @@ def build_response(deployment: Deployment, request: InferRequest, outputs: Array
     document = {"model_name": spec.name, "model_version": spec.version, "outputs": entries}
     if request.id is not None:
         document["id"] = request.id
-    header = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    header = _dump(document)
     if not binary:
         return [JSON_TYPE, *exact_headers(deployment)], header
     length = str(len(header)).encode()
@@ -612,12 +546,15 @@ def _json_list(flat: Array) -> Array | orjson.Fragment:
     if flat.size <= _PIECE_ELEMENTS:
         return flat
     pieces = (flat[start : start + _PIECE_ELEMENTS] for start in range(0, flat.size, _PIECE_ELEMENTS))
-    return orjson.Fragment(
-        b"[%s]" % b",".join(orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for piece in pieces)
-    )
+    return orjson.Fragment(b"[%s]" % b",".join(_dump(piece)[1:-1] for piece in pieces))
 
 
-def _bytes_of(array: Array) -> bytes:
+def _dump(document: Any) -> bytes:
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def bytes_of(array: Array) -> bytes:
+    """Return a tensor's bytes as the protocol has them, little-endian."""
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
@@ -647,15 +584,10 @@ def find_deployment(deployments: Mapping[str, Deployment], name: str, version: s
     deployment = deployments.get(name)
     if deployment is None:
         raise RequestFailure(404, f"unknown model {name!r:.80}. This server has: {', '.join(deployments)}.")
-    require_version(deployment, version)
-    return deployment
-
-
-def require_version(deployment: Deployment, version: str | None) -> None:
-    """Check that a client requests the existing version, or none."""
     spec = deployment.spec
     if version not in (None, spec.version):
         raise RequestFailure(404, f"{spec.name} has the version {spec.version} only.")
+    return deployment
 
 
 def model_metadata(deployment: Deployment) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import re
@@ -24,7 +23,7 @@ from paceline_ray.cluster import connect, import_ray, own_cluster
 from paceline_serving.batching import MAX_IN_FLIGHT
 from paceline_serving.model import Array, Arrays, ServedModel, ServingOptions, parse_replicas
 from paceline_serving.replica import describe_failure, end_if_gpu_is_lost, load_warm
-from paceline_serving.replica_process import BatchFailed, ReplicaDied
+from paceline_serving.replica_process import BatchFailed, ReplicaDied, load_header
 from paceline_serving.replicas import Deployment, DeploymentEvents
 
 # --- Options of ``paceline serve --on ray`` ---
@@ -43,11 +42,6 @@ class RayServeOptions:
     address: str | None = None
     least: int = 1
     most: int = 1
-
-    @property
-    def scales(self) -> bool:
-        """Return whether the number of replicas follows the load."""
-        return self.least < self.most
 
     @classmethod
     def make(cls, address: str | None, replicas: str, options: ServingOptions) -> RayServeOptions:
@@ -158,28 +152,10 @@ flight with each replica; without load, none."""
 _ERROR_LINE = re.compile(r"^(?:paceline\.core\.errors\.)?(\w+(?:\.\w+)*: .+)$")
 
 
-@dataclass(frozen=True)
-class RayServeCluster:
-    """A Ray cluster in which Ray Serve runs.
-
-    Attributes:
-        options: with its address.
-        anchor: name of an actor that ends with this process; None if the cluster itself ends with it.
-    """
-
-    options: RayServeOptions
-    anchor: str | None = None
-
-
 class RayReplica:
-    """A place for a replica's batches; Ray Serve chooses the replica that computes them.
+    """A place for a replica's batches; Ray Serve chooses the replica that computes them."""
 
-    Attributes:
-        in_flight: unanswered batches.
-        gone: always False; the deployment notices replicas that Ray Serve has lost.
-    """
-
-    gone = False
+    gone = False  # the deployment notices replicas that Ray Serve has lost
 
     def __init__(self, handle: Any, hang_timeout_s: float) -> None:
         self.in_flight = 0
@@ -187,12 +163,6 @@ class RayReplica:
         self._hang_timeout_s = hang_timeout_s
 
     async def predict(self, inputs: Arrays) -> dict[str, Array]:
-        """Compute a batch.
-
-        Raises:
-            BatchFailed: the model raised an error.
-            ReplicaDied: the replica or its node was lost, or the batch took too long.
-        """
         self.in_flight += 1
         try:
             # The batch may have to wait for those that were sent before it.
@@ -222,14 +192,14 @@ class RayDeployment(Deployment):
 
     def __init__(
         self,
-        cluster: RayServeCluster,
+        ray_options: RayServeOptions,
+        anchor: str | None,
         model: ServedModel,
         options: ServingOptions,
         observer: DeploymentEvents,
     ) -> None:
         super().__init__(model, options, observer)
-        self._cluster = cluster
-        self._ray_options = cluster.options
+        self._ray_options, self._anchor = ray_options, anchor
         self._application = f"paceline-{self.spec.name}-{self.spec.version}-{secrets.token_hex(3)}"
         self._watch_task: asyncio.Task[None] | None = None
         self._slots: list[RayReplica] = []
@@ -263,19 +233,12 @@ class RayDeployment(Deployment):
         from ray import serve
 
         device = self._options.devices[0]
-        header = {
-            "source": dataclasses.asdict(self._source),
-            "spec": dataclasses.asdict(self.spec.program),
-            "device": device,
-            "threads": self._options.threads,
-            "max_batch": self._options.max_batch,
-            "exact": False,
-        }
+        header = load_header(self._model, device, self._options)
         deployment = serve.deployment(RayServeReplica).options(
             name=_DEPLOYMENT, ray_actor_options=self._resources(device), **self._settings()
         )
         target = serve.RunTarget(
-            target=deployment.bind(header, self._application, self._cluster.anchor),
+            target=deployment.bind(header, self._application, self._anchor),
             name=self._application,
             route_prefix=None,
             logging_config=QUIET,
@@ -299,7 +262,7 @@ class RayDeployment(Deployment):
             "graceful_shutdown_timeout_s": self._options.hang_timeout_s,
             "max_constructor_retry_count": 1,
         }
-        if not ray_options.scales:
+        if ray_options.least == ray_options.most:
             return {**settings, "num_replicas": ray_options.least}
         settings["autoscaling_config"] = {
             "min_replicas": ray_options.least,
@@ -313,7 +276,6 @@ class RayDeployment(Deployment):
         return settings
 
     async def _status(self) -> Any:
-        """Return the deployment's status; None until it exists."""
         from ray import serve
 
         status = await asyncio.to_thread(serve.status)
@@ -326,7 +288,7 @@ class RayDeployment(Deployment):
             return 0
         if status.status == "DEPLOY_FAILED":
             raise ServingError(f"{self.spec.name} cannot be loaded: {reason(status.message)}")
-        return running(status.replica_states)
+        return int(status.replica_states.get("RUNNING", 0))
 
     async def _describe_missing_replicas(self) -> str:
         status = await self._status()
@@ -347,7 +309,7 @@ class RayDeployment(Deployment):
             await asyncio.sleep(_POLL_S)
             try:
                 status = await self._status()
-                num_running = 0 if status is None else running(status.replica_states)
+                num_running = 0 if status is None else status.replica_states.get("RUNNING", 0)
                 # Otherwise Ray Serve has removed replicas because the load is low.
                 is_unhealthy = status is None or status.status == "UNHEALTHY"
             except Exception as error:
@@ -356,7 +318,6 @@ class RayDeployment(Deployment):
             lost = len(self._slots) - num_running
             if lost > 0 and is_unhealthy:
                 log.warning("%s: %d of %d replicas were lost", self.spec.name, lost, len(self._slots))
-                self.restarts += lost
                 for _ in range(lost):
                     self._on_restart()
             elif lost < 0:
@@ -382,11 +343,6 @@ QUIET = {"log_level": "ERROR", "enable_access_log": False}
 """Logging of Ray Serve, without the contents of requests."""
 
 
-def running(states: Mapping[Any, int]) -> int:
-    """Return how many of a deployment's replicas can compute a batch now."""
-    return states.get("RUNNING", 0)
-
-
 def reason(message: str) -> str:
     """Return the error at the end of Ray Serve's tracebacks."""
     for line in reversed(message.splitlines()):
@@ -408,10 +364,13 @@ _EXTRA = "ray-serve"
 
 
 @contextmanager
-def ray_serve(options: RayServeOptions) -> Iterator[RayServeCluster]:
+def ray_serve(options: RayServeOptions) -> Iterator[str | None]:
     """Connect to a cluster in which Ray Serve runs, and leave it as it was before.
 
     Starts no proxies of Ray Serve, since requests come through our own server.
+
+    Yields:
+        The name of an actor that ends with this process; None if the cluster itself ends with it.
 
     Raises:
         LaunchError: Ray Serve is not installed, or the cluster cannot be used.
@@ -422,7 +381,7 @@ def ray_serve(options: RayServeOptions) -> Iterator[RayServeCluster]:
             stack.enter_context(own_cluster(_EXTRA))
             _require_serve()
             _start_serve()
-            yield RayServeCluster(options)
+            yield None
         else:
             ray = import_ray(_EXTRA)
             _require_serve()
@@ -434,7 +393,7 @@ def ray_serve(options: RayServeOptions) -> Iterator[RayServeCluster]:
             # Keep the handle: an actor without a handle ends.
             anchor = ray.remote(Anchor).options(num_cpus=0, name=name, namespace=NAMESPACE).remote()
             ray.get(anchor.__ray_ready__.remote())
-            yield RayServeCluster(options, name)
+            yield name
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -33,18 +33,14 @@ def load(source: ModelLocation, spec: ModelSpec, device: str) -> Servable:
         PackageError: the package is not the one that was verified, or is not trusted.
         ConfigError: the device or a library is missing.
     """
-    package = _package(source)
-    if source.kind == "onnx":
-        return OnnxServable(package.read_program("onnx"), package.read, spec, device)
-    return TorchServable(_module(package, source, device), spec, device)
-
-
-def _package(source: ModelLocation) -> Package:
     path = Path(source.package)
     manifest, digest = read_manifest(path)
     if digest != source.digest:
         raise PackageError(f"package {path} was replaced: its digest is {digest}, not {source.digest}.")
-    return Package(path, manifest, digest)
+    package = Package(path, manifest, digest)
+    if source.kind == "onnx":
+        return OnnxServable(package.read_program("onnx"), package.read, spec, device)
+    return TorchServable(_module(package, source, device), spec, device)
 
 
 def _module(package: Package, source: ModelLocation, device: str) -> Any:

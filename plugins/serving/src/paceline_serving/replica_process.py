@@ -9,13 +9,14 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
 from paceline.core.errors import ServingError
 from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
 from paceline_serving import frames
-from paceline_serving.model import Array, Arrays, ModelLocation, ModelSpec, ServingOptions
+from paceline_serving.model import Array, Arrays, ModelLocation, ServedModel, ServingOptions
 
 # --- How a server gets the processes of its replicas: forked, or from a fresh interpreter ---
 
@@ -24,17 +25,13 @@ class Process(Protocol):
     """A replica's process, however it was started."""
 
     @property
-    def pid(self) -> int:
-        """Its number."""
-        ...
+    def pid(self) -> int: ...
 
     async def wait(self) -> object:
         """Return when it has ended."""
-        ...
 
     def kill(self) -> None:
         """End it now; nothing happens where it has ended."""
-        ...
 
 
 class _Fresh:
@@ -199,11 +196,22 @@ class BatchFailed(Exception):
         self.is_invalid = is_invalid
 
 
+def load_header(model: ServedModel, device: str, options: ServingOptions) -> dict[str, Any]:
+    """Return what :func:`~paceline_serving.replica.load_warm` loads."""
+    return {
+        "source": dataclasses.asdict(model.source),
+        "spec": dataclasses.asdict(model.spec.program),
+        "device": device,
+        "threads": options.threads,
+        "max_batch": options.max_batch,
+        "exact": options.exact,
+    }
+
+
 class ReplicaProcess:
     """A process that has loaded a model. Make one with :meth:`start`.
 
     Attributes:
-        in_flight: batches that it was sent and has not answered.
         exact_sizes: with ``--exact``, the sizes of the batches that it computes.
     """
 
@@ -229,7 +237,6 @@ class ReplicaProcess:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
         return self._process.pid
 
     @property
@@ -244,72 +251,48 @@ class ReplicaProcess:
 
     @classmethod
     async def start(
-        cls,
-        source: ModelLocation,
-        spec: ModelSpec,
-        device: str,
-        options: ServingOptions,
-        starter: ReplicaStarter,
+        cls, model: ServedModel, device: str, options: ServingOptions, starter: ReplicaStarter
     ) -> ReplicaProcess:
         """Start a process and wait until it has loaded its model.
 
         Raises:
             ServingError: it could not; says why.
         """
-        try:
-            async with asyncio.timeout(options.startup_timeout_s):
-                return await cls._start(source, spec, device, options, starter)
-        except TimeoutError:
-            raise ServingError(
-                f"{spec.name}: a replica did not load its model within {options.startup_timeout_s:g} s. "
-                "Give it longer with --startup-timeout."
-            ) from None
-
-    @classmethod
-    async def _start(
-        cls,
-        source: ModelLocation,
-        spec: ModelSpec,
-        device: str,
-        options: ServingOptions,
-        starter: ReplicaStarter,
-    ) -> ReplicaProcess:
         ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                process = await starter.start(source, device, theirs)
-            reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_LIMIT)
-        except BaseException:
-            # A process that was started sees it, and ends.
-            ours.close()
-            raise
-        replica = cls(process, reader, writer, options.hang_timeout_s)
-        try:
-            await replica._load(source, spec, device, options)
-        except BaseException:
-            await replica.end()
-            raise
+            async with asyncio.timeout(options.startup_timeout_s):
+                try:
+                    with theirs:
+                        process = await starter.start(model.source, device, theirs)
+                    reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_LIMIT)
+                except BaseException:
+                    # A process that was started sees it, and ends.
+                    ours.close()
+                    raise
+                replica = cls(process, reader, writer, options.hang_timeout_s)
+                try:
+                    await replica._load(model.spec.name, load_header(model, device, options))
+                except BaseException:
+                    await replica.end()
+                    raise
+        except TimeoutError:
+            raise ServingError(
+                f"{model.spec.name}: a replica did not load its model within {options.startup_timeout_s:g} s. "
+                "Give it longer with --startup-timeout."
+            ) from None
         replica._listening = asyncio.create_task(replica._listen())
         return replica
 
-    async def _load(self, source: ModelLocation, spec: ModelSpec, device: str, options: ServingOptions) -> None:
-        header = {
-            "source": dataclasses.asdict(source),
-            "spec": dataclasses.asdict(spec.program),
-            "device": device,
-            "threads": options.threads,
-            "max_batch": options.max_batch,
-            "exact": options.exact,
-        }
+    async def _load(self, name: str, header: Mapping[str, Any]) -> None:
         try:
             self._writer.writelines(frames.encode(header))
             answer, _ = await self._receive()
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ServingError(
-                f"{spec.name}: a replica's process died while it loaded its model; its output is above."
+                f"{name}: a replica's process died while it loaded its model; its output is above."
             ) from None
         if "failed" in answer:
-            raise ServingError(f"{spec.name} cannot be loaded: {answer['failed']}")
+            raise ServingError(f"{name} cannot be loaded: {answer['failed']}")
         self.exact_sizes = tuple(answer["exact_sizes"])
 
     async def _receive(self) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -380,11 +363,9 @@ class ReplicaProcess:
         self._writer.transport.abort()
 
     async def wait_gone(self) -> None:
-        """Return when the process has closed its channel: it has died."""
         await self._gone.wait()
 
     def kill(self) -> None:
-        """End the process now."""
         self._process.kill()
 
     async def end(self) -> None:

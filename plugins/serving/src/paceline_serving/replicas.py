@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ServingError
 from paceline_serving.batching import Batcher
-from paceline_serving.model import Array, Arrays, ServedModel, ServingOptions
+from paceline_serving.model import ServedModel, ServingOptions
 from paceline_serving.replica_process import ReplicaProcess, ReplicaStarter
 
 log = logging.getLogger("paceline_serving")
@@ -35,7 +35,6 @@ class Deployment(ABC):
 
     Attributes:
         spec: for clients.
-        restarts: number of replicas that died and were restarted.
         exact_sizes: with ``--exact``, the sizes of the batches that replicas compute, the largest first.
     """
 
@@ -44,8 +43,7 @@ class Deployment(ABC):
     def __init__(self, model: ServedModel, options: ServingOptions, observer: DeploymentEvents) -> None:
         self.spec = model.spec
         self.batcher = Batcher(options, observer.on_batch)
-        self.restarts = 0
-        self._source = model.source
+        self._model = model
         self._options = options
         self._on_restart = observer.on_restart
 
@@ -67,11 +65,7 @@ class Deployment(ABC):
 
     @property
     def ready_replicas(self) -> int:
-        """Return the number of ready replicas."""
         return len(self.batcher.replicas)
-
-    def submit(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
-        return self.batcher.submit(inputs)
 
 
 class LocalDeployment(Deployment):
@@ -120,9 +114,7 @@ class LocalDeployment(Deployment):
         await asyncio.gather(*self._keep_alive_tasks, return_exceptions=True)
 
     def _start_replica(self, device: str) -> asyncio.Future[ReplicaProcess]:
-        return asyncio.ensure_future(
-            ReplicaProcess.start(self._source, self.spec, device, self._options, self._starter)
-        )
+        return asyncio.ensure_future(ReplicaProcess.start(self._model, device, self._options, self._starter))
 
     async def _keep_alive(self, replica: ReplicaProcess | None, device: str) -> None:
         """Start another replica whenever the replica dies."""
@@ -135,7 +127,6 @@ class LocalDeployment(Deployment):
                     log.warning("%s: replica %d died; starting another", self.spec.name, replica.pid)
                     await replica.end()
                     replica = None
-                    self.restarts += 1
                     self._on_restart()
                 await asyncio.sleep(pause_s)
                 try:

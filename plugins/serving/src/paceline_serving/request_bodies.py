@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from paceline_serving.batching import RequestFailure
 from paceline_serving.connection import Request
@@ -31,36 +30,15 @@ class RequestBodies:
 
     def __init__(self, max_body_bytes: int) -> None:
         self.held_bytes = 0
-        self._max_held_bytes = _BODIES * max_body_bytes
+        self.max_held_bytes = _BODIES * max_body_bytes
         # One thread: several would compete with the event loop for the interpreter.
         self._thread = ThreadPoolExecutor(1, "paceline-parse")
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    @contextmanager
-    def hold(self) -> Iterator[BodySize]:
-        """Count a body until the context ends."""
-        size = BodySize(self)
-        try:
-            yield size
-        finally:
-            self.held_bytes -= size.counted_bytes
-
-    def take(self, size: int) -> None:
-        """Count ``size`` bytes more.
-
-        Raises:
-            RequestFailure: 503; there would be too many.
-        """
-        if self.held_bytes + size > self._max_held_bytes:
-            raise RequestFailure(
-                503,
-                f"the server holds requests of {self.held_bytes:,} bytes, and accepts at most "
-                f"{self._max_held_bytes:,}. Try again in {_RETRY_AFTER_S} s.",
-                [(b"retry-after", str(_RETRY_AFTER_S).encode())],
-            )
-        self.held_bytes += size
+    def hold(self) -> BodySize:
+        return BodySize(self)
 
     def run(self, function: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
         """Call a function of a large body in the thread."""
@@ -68,23 +46,35 @@ class RequestBodies:
 
 
 class BodySize:
-    """The size of one body so far."""
+    """The size of one body so far; a context manager."""
 
     def __init__(self, bodies: RequestBodies) -> None:
-        self.counted_bytes = 0
         self._bodies = bodies
-        self._size = 0
+        self._size = self._counted = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bodies.held_bytes -= self._counted
 
     def add(self, size: int) -> None:
         """Count ``size`` bytes more.
 
         Raises:
-            RequestFailure: the server holds too many bytes.
+            RequestFailure: 503; the server would hold too many bytes.
         """
         self._size += size
-        counted = max(0, self._size - _UNCOUNTED_BYTES)
-        self._bodies.take(counted - self.counted_bytes)
-        self.counted_bytes = counted
+        counted, bodies = max(0, self._size - _UNCOUNTED_BYTES), self._bodies
+        held_bytes = bodies.held_bytes + counted - self._counted
+        if held_bytes > bodies.max_held_bytes:
+            raise RequestFailure(
+                503,
+                f"the server holds requests of {bodies.held_bytes:,} bytes, and accepts at most "
+                f"{bodies.max_held_bytes:,}. Try again in {_RETRY_AFTER_S} s.",
+                [(b"retry-after", str(_RETRY_AFTER_S).encode())],
+            )
+        bodies.held_bytes, self._counted = held_bytes, counted
 
 
 async def read_body(request: Request, limit: int, held: BodySize) -> bytes | bytearray:

@@ -181,7 +181,10 @@ def serve(
             f"--replicas {replicas}: the number of replicas follows the load only with --on ray. Give one number."
         )
     if trust:
-        _trust(package)
+        from paceline.runs import package as packages
+
+        for package_name in package:
+            packages.trust(packages.open_package(package_name).digest)
     models = [open_model(package_name, program=program, task=task) for package_name in package]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_LogFormatter("%(asctime)s %(message)s"))
@@ -263,14 +266,6 @@ def _run(
         if ray_options is not None:
             from paceline_serving.ray_serve import RayDeployment, ray_serve
 
-            deploy = partial(RayDeployment, stack.enter_context(ray_serve(ray_options)))
+            deploy = partial(RayDeployment, ray_options, stack.enter_context(ray_serve(ray_options)))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         runner.run(serve_packages(models, address, options, on_ready, deploy))
-
-
-def _trust(packages: tuple[str, ...]) -> None:
-    from paceline.runs.package import open_package
-    from paceline.runs.package import trust as trust_digest
-
-    for package_name in packages:
-        trust_digest(open_package(package_name).digest)

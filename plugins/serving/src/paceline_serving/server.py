@@ -8,7 +8,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,7 @@ from paceline_serving.model import ServedModel, ServingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ListenAddress:
-    """Where a server listens, and the access to it; gRPC only if it has a port.
-
-    Attributes:
-        tokens: of its clients.
-        cors_origins: of the pages in a browser that may use it.
-    """
+    """Where a server listens, and the access to it; gRPC only if it has a port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -122,7 +117,6 @@ async def serve(
     ``drain_delay_s``; then it refuses connections, answers the accepted requests, and ends.
 
     Args:
-        served_models: opened from packages.
         on_ready: called with the URL, and the gRPC address if any, when all replicas are ready.
         deploy: makes a model's deployment; by default of processes of this machine.
 
@@ -137,42 +131,23 @@ async def serve(
     with bind(address) as bound:
         models = Models(options, deploy)
         app = App(models, options, AccessPolicy(address.tokens, address.cors_origins))
-        async with _grpc(app, models, address, options) as grpc:
+        async with contextlib.AsyncExitStack() as stack:
+            grpc = None
+            if address.grpc_port is not None:
+                access = AccessPolicy(address.tokens)
+                grpc = GrpcServer(address.host, address.grpc_port, models, options, access, lambda: app.draining)
+                stack.push_async_callback(grpc.close)
             if not await _run_unless(stop.requested, models.start(served_models)):
                 return
-            try:
-                if grpc is not None:
-                    await grpc.start()
-                grpc_address = None if grpc is None else grpc.address
-                await _serve(app, bound, options, stop, lambda url: on_ready(url, grpc_address))
-                if stop.force.is_set():
-                    models.abandon()
-                if grpc is not None:
-                    await grpc.close(at_once=stop.force.is_set())
-            finally:
-                await models.close()
-
-
-@contextlib.asynccontextmanager
-async def _grpc(
-    app: App, models: Models, address: ListenAddress, options: ServingOptions
-) -> AsyncIterator[GrpcServer | None]:
-    """Take the port of the gRPC server, if requested, and release it at the end."""
-    if address.grpc_port is None:
-        yield None
-        return
-    access = AccessPolicy(address.tokens)
-    server = GrpcServer(
-        *(address.host, address.grpc_port),
-        models=models,
-        options=options,
-        access=access,
-        is_draining=lambda: app.draining,
-    )
-    try:
-        yield server
-    finally:
-        await server.close()
+            stack.push_async_callback(models.close)
+            if grpc is not None:
+                await grpc.start()
+            grpc_address = None if grpc is None else grpc.address
+            await _serve(app, bound, options, stop, lambda url: on_ready(url, grpc_address))
+            if stop.force.is_set():
+                models.abandon()
+            if grpc is not None:
+                await grpc.close(at_once=stop.force.is_set())
 
 
 async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

@@ -35,25 +35,20 @@ class Asset:
     tag: str
 
 
-class Assets:
-    """The files in the ``static`` folders of this package and of ``packages``.
+def read_assets(package: str) -> dict[str, Asset]:
+    """Return the files in the ``static`` folders of this package and of another, by their names.
 
     They are read once, so that no request can name a path. File names must be unique.
     """
-
-    def __init__(self, *packages: str) -> None:
-        self._assets: dict[str, Asset] = {}
-        for package in (__package__, *packages):
-            for item in (importlib.resources.files(package) / "static").iterdir():
-                kind = _TYPES.get(item.name[item.name.rfind(".") :])
-                if kind is None:
-                    continue
-                assert item.name not in self._assets, item.name
+    assets: dict[str, Asset] = {}
+    for folder in (__package__, package):
+        for item in (importlib.resources.files(folder) / "static").iterdir():
+            kind = _TYPES.get(item.name[item.name.rfind(".") :])
+            if kind is not None:
+                assert item.name not in assets, item.name
                 content = item.read_bytes()
-                self._assets[item.name] = Asset(kind, content, tag_of(content))
-
-    def find(self, name: str) -> Asset | None:
-        return self._assets.get(name)
+                assets[item.name] = Asset(kind, content, tag_of(content))
+    return assets
 
 
 def tag_of(content: bytes) -> str:

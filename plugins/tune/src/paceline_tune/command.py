@@ -6,6 +6,7 @@ import dataclasses
 import json as json_module
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +14,6 @@ from cyclopts import Parameter
 
 from paceline.cli.options import explicit_options, group, run_options
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import parse_best
 
 if TYPE_CHECKING:
     from paceline.core.output import Console
@@ -109,18 +109,16 @@ def tune(
     from paceline_tune.history import read_trials
     from paceline_tune.search import SearchDirectory
 
-    new = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
-    changes: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
-    ranking = {
-        "metric": metric,
-        "sampler": sampler,
-        "repeats": repeats,
-        "scheduler": scheduler or ("none" if (repeats or 1) > 1 else None),
-        "grace_period": grace_period,
-        "reduction_factor": reduction_factor,
-        "perturbation_interval": perturbation_interval,
-    }
-    settings: dict[str, Any] = {name: value for name, value in ranking.items() if value is not None}
+    changes = _given(budget=budget, price_per_hour=price_per_hour, trials=trials)
+    settings = _given(
+        metric=metric,
+        sampler=sampler,
+        repeats=repeats,
+        scheduler=scheduler or ("none" if (repeats or 1) > 1 else None),
+        grace_period=grace_period,
+        reduction_factor=reduction_factor,
+        perturbation_interval=perturbation_interval,
+    )
     address = plan_search.find_cluster(ray_address)
     if resume and run_dir is None and task and SearchDirectory(Path(task)).settings.exists():
         task, run_dir = "", Path(task)
@@ -186,6 +184,10 @@ def tune(
         print_status=lambda text: _print_status(quiet, text),
     )
     return _print_result(search_plan, directory, code, json=json)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _make_search(
@@ -257,46 +259,33 @@ def _print_result(search: Search, directory: SearchDirectory, code: int, *, json
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 140)
+    say = partial(console.print, markup=False, soft_wrap=True)
     journal = read_trials(directory.journal)
-    budget = result["budget"] or ""
-    console.print(
-        render(search, journal, SearchStatus(clock_s=result["seconds"], budget=budget), show_all=True),
-        soft_wrap=False,
-    )
+    status = SearchStatus(clock_s=result["seconds"], budget=result["budget"] or "")
+    console.print(render(search, journal, status, show_all=True), soft_wrap=False)
     failed = [trial for trial in journal.trials.values() if trial.state == "failed"]
     for trial in failed[:_MAX_SHOWN_FAILURES]:
-        text = f"trial {trial.number:05d} failed: {trial.results[-1].message}"
-        console.print(text, style="red", markup=False, soft_wrap=True)
-        console.print(f"  see {directory.trial(trial.number)}/logs", markup=False, soft_wrap=True)
+        say(f"trial {trial.number:05d} failed: {trial.results[-1].message}", style="red")
+        say(f"  see {directory.trial(trial.number)}/logs")
     if result["best"] is None:
-        console.print(
-            f"There is no best trial: no successful trial reported {search.metric_name}.",
-            style="red",
-            markup=False,
-            soft_wrap=True,
-        )
+        say(f"There is no best trial: no successful trial reported {search.metric_name}.", style="red")
     else:
-        name, direction = parse_best(search.metric)
-        best = journal.ranking(name, direction, search.repeats)[0]
+        best = journal.ranking(search.metric_name, search.mode, search.repeats)[0]
         seeds = f", the mean of {search.repeats} seeds" if search.repeats > 1 else ""
-        number = best.trials[0].number
-        is_trained = best.trials[0].state == "finished" or search.scheduler == "pbt"
+        first = best.trials[0]
+        is_trained = first.state == "finished" or search.scheduler == "pbt"
         if search.scheduler == "pbt":
             _print_schedule(console, result["best"]["schedule"])
-        console.print(
-            f"\nBest: trial {number:05d}, {direction} {name} {best.show()}{seeds}. "
-            + ("Export its model:" if is_trained else "Train it in full:"),
-            style="bold",
-            markup=False,
-        )
+        text = f"trial {first.number:05d}, {search.mode} {search.metric_name} {best.show()}{seeds}"
+        advice = "Export its model:" if is_trained else "Train it in full:"
+        say(f"\nBest: {text}. {advice}", style="bold", soft_wrap=False)
         if is_trained and search.scheduler != "pbt":
-            console.print(f"paceline export {directory.trial(number)}", soft_wrap=True, markup=False)
-            console.print("Or train it again:", style="bold")
-        console.print(result["best"]["command"], soft_wrap=True, markup=False)
+            say(f"paceline export {directory.trial(first.number)}")
+            say("Or train it again:", style="bold", soft_wrap=False)
+        say(result["best"]["command"])
     if not result["done"]:
-        console.print(f"Continue with: paceline tune --resume --run-dir {directory.path}", soft_wrap=True, markup=False)
-    text = f"search: {directory.path}; compare its trials: paceline runs --compare {directory.path}"
-    console.print(text, style="dim", markup=False, soft_wrap=True)
+        say(f"Continue with: paceline tune --resume --run-dir {directory.path}")
+    say(f"search: {directory.path}; compare its trials: paceline runs --compare {directory.path}", style="dim")
     return code
 
 

@@ -44,13 +44,10 @@ class TrialResult:
     """The result of a trial after an evaluation, or at its end.
 
     Attributes:
-        iteration: number of evaluations so far.
-        step: number of steps at the last evaluation.
         metrics: of the last evaluation, by name; None for NaN.
-        seconds: time since the trial's previous result.
+        seconds: since the trial's previous result.
         clock_s: time of the search, over all its starts.
         place: node and process.
-        message: why it failed.
     """
 
     trial: int
@@ -85,12 +82,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """The parameters of a trial that were chosen by earlier results.
-
-    Attributes:
-        parameters: by name.
-        parent: the trial that it continues, if it does.
-    """
+    """The parameters of a trial that were chosen by earlier results, and the trial that it continues, if it does."""
 
     trial: int
     parameters: Mapping[str, Value]
@@ -102,11 +94,9 @@ class Trial:
     """A trial with its results.
 
     Attributes:
-        results: in order.
         placed: node and process of the last result.
         begun: whether it runs in this start of the search; always False when read from a journal.
         suggested: its parameters, if they were chosen by earlier results.
-        parent: the number of the trial that it continues, if it does.
     """
 
     number: int
@@ -117,7 +107,6 @@ class Trial:
     parent: int | None = None
 
     def parameters(self, search: Search) -> Mapping[str, Value]:
-        """Return its parameters, by name."""
         return search.parameters(self.number) if self.suggested is None else self.suggested
 
     @property
@@ -128,7 +117,6 @@ class Trial:
 
     @property
     def ended(self) -> bool:
-        """Return whether the trial will not run again."""
         return self.state in ENDED
 
     @property
@@ -144,24 +132,17 @@ class Trial:
         return sum(result.seconds for result in self.results)
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
-        """Return step and value of each evaluation."""
         points = [(result.step, result.value(metric)) for result in self.results]
         return [(step, value) for step, value in dict(points).items() if value is not None]
 
     def best(self, metric: str, mode: str) -> float | None:
-        """Return the best value of all evaluations."""
         values = [value for _, value in self.curve(metric)]
         return (max(values) if mode == "max" else min(values)) if values else None
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The trials with the same parameters and different seeds, each with a value.
-
-    Attributes:
-        trials: in the order of their seeds.
-        values: the best value of each.
-    """
+    """The trials with the same parameters, in the order of their seeds, and the best value of each."""
 
     trials: tuple[Trial, ...]
     values: tuple[float, ...]
@@ -172,7 +153,7 @@ class Configuration:
 
     @property
     def spread(self) -> float:
-        """Return the standard deviation between the seeds; 0 for one trial."""
+        """The standard deviation between the seeds; 0 for one trial."""
         return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
     def show(self) -> str:
@@ -181,14 +162,9 @@ class Configuration:
 
 
 class SearchHistory:
-    """All trials of a search.
-
-    Args:
-        records: in order.
+    """All trials of a search, by its records in order.
 
     Attributes:
-        trials: by number.
-        results: in order.
         unrecorded_s: time of trials that no result covers.
     """
 
@@ -208,14 +184,12 @@ class SearchHistory:
         self.unrecorded_s = max(0.0, self._spent.trial_s - self._trial_s)
 
     def take(self, result: TrialResult) -> None:
-        """Add a result."""
         self.results.append(result)
         trial = self.trial(result.trial)
         trial.results.append(result)
         trial.placed = result.place or trial.placed
 
     def trial(self, number: int) -> Trial:
-        """Return a trial, which may have no result yet."""
         return self.trials.setdefault(number, Trial(number))
 
     def lineage(self, trial: Trial) -> list[Trial]:
@@ -237,7 +211,6 @@ class SearchHistory:
 
     @property
     def clock_s(self) -> float:
-        """Return the time of the search at the last record."""
         return max((self._spent.clock_s, *(result.clock_s for result in self.results)))
 
     def cost(self, clock_s: float, gpus_per_trial: float) -> SearchCost:
@@ -286,18 +259,12 @@ class SearchJournal(SearchHistory):
         self._write(result)
 
     def add_spent(self, clock_s: float, running_s: float = 0.0) -> None:
-        """Record the costs so far.
-
-        Args:
-            clock_s: time of the search.
-            running_s: time of the running trials since their start or last result.
-        """
+        """Record the costs so far; ``running_s`` is the time of running trials since their start or last result."""
         trial_s = self._trial_s + running_s
         self._spent = Spent(clock_s=round(clock_s, 3), trial_s=round(trial_s, 3))
         self._write(self._spent)
 
     def suggest(self, number: int, parameters: Mapping[str, Value], parent: int | None = None) -> None:
-        """Record the parameters that were chosen for a trial, and the trial that it continues, if it does."""
         trial = self.trial(number)
         trial.suggested, trial.parent = parameters, parent
         self._write(Suggestion(trial=number, parameters=parameters, parent=parent))
@@ -423,12 +390,8 @@ def _trial(search: Search, trial: Trial) -> dict[str, Any]:
         "steps": trial.step,
         "seconds": round(trial.seconds, 3),
         "run": f"trials/{trial.number:05d}",
-        **({"message": message} if (message := _message(trial)) else {}),
+        **({"message": trial.results[-1].message} if trial.results and trial.results[-1].message else {}),
     }
-
-
-def _message(trial: Trial) -> str:
-    return trial.results[-1].message if trial.results else ""
 
 
 # --- TensorBoard's HParams page: ``tensorboard --logdir DIRECTORY`` ---
@@ -443,7 +406,8 @@ _SUCCESS_STATES = ("finished", "stopped", "goal")
 
 def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHistory) -> None:
     """Write the description of the search with its best value, and the parameters of each trial that has results."""
-    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+    from tensorboard.plugins.hparams import api_pb2
+    from tensorboard.plugins.hparams.plugin_data_pb2 import SessionEndInfo, SessionStartInfo
 
     names = [dimension.name for dimension in search.parsed_space.dimensions]
     tag = f"eval/val/{search.metric_name}"
@@ -457,12 +421,11 @@ def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHis
         hparam_infos=[api_pb2.HParamInfo(name=name) for name in names],
         metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag))],
     )
-    description = plugin_data_pb2.HParamsPluginData(experiment=experiment, version=0)
-    _write(directory.tensorboard, [("_hparams_/experiment", description)], len(journal.trials), scalars)
+    _write(directory.tensorboard, {"experiment": experiment}, len(journal.trials), scalars)
     for trial in journal.trials.values():
         if not trial.results:
             continue
-        start = plugin_data_pb2.SessionStartInfo(group_name=f"{trial.number:05d}")
+        start = SessionStartInfo(group_name=f"{trial.number:05d}")
         for name, value in trial.parameters(search).items():
             if isinstance(value, bool):
                 start.hparams[name].bool_value = value
@@ -471,34 +434,24 @@ def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHis
             else:
                 start.hparams[name].number_value = float(value)
         status = api_pb2.STATUS_SUCCESS if trial.state in _SUCCESS_STATES else api_pb2.STATUS_UNKNOWN
-        end = plugin_data_pb2.SessionEndInfo(status=status)
-        _write(
-            RunDirectory(directory.trial(trial.number)).tensorboard,
-            [
-                (
-                    "_hparams_/session_start_info",
-                    plugin_data_pb2.HParamsPluginData(session_start_info=start, version=0),
-                ),
-                (
-                    "_hparams_/session_end_info",
-                    plugin_data_pb2.HParamsPluginData(session_end_info=end, version=0),
-                ),
-            ],
-        )
+        parts = {"session_start_info": start, "session_end_info": SessionEndInfo(status=status)}
+        _write(RunDirectory(directory.trial(trial.number)).tensorboard, parts)
 
 
 def _write(
-    directory: Path, contents: list[tuple[str, Any]], step: int = 0, scalars: Mapping[str, float] = MappingProxyType({})
+    directory: Path, parts: Mapping[str, Any], step: int = 0, scalars: Mapping[str, float] = MappingProxyType({})
 ) -> None:
+    """Write parts of ``HParamsPluginData`` by name, and scalars by tag."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     events = [Event(file_version="brain.Event:2")]
-    for tag, content in contents:
-        plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=content.SerializeToString())
-        metadata = SummaryMetadata(plugin_data=plugin)
-        events.append(Event(summary=Summary(value=[Summary.Value(tag=tag, metadata=metadata)])))
+    for name, part in parts.items():
+        content = HParamsPluginData(**{name: part}).SerializeToString()
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="hparams", content=content))
+        events.append(Event(summary=Summary(value=[Summary.Value(tag=f"_hparams_/{name}", metadata=metadata)])))
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
     events += [Event(step=step, summary=Summary(value=values))] if values else []
     framed = io.BytesIO()

@@ -14,7 +14,7 @@ import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from paceline_ray.cluster import import_ray, require_answer
 from paceline_ray.node import cluster_command
 from paceline_tune.history import MAX_FAILED, SearchHistory, describe_failure, describe_failures
 from paceline_tune.sampler import import_optuna
-from paceline_tune.search import CostEstimate, Search, SearchCost, SearchDirectory, estimate, require_room, show_seconds
+from paceline_tune.search import CostEstimate, Search, SearchCost, SearchDirectory, show_seconds
 from paceline_tune.space import FORMS, Dimension, Value
 
 if TYPE_CHECKING:
@@ -61,30 +61,16 @@ class TaskProfile:
     """The results of profiling a task.
 
     Attributes:
-        space: of the search, or the one that the task declares.
-        choices: the values of choices with the types of the task's fields, by name.
-        searched_options: the names in ``space`` that are options of the run.
+        search: with its space resolved, and the length and the times of a trial.
         failures: why configurations that were tried before could not be trained.
         metrics: of the validation split, by name, after a few steps.
         best: the metric that the task itself recommends.
-        total_steps: of a trial; None for a stream trained by epochs.
-        evaluations: of a trial; None if unknown.
-        start_s: from the fork of a trial's process to its first step: it reads the data and builds the model.
-        seconds_per_evaluation: including the steps before it.
     """
 
-    space: tuple[str, ...]
-    choices: Mapping[str, Sequence[Value]]
-    searched_options: tuple[str, ...]
+    search: Search
     failures: tuple[str, ...]
     metrics: Mapping[str, float | None]
     best: str | None
-    total_steps: int | None
-    evaluations: int | None
-    step_s: float
-    evaluation_s: float
-    start_s: float
-    seconds_per_evaluation: float
 
 
 def probe(search: Search) -> TaskProfile:
@@ -102,28 +88,30 @@ def probe(search: Search) -> TaskProfile:
             capture_output=True,
             text=True,
         )
-    lines = done.stdout.strip().splitlines()
-    try:
-        document = json.loads(lines[-1]) if lines else {}
-    except ValueError:
-        document = {}
-    if "error" in document:
-        raise ConfigError(document["error"])
-    if done.returncode or not document:
-        raise ConfigError(f"the task could not be run: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
-    tuples = {name: tuple(document[name]) for name in ("space", "searched_options", "failures")}
-    return TaskProfile(**{**document, **tuples})
+        lines = done.stdout.strip().splitlines()
+        try:
+            document = json.loads(lines[-1]) if lines else {}
+        except ValueError:
+            document = {}
+        if "error" in document:
+            raise ConfigError(document["error"])
+        if done.returncode or not document:
+            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise ConfigError(f"the task could not be run: {why}")
+        failures, metrics, best = tuple(document["failures"]), document["metrics"], document["best"]
+        return TaskProfile(search=directory.read(), failures=failures, metrics=metrics, best=best)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Profile the task and print the result."""
+    """Profile the task, add the measured costs to the search, and print what else was found."""
     directory = SearchDirectory(Path(argv[0]))
     try:
         profile = _probe(directory.read(), directory)
+        directory.write(profile.search)
     except PacelineError as error:
         print(json.dumps({"error": str(error)}))
         return error.exit_code
-    print(json.dumps(asdict(profile)))
+    print(json.dumps({"failures": profile.failures, "metrics": profile.metrics, "best": profile.best}))
     return 0
 
 
@@ -168,18 +156,16 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
     elif "global_batch_size" in search.searched_options and config.get("max_steps") is None:
         total, evaluations = None, evaluations if every.steps is None else None
     return TaskProfile(
-        space=search.space,
-        choices=search.choices,
-        searched_options=search.searched_options,
+        search=dataclasses.replace(
+            search,
+            total_steps=total,
+            evaluations=evaluations,
+            start_s=start_s,
+            seconds_per_evaluation=step_s * (spacing or 0) + evaluation_s,
+        ),
         failures=tuple(failures),
         metrics=report.metrics,
         best=config.get("best_metric") or task_class.defaults.best_metric,
-        total_steps=total,
-        evaluations=evaluations,
-        step_s=step_s,
-        evaluation_s=evaluation_s,
-        start_s=start_s,
-        seconds_per_evaluation=step_s * (spacing or 0) + evaluation_s,
     )
 
 
@@ -390,54 +376,36 @@ def measure_search(search: Search, metric: str | None) -> tuple[Search, TaskProf
         ConfigError: the task cannot be searched.
     """
     profile = probe(search)
-    resolved = {name: getattr(profile, name) for name in ("space", "choices", "searched_options")}
     metric = metric or profile.best or "loss:min"
     for name in (parse_best(metric)[0], *search.stop):
         if name not in profile.metrics:
             raise ConfigError(
                 f"the task has no metric {name!r} on its validation split. It has: {', '.join(profile.metrics)}."
             )
-    if search.scheduler == "pbt" and profile.evaluations is None:
+    if search.scheduler == "pbt" and profile.search.evaluations is None:
         raise ConfigError("--scheduler pbt needs trials of a known number of evaluations. Give --max-steps.")
     options = {**search.options}
     if options.get("best_metric") is None and profile.best is None:
         options["best_metric"] = metric
-    return dataclasses.replace(
-        search,
-        **resolved,
-        options=options,
-        metric=metric,
-        evaluations=profile.evaluations,
-        total_steps=profile.total_steps,
-        start_s=profile.start_s,
-        seconds_per_evaluation=profile.seconds_per_evaluation,
-    ), profile
+    return dataclasses.replace(profile.search, options=options, metric=metric), profile
 
 
 def estimate_search(search: Search, cpus: int) -> CostEstimate | None:
     """Estimate the costs of the search from the profile; None if the length of a trial is unknown.
 
     Args:
-        search: from :func:`measure_search`.
         cpus: shared by the trials.
 
     Raises:
         ConfigError: the budget is below one trial's costs.
     """
-    if search.evaluations is None or search.seconds_per_evaluation is None:
-        return None
-    expected = estimate(
-        evaluations=search.evaluations,
-        start_s=search.start_s * search.generations,
-        seconds_per_evaluation=search.seconds_per_evaluation,
-        trials=search.whole_trials,
-        rungs=search.rungs,
-        reduction=search.reduction_factor,
-        concurrent=max(1, int(cpus // search.cpus)),
-        gpus_per_trial=search.gpus,
-    )
-    if search.limit is not None and search.budget is not None:
-        require_room(search.limit, expected, search.budget)
+    limit, seconds = search.limit, search.seconds_per_evaluation or 0.0
+    expected = search.estimate(search.start_s, seconds, concurrent=max(1, int(cpus // search.cpus)))
+    if limit is not None and expected is not None and limit.used(expected.trial) > 1:
+        raise ConfigError(
+            f"--budget {search.budget} is less than the costs of one whole trial, about {limit.show(expected.trial)}. "
+            "Increase it, or shorten trials (--epochs, --max-steps)."
+        )
     return expected
 
 
@@ -461,10 +429,6 @@ def find_task(search: Search) -> Search:
 
 def require_same(recorded: Search, requested: Search, directory: SearchDirectory, metric: str | None) -> None:
     """Refuse to continue a search with other settings; trials and budget may differ.
-
-    Args:
-        requested: the settings of the command.
-        metric: of the command, if given.
 
     Raises:
         ConfigError: they differ.
@@ -504,7 +468,10 @@ def estimate_rest(search: Search, history: SearchHistory, expected: CostEstimate
     if expected is None or not left:
         return expected
     done_s = sum(trial.seconds for trial in trials if not trial.ended)
-    return expected.reduce(left, search.planned, done_s, search.gpus)
+    trials_s = max(0.0, expected.trials_s * left / search.planned - done_s)
+    clock_s = max(trials_s / min(expected.concurrent, left), min(trials_s, expected.trial.seconds))
+    cost = SearchCost(clock_s, left, trials_s / 3600 * search.gpus)
+    return dataclasses.replace(expected, search=cost, trials_s=trials_s)
 
 
 def describe(
@@ -518,7 +485,6 @@ def describe(
     """Describe the planned search in a sentence or two.
 
     Args:
-        search: from :func:`measure_search`.
         here: trials run on this machine, not in a cluster.
         left: number of trials that have not ended, if others have.
         spent: costs of earlier starts of the search.
@@ -547,10 +513,7 @@ def describe(
 
 
 def find_cluster(address: str | None) -> str | None:
-    """Return the address of the search's cluster; None for a new cluster on this machine.
-
-    Args:
-        address: HOST:PORT; default: RAY_ADDRESS.
+    """Return the address (HOST:PORT) of the search's cluster, also by RAY_ADDRESS; None: a new one on this machine.
 
     Raises:
         ConfigError: it has another form, or this machine's processes cannot reach each other.

@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from paceline_tune.history import SearchHistory, Trial
+from paceline_tune.history import SearchHistory
 from paceline_tune.search import Search
 from paceline_tune.space import Dimension, Parameters, Space, Value
 
@@ -47,7 +47,8 @@ def choose_successor(search: Search, history: SearchHistory, number: int) -> Suc
     """
     before = [history.trials[n] for n in _generation_before(search, number)]
     sign = -1.0 if search.mode == "max" else 1.0
-    values = {trial.number: value for trial in before if (value := _last_value(search, trial)) is not None}
+    last = [trial.results[-1] for trial in before if trial.results and trial.state not in ("failed", "diverged")]
+    values = {its.trial: value for its in last if (value := its.value(search.metric_name)) is not None}
     ranking = sorted(values, key=lambda n: (sign * values[n], n))
     if not ranking:
         return None
@@ -65,12 +66,6 @@ def choose_successor(search: Search, history: SearchHistory, number: int) -> Suc
 def _generation_before(search: Search, number: int) -> Sequence[int]:
     first = (search.generation(number) - 1) * search.trials
     return range(first, first + search.trials)
-
-
-def _last_value(search: Search, trial: Trial) -> float | None:
-    if trial.state in ("failed", "diverged") or not trial.results:
-        return None
-    return trial.results[-1].value(search.metric_name)
 
 
 def explore(space: Space, parameters: Parameters, random_number: random.Random) -> dict[str, Value]:

@@ -6,8 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.tune import Trainable
@@ -15,7 +14,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
 from paceline.core.errors import ConfigError
-from paceline_tune.history import SearchJournal, TrialResult, TrialState
+from paceline_tune.history import SearchJournal, TrialResult
 from paceline_tune.population import choose_successor, is_comparable
 from paceline_tune.sampler import suggest
 from paceline_tune.search import Search, SearchDirectory
@@ -31,52 +30,34 @@ TIME = "iteration"
 class TrialRun(Trainable):  # type: ignore[misc]
     """One trial of a search; afterwards its actor, which has imported torch, runs the next one.
 
-    ``config`` is suggested by :class:`~paceline_tune.ray_adapter.JournalSearcher`: ``number``, ``order``,
-    ``metric``, ``mode`` and ``stop``.
+    ``config`` is suggested by :class:`~paceline_tune.ray_adapter.JournalSearcher`.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Start the process from which trials are forked."""
         os.chdir(config["workdir"])
         self._server = TrialServer()
-        self._prepare(config)
-
-    def _prepare(self, config: Mapping[str, Any]) -> None:
-        order = config["order"]
-        self._goals, self._metric, self._mode = config["stop"], config["metric"], config["mode"]
-        stop_file = Path(order["stop_file"])
-        self._command = TrialCommand(
-            options=order["options"],
-            iteration=order["iteration"],
-            step=order["step"],
-            stop_file=stop_file,
-            parent=order["parent"],
-        )
-        self._last_evaluation = order["last_evaluation"]
         # Start the trial only in the first step: Tune also creates actors whose trials another actor then runs.
         self._trial: RunningTrial | None = None
+        self._config = config
 
     def step(self) -> dict[str, Any]:
         start_s = time.monotonic()
-        state: TrialState = "waiting"
-        message = ""
-        if self._trial is None and not self._command.stop_file.exists():
+        command: TrialCommand = self._config["order"]
+        report = TrialReport(iteration=command.iteration, step=command.step, metrics={}, state="waiting")
+        if self._trial is None and not command.stop_file.exists():
             try:
-                self._trial = RunningTrial(self._server, self._command)
+                self._trial = RunningTrial(self._server, command)
             except ConfigError as error:  # options that cannot be combined
-                state, message = "failed", str(error)
+                report = replace(report, state="failed", message=str(error))
         trial_start_s = time.monotonic()
-        if self._trial is None:
-            report = TrialReport(
-                iteration=self._command.iteration, step=self._command.step, metrics={}, state=state, message=message
-            )
-        else:
+        if self._trial is not None:
             report = self._trial.next()
         state = report.state
         if state == "running" and self._reached_goal(report.metrics):
             state = "goal"
         done = state != "running"
-        if not done and self._last_evaluation is not None and report.iteration >= self._last_evaluation:
+        last_evaluation = self._config["last_evaluation"]
+        if not done and last_evaluation is not None and report.iteration >= last_evaluation:
             self._end()  # it saves before a trial that continues it may begin
             done = True
         return {
@@ -93,15 +74,16 @@ class TrialRun(Trainable):  # type: ignore[misc]
 
     def _objective(self, report: TrialReport) -> float:
         """Return the metric, or the worst possible value if it is not finite or the trial failed."""
-        value = report.metrics.get(self._metric)
+        value = report.metrics.get(self._config["metric"])
         if value is not None and math.isfinite(value) and report.state not in ("diverged", "failed"):
             return value
-        return -math.inf if self._mode == "max" else math.inf
+        return -math.inf if self._config["mode"] == "max" else math.inf
 
     def _reached_goal(self, metrics: Mapping[str, float | None]) -> bool:
-        for name, goal in self._goals.items():
+        metric, mode = self._config["metric"], self._config["mode"]
+        for name, goal in self._config["stop"].items():
             value = metrics.get(name)
-            lower_is_better = name == "loss" or (name == self._metric and self._mode == "min")
+            lower_is_better = name == "loss" or (name == metric and mode == "min")
             if value is not None and (value <= goal if lower_is_better else value >= goal):
                 return True
         return False
@@ -109,11 +91,10 @@ class TrialRun(Trainable):  # type: ignore[misc]
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """End this trial, whose run saves a checkpoint, and prepare for another one."""
         self._end()
-        self._prepare(new_config)
+        self._config = new_config
         return True
 
     def cleanup(self) -> None:
-        """End the trial and the process from which it was forked."""
         try:
             self._end()
         finally:
@@ -140,8 +121,8 @@ _MAX_EVALUATIONS = 1_000_000  # if the number of a trial's evaluations is unknow
 class JournalSearcher(Searcher):  # type: ignore[misc]
     """A searcher that suggests the trials ``numbers`` in order, until ``closed`` returns True.
 
-    ``has_room`` returns whether the cluster has resources for another trial: Tune asks in advance, but a sampler that
-    learns should not choose before it must.
+    ``concurrent`` returns how many trials the cluster runs at a time: Tune asks in advance, but a sampler that learns
+    should not choose before it must.
     """
 
     def __init__(
@@ -151,12 +132,12 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
         journal: SearchJournal,
         numbers: Sequence[int],
         closed: Callable[[], bool],
-        has_room: Callable[[int], bool],
+        concurrent: Callable[[], int],
     ) -> None:
         super().__init__(metric=OBJECTIVE, mode=search.mode)
         self._search, self._directory, self._journal = search, directory, journal
         self._numbers = list(numbers)
-        self._closed, self._has_room = closed, has_room
+        self._closed, self._concurrent = closed, concurrent
         self._running: set[str] = set()
 
     def suggest(self, trial_id: str) -> Any:
@@ -172,7 +153,7 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
             if successor is None:
                 return Searcher.FINISHED
             self._journal.suggest(number, successor.parameters, successor.parent)
-        elif search.sampler != "random" and not self._has_room(len(self._running)):
+        elif search.sampler != "random" and len(self._running) >= self._concurrent():
             return None
         del self._numbers[0]
         trial = self._journal.trial(number)
@@ -189,18 +170,20 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
             "metric": search.metric_name,
             "mode": search.mode,
             "stop": dict(search.stop),
-            "order": {
-                "options": search.trial_options(number, trial.parameters(search), self._directory),
-                "iteration": begun.iteration,
-                "step": begun.step,
-                "stop_file": str(self._directory.stop),
-                "parent": None if parent is None else str(self._directory.trial(parent.number)),
-                "last_evaluation": search.last_evaluation(number),
-            },
+            "last_evaluation": search.last_evaluation(number),
+            "order": TrialCommand(
+                options={
+                    **search.run_options(number, trial.parameters(search)),
+                    "run_dir": str(self._directory.trial(number)),
+                },
+                iteration=begun.iteration,
+                step=begun.step,
+                stop_file=self._directory.stop,
+                parent=None if parent is None else self._directory.trial(parent.number),
+            ),
         }
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Note that a trial has ended; its results are in the journal."""
         self._running.discard(trial_id)
 
     def save(self, checkpoint_path: str) -> None:
@@ -236,7 +219,7 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
 
     def replay(self, results: Sequence[TrialResult], search: Search) -> None:
         """Repeat earlier comparisons in the same order."""
-        worst = float("-inf") if search.mode == "max" else float("inf")
+        worst = -math.inf if search.mode == "max" else math.inf
         for result in results:
             name = _NamedTrial(str(result.trial))
             if name.trial_id not in self._trial_info:
@@ -250,12 +233,10 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
             self._compare(None, name, values)
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """Add a trial, unless it is already known."""
         if str(trial.config["number"]) not in self._trial_info:
             super().on_trial_add(tune_controller, _name(trial))
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Compare a result; this may stop the trial."""
         return self._compare(tune_controller, _name(trial), result)
 
     def _compare(self, tune_controller: Any, name: _NamedTrial, result: Mapping[str, Any]) -> str:

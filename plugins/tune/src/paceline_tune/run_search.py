@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -38,7 +37,7 @@ from paceline_tune.history import (
     write_hparams,
     write_result,
 )
-from paceline_tune.search import WARN_AT, Search, SearchCost, SearchDirectory, estimate, show_seconds
+from paceline_tune.search import WARN_AT, Search, SearchCost, SearchDirectory, show_seconds
 from paceline_tune.status import SearchStatus, render
 from paceline_tune.trial import last_line
 
@@ -49,14 +48,10 @@ _SHOW_S = 0.5
 _RECORD_S = 15.0  # longest time that a killed search loses
 
 
-class SearchMonitor:
-    """The bookkeeping of a running search.
-
-    Args:
-        ray: the library, connected.
+class SearchMonitor(Callback):  # type: ignore[misc]
+    """The bookkeeping of a running search, as a callback of Tune.
 
     Attributes:
-        callback: receives Tune's events.
         scheduler: of Tune, once it exists.
         failure: why Tune gave up the last trial that it gave up.
         failures: why trials of this start failed or diverged, while no trial has a result.
@@ -87,7 +82,6 @@ class SearchMonitor:
         # A population without a member that has a result cannot continue.
         self._max_failed = min(MAX_FAILED, search.trials) if search.scheduler == "pbt" else MAX_FAILED
         self._since: dict[int, float] = {}  # time of a running trial's start or last result
-        self.callback = _Events(self)
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
@@ -104,12 +98,12 @@ class SearchMonitor:
 
     @property
     def clock_s(self) -> float:
-        """Return the time of the search over all its starts."""
+        """The time of the search over all its starts."""
         return self._earlier_s + time.monotonic() - self._started_at
 
     @property
     def cost(self) -> SearchCost:
-        """Return the costs so far, including the time of running trials since their last result."""
+        # Including the time of running trials since their last result.
         recorded = self._journal.cost(self.clock_s, self._search.gpus)
         return replace(recorded, gpu_hours=recorded.gpu_hours + self._running_s / 3600 * self._search.gpus)
 
@@ -125,16 +119,16 @@ class SearchMonitor:
 
     @property
     def closed(self) -> bool:
-        """Return whether no more trials may start."""
         return self.spent or self.hopeless or self._directory.stop.exists()
 
     @property
     def hopeless(self) -> bool:
-        """Return whether several trials have failed, and none has succeeded."""
+        """Whether several trials have failed, and none has succeeded."""
         return len(self.failures) >= self._max_failed
 
-    def _note_end(self, result: TrialResult) -> None:
-        """Stop the search if nothing succeeds."""
+    def _record(self, result: TrialResult) -> None:
+        """Record a result, and stop the search if nothing succeeds."""
+        self._journal.add(result)
         if result.state in ("failed", "diverged"):
             if not self._journal.ranking(self._search.metric_name, self._search.mode):
                 parameters = self._journal.trial(result.trial).parameters(self._search)
@@ -143,7 +137,6 @@ class SearchMonitor:
                 self._directory.stop.touch()
 
     def poll(self) -> None:
-        """Check the budget, record the costs, and show the status."""
         self._watch_budget()
         if time.monotonic() - self._recorded_at > _RECORD_S:
             self._recorded_at = time.monotonic()
@@ -153,7 +146,6 @@ class SearchMonitor:
             self._live.update(render(self._search, self._journal, self.status()), refresh=True)
 
     def status(self) -> SearchStatus:
-        """Return the status to show in addition to the trials."""
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
         used = [
             f"{total[name] - free.get(name, 0):g}/{total[name]:g} {name}s" for name in ("CPU", "GPU") if name in total
@@ -167,13 +159,9 @@ class SearchMonitor:
             notes=self._notes,
         )
 
-    def has_room(self, running: int) -> bool:
-        """Return whether the cluster has resources for one more trial."""
-        return running < self._concurrent
-
     @property
-    def _concurrent(self) -> int:
-        """Return how many trials the cluster runs at a time, at least 1."""
+    def concurrent(self) -> int:
+        """How many trials the cluster runs at a time, at least 1."""
         resources, search = self._ray.cluster_resources(), self._search
         concurrent = int(resources.get("CPU", 1) // search.cpus) if search.cpus else search.planned
         if search.gpus:
@@ -181,7 +169,6 @@ class SearchMonitor:
         return max(1, concurrent)
 
     def started(self, number: int) -> None:
-        """Note that a trial has started."""
         self._journal.trial(number).begun = True
         self._since[number] = time.monotonic()
 
@@ -198,11 +185,9 @@ class SearchMonitor:
             self._since.pop(number, None)
         else:
             self._since[number] = time.monotonic()
-        interrupted = state == "waiting"
-        if interrupted or (state == "running" and report["step"] <= trial.step):
+        if state == "waiting" or (state == "running" and report["step"] <= trial.step):
             self._journal.unrecorded_s += report["seconds"]
             return  # already recorded, or the trial will be continued
-        place = f"{report.get('node_ip', '')}:{report.get('pid', '')}"
         result = TrialResult(
             trial=number,
             state="stopped" if ended and state == "running" else state,
@@ -211,11 +196,10 @@ class SearchMonitor:
             metrics=finite(dict(report["metrics"])),
             seconds=round(report["seconds"], 3),
             clock_s=round(self.clock_s, 3),
-            place=place,
+            place=f"{report.get('node_ip', '')}:{report.get('pid', '')}",
             message=report["message"],
         )
-        self._journal.add(result)
-        self._note_end(result)
+        self._record(result)
         if not self._live.is_started:
             self._print_result(result)
         if not self._estimated and result.iteration == 1:
@@ -230,25 +214,23 @@ class SearchMonitor:
         self.print_status(f"trial {number:05d} was lost, and continues from its last checkpoint: {reason}")
 
     def gave_up(self, number: int, reason: str) -> None:
-        """Record the failure of a trial that Tune has given up."""
         self.failure = reason
         trial = self._journal.trial(number)
-        result = TrialResult(
-            trial=number,
-            state="failed",
-            iteration=trial.iteration,
-            step=trial.step,
-            metrics={},
-            seconds=round(self._stop_timer(number), 3),
-            clock_s=round(self.clock_s, 3),
-            message=reason,
+        self._record(
+            TrialResult(
+                trial=number,
+                state="failed",
+                iteration=trial.iteration,
+                step=trial.step,
+                metrics={},
+                seconds=round(self._stop_timer(number), 3),
+                clock_s=round(self.clock_s, 3),
+                message=reason,
+            )
         )
-        self._journal.add(result)
-        self._note_end(result)
         self.print_status(f"trial {number:05d} failed: {reason}")
 
     def print_status(self, text: str) -> None:
-        """Print a message above the table."""
         self._console.print(f"paceline: {text}", markup=False, soft_wrap=True)
 
     def _print_result(self, result: TrialResult) -> None:
@@ -264,20 +246,10 @@ class SearchMonitor:
     def _update_estimate(self, seconds: float) -> None:
         """Estimate the costs by a trial's seconds to its first evaluation here, without the first import of torch."""
         self._estimated = True
-        search = self._search
-        if search.evaluations is None or search.seconds_per_evaluation is None:
+        start_s = min(self._search.start_s, seconds)
+        expected = self._search.estimate(start_s, seconds - start_s, self.concurrent)
+        if expected is None:
             return
-        start_s = min(search.start_s, seconds)
-        expected = estimate(
-            evaluations=search.evaluations,
-            start_s=start_s * search.generations,
-            seconds_per_evaluation=seconds - start_s,
-            trials=search.whole_trials,
-            rungs=search.rungs,
-            reduction=search.reduction_factor,
-            concurrent=self._concurrent,
-            gpus_per_trial=search.gpus,
-        )
         self.print_status(
             f"judging by the first evaluation, the search takes about {show_seconds(expected.search.seconds)}, "
             f"{expected.concurrent} trials at a time"
@@ -302,27 +274,22 @@ class SearchMonitor:
             self._directory.stop.touch()
             self.print_status(f"the budget is spent: {budget.show(self.cost)}. Running trials save and stop.")
 
-
-class _Events(Callback):  # type: ignore[misc]
-    """A callback that forwards Tune's events to the monitor."""
-
-    def __init__(self, monitor: SearchMonitor) -> None:
-        self._monitor = monitor
+    # Tune's events
 
     def on_step_end(self, iteration: int, trials: Any, **info: Any) -> None:
-        self._monitor.poll()
+        self.poll()
 
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._monitor.started(trial.config["number"])
+        self.started(trial.config["number"])
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
-        self._monitor.result(trial.config["number"], result, ended=bool(result.get("done")))
+        self.result(trial.config["number"], result, ended=bool(result.get("done")))
 
     def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._monitor.lost(trial.config["number"], _error_of(trial))
+        self.lost(trial.config["number"], _error_of(trial))
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._monitor.gave_up(trial.config["number"], f"it was lost too often; the last time {_error_of(trial)}")
+        self.gave_up(trial.config["number"], f"it was lost too often; the last time {_error_of(trial)}")
 
 
 def _error_of(trial: Any) -> str:
@@ -333,7 +300,7 @@ def _error_of(trial: Any) -> str:
     return "its process or node ended without a reason"
 
 
-# --- The driver, in the Ray cluster of RAY_ADDRESS: ``python -m paceline_tune.run_search DIRECTORY`` ---
+# --- The driver, in the Ray cluster of RAY_ADDRESS: ``python -m paceline_tune.run_search DIRECTORY [--quiet]`` ---
 #
 # Ray Tune places the trials and ASHA stops them early. The search's own journal records them; files that Tune
 # writes are never read, because they contain pickles.
@@ -360,11 +327,7 @@ def main(argv: Sequence[str]) -> int:
     It is 0 once all trials have ended successfully, 75 or 130 if the search was stopped, and 1 if a trial failed
     or none has a value of the metric.
     """
-    parser = argparse.ArgumentParser(prog="python -m paceline_tune.run_search", description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--quiet", action="store_true")
-    options = parser.parse_args(argv)
-    directory = SearchDirectory(options.directory)
+    directory = SearchDirectory(Path(argv[0]))
     os.environ.update({name: value for name, value in _TUNE_VARIABLES.items() if name not in os.environ})
     try:
         with ExitStack() as stack:
@@ -373,7 +336,7 @@ def main(argv: Sequence[str]) -> int:
             ray = import_ray()
             connect(ray, os.environ["RAY_ADDRESS"], "--ray-address")
             stack.callback(ray.shutdown)
-            return _search(ray, search, directory, quiet=options.quiet)
+            return _search(ray, search, directory, quiet="--quiet" in argv)
     except PacelineError as error:
         # It may quote the task.
         print("paceline: " + escape_controls(str(error), keep="\n\t"), file=sys.stderr)
@@ -387,7 +350,6 @@ def unfinished(search: Search, journal: SearchJournal) -> list[int]:
 
 
 def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quiet: bool) -> int:
-
     require_room(ray, search)
     directory.stop.unlink(missing_ok=True)
     journal = SearchJournal(directory.journal)
@@ -487,14 +449,14 @@ def _tune(
                 storage_path=storage,
                 num_samples=len(numbers),
                 search_alg=JournalSearcher(
-                    search, directory, journal, numbers, lambda: monitor.closed, monitor.has_room
+                    search, directory, journal, numbers, lambda: monitor.closed, lambda: monitor.concurrent
                 ),
                 scheduler=monitor.scheduler,
                 resources_per_trial={"cpu": search.cpus, **({"gpu": search.gpus} if search.gpus else {})},
                 reuse_actors=True,
                 max_failures=_MAX_FAILURES,
                 raise_on_failed_trial=False,
-                callbacks=[monitor.callback],
+                callbacks=[monitor],
                 verbose=0,
             )
         except (tune.TuneError, RuntimeError) as error:

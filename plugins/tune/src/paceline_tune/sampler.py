@@ -37,9 +37,6 @@ def suggest(search: Search, history: SearchHistory, configuration: int) -> dict[
     built from the history each time, so the choice depends on seed, number and the results so far alone, and a search
     that was killed continues as if it had not been.
 
-    Args:
-        history: the earlier trials.
-
     Returns:
         Parameters by name; different from those of all earlier configurations if the space is countable.
     """

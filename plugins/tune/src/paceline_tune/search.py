@@ -7,7 +7,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -29,12 +29,7 @@ Unit = Literal["seconds", "trials", "gpu-h", "$"]
 
 @dataclass(frozen=True)
 class SearchCost:
-    """The actual or expected costs of a search.
-
-    Attributes:
-        seconds: wall-clock time.
-        gpu_hours: of all trials together.
-    """
+    """The actual or expected costs of a search: seconds of wall-clock time, and GPU hours of all trials together."""
 
     seconds: float = 0.0
     trials: int = 0
@@ -49,7 +44,6 @@ class SearchBudget:
     """The limit of a search's costs.
 
     Attributes:
-        amount: in ``unit``.
         unit: seconds of wall-clock time, trials, GPU hours, or dollars.
         price_per_hour: dollars per hour, if the unit is dollars.
     """
@@ -73,15 +67,8 @@ class SearchBudget:
         return f"{spent:.4g} of {self.amount:g} {self.unit}"
 
     def _in_unit(self, cost: SearchCost) -> float:
-        match self.unit:
-            case "seconds":
-                return cost.seconds
-            case "trials":
-                return cost.trials
-            case "gpu-h":
-                return cost.gpu_hours
-        assert self.price_per_hour is not None
-        return cost.seconds / 3600 * self.price_per_hour
+        dollars = cost.seconds / 3600 * (self.price_per_hour or 0.0)
+        return {"seconds": cost.seconds, "trials": cost.trials, "gpu-h": cost.gpu_hours, "$": dollars}[self.unit]
 
 
 def parse_budget(text: str, price_per_hour: float | None, gpus_per_trial: float) -> SearchBudget:
@@ -126,74 +113,6 @@ class CostEstimate:
     concurrent: int
     trials_s: float
 
-    def reduce(self, left: int, planned: int, done_s: float, gpus_per_trial: float) -> CostEstimate:
-        """Return the costs of continuing the search.
-
-        Args:
-            left: number of trials that have not ended.
-            done_s: time that trials that have not ended have trained already.
-            gpus_per_trial: held by each trial.
-        """
-        trials_s = max(0.0, self.trials_s * left / planned - done_s)
-        clock_s = max(trials_s / min(self.concurrent, left), min(trials_s, self.trial.seconds))
-        cost = SearchCost(clock_s, left, trials_s / 3600 * gpus_per_trial)
-        return replace(self, search=cost, trials_s=trials_s)
-
-
-def estimate(
-    *,
-    evaluations: int,
-    start_s: float,
-    seconds_per_evaluation: float,
-    trials: int,
-    rungs: tuple[int, ...],
-    reduction: float,
-    concurrent: int,
-    gpus_per_trial: float,
-) -> CostEstimate:
-    """Estimate the costs of a search.
-
-    Of the trials that reach a rung, one in ``reduction`` continues (Li et al., "A System for Massively Parallel
-    Hyperparameter Tuning", https://arxiv.org/abs/1810.05934). The asynchronous form continues some more, whose
-    number is not known in advance.
-
-    Args:
-        evaluations: of a whole trial.
-        start_s: of a trial, until its first step.
-        seconds_per_evaluation: including the steps before it.
-        rungs: evaluations after which trials are compared.
-        gpus_per_trial: held by each trial.
-    """
-    trial_s = start_s + evaluations * seconds_per_evaluation
-    total, remaining, done = 0.0, float(trials), 0
-    for rung in rungs:
-        if rung >= evaluations:
-            break
-        total += remaining * (rung - done)
-        remaining, done = max(1.0, remaining / reduction), rung
-    total += remaining * (evaluations - done)
-    work_s = trials * start_s + total * seconds_per_evaluation
-    clock_s = max(work_s / min(concurrent, trials), trial_s)
-    return CostEstimate(
-        trial=SearchCost(trial_s, 1, trial_s / 3600 * gpus_per_trial),
-        search=SearchCost(clock_s, trials, work_s / 3600 * gpus_per_trial),
-        concurrent=concurrent,
-        trials_s=work_s,
-    )
-
-
-def require_room(budget: SearchBudget, estimated: CostEstimate, text: str) -> None:
-    """Refuse a budget that is too small for one trial.
-
-    Raises:
-        ConfigError: the budget is below the costs of one trial.
-    """
-    if budget.used(estimated.trial) > 1:
-        raise ConfigError(
-            f"--budget {text} is less than the costs of one whole trial, about {budget.show(estimated.trial)}. "
-            "Increase it, or shorten trials (--epochs, --max-steps)."
-        )
-
 
 def show_seconds(seconds: float) -> str:
     """Format seconds: 42 s, 3 min 20 s, 2 h 5 min."""
@@ -232,8 +151,6 @@ class Search:
         options: of each trial's run, as for ``paceline train``: task, seed, epochs, nproc, ...
         space: of ``--search``, or the task's own.
         trials: largest number of configurations; with pbt the number of members.
-        constraints: of ``--constraint``.
-        sampler: chooses the next configuration.
         repeats: trials of each configuration, with different seeds.
         choices: the values of choices with the types of the task's fields, by name.
         searched_options: the names in ``space`` that are options of the run.
@@ -243,13 +160,11 @@ class Search:
         perturbation_interval: evaluations between two comparisons of all members.
         metric: ``NAME:min`` or ``NAME:max``, of the validation split.
         stop: values at which a trial ends, by metric.
-        budget: of ``--budget``.
         price_per_hour: dollars per hour of the nodes.
         evaluations: of a whole trial; None if unknown.
         total_steps: of a whole trial; None if unknown.
         start_s: of a trial, until its first step, measured on this machine before the search.
         seconds_per_evaluation: including the steps before it, measured so too.
-        workdir: directory of the task's file.
     """
 
     options: Mapping[str, Any]
@@ -278,7 +193,6 @@ class Search:
 
     @property
     def config(self) -> RunConfig:
-        """Return the options that all trials share."""
         return config_from_mapping(dict(self.options), "tune.json")
 
     @cached_property
@@ -323,13 +237,11 @@ class Search:
 
     @property
     def generations(self) -> int:
-        """Return the number of generations: 1, except with pbt."""
         if self.scheduler != "pbt" or self.evaluations is None:
             return 1
         return -(-self.evaluations // self.perturbation_interval)
 
     def generation(self, number: int) -> int:
-        """Return the generation of a trial, counted from 0."""
         return number // self.trials if self.scheduler == "pbt" else 0
 
     def last_evaluation(self, number: int) -> int | None:
@@ -339,7 +251,6 @@ class Search:
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Return the evaluations after which trials are compared, ascending."""
         if self.scheduler != "asha" or self.evaluations is None:
             return ()
         pending_rungs = [float(self.grace_period)]
@@ -353,18 +264,41 @@ class Search:
                 rungs.append(evaluation)
         return tuple(rungs)
 
+    def estimate(self, start_s: float, seconds_per_evaluation: float, concurrent: int) -> CostEstimate | None:
+        """Estimate the costs of the search, of which ``concurrent`` trials run at a time; None without their length.
+
+        Of the trials that reach a rung, one in ``reduction_factor`` continues (Li et al., "A System for Massively
+        Parallel Hyperparameter Tuning", https://arxiv.org/abs/1810.05934). The asynchronous form continues some more,
+        whose number is not known in advance.
+
+        Args:
+            start_s: of a trial, until its first step.
+            seconds_per_evaluation: including the steps before it.
+        """
+        if self.evaluations is None or self.seconds_per_evaluation is None:
+            return None
+        trials, start_s = self.whole_trials, start_s * self.generations
+        trial_s = start_s + self.evaluations * seconds_per_evaluation
+        total, remaining, done = 0.0, float(trials), 0
+        for rung in self.rungs:
+            total += remaining * (rung - done)
+            remaining, done = max(1.0, remaining / self.reduction_factor), rung
+        total += remaining * (self.evaluations - done)
+        work_s = trials * start_s + total * seconds_per_evaluation
+        return CostEstimate(
+            trial=SearchCost(trial_s, 1, trial_s / 3600 * self.gpus),
+            search=SearchCost(max(work_s / min(concurrent, trials), trial_s), trials, work_s / 3600 * self.gpus),
+            concurrent=concurrent,
+            trials_s=work_s,
+        )
+
     def run_options(self, number: int, parameters: Parameters) -> dict[str, Any]:
-        """Return the options of a trial's run, except for its directory."""
         options = {**self.options, **{n: v for n, v in parameters.items() if n in self.searched_options}}
         fields = {name: value for name, value in parameters.items() if name not in self.searched_options}
         options["set"] = [*self.options.get("set", ()), *assignments(fields)]
         if self.repeats > 1:
             options["seed"] = self.seed + number % self.repeats
         return options
-
-    def trial_options(self, number: int, parameters: Parameters, directory: SearchDirectory) -> dict[str, Any]:
-        """Return the options of a trial's run."""
-        return {**self.run_options(number, parameters), "run_dir": str(directory.trial(number))}
 
     def parameters(self, number: int) -> dict[str, Value]:
         """Return the parameters that the space alone gives to a trial: those of sampler "random"."""
@@ -374,40 +308,20 @@ class Search:
         return self.parsed_space.parameters(configuration)
 
 
-@dataclass(frozen=True)
 class SearchDirectory:
-    """The paths in a search's directory; creating an instance touches nothing."""
+    """The paths in a search's directory; creating an instance touches nothing.
 
-    path: Path
+    Attributes:
+        stop: a file that makes trials save and stop while it exists.
+    """
 
-    @property
-    def settings(self) -> Path:
-        return self.path / "tune.json"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal.jsonl"
-
-    @property
-    def lock(self) -> Path:
-        """Return the path of the lock of the searching process."""
-        return self.path / "tune.lock"
-
-    @property
-    def stop(self) -> Path:
-        """Return the path of a file that makes trials save and stop while it exists."""
-        return self.path / "stop"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings, self.journal = path / "tune.json", path / "journal.jsonl"
+        self.result, self.tensorboard = path / "result.json", path / "tensorboard"
+        self.stop = path / "stop"
 
     def trial(self, number: int) -> Path:
-        """Return the directory of a trial's run."""
         return self.path / "trials" / f"{number:05d}"
 
     def write(self, search: Search, *, new: bool = False) -> None:
@@ -450,9 +364,10 @@ class SearchDirectory:
         Raises:
             RunInUseError: another process holds the lock.
         """
-        with closing(FileLock(self.lock)) as lock:
+        path = self.path / "tune.lock"
+        with closing(FileLock(path)) as lock:
             if not lock.take_within(_LOCK_TIMEOUT_S):
-                raise in_use(self.lock)
+                raise in_use(path)
             yield
 
     def read(self) -> Search:

@@ -32,7 +32,6 @@ class Dimension:
     """A field of the task, or an option of ``paceline train``, with its possible values.
 
     Attributes:
-        name: of the field or option.
         kind: the distribution; "log" and "log-int" are uniform in the logarithm.
         values: the lowest and the highest value; with "choice" all values.
         parent: the dimension that decides whether this one applies, if there is one.
@@ -47,7 +46,6 @@ class Dimension:
 
     @property
     def options(self) -> Sequence[Value] | None:
-        """Return all values, if they are countable."""
         if self.kind == "choice":
             return self.values
         return range(int(self.bounds[0]), int(self.bounds[1]) + 1) if self.kind == "int" else None
@@ -61,11 +59,9 @@ class Dimension:
         return float(low), float(high)
 
     def applies(self, parameters: Parameters) -> bool:
-        """Return whether it applies to a configuration with these parameters."""
         return self.parent is None or (self.parent in parameters and parameters[self.parent] in self.parent_values)
 
     def draw(self, random_number: random.Random) -> Value:
-        """Draw a value."""
         if self.options is not None:
             return random_number.choice(self.options)
         low, high = self.bounds
@@ -94,7 +90,7 @@ class Space:
 
     @property
     def size(self) -> int | None:
-        """Return the number of different configurations; None if they are not countable, or too many."""
+        """The number of different configurations; None if they are not countable, or too many."""
         return None if self._order is None else len(self._order)
 
     @cached_property
@@ -125,7 +121,6 @@ class Space:
         return parameters
 
     def allows(self, parameters: Parameters) -> bool:
-        """Return whether all constraints hold."""
         return all(constraint.holds(parameters) for constraint in self.constraints)
 
     def parameters(self, number: int) -> dict[str, Value]:
@@ -167,8 +162,6 @@ def parse_space(
     """Parse ``--search`` and ``--constraint``.
 
     Args:
-        texts: of ``--search``.
-        constraints: of ``--constraint``.
         choices: the values of choices with their types, by name; default: as text.
         options: the names that are options of ``paceline train``, not fields.
 
@@ -183,17 +176,11 @@ def parse_space(
         name = dimension.name
         if name in dimensions:
             raise ConfigError(f"--search contains {name} twice. Give each field one range.")
-        values = (choices or {}).get(name)
+        values = tuple((choices or {}).get(name, ()))
         parent, parent_values = _parse_condition(condition, text, dimensions, given) if condition else (None, ())
         given[name] = words
-        dimensions[name] = Dimension(
-            name,
-            dimension.kind,
-            dimension.values if values is None or len(values) != len(words) else tuple(values),
-            name in options,
-            parent,
-            parent_values,
-        )
+        values = values if values and len(values) == len(words) else dimension.values
+        dimensions[name] = Dimension(name, dimension.kind, values, name in options, parent, parent_values)
     # Without dimensions, the task will declare some.
     parsed = tuple(parse_constraint(each, dimensions) for each in constraints) if dimensions else ()
     return Space(tuple(dimensions.values()), seed, parsed)

@@ -35,7 +35,6 @@ class SearchStatus:
 
     Attributes:
         resources: used resources of the cluster: "2/2 CPUs".
-        scheduler: the scheduler's own description.
     """
 
     clock_s: float

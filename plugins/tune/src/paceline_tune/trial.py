@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from paceline.core.config import config_from_mapping
 from paceline.core.environment import variables_of_another_job
-from paceline.core.errors import LaunchError
+from paceline.core.errors import LaunchError, PacelineError
 from paceline.core.files import read_json_lines, write_atomically
 from paceline.core.fork_server import (
     Child,
@@ -63,30 +63,24 @@ def _prepare_trial(request: Mapping[str, Any], descriptors: Sequence[int]) -> Ch
     die_with_parent(parent=request["parent"])
     restore_stop_signals()
     redirect_output(descriptors[0])
-    return partial(_trial, Path(request["job"]))
+    return partial(_train, Path(request["job"]))
 
 
-def _trial(job_file: Path) -> NoReturn:
+def _train(job_file: Path) -> NoReturn:
+    """Train as ``paceline train`` does: here, or with several processes."""
+    from paceline.launch.local_run import launch
+
     code = 1
     try:
-        code = run_trial(WorkerConfig.from_toml(job_file))
+        code = launch(WorkerConfig.from_toml(job_file))[0]
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        code = error.exit_code
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a thread of the task's may still run
-
-
-def run_trial(job: WorkerConfig) -> int:
-    """Train as ``paceline train`` does: here, or with several processes; return the exit code."""
-    from paceline.core.errors import PacelineError
-    from paceline.launch.local_run import launch
-
-    try:
-        return launch(job)[0]
-    except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
-        return error.exit_code
 
 
 # --- A running trial: the process that trains, and its request after each evaluation ---
@@ -119,10 +113,10 @@ class TrialCommand:
     iteration: int
     step: int
     stop_file: Path
-    parent: str | None = None
+    parent: Path | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrialReport:
     """A trial's message: an evaluation, its end, or both.
 
@@ -174,11 +168,7 @@ class TrialServer(ForkServer):
 
 
 class RunningTrial:
-    """Starts or continues a trial, and receives its messages.
-
-    Args:
-        order: the order to it.
-    """
+    """Starts or continues a trial, and receives its messages."""
 
     def __init__(self, server: TrialServer, order: TrialCommand) -> None:
         self._server, self._order = server, order
@@ -205,12 +195,11 @@ class RunningTrial:
         self._await_lock()
         if self._order.parent is not None and not self._directory.exists():
             fields = parse_assignments(self._order.options["set"])
-            fork_run(RunDirectory(Path(self._order.parent)), self._directory, fields)
+            fork_run(RunDirectory(self._order.parent), self._directory, fields)
         for old in self._directory.logs.glob("rank-*.error.json"):
             old.unlink(missing_ok=True)
-        config = config_from_mapping(dict(self._order.options), "tune.json")
         job = WorkerConfig(
-            config=config,
+            config=config_from_mapping(dict(self._order.options), "tune.json"),
             explicit_options=frozenset(self._order.options),
             quiet=True,
             trial_scheduler=str(self._private / _SOCKET),
@@ -236,7 +225,9 @@ class RunningTrial:
         if self._asked:
             self._answer(go_on=True)
         while self._exit_code is None:
-            self._heed_stop_file()
+            if not self._told_to_stop and self._order.stop_file.exists():
+                self._told_to_stop = True
+                self._signal(signal.SIGTERM)
             message = self._receive()
             if message is None:
                 continue
@@ -255,8 +246,7 @@ class RunningTrial:
         """Let it save and stop, if it runs, and wait for that."""
         try:
             if self._asked:
-                with suppress(OSError):
-                    self._answer(go_on=False)
+                self._answer(go_on=False)
             elif self._exit_code is None:
                 self._signal(signal.SIGTERM)
             deadline = time.monotonic() + _SAVE_S
@@ -283,11 +273,6 @@ class RunningTrial:
         assert self._pidfd is not None
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
-
-    def _heed_stop_file(self) -> None:
-        if not self._told_to_stop and self._order.stop_file.exists():
-            self._told_to_stop = True
-            self._signal(signal.SIGTERM)
 
     def _answer(self, *, go_on: bool) -> None:
         self._asked = False
@@ -326,9 +311,7 @@ class RunningTrial:
         return None
 
     def _told(self, state: TrialState, message: str = "") -> TrialReport:
-        return TrialReport(
-            iteration=self._iteration, step=self._step, metrics=self._metrics, state=state, message=message
-        )
+        return TrialReport(self._iteration, self._step, self._metrics, state, message)
 
     def _ended(self, code: int) -> TrialReport:
         """Return how it ended.
@@ -337,7 +320,11 @@ class RunningTrial:
             TrialDiedError: it was killed.
         """
         if code == 0:
-            self._take_last_evaluation()
+            # A run that had finished before sends no request for its last evaluation.
+            evaluations = self._evaluations()
+            if evaluations and max(evaluations) > self._step:
+                self._step, self._iteration = max(evaluations), len(evaluations)
+                self._metrics = evaluations[self._step]
             return self._told("finished")
         if code in (75, 130):
             return self._told("waiting")
@@ -357,13 +344,6 @@ class RunningTrial:
         raise TrialDiedError(
             f"it was killed {end}{f', after it printed: {line}' if line else ''}; see {self._directory.logs / OUTPUT}"
         )
-
-    def _take_last_evaluation(self) -> None:
-        """Read the last evaluation from the file of a run that had finished before, which sends no request."""
-        evaluations = self._evaluations()
-        if evaluations and max(evaluations) > self._step:
-            self._step, self._iteration = max(evaluations), len(evaluations)
-            self._metrics = evaluations[self._step]
 
     def _evaluations(self) -> dict[int, Mapping[str, float | None]]:
         """Return the metrics of the run's evaluations, by step."""
