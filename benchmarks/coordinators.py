@@ -22,7 +22,7 @@ from benchmarks.faults import FaultScript
 from benchmarks.results import BenchResult, Progress, Spread, significant
 from benchmarks.rounds import end_processes
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.signals import interrupt_on_sigterm
+from paceline.core.signals import handle_signals
 from paceline.runs.directory import RunDirectory
 from paceline_checks.bench_report import ReportTable
 
@@ -54,7 +54,7 @@ def bench_coordinators(*, rounds: int, progress: Progress) -> BenchResult:
         raise ConfigError("etcd is missing. On Debian: apt-get install etcd-server")
     seconds: dict[tuple[str, Coordinator], list[float]] = {}
     with (
-        interrupt_on_sigterm(),
+        handle_signals((signal.SIGTERM,), signal.default_int_handler),
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as name,
         _etcd_cluster(Path(name)) as url,
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from benchmarks.faults import GLOBAL_BATCH_SIZE, STEPS_PER_EPOCH, FaultScript, K
 from benchmarks.results import BenchResult, Progress, significant
 from benchmarks.rounds import end_processes, log_tails, read_json
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.signals import interrupt_on_sigterm
+from paceline.core.signals import handle_signals
 from paceline_checks.bench_report import ReportTable
 
 SPACING = 150
@@ -74,7 +75,7 @@ def bench_recovery(
     steps = math.ceil((kills + 1) * 1.5 * SPACING / STEPS_PER_EPOCH) * STEPS_PER_EPOCH
     trials: dict[str, list[RecoveryTrial]] = {recoverer.name: [] for recoverer in chosen}
     undisturbed: dict[str, RecoveryTrial] = {}
-    with interrupt_on_sigterm():
+    with handle_signals((signal.SIGTERM,), signal.default_int_handler):
         for recoverer in chosen:
             if recoverer.undisturbed not in undisturbed:
                 trial = run_trial(recoverer, [], nproc, steps, hang_after_s)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from paceline.core.errors import LaunchError
-from paceline.core.signals import interrupt_at_exit, interrupt_on_sigterm
+from paceline.core.signals import handle_signals, interrupt_at_exit
 
 Sample = dict[str, float]
 """What one round measured: name -> value."""
@@ -96,7 +96,7 @@ def interleave(
         LaunchError: a process failed or hung; all of them have been ended.
     """
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
-    with interrupt_on_sigterm():
+    with handle_signals((signal.SIGTERM,), signal.default_int_handler):
         for number in range(rounds):
             first = number % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:

@@ -4,7 +4,6 @@ import datetime
 import enum
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from paceline.core.task_loading import (
     build_task,
     load_task_class,
     parse_assignments,
-    task_assignments,
     task_fields,
 )
 
@@ -197,18 +195,6 @@ def test_assignments() -> None:
     for wrong in ("lr", "=3"):
         with pytest.raises(TaskError, match="write it as field=value"):
             parse_assignments([wrong])
-
-
-def test_a_tasks_fields_as_assignments_build_it_again() -> None:
-    task = Kinds(number=0.1, name="b=c", mode=3, sizes=[4], pair=(2.0, " d "), note="none so", anything=[0])
-    assert build_task(Kinds, parse_assignments(task_assignments(task))) == task
-    assert task_assignments(Kinds(count=3)) == ("sizes=[1]",), "what is the default is left out"
-
-
-@pytest.mark.parametrize(("name", "value"), [("name", " a"), ("name", "a\n"), ("note", "None"), ("anything", "3")])
-def test_a_text_that_would_be_read_as_another_value_is_refused(name: str, value: str) -> None:
-    with pytest.raises(TaskError, match=rf"Kinds\.{name} is {re.escape(repr(value))}, which --set would"):
-        task_assignments(Kinds(**{name: value}))
 
 
 class Colour(enum.Enum):

@@ -19,10 +19,10 @@ from plugins.serving.tests.load import PATH
 from tests.processes import Processes
 
 from paceline.core import access
-from paceline.core.access import BearerTokens, read_bearer_token
 from paceline.core.errors import ConfigError
 from paceline_serving.access import AccessPolicy
 from paceline_serving.batching import RequestFailure
+from paceline_serving.bearer_tokens import BearerTokens, read_bearer_token
 from paceline_serving.model import ServingOptions
 from paceline_serving.server import ListenAddress, bind, listen
 

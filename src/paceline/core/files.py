@@ -17,7 +17,6 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Literal
@@ -488,31 +487,9 @@ class ResilientLog(io.TextIOBase):
 # error that the file contains.
 
 
-VARIABLE = "PACELINE_WRITE_FAULTS"
+WRITE_FAULTS = "PACELINE_WRITE_FAULTS"
 
 _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
-
-
-@dataclass(frozen=True)
-class WriteFaults:
-    """Switches write faults on and off for jobs whose environment names ``file``."""
-
-    file: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variable to add to the job's environment."""
-        return {VARIABLE: str(self.file.absolute())}
-
-    def arm(self, kind: Literal["enospc", "eio"]) -> None:
-        """Make writes fail from now on."""
-        temporary = self.file.with_suffix(".new")
-        temporary.write_text(kind)
-        temporary.replace(self.file)
-
-    def disarm(self) -> None:
-        """Let writes succeed again; does nothing if they already do."""
-        self.file.unlink(missing_ok=True)
 
 
 def fail_if_armed(path: Path) -> None:
@@ -521,7 +498,7 @@ def fail_if_armed(path: Path) -> None:
     Raises:
         OSError: a fault is armed.
     """
-    armed = os.environ.get(VARIABLE)
+    armed = os.environ.get(WRITE_FAULTS)
     if armed is None:
         return
     try:

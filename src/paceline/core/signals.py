@@ -106,16 +106,6 @@ def interrupt_at_exit(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterator[Non
         raise KeyboardInterrupt
 
 
-def join_all(threads: Iterable[threading.Thread]) -> None:
-    """Wait in the main thread until these threads have ended, or until a signal handler raises.
-
-    It polls for the reason given in :func:`wait_for`.
-    """
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(_TURN_S)
-
-
 def wait_for(event: threading.Event) -> None:
     """Wait in the main thread for an event that a signal handler may set.
 
@@ -134,14 +124,3 @@ def dump_stacks_on_signal() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     install_dump_handler()
-
-
-@contextmanager
-def interrupt_on_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM, so that a command also ends the processes that it started."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with handle_signals((signal.SIGTERM,), interrupt):
-        yield

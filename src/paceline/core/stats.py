@@ -1,21 +1,17 @@
-"""Confidence intervals and paired tests, computed by arithmetic alone.
+"""Confidence intervals, computed by arithmetic alone.
 
 - Wilson's score interval for shares: E. B. Wilson, "Probable Inference, the Law of Succession, and
   Statistical Inference", JASA 22 (1927); recommended by Brown, Cai and DasGupta, "Interval Estimation for a
   Binomial Proportion", Statistical Science 16 (2001).
 - Percentile bootstrap for means and ratios: B. Efron and R. J. Tibshirani, "An Introduction to the Bootstrap"
   (1993), chapter 13.
-- McNemar's test in its exact form for two classifiers on the same samples: Q. McNemar, Psychometrika 12
-  (1947); T. G. Dietterich, "Approximate Statistical Tests for Comparing Supervised Classification Learning
-  Algorithms", Neural Computation 10 (1998).
-- Holm's correction for comparisons of several runs: S. Holm, Scandinavian Journal of Statistics 6 (1979).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
@@ -23,13 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
 
 LEVEL = 0.95
 RESAMPLES = 2000
-_SEED = 20_011_115  # fixed, so that an interval is reproducible
-_AT_ONCE = 2_000_000  # numbers drawn at a time
-_LARGE = 200_000  # beyond it, the bootstrap and the normal interval agree
+SEED = 20_011_115  # fixed, so that an interval is reproducible
+AT_ONCE = 2_000_000  # numbers drawn at a time
+LARGE = 200_000  # beyond it, the bootstrap and the normal interval agree
 
 
 @dataclass(frozen=True)
@@ -57,20 +52,6 @@ class Estimate:
             **{name: end if end is not None and math.isfinite(end) else None for name, end in ends.items()},
             "method": self.method,
         }
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference of two runs on the same samples.
-
-    Attributes:
-        estimate: the second minus the first.
-        p_value: of a difference at least as large under the null hypothesis.
-    """
-
-    estimate: Estimate
-    p_value: float
-    test: str
 
 
 def wilson(successes: int, total: int, level: float = LEVEL) -> Estimate:
@@ -101,13 +82,13 @@ def ratio(sums: Floats, weights: Floats, method: str = "bootstrap over batches")
     value = _total(sums) / total if total else math.nan
     if len(sums) < 10 or not math.isfinite(value):
         return Estimate(value)
-    if len(sums) > _LARGE:
+    if len(sums) > LARGE:
         # The delta method: the residuals' standard error.
         error = float((sums - value * weights).std()) * math.sqrt(len(sums)) / total
         half = NormalDist().inv_cdf(0.5 + LEVEL / 2) * error
         return Estimate(value, value - half, value + half, "normal")
-    drawn = _resampled_ratios(sums, weights)
-    return _between(value, drawn, method)
+    drawn = resampled_ratios(sums, weights)
+    return interval_between(value, drawn, method)
 
 
 def _total(values: Floats) -> float:
@@ -122,92 +103,19 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(values, percent, method="inverted_cdf")) if len(values) else None
 
 
-def of_counts(counts: Counts, statistic: Callable[[Floats], Floats]) -> Estimate:
-    """Estimate a share that depends on the number of samples in each cell, by resampling samples.
-
-    N samples with replacement have cell counts that follow a multinomial distribution.
-
-    Args:
-        counts: (cells,).
-        statistic: (R, cells) counts -> (R,) values.
-    """
-    total = int(counts.sum())
-    value = float(statistic(counts[None].astype(np.float64))[0]) if total else math.nan
-    if total < 10:
-        return Estimate(value, is_share=True)
-    generator = np.random.default_rng(_SEED)
-    at_once = max(1, min(RESAMPLES, _AT_ONCE // max(1, len(counts))))
-    drawn = [
-        statistic(generator.multinomial(total, counts / total, size=size).astype(np.float64))
-        for size in _pieces(RESAMPLES, at_once)
-    ]
-    return replace(_between(value, np.concatenate(drawn), "bootstrap over samples"), is_share=True)
-
-
-def mcnemar(first_right: npt.NDArray[np.bool_], second_right: npt.NDArray[np.bool_]) -> Difference:
-    """Test whether the second of two classifiers is right more often; both (N,), by sample.
-
-    The null hypothesis of the exact test: where they disagree, either is right with probability 1/2.
-    """
-    gained = int((second_right & ~first_right).sum())
-    lost = int((first_right & ~second_right).sum())
-    change = second_right.astype(np.float64) - first_right.astype(np.float64)
-    estimate = ratio(change, np.ones_like(change), "paired bootstrap over samples")
-    estimate = replace(estimate, is_share=True)
-    return Difference(estimate, _binomial_test(min(gained, lost), gained + lost), "McNemar's exact test")
-
-
-def paired(first: Floats, second: Floats) -> Difference:
-    """Test whether the mean of the second differs from that of the first; both (N,), by sample, finite."""
-    change = second - first
-    estimate = ratio(change, np.ones_like(change), "paired bootstrap over samples")
-    if not bool(change.any()):
-        return Difference(Estimate(0.0, 0.0, 0.0, estimate.method), 1.0, "paired bootstrap")
-    if len(change) < 10:
-        return Difference(estimate, 1.0, "too few samples to tell")
-    # Shifted to a mean of 0, as it would be were there no difference (Efron and Tibshirani, chapter 16).
-    centred = change - change.mean()
-    if len(change) > _LARGE:
-        error = float(change.std()) / math.sqrt(len(change))
-        z = abs(float(change.mean())) / error if error else math.inf
-        return Difference(estimate, 2 * NormalDist().cdf(-z), "normal test of paired differences")
-    drawn = _resampled_ratios(centred, np.ones_like(centred))
-    extreme = int((np.abs(drawn) >= abs(float(change.mean()))).sum())
-    return Difference(estimate, (extreme + 1) / (RESAMPLES + 1), "paired bootstrap")
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct the p-values of several comparisons for multiple testing."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, p_values[index] * (len(p_values) - rank)))
-        corrected[index] = largest
-    return corrected
-
-
-def _binomial_test(fewer: int, total: int) -> float:
-    """Return the two-sided p-value for a fair coin."""
-    if total == 0:
-        return 1.0
-    logs = [
-        math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1) - total * math.log(2)
-        for k in range(fewer + 1)
-    ]
-    return min(1.0, 2 * math.fsum(map(math.exp, logs)))
-
-
-def _resampled_ratios(sums: Floats, weights: Floats) -> Floats:
-    generator = np.random.default_rng(_SEED)
+def resampled_ratios(sums: Floats, weights: Floats) -> Floats:
+    """Return the ratios of two sums, each over units drawn with replacement; (``RESAMPLES``,)."""
+    generator = np.random.default_rng(SEED)
     size = len(sums)
     drawn = []
-    for count in _pieces(RESAMPLES, max(1, _AT_ONCE // size)):
+    for count in pieces(RESAMPLES, max(1, AT_ONCE // size)):
         chosen = generator.integers(size, size=(count, size))
         drawn.append(sums[chosen].sum(axis=1) / weights[chosen].sum(axis=1))
     return np.concatenate(drawn)
 
 
-def _between(value: float, drawn: Floats, method: str) -> Estimate:
+def interval_between(value: float, drawn: Floats, method: str) -> Estimate:
+    """Return a value with the interval in which most of the drawn ones lie."""
     drawn = drawn[np.isfinite(drawn)]
     if not len(drawn):
         return Estimate(value)
@@ -215,5 +123,6 @@ def _between(value: float, drawn: Floats, method: str) -> Estimate:
     return Estimate(value, float(low), float(high), method)
 
 
-def _pieces(total: int, at_once: int) -> list[int]:
+def pieces(total: int, at_once: int) -> list[int]:
+    """Split a number into pieces of at most ``at_once``."""
     return [min(at_once, total - start) for start in range(0, total, at_once)]

@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.core.built_in import BUILT_IN, PACKAGES
 from paceline.core.errors import TaskError
-from paceline.core.field_values import convert, encode, is_same
+from paceline.core.field_values import convert, encode
 from paceline.core.plugins import Plugin, all_names, find_plugin, load, missing_part
 from paceline.core.task import Task
 
@@ -319,28 +319,3 @@ def task_fields(task: Task) -> dict[str, Any]:
         for f in dataclasses.fields(task)
         if f.init
     }
-
-
-def task_assignments(task: Task) -> tuple[str, ...]:
-    """Return the fields that differ from their defaults, in the form of :func:`parse_assignments`.
-
-    Raises:
-        TaskError: --set would read a field as another value.
-    """
-    hints = typing.get_type_hints(type(task))
-    defaults = {f.name: f.default for f in dataclasses.fields(task)}
-    assignments = []
-    for name, value in task_fields(task).items():
-        given = getattr(task, name)
-        if is_same(given, defaults[name]):
-            continue
-        where = f"{type(task).__name__}.{name}"
-        text = parse_assignments([f"{name}={value}"])[name]
-        read = convert(text, hints[name], where)
-        if not is_same(read, given):
-            raise TaskError(
-                f"{where} is {given!r}, which --set would read as {read!r}. "
-                "Choose text that is not a number, true, false or none, and has no leading or trailing blanks."
-            )
-        assignments.append(f"{name}={value}")
-    return tuple(assignments)

@@ -20,14 +20,13 @@ import tomli_w
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import ConfigError, LaunchError, RunDirectoryError
-from paceline.core.files import WriteFaults
 from paceline.core.owned_names import own_prefix, remove_leftovers
 from paceline.core.stats import percentile
 from paceline.data.audit import AuditReport, audit
 from paceline.elastic.control import AgentConnection
 from paceline.runs.directory import RunDirectory
 from paceline.runs.timeline import Timeline, timeline
-from paceline_checks.fault_injection import Fault, FaultInjector, Injection, Kind, check_kinds, plan_faults
+from paceline_checks.fault_injection import Fault, FaultInjector, Injection, Kind, WriteFaults, check_kinds, plan_faults
 
 # --- The results of a run under faults, compared with a run without faults ---
 

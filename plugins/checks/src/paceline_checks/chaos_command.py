@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -54,7 +55,7 @@ def chaos(
         Print the report as one line of JSON.
     """
     from paceline.core.job import default_run_path
-    from paceline.core.signals import interrupt_on_sigterm
+    from paceline.core.signals import handle_signals
     from paceline_checks.chaos import ChaosRequest, run_chaos
 
     request = ChaosRequest(
@@ -63,7 +64,7 @@ def chaos(
         faults=faults,
         kinds=_parse_kinds(kinds),
     )
-    with interrupt_on_sigterm():
+    with handle_signals((signal.SIGTERM,), signal.default_int_handler):
         report = run_chaos(request, lambda line: print(f"chaos: {line}", file=sys.stderr, flush=True))
     if json:
         print(json_module.dumps(report.to_json()))

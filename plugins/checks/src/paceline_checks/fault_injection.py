@@ -13,9 +13,34 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from paceline.core.errors import ConfigError
-from paceline.core.files import WriteFaults
+from paceline.core.files import WRITE_FAULTS
 from paceline.elastic.control import AgentConnection, AgentGone, RunStatus, WorkerStatus
 from paceline.runs.directory import RunDirectory
+
+# --- Writes that fail, as on a full or broken disk ---
+
+
+@dataclass(frozen=True)
+class WriteFaults:
+    """Switches write faults on and off for jobs whose environment names ``file``."""
+
+    file: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variable to add to the job's environment."""
+        return {WRITE_FAULTS: str(self.file.absolute())}
+
+    def arm(self, kind: Literal["enospc", "eio"]) -> None:
+        """Make writes fail from now on."""
+        temporary = self.file.with_suffix(".new")
+        temporary.write_text(kind)
+        temporary.replace(self.file)
+
+    def disarm(self) -> None:
+        """Let writes succeed again; does nothing if they already do."""
+        self.file.unlink(missing_ok=True)
+
 
 # --- Damage to a run's checkpoints ---
 

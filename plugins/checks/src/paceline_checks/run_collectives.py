@@ -20,7 +20,6 @@ from torch.distributed import AllreduceOptions, BroadcastOptions
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.core.signals import join_all
 from paceline.parallel.rendezvous import rendezvous
 from paceline.torch_internals import (
     HashStore,
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
 _MEETING_TIMEOUT_S = 120.0
 _STORE_TIMEOUT = timedelta(seconds=120)
+_TURN_S = 0.5
 _ROUND_BYTES = 64 * 2**20
 """As many repetitions follow each other without a pause as their buffers fit into this."""
 
@@ -111,7 +111,9 @@ def _drive_threads(
     try:
         for thread in threads:
             thread.start()
-        join_all(threads)
+        for thread in threads:
+            while thread.is_alive():  # Python handles a signal that arrives right before a wait only after it
+                thread.join(_TURN_S)
     except KeyboardInterrupt:
         os._exit(130)  # nothing else ends a thread that waits for its peers
     if errors:

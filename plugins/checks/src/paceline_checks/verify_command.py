@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +65,7 @@ def verify(
     json
         Print the report as one line of JSON.
     """
-    from paceline.core.signals import interrupt_on_sigterm
+    from paceline.core.signals import handle_signals
     from paceline_checks.verify.cases import VerificationRequest, parse_worlds, select_cases
     from paceline_checks.verify.verify import verify as run_verification
 
@@ -76,7 +77,7 @@ def verify(
         worlds=parse_worlds(worlds),
         steps=steps,
     )
-    with interrupt_on_sigterm():
+    with handle_signals((signal.SIGTERM,), signal.default_int_handler):
         report = run_verification(request, lambda line: print(f"verify: {line}", file=sys.stderr, flush=True))
     if json:
         print(json_module.dumps(report.to_json()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,11 +13,12 @@ from typing import Any, Literal, overload
 
 from paceline.api import Result, task_spec
 from paceline.core.config import config_from_mapping
-from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.errors import ConfigError, LaunchError, TaskError
+from paceline.core.field_values import convert, is_same
 from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.option_values import parse_walltime_s
 from paceline.core.task import Task
-from paceline.core.task_loading import check_spec, task_assignments
+from paceline.core.task_loading import check_spec, parse_assignments, task_fields
 from paceline.launch.launcher import JobHandle, JobStatus, LaunchSpec, get_launcher, job_name
 from paceline.launch.registry import make_options, option_names
 from paceline.launch.submit import JobRecord, finish, job_directory, record_id, remember, room_for_record, task_job
@@ -394,3 +397,28 @@ def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
     spec = task_job(config, fields, launcher, sys.executable)
     own = make_options(launcher, {"executor": on, **of_launcher})
     return TaskJob(*submit_job(launcher, launcher.render(spec, own)))
+
+
+def task_assignments(task: Task) -> tuple[str, ...]:
+    """Return the fields that differ from their defaults, in the form of ``--set``.
+
+    Raises:
+        TaskError: --set would read a field as another value.
+    """
+    hints = typing.get_type_hints(type(task))
+    defaults = {f.name: f.default for f in dataclasses.fields(task)}
+    assignments = []
+    for name, value in task_fields(task).items():
+        given = getattr(task, name)
+        if is_same(given, defaults[name]):
+            continue
+        where = f"{type(task).__name__}.{name}"
+        text = parse_assignments([f"{name}={value}"])[name]
+        read = convert(text, hints[name], where)
+        if not is_same(read, given):
+            raise TaskError(
+                f"{where} is {given!r}, which --set would read as {read!r}. "
+                "Choose text that is not a number, true, false or none, and has no leading or trailing blanks."
+            )
+        assignments.append(f"{name}={value}")
+    return tuple(assignments)

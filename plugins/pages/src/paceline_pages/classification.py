@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.stats import Counts, Estimate, Floats, mean, of_counts, wilson
+from paceline.core.stats import Estimate, Floats, mean, wilson
 from paceline_pages.evaluation_recorder import Predictions
+from paceline_pages.significance import Counts, of_counts
 
 BINS = 15
 """Number of bins of equal width, as in Guo et al., "On Calibration of Modern Neural Networks" (ICML 2017)."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from paceline import __version__
-from paceline.core.access import LOOPBACK_NAMES, is_cross_site, is_loopback, is_same_token
+from paceline.core.access import is_cross_site, is_loopback, is_same_token
 from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDirectoryError
 from paceline.core.files import open_regular, read_document
 from paceline.launch.launcher import JobStatus
@@ -59,7 +59,7 @@ class DashboardAccess:
                 f"--host {host} can be reached from other machines, so it needs --token-file FILE (the file is "
                 "created if it is missing). Or leave --host out and use ssh -L."
             )
-        self._names = {f"{name}:{port}" for name in LOOPBACK_NAMES}
+        self._names = {f"{name}:{port}" for name in ("localhost", "127.0.0.1", "[::1]")}
         if is_loopback(host):
             self._names.add(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self._token = token

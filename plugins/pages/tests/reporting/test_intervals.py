@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from paceline.core.stats import Estimate, holm, mcnemar, mean, of_counts, paired, ratio, wilson
+from paceline.core.stats import Estimate, mean, ratio, wilson
+from paceline_pages.significance import holm, mcnemar, of_counts, paired
 
 
 def test_wilsons_interval_is_the_published_one() -> None:

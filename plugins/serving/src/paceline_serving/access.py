@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from paceline.core.access import BearerTokens, is_cross_site, is_loopback
+from paceline.core.access import is_cross_site, is_loopback
 from paceline.core.errors import ConfigError
 from paceline_serving.batching import RequestFailure
+from paceline_serving.bearer_tokens import BearerTokens
 
 _ORIGIN = re.compile(r"https?://[a-z0-9._-]+(:\d{1,5})?|https?://\[[0-9a-f:.]+\](:\d{1,5})?")
 _ALLOWED_HEADERS = b"Authorization, Content-Type, Inference-Header-Content-Length, Request-Timeout-Ms"

@@ -15,9 +15,9 @@ from urllib.parse import quote, unquote, urlsplit
 import msgspec
 import numpy as np
 
-from paceline.core.access import read_bearer_token
 from paceline.core.errors import ConfigError, ServingError
 from paceline.core.inference import TensorSpec
+from paceline_serving.bearer_tokens import read_bearer_token
 from paceline_serving.model import DATATYPES, Array, Arrays, InputField, ModelSpec, OutputField, rows_of
 
 _Field = TypeVar("_Field", InputField, OutputField)

@@ -165,8 +165,8 @@ def serve(
     if explicit_options(kserve):
         raise ConfigError(f"--{min(explicit_options(kserve)).replace('_', '-')} is only for --on kserve.")
     _require_libraries()
-    from paceline.core.access import BearerTokens
     from paceline_serving.app import open_model
+    from paceline_serving.bearer_tokens import BearerTokens
     from paceline_serving.server import ListenAddress
 
     tokens = None if token_file is None else BearerTokens(token_file)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.access import BearerTokens, is_loopback
+from paceline.core.access import is_loopback
 from paceline.core.errors import ConfigError
 from paceline_serving.access import AccessPolicy, check_cors_origins
 from paceline_serving.app import App, DeploymentFactory, Models
+from paceline_serving.bearer_tokens import BearerTokens
 from paceline_serving.connection import BACKLOG, HttpServer
 from paceline_serving.grpc_server import GrpcServer
 from paceline_serving.model import ServedModel, ServingOptions

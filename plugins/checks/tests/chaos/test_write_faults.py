@@ -9,9 +9,10 @@ from typing import Literal
 import pytest
 
 from paceline.core.errors import PacelineError
-from paceline.core.files import VARIABLE, WriteFaults, fail_if_armed
+from paceline.core.files import WRITE_FAULTS, fail_if_armed
 from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_store import commit, newest_verified
+from paceline_checks.fault_injection import WriteFaults
 
 
 def save(directory: Path, step: int) -> Path:
@@ -50,7 +51,7 @@ def test_saves_fail_until_they_are_disarmed(
 
 
 def test_without_the_variable_nothing_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(WRITE_FAULTS, raising=False)
     faults = WriteFaults(tmp_path / "faults")
     faults.arm("eio")
     fail_if_armed(tmp_path / "x")
