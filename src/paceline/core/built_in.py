@@ -251,6 +251,8 @@ NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
 PARTS: Mapping[str, str] = {
     "--coordinator": "paceline_etcd.membership:EtcdMembership",
     "--strategy auto": "paceline_planning.auto:choose_by_plan",
+    "SageMaker's nodes": "paceline_clouds.nodes:sagemaker_node",
+    "Vertex AI's nodes": "paceline_clouds.nodes:vertex_node",
     "export": "paceline_serving.observed_inputs:observe_inputs",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
 }

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.core.access import is_loopback
-from paceline.core.built_in import RANK_DETECTORS
+from paceline.core.built_in import PARTS, RANK_DETECTORS
 from paceline.core.errors import ConfigError
 from paceline.core.plugins import import_object
 
@@ -208,15 +207,13 @@ def detect_environment(
     elif rdzv_endpoint is not None and address[0] is None:
         address = parse_endpoint(rdzv_endpoint, "--rdzv-endpoint")
 
-    environment = Environment()
     if rank is not None and world_size is not None:
-        environment = _from_caller(environ, rank, world_size, address[0])
+        local = _local_place(environ, rank, world_size, address[0])
+        environment = _place(
+            "caller", rank, world_size, *local, ("rank", "world_size", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
     else:
-        for detect in _DETECTORS:
-            detected = detect(environ)
-            if detected is not None:
-                environment = detected
-                break
+        environment = _torchrun(environ) or _plug_in(environ) or _mpi(environ) or _slurm(environ) or Environment()
     _check(environment)
     environment = replace(environment, master_addr=address[0], master_port=address[1])
     needs_address = environment.source in ("caller", "torchrun", "variables")
@@ -226,12 +223,6 @@ def detect_environment(
             "are not both set. Set them, or give init_url='tcp://HOST:PORT'."
         )
     return environment
-
-
-def _from_caller(environ: Mapping[str, str], rank: int, world_size: int, host: str | None) -> Environment:
-    local_rank, local_world_size = _local_place(environ, rank, world_size, host)
-    names = ("rank", "world_size", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return _place("caller", rank, world_size, local_rank, local_world_size, names)
 
 
 def _torchrun(environ: Mapping[str, str]) -> Environment | None:
@@ -261,21 +252,18 @@ def _plug_in(environ: Mapping[str, str]) -> Environment | None:
 _MPI_NAMES: Names = ("the MPI rank", "the MPI size", "the MPI local rank", "the MPI local size")
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Environment | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    world = "OMPI_COMM_WORLD"
-    variables = (f"{world}_RANK", f"{world}_SIZE", f"{world}_LOCAL_RANK", f"{world}_LOCAL_SIZE")
-    place = rank_by_variables("mpi", environ, variables, _MPI_NAMES)
-    return replace(place, job_id=environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid"))
-
-
-def _pmi(environ: Mapping[str, str]) -> Environment | None:
+def _mpi(environ: Mapping[str, str]) -> Environment | None:
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        world = "OMPI_COMM_WORLD"
+        names = (f"{world}_RANK", f"{world}_SIZE", f"{world}_LOCAL_RANK", f"{world}_LOCAL_SIZE")
+        job_id = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     # srun sets PMI_RANK too, but not the local rank, which Slurm's own variables have.
-    if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
+    elif "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ:
+        names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        job_id = environ.get("PMI_JOBID")
+    else:
         return None
-    variables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return replace(rank_by_variables("mpi", environ, variables, _MPI_NAMES), job_id=environ.get("PMI_JOBID"))
+    return replace(rank_by_variables("mpi", environ, names, _MPI_NAMES), job_id=job_id)
 
 
 def _slurm(environ: Mapping[str, str]) -> Environment | None:
@@ -301,15 +289,6 @@ def _slurm(environ: Mapping[str, str]) -> Environment | None:
         first_host=first_host(nodes) if nodes else None,
         names=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     )
-
-
-_DETECTORS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (
-    _torchrun,
-    _plug_in,
-    _open_mpi,
-    _pmi,
-    _slurm,
-)
 
 
 _RANK_VARIABLES = (
@@ -566,124 +545,50 @@ def detect_node(environ: Mapping[str, str] = os.environ) -> NodeEnvironment:
     Raises:
         ConfigError: a variable is malformed or missing.
     """
+    hosts = tuple(host for host in environ.get(HOSTS, "").split(",") if host)
     if NODE_RANK in environ:
-        hosts = _hosts(environ)
-        nodes = _read_integer(environ, NODES, max(1, len(hosts)))
-        return _checked(
-            NodeEnvironment(
-                node_rank=_read_integer(environ, NODE_RANK),
-                nodes=nodes,
-                hosts=hosts,
-                job_id=environ.get(JOB_ID),
-                source="paceline",
-            )
+        place = NodeEnvironment(
+            node_rank=integer_of(environ, NODE_RANK),
+            nodes=integer_of(environ, NODES, max(1, len(hosts))),
+            hosts=hosts,
+            job_id=environ.get(JOB_ID),
+            source="paceline",
         )
-    if "PET_NODE_RANK" in environ:
+    elif "PET_NODE_RANK" in environ:
         master = environ.get("PET_MASTER_ADDR", "")
-        # After a scale-up, PET_NNODES still has the initial number; Paceline's own variable is current.
-        nodes = _read_integer(environ, NODES, 0) or int(environ.get("PET_NNODES", "1").rpartition(":")[2])
-        return _checked(
-            NodeEnvironment(
-                node_rank=_read_integer(environ, "PET_NODE_RANK"),
-                nodes=nodes,
-                hosts=_hosts(environ) or ((master,) if master else ()),
-                source="kubeflow",
-            )
+        place = NodeEnvironment(
+            node_rank=integer_of(environ, "PET_NODE_RANK"),
+            # After a scale-up, PET_NNODES still has the initial number; Paceline's own variable is current.
+            nodes=integer_of(environ, NODES, 0) or int(environ.get("PET_NNODES", "1").rpartition(":")[2]),
+            hosts=hosts or ((master,) if master else ()),
+            source="kubeflow",
         )
-    if "SM_CURRENT_HOST" in environ or "TRAINING_JOB_NAME" in environ:
-        return _sagemaker(environ)
-    if "JOB_COMPLETION_INDEX" in environ:
-        hosts = _hosts(environ)
-        return _checked(
-            NodeEnvironment(
-                node_rank=_read_integer(environ, "JOB_COMPLETION_INDEX"),
-                nodes=_read_integer(environ, NODES, max(1, len(hosts))),
-                hosts=hosts,
-                source="kubernetes",
-            )
+    elif "SM_CURRENT_HOST" in environ or "TRAINING_JOB_NAME" in environ:
+        place = import_object(PARTS["SageMaker's nodes"])(environ)
+    elif "JOB_COMPLETION_INDEX" in environ:
+        place = NodeEnvironment(
+            node_rank=integer_of(environ, "JOB_COMPLETION_INDEX"),
+            nodes=integer_of(environ, NODES, max(1, len(hosts))),
+            hosts=hosts,
+            source="kubernetes",
         )
-    if "CLUSTER_SPEC" in environ:
-        return _vertex(environ["CLUSTER_SPEC"])
-    if "SLURM_STEP_ID" in environ and "SLURM_STEP_NODELIST" in environ:
+    elif "CLUSTER_SPEC" in environ:
+        place = import_object(PARTS["Vertex AI's nodes"])(environ)
+    elif "SLURM_STEP_ID" in environ and "SLURM_STEP_NODELIST" in environ:
         hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
-        return _checked(
-            NodeEnvironment(
-                node_rank=_read_integer(environ, "SLURM_NODEID"),
-                nodes=len(hosts),
-                hosts=hosts,
-                job_id=f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}."
-                f"{environ.get('SLURM_RESTART_COUNT', '0')}",
-                cpus=_read_integer(environ, "SLURM_CPUS_ON_NODE") if "SLURM_CPUS_ON_NODE" in environ else None,
-                source="slurm",
-            )
+        place = NodeEnvironment(
+            node_rank=integer_of(environ, "SLURM_NODEID"),
+            nodes=len(hosts),
+            hosts=hosts,
+            job_id=f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}."
+            f"{environ.get('SLURM_RESTART_COUNT', '0')}",
+            cpus=integer_of(environ, "SLURM_CPUS_ON_NODE") if "SLURM_CPUS_ON_NODE" in environ else None,
+            source="slurm",
         )
-    return NodeEnvironment()
-
-
-def _sagemaker(environ: Mapping[str, str]) -> NodeEnvironment:
-    """Read the variables of SageMaker's toolkit or, if the image lacks it, SageMaker's file."""
-    if "SM_CURRENT_HOST" in environ:
-        current, hosts = environ["SM_CURRENT_HOST"], json.loads(environ.get("SM_HOSTS", "[]"))
-        message = f"SM_CURRENT_HOST={current!r} is not in SM_HOSTS={environ.get('SM_HOSTS', '')}"
     else:
-        file = Path(environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"), "input/config/resourceconfig.json")
-        try:
-            config = json.loads(file.read_bytes())
-            current, hosts = str(config["current_host"]), list(config["hosts"])
-            message = f"current_host, {current!r}, is not one of the hosts in {file}"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"this is SageMaker's training job {environ['TRAINING_JOB_NAME']}, but {file} does not name "
-                f"this host: {error}."
-            ) from error
-    hosts = sorted(map(str, hosts))
-    if current not in hosts:
-        raise ConfigError(f"{message}.")
-    return NodeEnvironment(
-        node_rank=hosts.index(current),
-        nodes=len(hosts),
-        hosts=tuple(hosts),
-        job_id=environ.get("TRAINING_JOB_NAME"),
-        source="sagemaker",
-    )
-
-
-def _vertex(text: str) -> NodeEnvironment:
-    """Read Google's CLUSTER_SPEC: the addresses of each worker pool's nodes, and the index of this one."""
-    try:
-        spec = json.loads(text)
-        pools: dict[str, list[str]] = spec["cluster"]
-        nodes = [(pool, index) for pool in sorted(pools) for index in range(len(pools[pool]))]
-        node_rank = nodes.index((spec["task"]["type"], int(spec["task"]["index"])))
-        hosts = tuple(pools[pool][index].rpartition(":")[0] for pool, index in nodes)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"CLUSTER_SPEC={text!r} does not identify this node: {error}.") from error
-    return NodeEnvironment(
-        node_rank=node_rank,
-        nodes=len(nodes),
-        hosts=hosts,
-        job_id=str(spec["job"]) if "job" in spec else None,
-        source="vertex",
-    )
-
-
-def _hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(host for host in environ.get(HOSTS, "").split(",") if host)
-
-
-def _checked(place: NodeEnvironment) -> NodeEnvironment:
+        place = NodeEnvironment()
     if not 0 <= place.node_rank < place.nodes:
         raise ConfigError(
             f"the node rank from {place.source} is {place.node_rank}, but must be between 0 and {place.nodes - 1}."
         )
     return place
-
-
-def _read_integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        raise ConfigError(f"{name} must be a whole number, but is {text!r}.") from None
