@@ -154,7 +154,7 @@ class Agent:
         """Return what decides for the workers: alone on one node, by consensus on several."""
         if discovery is None:
             return SingleNodeController(spec, self._directory, node)
-        from paceline.elastic.consensus.controller import AgentController
+        from paceline.elastic.consensus.agent_controller import AgentController
 
         return AgentController(spec, self._directory, node, discovery, self._selector)
 

@@ -36,7 +36,6 @@ from paceline.elastic.consensus.membership import (
 )
 from paceline.elastic.consensus.messages import (
     AddressBook,
-    ElectionMessage,
     Excluded,
     JobFinished,
     MessageError,
@@ -120,8 +119,12 @@ class Follower:
         return buffered
 
 
-# --- The driver of the consensus: executes the actions of a
-# :class:`~paceline.elastic.consensus.membership.Membership`. No torch ---
+# --- The controller of one agent. No torch ---
+#
+# It executes the actions of a :class:`~paceline.elastic.consensus.membership.Membership`. If this agent leads, a
+# :class:`~paceline.elastic.controller.JobController` decides for the workers of all nodes; if another one leads, this
+# node's reports are forwarded to it, and its orders are obeyed.
+# :class:`~paceline.elastic.consensus.discovery.PeerDirectory` knows the peers.
 
 
 _TIMEOUT_S = 1.0
@@ -131,19 +134,18 @@ _NUMBERS_A_TERM = 1 << 20  # worker numbers that one leader can assign
 _GENERATIONS_A_LEADER = 10_000  # more than leaders form
 
 
-class ConsensusDriver:
-    """One agent's part in the consensus.
+class AgentController:
+    """Connects an agent's node, its peers and the consensus.
 
     Args:
         spec: the job's, as given on this node.
-        company: the other agents.
+        directory: the run's, shared by all nodes.
+        discovery: the result of the search for the others.
         selector: of the agent's loop.
-        leave: called with the reason and the exit code when this node leaves the job; None: to join it again.
 
     Attributes:
+        name: this agent's.
         leader: decides for the workers of all nodes; None if this agent does not lead.
-        follower: makes this node's workers obey another leader.
-        is_removed: whether this node will leave, as requested.
     """
 
     def __init__(
@@ -151,37 +153,43 @@ class ConsensusDriver:
         spec: LaunchSpec,
         directory: RunDirectory,
         node: NodeWorkers,
-        company: PeerDirectory,
+        discovery: DiscoveryInfo,
         selector: selectors.BaseSelector,
-        leave: Callable[[str, int | None], None],
     ) -> None:
-        self._spec, self._directory, self._node, self._peers = spec, directory, node, company
-        self._leave = leave
-        self._name = company.name
+        self._spec, self._directory, self._node = spec, directory, node
+        self.name = discovery.name
+        self._network = PeerNetwork(
+            selector, discovery.listener, discovery.token, discovery.hello, self, spec.recovery.heartbeat_s
+        )
+        self._peers = PeerDirectory(spec, directory, discovery, self._network, node.files)
         self._membership = self._make_membership(selector)
         self._pending: deque[Action] = deque()
         self._acting = False
         self._timeout_at = math.inf
         self._paused = ""
-        self._links = LinkMap(self._name)
+        self._links = LinkMap(self.name)
         self._links_changed = False  # since the excluded nodes were determined, or since the last report to the leader
         self._told: dict[str, tuple[str, ...]] = {}  # the last messages: excluded nodes, and which they cannot reach
         self._tell_at = math.inf
         self._start_by = math.inf
         self.leader: JobController | None = None
-        self.follower = Follower(spec.local_world_size, node, company, partial(self.clear, self._name))
-        self.node_set = NodeSet(0, (self._name,))
-        self.is_removed = False
+        self._follower = Follower(spec.local_world_size, node, self._peers, partial(self._cleared, self.name))
+        self._node_set = NodeSet(0, (self.name,))
         self._is_joining = spec.place.joins
         # Of the job before this one; a node that joins finds one that has begun.
         self._earlier_generation = -2 if spec.place.joins else last_generation(directory.ledger)
+        self._code: int | None = None
+        self._is_dismissed = False  # whether this node will leave, as requested
+        self._removed = ""  # why the other nodes have removed this one, so that it joins again
+        self._requests = StopRequests(ECHO_S)  # Ctrl-C may reach the agents of all nodes
+        self._stop_signal: int | None = None  # the stop signal of this node
 
     def _make_membership(self, selector: selectors.BaseSelector) -> Membership:
         if self._spec.recovery.coordinator is None:
-            return PaxosMembership(self._name, self._peers.acquire_witness)
+            return PaxosMembership(self.name, self._peers.acquire_witness)
         etcd_membership: Callable[..., Membership] = import_object(PARTS["--coordinator"])
         return etcd_membership(
-            self._name,
+            self.name,
             self._spec.recovery.coordinator,
             heartbeat_s=self._spec.recovery.heartbeat_s,
             answers_within_s=0.0 if self._spec.place.joins else _ETCD_ANSWERS_S,
@@ -190,28 +198,100 @@ class ConsensusDriver:
             act=self._act,
         )
 
-    def close(self, *, is_over: bool) -> None:
-        """Release all resources; ``is_over``: the job has ended on all nodes, and not for this one alone."""
-        self._membership.close(is_over=is_over)
+    def close(self) -> None:
+        """End all links to other agents."""
+        self._network.close()
+        self._membership.close(is_over=self._code is not None and self.leader is not None)
 
     def begin(self) -> None:
-        """Lead, if this is the first agent."""
+        """Start to lead, or connect to the leader."""
+        self._peers.begin()
         if self._peers.is_first:
             self._start_by = time.monotonic() + self._spec.recovery.init_timeout_s
             self._act(self._membership.begin())
 
     @property
-    def leading_node(self) -> str | None:
-        """The node of the leader; None if there is none, or it is unknown."""
-        return self._membership.leader
+    def nodes(self) -> tuple[str, ...]:
+        """The agreed set of nodes."""
+        return self._node_set.nodes
+
+    # The end.
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended for this node."""
+        return bool(self._removed) or self._code is not None or (self.leader is not None and self.leader.over)
+
+    def conclude(self) -> int:
+        """Print one message if the job failed; tell the other agents; return the exit code.
+
+        Raises:
+            NodeRemovedError: this node can join again.
+        """
+        if self._removed:
+            raise NodeRemovedError(self._removed)
+        if self._code is None:
+            assert self.leader is not None
+            self._code = self.leader.conclude()
+            for peer in self._other_nodes:
+                self._peers.send(peer, JobFinished(self._code))
+        return self._code
+
+    def signalled(self, number: int) -> None:
+        """Handle a stop signal; Ctrl-C after another one ends the workers at once.
+
+        In an elastic job this node leaves after a step, and the others continue.
+        """
+        if self.leader is not None:
+            self._stop_signal = number
+            self.leader.shutdown.signalled(number)
+        elif self._membership.leader is not None:
+            match self._requests.hear(number):
+                case "first":
+                    self._stop_signal = number
+                    self._peers.send(self._membership.leader, SignalReceived(number))
+                case "end":
+                    self._node.kill_all("was ordered to end")
+        else:
+            self._leave("stopped, as requested, while waiting for other nodes.", 128 + number)
+
+    def cancel(self) -> None:
+        """Stop the job within the grace period."""
+        if self.leader is not None:
+            self.leader.shutdown.cancel()
+        else:
+            self._node.kill_all("was ordered to end")
+
+    def _leave(self, why: str, code: int | None) -> None:
+        self._node.kill_all("was ordered to end")
+        if code is None and self._stop_signal is None:
+            self._removed = why
+            return
+        print_status(why)
+        requeue, interrupted = STOPPED
+        code = code or 0
+        if code == 0 and self._stop_signal is not None and not self._directory.has_result():
+            code = interrupted if self._stop_signal == signal.SIGINT else requeue
+        self._code = code
+
+    # Timeouts.
 
     @property
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
-        return 0.0 if self._links_changed else min(self._timeout_at, self._tell_at, self._start_by)
+        if self._links_changed:
+            return 0.0
+        leader = math.inf if self.leader is None else self.leader.deadline
+        return min(leader, self._peers.deadline, self._timeout_at, self._tell_at, self._start_by)
 
     def expire(self, now: float) -> None:
         """Handle changed links, and the timeout of nodes that do not answer."""
+        reason = self._peers.expire(now)
+        if reason:
+            self._leave(reason, 0 if self._spec.place.joins and self._directory.has_result() else 2)
+            return
+        if self.leader is not None:
+            self.leader.expire(now)
         if self._links_changed:
             self._links_changed = False
             self._review_links()
@@ -244,37 +324,107 @@ class ConsensusDriver:
             f"other is {included}{': ' if cuts else ''}{'; '.join(cuts)}. "
             "Start all nodes within that time, check the network between them, or begin with fewer: --nodes MIN:MAX."
         )
-        for peer in self.followers:
+        for peer in self._other_nodes:
             self._peers.send(peer, Rejected(reason))
         self.leader.shutdown.kill_all()
         self._leave(reason, 2)
 
-    # Messages of the other agents.
+    # Reports of this node.
 
-    def linked(self, peer: str) -> None:
+    def said(self, worker: int, message: Said) -> None:
+        """Handle a worker's message."""
+        if self.leader is not None:
+            self.leader.said(worker, message)
+            self._review()
+        elif self._follows:
+            self._peers.send(self._membership.leader, WorkerEvent(worker, message))
+        self._follower.report_quiesced()
+
+    def ended(self, end: Ended) -> None:
+        """Handle the end of a worker's process."""
+        if self.leader is not None:
+            self.leader.ended(end)
+            self._review()
+        elif self._follows:
+            self._peers.send(self._membership.leader, end)
+        else:
+            self._follower.buffer(end)
+        self._follower.report_quiesced()
+
+    @property
+    def _follows(self) -> bool:
+        """Whether another node's leader knows this node's workers."""
+        return self.leader is None and self._membership.leader not in (None, self.name)
+
+    # Events of the other agents.
+
+    def linked(self, peer: str, hello: Mapping[str, Any]) -> None:
         """Handle a new connection."""
+        if not self._peers.sees_directory_of(peer, hello):
+            self._peers.drop(peer)
+            return
         self._links_changed = True
         self._act(self._membership.linked(peer))
 
-    def lost(self, peer: str, *, closed: bool) -> None:
-        """Handle the end of a connection."""
+    def lost(self, peer: str, why: str, *, closed: bool = False) -> None:
+        """Handle the end of a connection, or the timeout of a peer."""
+        if self.leader is not None:
+            self.leader.node_lost(peer, why)
+            if peer not in self._node_set.nodes:  # otherwise once this agent knows that it still leads
+                self._peers.remove(peer, self._other_nodes)
         self._links_changed = True
         self._links.reports.pop(peer, None)
         self._told.pop(peer, None)
         self._act(self._membership.lost(peer, closed=closed))
-        if self._membership.role == "outside" and self.leading_node is None:
+        if self._membership.role == "outside" and self._membership.leader is None:
             self._peers.look()
 
-    def reached(self, peer: str, peers: tuple[str, ...]) -> None:
-        """Handle the report of a follower's connections."""
-        self._links_changed = True
-        self._links.reports[peer] = frozenset(peers)
+    def refused(self, why: str) -> None:
+        """Report a rejected connection."""
+        print_status(f"a connection was refused: {why}")
 
-    def voted(self, peer: str, message: ElectionMessage) -> None:
-        """Handle an election message."""
-        self._act(self._membership.heard(peer, message))
+    def heard(self, peer: str, message: Mapping[str, Any]) -> None:
+        """Handle a message."""
+        try:
+            content = read(message)
+        except MessageError as error:
+            # A peer that sends unreadable messages is dropped.
+            self._peers.drop(peer)
+            self.lost(peer, f"sent an unreadable message: {error}")
+            return
+        from_leader = peer == self._membership.leader
+        match content:
+            case NodeCommand():
+                self._follower.obey(peer, content)
+            case WorkerEvent() | Ended():
+                self._on_report(peer, content)
+            case WorkerList():
+                self._on_workers(peer, content)
+            case Quiesced(term):
+                self._cleared(peer, term)
+            case PeersReached(peers):
+                self._links_changed = True
+                self._links.reports[peer] = frozenset(peers)
+            case Excluded(unreachable):
+                if from_leader:
+                    self._tell_excluded(unreachable)
+            case SignalReceived(number):
+                self._on_signalled(peer, number)
+            case AddressBook():
+                if from_leader:
+                    self._peers.update(content)
+            case JobFinished(code):
+                if from_leader:
+                    self._code = code
+            case Removed():
+                self._is_dismissed |= from_leader
+            case Rejected(why):
+                if from_leader:
+                    self._leave(why, 2)
+            case vote:
+                self._act(self._membership.heard(peer, vote))
 
-    def clear(self, peer: str, term: Term) -> None:
+    def _cleared(self, peer: str, term: Term) -> None:
         """Record that a peer has promised this term, and none of its workers acts in an earlier group."""
         if self.leader is not None and peer in self.leader.coordinator.nodes_acting:
             return  # it was ordered to form a group after its report
@@ -282,18 +432,18 @@ class ConsensusDriver:
             self._act(self._membership.clear(peer))
             self._settle()
 
-    def reported(self, peer: str, workers: WorkerList) -> None:
+    def _on_workers(self, peer: str, workers: WorkerList) -> None:
         """Handle the list of a follower's workers, or of a node that wants to join."""
         if self.leader is None:
             return
-        num_others = 0 if peer in self.node_set.nodes else len(self.leader.nodes - {peer})
+        num_others = 0 if peer in self._node_set.nodes else len(self.leader.nodes - {peer})
         reason = self._peers.rejection_reason(peer, num_others)
         if reason:
             self._peers.send(peer, Rejected(reason))
             return
         self.leader.coordinator.observe_view(max((generation for generation, _ in workers.seats.values()), default=-1))
         # The newcomer too, which connects to the earlier nodes, because they may outlive this leader together.
-        self._peers.add(peer, self.followers | {peer})
+        self._peers.add(peer, self._other_nodes | {peer})
         if peer not in self.leader.nodes:
             # A repeated list may be older than orders sent since.
             remote = RemoteNode(partial(self._peers.send, peer), self._membership.promised)
@@ -302,9 +452,40 @@ class ConsensusDriver:
             self.leader.node_joins(peer, remote, workers.nproc, seats)
         self._settle()
 
+    def _tell_excluded(self, unreachable: tuple[str, ...]) -> None:
+        """Tell the user that this node is excluded, or no longer."""
+        if unreachable:
+            print_status(
+                f"this node takes no part: it and {', '.join(unreachable)} cannot reach each other, and the largest "
+                "set of nodes that all reach each other continues. It waits, and takes part again once they do."
+            )
+        else:
+            print_status("this node takes part again.")
+
+    def _on_report(self, peer: str, report: WorkerEvent | Ended) -> None:
+        """Handle a follower's report of a worker."""
+        if self.leader is None or peer not in self.leader.nodes:
+            return
+        if isinstance(report, Ended):
+            self.leader.ended(report)
+        else:
+            self.leader.said(report.worker, report.message)
+        self._review()
+
+    def _on_signalled(self, peer: str, number: int) -> None:
+        """Handle a node's stop signal: the node leaves if enough others stay; else the job stops."""
+        if self.leader is None:
+            return
+        elastic = self._spec.nodes[1] > self._spec.nodes[0]
+        if elastic and len(self.leader.nodes) > self._spec.least_nodes:
+            with suppress(ConfigError):  # the job is ending anyway
+                self.leader.retire([peer])
+        else:
+            self.leader.shutdown.signalled(number)
+
     # Members of the node set.
 
-    def review(self) -> None:
+    def _review(self) -> None:
         """Update the node set for changes of workers, if this agent leads."""
         self._admit()
         self._remove()
@@ -315,13 +496,13 @@ class ConsensusDriver:
         Excluded nodes stay in the node set, and vote.
         """
         if self.leader is None:
-            if self.leading_node is not None:
-                self._peers.send(self.leading_node, PeersReached(tuple(sorted(self._membership.reachable))))
+            if self._membership.leader is not None:
+                self._peers.send(self._membership.leader, PeersReached(tuple(sorted(self._membership.reachable))))
             return
         nodes = list(self.leader.coordinator.nodes)
-        members = [name for name in self.node_set.nodes if name in nodes]
+        members = [name for name in self._node_set.nodes if name in nodes]
         self.leader.exclude(self._links.excluded(members, [name for name in nodes if name not in members]))
-        self.review()
+        self._review()
         self._settle()
         if self._cut_from != self._told:
             self._tell_at = min(self._tell_at, time.monotonic() + _SETTLE_S)
@@ -347,7 +528,7 @@ class ConsensusDriver:
             else:
                 print_status(f"{name} takes part again.")
         self._told = cut_from
-        excluded = cut_from.keys() & frozenset(self.node_set.nodes)
+        excluded = cut_from.keys() & frozenset(self._node_set.nodes)
         if self.leader is not None and not self._membership.may_exclude(excluded):
             for name in excluded:
                 if self.leader is not None:
@@ -356,7 +537,7 @@ class ConsensusDriver:
     def _admit(self) -> None:
         """Admit nodes to the node set once they have workers that can take part, unless the run is ending."""
         if self.leader is not None and not self.leader.shutdown.is_final:
-            for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.node_set.nodes)):
+            for name in sorted(self.leader.coordinator.nodes_next - frozenset(self._node_set.nodes)):
                 self._act(self._membership.admit(name))
 
     def _remove(self) -> None:
@@ -366,7 +547,7 @@ class ConsensusDriver:
         """
         if self.leader is not None:
             is_leaving = self.leader.coordinator.is_leaving
-            for name in [n for n in self.node_set.nodes if n != self._name and is_leaving(n)]:
+            for name in [n for n in self._node_set.nodes if n != self.name and is_leaving(n)]:
                 if self.leader is not None:
                     # Before it learns that it is no longer in the node set.
                     self._peers.send(name, Removed())
@@ -375,16 +556,16 @@ class ConsensusDriver:
     # Requests of the leader.
 
     @property
-    def followers(self) -> frozenset[str]:
+    def _other_nodes(self) -> frozenset[str]:
         """The other nodes that have joined this leader."""
-        return frozenset() if self.leader is None else self.leader.nodes - {self._name}
+        return frozenset() if self.leader is None else self.leader.nodes - {self.name}
 
     def may_form(self, nodes: frozenset[str]) -> bool:
         """Return whether a group of workers on these nodes may be formed now."""
         assert self.leader is not None
         if self._links_changed:
             return False  # not before the excluded nodes are known
-        for name in self.leader.nodes & frozenset(self.node_set.nodes) - self.leader.coordinator.nodes_acting:
+        for name in self.leader.nodes & frozenset(self._node_set.nodes) - self.leader.coordinator.nodes_acting:
             self._act(self._membership.clear(name))
         if nodes:
             self._act(self._membership.intend(nodes))
@@ -433,7 +614,7 @@ class ConsensusDriver:
             case StopLeading():
                 self.leader = None
             case Fence(term):
-                self.follower.fence(term)
+                self._follower.fence(term)
             case Follow(term, leader, node_set):
                 self._follow(term, leader, node_set)
             case Pause(reason):
@@ -443,7 +624,7 @@ class ConsensusDriver:
                 print_status(f"{reason}." if reason else "the coordinator answers again.")
             case OwnAction():
                 self._act(self._membership.perform(action))
-            case Out() if self.is_removed:
+            case Out() if self._is_dismissed:
                 self._leave("this node has left the run; the other nodes continue.", 0)
             case Out():
                 self._leave(
@@ -468,310 +649,53 @@ class ConsensusDriver:
             coordinator.take_over(term.number * _NUMBERS_A_TERM, places, has_begun=has_begun)
             if not has_begun:
                 self._start_by = min(self._start_by, time.monotonic() + self._spec.recovery.init_timeout_s)
-            self._directory.queue_event("takeover", node=self._name, term=term.number)
-        self.node_set = node_set
-        self._links, self._told = LinkMap(self._name), {}
+            self._directory.queue_event("takeover", node=self.name, term=term.number)
+        self._node_set = node_set
+        self._links, self._told = LinkMap(self.name), {}
         self.leader = JobController(
             self._spec, self._directory, coordinator, self, self._node, self._peers.address, follows=has_begun
         )
         self._peers.add_self()
         self._resumed()
         self.leader.node_joins(
-            self._name, self._node, self._spec.local_world_size, {w: s for w, (_, s) in seats.items()}
+            self.name, self._node, self._spec.local_world_size, {w: s for w, (_, s) in seats.items()}
         )
-        for end in self.follower.drain_buffer():
+        for end in self._follower.drain_buffer():
             self.leader.ended(end)
         self._settle()
 
     def _committed(self, node_set: NodeSet) -> None:
-        removed = set(self.node_set.nodes) - set(node_set.nodes)
-        added = set(node_set.nodes) - set(self.node_set.nodes)
-        self.node_set = node_set
+        removed = set(self._node_set.nodes) - set(node_set.nodes)
+        added = set(node_set.nodes) - set(self._node_set.nodes)
+        self._node_set = node_set
         if removed or added:
             self._directory.queue_event("machines", nodes=list(node_set.nodes))
         self._resumed()
         for name in removed:
             if self.leader is not None:
                 self.leader.node_lost(name, "has left, as asked")
-            self._peers.remove(name, self.followers)
+            self._peers.remove(name, self._other_nodes)
         self._links_changed = True
         self._settle()
 
     def _follow(self, term: Term, leader: str, node_set: NodeSet) -> None:
-        self.node_set = node_set
+        self._node_set = node_set
         self._peers.stop_looking()
         self._resumed()
-        if self._is_joining and self._name in node_set.nodes:
+        if self._is_joining and self.name in node_set.nodes:
             self._is_joining = False
             print_status("this node takes part in the run.")
         self._review_links()
-        self.follower.follow(term, leader)
+        self._follower.follow(term, leader)
 
     def _pause(self, reason: str) -> None:
         self.leader = None
         if reason != self._paused:
             self._paused = reason
-            self._directory.queue_event("paused", node=self._name, why=reason)
+            self._directory.queue_event("paused", node=self.name, why=reason)
             print_status(f"the run pauses: {reason}.")
-
-    def excluded(self, unreachable: tuple[str, ...]) -> None:
-        """Tell the user that this node is excluded, or no longer."""
-        if unreachable:
-            print_status(
-                f"this node takes no part: it and {', '.join(unreachable)} cannot reach each other, and the largest "
-                "set of nodes that all reach each other continues. It waits, and takes part again once they do."
-            )
-        else:
-            print_status("this node takes part again.")
 
     def _resumed(self) -> None:
         if self._paused:
             self._paused = ""
             print_status("the run continues.")
-
-
-# --- The controller of one agent. No torch ---
-#
-# If this agent leads, a :class:`~paceline.elastic.controller.JobController` decides for the workers of all nodes; if
-# another one leads, this node's reports are forwarded to it, and its orders are obeyed. :class:`ConsensusDriver`
-# determines the leader, :class:`~paceline.elastic.consensus.discovery.PeerDirectory` the peers.
-
-
-class AgentController:
-    """Connects an agent's node, its peers and the consensus.
-
-    Args:
-        spec: the job's, as given on this node.
-        directory: the run's, shared by all nodes.
-        discovery: the result of the search for the others.
-        selector: of the agent's loop.
-    """
-
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        directory: RunDirectory,
-        node: NodeWorkers,
-        discovery: DiscoveryInfo,
-        selector: selectors.BaseSelector,
-    ) -> None:
-        self._spec, self._directory, self._node = spec, directory, node
-        self._network = PeerNetwork(
-            selector, discovery.listener, discovery.token, discovery.hello, self, spec.recovery.heartbeat_s
-        )
-        self._peers = PeerDirectory(spec, directory, discovery, self._network, node.files)
-        self._consensus = ConsensusDriver(spec, directory, node, self._peers, selector, self._leave)
-        self._code: int | None = None
-        self._removed = ""  # why the other nodes have removed this one, so that it joins again
-        self._requests = StopRequests(ECHO_S)  # Ctrl-C may reach the agents of all nodes
-        self._stop_signal: int | None = None  # the stop signal of this node
-
-    def begin(self) -> None:
-        """Start to lead, or connect to the leader."""
-        self._peers.begin()
-        self._consensus.begin()
-
-    def close(self) -> None:
-        """End all links to other agents."""
-        self._network.close()
-        self._consensus.close(is_over=self._code is not None and self.leader is not None)
-
-    @property
-    def name(self) -> str:
-        return self._peers.name
-
-    @property
-    def leader(self) -> JobController | None:
-        """The controller of all workers; None if this agent does not lead."""
-        return self._consensus.leader
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The agreed set of nodes."""
-        return self._consensus.node_set.nodes
-
-    # The end.
-
-    @property
-    def over(self) -> bool:
-        """Whether the job has ended for this node."""
-        return bool(self._removed) or self._code is not None or (self.leader is not None and self.leader.over)
-
-    def conclude(self) -> int:
-        """Print one message if the job failed; tell the other agents; return the exit code.
-
-        Raises:
-            NodeRemovedError: this node can join again.
-        """
-        if self._removed:
-            raise NodeRemovedError(self._removed)
-        if self._code is None:
-            assert self.leader is not None
-            self._code = self.leader.conclude()
-            for peer in self._consensus.followers:
-                self._peers.send(peer, JobFinished(self._code))
-        return self._code
-
-    def signalled(self, number: int) -> None:
-        """Handle a stop signal; Ctrl-C after another one ends the workers at once.
-
-        In an elastic job this node leaves after a step, and the others continue.
-        """
-        if self.leader is not None:
-            self._stop_signal = number
-            self.leader.shutdown.signalled(number)
-        elif self._consensus.leading_node is not None:
-            match self._requests.hear(number):
-                case "first":
-                    self._stop_signal = number
-                    self._peers.send(self._consensus.leading_node, SignalReceived(number))
-                case "end":
-                    self._node.kill_all("was ordered to end")
-        else:
-            self._leave("stopped, as requested, while waiting for other nodes.", 128 + number)
-
-    def cancel(self) -> None:
-        """Stop the job within the grace period."""
-        if self.leader is not None:
-            self.leader.shutdown.cancel()
-        else:
-            self._node.kill_all("was ordered to end")
-
-    def _leave(self, why: str, code: int | None) -> None:
-        self._node.kill_all("was ordered to end")
-        if code is None and self._stop_signal is None:
-            self._removed = why
-            return
-        print_status(why)
-        requeue, interrupted = STOPPED
-        code = code or 0
-        if code == 0 and self._stop_signal is not None and not self._directory.has_result():
-            code = interrupted if self._stop_signal == signal.SIGINT else requeue
-        self._code = code
-
-    # Timeouts.
-
-    @property
-    def deadline(self) -> float:
-        """When :meth:`expire` is due, by the monotonic clock."""
-        leader = math.inf if self.leader is None else self.leader.deadline
-        return min(leader, self._peers.deadline, self._consensus.deadline)
-
-    def expire(self, now: float) -> None:
-        """Run what is due."""
-        reason = self._peers.expire(now)
-        if reason:
-            self._leave(reason, 0 if self._spec.place.joins and self._directory.has_result() else 2)
-            return
-        if self.leader is not None:
-            self.leader.expire(now)
-        self._consensus.expire(now)
-
-    # Reports of this node.
-
-    def said(self, worker: int, message: Said) -> None:
-        """Handle a worker's message."""
-        if self.leader is not None:
-            self.leader.said(worker, message)
-            self._consensus.review()
-        elif self._follows:
-            self._peers.send(self._consensus.leading_node, WorkerEvent(worker, message))
-        self._consensus.follower.report_quiesced()
-
-    def ended(self, end: Ended) -> None:
-        """Handle the end of a worker's process."""
-        if self.leader is not None:
-            self.leader.ended(end)
-            self._consensus.review()
-        elif self._follows:
-            self._peers.send(self._consensus.leading_node, end)
-        else:
-            self._consensus.follower.buffer(end)
-        self._consensus.follower.report_quiesced()
-
-    @property
-    def _follows(self) -> bool:
-        """Whether another node's leader knows this node's workers."""
-        return self.leader is None and self._consensus.leading_node not in (None, self.name)
-
-    # Events of the other agents.
-
-    def linked(self, peer: str, hello: Mapping[str, Any]) -> None:
-        """Handle a new connection."""
-        if self._peers.sees_directory_of(peer, hello):
-            self._consensus.linked(peer)
-        else:
-            self._peers.drop(peer)
-
-    def lost(self, peer: str, why: str, *, closed: bool = False) -> None:
-        """Handle the end of a connection, or the timeout of a peer."""
-        if self.leader is not None:
-            self.leader.node_lost(peer, why)
-            if peer not in self._consensus.node_set.nodes:  # otherwise once this agent knows that it still leads
-                self._peers.remove(peer, self._consensus.followers)
-        self._consensus.lost(peer, closed=closed)
-
-    def refused(self, why: str) -> None:
-        """Report a rejected connection."""
-        print_status(f"a connection was refused: {why}")
-
-    def heard(self, peer: str, message: Mapping[str, Any]) -> None:
-        """Handle a message."""
-        try:
-            content = read(message)
-        except MessageError as error:
-            # A peer that sends unreadable messages is dropped.
-            self._peers.drop(peer)
-            self.lost(peer, f"sent an unreadable message: {error}")
-            return
-        from_leader = peer == self._consensus.leading_node
-        match content:
-            case NodeCommand():
-                self._consensus.follower.obey(peer, content)
-            case WorkerEvent() | Ended():
-                self._on_report(peer, content)
-            case WorkerList():
-                self._consensus.reported(peer, content)
-            case Quiesced(term):
-                self._consensus.clear(peer, term)
-            case PeersReached(peers):
-                self._consensus.reached(peer, peers)
-            case Excluded(unreachable):
-                if from_leader:
-                    self._consensus.excluded(unreachable)
-            case SignalReceived(number):
-                self._on_signalled(peer, number)
-            case AddressBook():
-                if from_leader:
-                    self._peers.update(content)
-            case JobFinished(code):
-                if from_leader:
-                    self._code = code
-            case Removed():
-                self._consensus.is_removed |= from_leader
-            case Rejected(why):
-                if from_leader:
-                    self._leave(why, 2)
-            case vote:
-                self._consensus.voted(peer, vote)
-
-    def _on_report(self, peer: str, report: WorkerEvent | Ended) -> None:
-        """Handle a follower's report of a worker."""
-        if self.leader is None or peer not in self.leader.nodes:
-            return
-        if isinstance(report, Ended):
-            self.leader.ended(report)
-        else:
-            self.leader.said(report.worker, report.message)
-        self._consensus.review()
-
-    def _on_signalled(self, peer: str, number: int) -> None:
-        """Handle a node's stop signal: the node leaves if enough others stay; else the job stops."""
-        if self.leader is None:
-            return
-        elastic = self._spec.nodes[1] > self._spec.nodes[0]
-        if elastic and len(self.leader.nodes) > self._spec.least_nodes:
-            with suppress(ConfigError):  # the job is ending anyway
-                self.leader.retire([peer])
-        else:
-            self.leader.shutdown.signalled(number)
