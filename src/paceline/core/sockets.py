@@ -62,18 +62,23 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _addresses() -> dict[str, str]:
+    """Return the last IPv4 address of each network interface that has one."""
+    return {
+        interface: entry.address
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+
+
 def interface_address(name: str) -> str:
     """Return the IPv4 address of a network interface.
 
     Raises:
         ConfigError: the interface does not exist or has no IPv4 address; lists those that have one.
     """
-    addresses = {
-        interface: entry.address
-        for interface, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family == socket.AF_INET
-    }
+    addresses = _addresses()
     if name not in addresses:
         raise ConfigError(
             f"--interface {name!r} has no IPv4 address on this node. Interfaces with one: {', '.join(addresses)}."
@@ -127,12 +132,7 @@ def own_address(host: str) -> str:
     address = socket.gethostbyname(host)
     if not is_loopback(address) or is_loopback(host):
         return address
-    others = {
-        name: entry.address
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family == socket.AF_INET and not is_loopback(entry.address)
-    }
+    others = {name: address for name, address in _addresses().items() if not is_loopback(address)}
     if len(others) != 1:
         raise ConfigError(
             f"{host} is {address} on this node (see /etc/hosts), where other nodes cannot reach it. Give --interface"

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -87,30 +87,6 @@ class RunStatus:
         return tuple(worker for worker in self.workers if worker.rank is not None)
 
 
-class ControlHandler(Protocol):
-    """Answers control requests."""
-
-    def status(self) -> RunStatus:
-        """Return the job's status."""
-
-    def scale(self, nproc: int) -> None:
-        """Set the number of workers on each node.
-
-        Raises:
-            ConfigError: the number is not possible.
-        """
-
-    def scale_nodes(self, nodes: int) -> None:
-        """Reduce the number of nodes.
-
-        Raises:
-            ConfigError: the number is not possible.
-        """
-
-    def gather(self) -> None:
-        """Make training wait until all wanted workers take part."""
-
-
 class ControlSocket:
     """The agent's side; its descriptors are in the agent's selector, with handlers as their data.
 
@@ -120,7 +96,7 @@ class ControlSocket:
         controlled: answers requests.
     """
 
-    def __init__(self, directory: RunDirectory, selector: selectors.BaseSelector, controlled: ControlHandler) -> None:
+    def __init__(self, directory: RunDirectory, selector: selectors.BaseSelector, controlled: ControlApi) -> None:
         self._selector = selector
         self._controlled = controlled
         self._clients: set[socket.socket] = set()
@@ -308,7 +284,7 @@ def _user_of(connection: socket.socket) -> int:
 
 
 class ControlApi:
-    """The leading agent's :class:`ControlHandler`.
+    """Answers control requests, where this agent leads.
 
     Args:
         controller: knows the leader.
@@ -380,7 +356,7 @@ class ControlApi:
             ConfigError: the number is not possible, the job is ending, or this agent does not lead.
         """
         leader = self._leader()
-        current_nodes = [name for name in self._controller.nodes if name in leader.nodes]
+        current_nodes = [name for name in self._controller.nodes if name in leader.coordinator.nodes]
         if nodes > len(current_nodes):
             raise ConfigError(
                 f"the run has {len(current_nodes)} node(s). To add one, up to --nodes MIN:MAX, run there: "

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.launch_spec import LaunchSpec
@@ -29,7 +29,7 @@ from paceline.elastic.coordinator import (
 )
 from paceline.elastic.failure_policy import FailurePolicy, RestartBudget, describe_end
 from paceline.elastic.hang import AskWorkers, Hang, HangDetector
-from paceline.elastic.node import Ended, NodeCommands, NodeEvents, NodeWorkers, Order, Said
+from paceline.elastic.node import Ended, NodeCommands, NodeWorkers, Order, Said
 from paceline.elastic.recovery_log import RecoveryLog, print_status
 from paceline.elastic.worker_channel import (
     Assignment,
@@ -43,6 +43,12 @@ from paceline.elastic.worker_channel import (
     WorkerHeartbeat,
 )
 from paceline.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from paceline.elastic.consensus.agent_controller import AgentController
+
+Controller: TypeAlias = "SingleNodeController | AgentController"
+"""What decides for an agent's workers, or obeys the decisions of another node's agent."""
 
 # --- The worker pool: orders to the workers of all nodes. No torch ---
 
@@ -245,19 +251,6 @@ class Shutdown:
 # to the nodes, and the nodes' reports into its events.
 
 
-class Quorum(Protocol):
-    """The set of nodes that leads the job: one node by itself, or several in consensus."""
-
-    def may_form(self, nodes: frozenset[str]) -> bool:
-        """Return whether a group of workers on these nodes may be formed now."""
-
-    def formed(self, nodes: frozenset[str]) -> None:
-        """Record that it is formed."""
-
-    def reject(self, node: str, why: str) -> None:
-        """Remove a node, and send it the reason."""
-
-
 class JobController:
     """Leads the workers of a job.
 
@@ -279,7 +272,7 @@ class JobController:
         spec: LaunchSpec,
         directory: RunDirectory,
         coordinator: Coordinator,
-        quorum: Quorum,
+        quorum: Controller,
         here: NodeWorkers,
         address: str,
         *,
@@ -328,11 +321,6 @@ class JobController:
             self.recovery_log.hit()
         if nodes != self.coordinator.excluded:
             self._do(self.coordinator.exclude(nodes))
-
-    @property
-    def nodes(self) -> frozenset[str]:
-        """All nodes that have joined."""
-        return frozenset(self._pool.nodes)
 
     def learn_microbatches(self) -> None:
         """Read the maximum number of active workers, once the run is created.
@@ -563,114 +551,42 @@ def make_coordinator(spec: LaunchSpec, generation: int, seats: Iterable[tuple[in
 # --- What an agent does for its job: lead it alone, where there is one node, or with the agents of other nodes ---
 
 
-class Controller(NodeEvents, Protocol):
-    """Decides for an agent's workers, or obeys the decisions of another node's agent."""
-
-    @property
-    def name(self) -> str:
-        """This agent's."""
-
-    @property
-    def leader(self) -> JobController | None:
-        """The object that decides for all workers; None if another agent leads."""
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The nodes of the job, in the order of their arrival."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the job has ended, as far as this node has a part in it."""
-
-    @property
-    def deadline(self) -> float:
-        """When :meth:`expire` is due, by the monotonic clock."""
-
-    def begin(self) -> None:
-        """Start to lead, or to look for the agent that does."""
-
-    def expire(self, now: float) -> None:
-        """Do what is due."""
-
-    def signalled(self, number: int) -> None:
-        """Handle a signal, which requests a stop; Ctrl-C after another signal requests it immediately."""
-
-    def cancel(self) -> None:
-        """Have the job stop, within the grace period."""
-
-    def conclude(self) -> int:
-        """Print one message if the job failed; return the exit code.
-
-        Raises:
-            NodeRemovedError: the job continues without this node, which can join it again.
-        """
-
-    def close(self) -> None:
-        """End all links to other agents."""
-
-
-class SingleNodeController:
+class SingleNodeController(JobController):
     """Leads a job that has this node only, from its start to its end."""
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, node: NodeWorkers) -> None:
-        self._nproc, self._node = spec.local_world_size, node
+        coordinator = make_coordinator(spec, last_generation(directory.ledger), ())
+        super().__init__(spec, directory, coordinator, self, node, LOOPBACK)
+        self._nproc = spec.local_world_size
         self.name = socket.gethostname()
         self.nodes = (self.name,)
-        self.leader = JobController(
-            spec, directory, make_coordinator(spec, last_generation(directory.ledger), ()), self, node, LOOPBACK
-        )
+
+    @property
+    def leader(self) -> JobController:
+        """What decides for all workers: itself."""
+        return self
 
     def begin(self) -> None:
         """Start the workers."""
-        self.leader.node_joins(self.name, self._node, self._nproc, {})
-        self.leader.settle()
+        self.node_joins(self.name, self._here, self._nproc, {})
+        self.settle()
+
+    def signalled(self, number: int) -> None:
+        """Handle a signal, which requests a stop; Ctrl-C after another signal requests it immediately."""
+        self.shutdown.signalled(number)
+
+    def cancel(self) -> None:
+        """Have the job stop, within the grace period."""
+        self.shutdown.cancel()
 
     def close(self) -> None:
         """Do nothing: there are no links."""
 
-    # Requests of the agent.
-
-    @property
-    def over(self) -> bool:
-        """Whether no worker is left."""
-        return self.leader.over
-
-    @property
-    def deadline(self) -> float:
-        """When :meth:`expire` is due, by the monotonic clock."""
-        return self.leader.deadline
-
-    def expire(self, now: float) -> None:
-        """Do what is due."""
-        self.leader.expire(now)
-
-    def signalled(self, number: int) -> None:
-        """Handle a signal, which requests a stop; Ctrl-C after another signal requests it immediately."""
-        self.leader.shutdown.signalled(number)
-
-    def cancel(self) -> None:
-        """Have the job stop, within the grace period."""
-        self.leader.shutdown.cancel()
-
-    def conclude(self) -> int:
-        """Print one message if the job failed; return the exit code."""
-        return self.leader.conclude()
-
-    # Reports of the node.
-
-    def said(self, worker: int, message: Said) -> None:
-        """Handle a message of a worker."""
-        self.leader.said(worker, message)
-
-    def ended(self, end: Ended) -> None:
-        """Handle the end of a worker's process."""
-        self.leader.ended(end)
-
-    # Queries of the leader before it forms a group of workers.
+    # Queries before a group of workers is formed.
 
     def may_form(self, nodes: frozenset[str]) -> bool:
         """Return whether no worker acts in an older group."""
-        return bool(nodes) and not self.leader.coordinator.nodes_acting
+        return bool(nodes) and not self.coordinator.nodes_acting
 
     def formed(self, nodes: frozenset[str]) -> None:
         """Do nothing: there is no other agent."""

@@ -104,51 +104,9 @@ continues the run."""
 _FATAL = tuple(kind.__name__ for kind in (NonFiniteLossError, CheckpointError, NondeterminismError))
 
 
-def classify_exit(
-    code: int,
-    failure: FailureRecord | None,
-    *,
-    finished: bool,
-    stopping: bool,
-    progressed: bool,
-    distrusted: bool = False,
-) -> ExitClass:
-    """Classify a worker's exit.
-
-    Args:
-        code: its exit code; minus the signal's number if one killed it.
-        failure: the error that it recorded.
-        finished: whether the run has its result.
-        stopping: whether the agent has ordered the workers to stop.
-        progressed: whether a step was done since the job began; an exception before that is a bug.
-        distrusted: whether an earlier worker in its place computed wrongly.
-    """
-    if code == 0 or code in STOPPED or finished:
-        return "done"
-    if stopping and -code in WORKER_STOP_SIGNALS:
-        return "asked"
-    if code < 0:
-        return "fault"
-    if failure is None:
-        # Paceline never exits so; the cause is os._exit() in the user's code, or a broken interpreter.
-        return "fault" if progressed else "fatal"
-    if is_corruption(failure):
-        return "fatal" if distrusted else "fault"
-    if failure.user_error or failure.type in _FATAL:
-        return "fatal"
-    return "fault" if failure.victim or progressed else "fatal"
-
-
 def is_corruption(failure: FailureRecord | None) -> bool:
     """Return whether a worker ended because the others found that it computes wrongly."""
     return failure is not None and failure.type == SilentDataCorruptionError.__name__
-
-
-def describe_code(code: int) -> str:
-    """Describe an exit code."""
-    if code >= 0:
-        return f"exited with status {code}"
-    return f"was killed by {signal.Signals(-code).name if -code in signal.valid_signals() else -code}"
 
 
 @dataclass
@@ -219,14 +177,7 @@ class FailurePolicy:
         Returns:
             "unfit" if a newcomer failed by itself: the job continues without its node.
         """
-        exit_class = classify_exit(
-            end.code,
-            end.failure,
-            finished=end.finished,
-            stopping=stopping,
-            progressed=self.budget.progressed,
-            distrusted=end.local_index in self._distrusted,
-        )
+        exit_class = self._exit_class(end, stopping)
         if is_corruption(end.failure):
             self._distrusted.add(end.local_index)
         by_itself = not end.killed and end.failure is not None and not end.failure.victim
@@ -239,6 +190,24 @@ class FailurePolicy:
         elif exit_class != "fault":
             self._exits.append(_exit_of(end, stopped=exit_class == "asked"))
         return exit_class
+
+    def _exit_class(self, end: Ended, stopping: bool) -> ExitClass:
+        failure, progressed = end.failure, self.budget.progressed  # an exception before the first step is a bug
+        if end.code == 0 or end.code in STOPPED or end.finished:
+            return "done"
+        if stopping and -end.code in WORKER_STOP_SIGNALS:
+            return "asked"
+        if end.code < 0:
+            return "fault"
+        if failure is None:
+            # Paceline never exits so; the cause is os._exit() in the user's code, or a broken interpreter.
+            return "fault" if progressed else "fatal"
+        if is_corruption(failure):
+            # An earlier worker in its place computed wrongly too: the device does.
+            return "fatal" if end.local_index in self._distrusted else "fault"
+        if failure.user_error or failure.type in _FATAL:
+            return "fatal"
+        return "fault" if failure.victim or progressed else "fatal"
 
     def rejection_message(self, end: Ended) -> str:
         """Return the message for a newcomer's node."""
@@ -296,4 +265,6 @@ def _exit_of(end: Ended, *, code: int | None = None, stopped: bool = False) -> P
 
 def describe_end(end: Ended) -> str:
     """Describe a fault."""
-    return end.killed or describe_code(end.code)
+    if end.killed or end.code >= 0:
+        return end.killed or f"exited with status {end.code}"
+    return f"was killed by {signal.Signals(-end.code).name if -end.code in signal.valid_signals() else -end.code}"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import msgspec
 
@@ -41,6 +41,9 @@ from paceline.elastic.worker_channel import (
 )
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import FailureRecord, read_failure
+
+if TYPE_CHECKING:
+    from paceline.elastic.controller import Controller
 
 # --- A leader's commands to nodes, and their reports. No torch ---
 
@@ -71,16 +74,6 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind", forbid_u
     retired: bool
     failure: FailureRecord | None
     finished: bool = False
-
-
-class NodeEvents(Protocol):
-    """Receives the events of workers."""
-
-    def said(self, worker: int, message: Said) -> None:
-        """Handle a message of a worker."""
-
-    def ended(self, end: Ended) -> None:
-        """Handle the end of a worker's process."""
 
 
 class NodeCommands(Protocol):
@@ -253,7 +246,7 @@ class NodeWorkers:
         reports: receives the events; set it before any order.
     """
 
-    reports: NodeEvents
+    reports: Controller
 
     def __init__(
         self,

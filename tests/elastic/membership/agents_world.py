@@ -141,9 +141,10 @@ class World:
     def founded(cls, names: str, *, ties: bool, **faults: int) -> World:
         """The first agent leads itself; the others are linked, and ask to join."""
         nodes = tuple(names)
-        first, actions = Leadership.bootstrap(nodes[0], ties=ties)
+        first = Leadership(nodes[0], ties)
+        actions = first.begin()
         world = cls(
-            {nodes[0]: first, **{name: Leadership.outside(name, ties=ties) for name in nodes[1:]}},
+            {nodes[0]: first, **{name: Leadership(name, ties) for name in nodes[1:]}},
             {name: Driver() for name in nodes},
             frozenset(),
             history={0: nodes[:1]},

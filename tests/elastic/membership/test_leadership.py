@@ -68,9 +68,10 @@ def sent(actions: list[Action], kind: type) -> list[str]:
 
 
 def test_the_founder_leads_and_others_join_by_its_own_vote() -> None:
-    founder, actions = Leadership.bootstrap("a", ties=False)
+    founder = Leadership("a", ties=False)
+    actions = founder.begin()
     assert actions == [Lead(Term(1, "a"), NodeSet(0, ("a",)))]
-    newcomer = Leadership.outside("b", ties=False)
+    newcomer = Leadership("b", ties=False)
     [announced] = founder.linked("b")
     assert isinstance(announced, Send)
     assert newcomer.linked("a") == []

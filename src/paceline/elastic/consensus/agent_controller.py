@@ -87,7 +87,8 @@ class Follower:
     def follow(self, term: Term, leader: str) -> None:
         """Report this node's workers to the leader, and obey it from now on."""
         self._followed = term
-        self._peers.send(leader, WorkerList(self._nproc, self._node.seats))
+        rows = ((worker, generation, seat) for worker, (generation, seat) in self._node.seats.items())
+        self._peers.send(leader, WorkerList(self._nproc, tuple(rows)))
         for end in self.drain_buffer():
             self._peers.send(leader, end)
 
@@ -145,6 +146,7 @@ class AgentController:
 
     Attributes:
         name: this agent's.
+        nodes: the agreed set of nodes, in the order of succession.
         leader: decides for the workers of all nodes; None if this agent does not lead.
     """
 
@@ -174,7 +176,7 @@ class AgentController:
         self._start_by = math.inf
         self.leader: JobController | None = None
         self._follower = Follower(spec.local_world_size, node, self._peers, partial(self._cleared, self.name))
-        self._node_set = NodeSet(0, (self.name,))
+        self.nodes: tuple[str, ...] = (self.name,)
         self._is_joining = spec.place.joins
         # Of the job before this one; a node that joins finds one that has begun.
         self._earlier_generation = -2 if spec.place.joins else last_generation(directory.ledger)
@@ -209,11 +211,6 @@ class AgentController:
         if self._peers.is_first:
             self._start_by = time.monotonic() + self._spec.recovery.init_timeout_s
             self._act(self._membership.begin())
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The agreed set of nodes."""
-        return self._node_set.nodes
 
     # The end.
 
@@ -317,7 +314,7 @@ class AgentController:
         if self.leader is None or self.leader.coordinator.group is not None or not self.leader.coordinator.lacks_nodes:
             return
         cuts = [f"{name} and {', '.join(others)} cannot reach each other" for name, others in self._cut_from.items()]
-        included = len(self.leader.nodes - self.leader.coordinator.excluded)
+        included = len(self.leader.coordinator.nodes.keys() - self.leader.coordinator.excluded)
         reason = (
             f"the run begins with {self._spec.nodes[0]} nodes (--nodes). After "
             f"{self._spec.recovery.init_timeout_s:g} s (--init-timeout), the number of nodes that all reach each "
@@ -370,7 +367,7 @@ class AgentController:
         """Handle the end of a connection, or the timeout of a peer."""
         if self.leader is not None:
             self.leader.node_lost(peer, why)
-            if peer not in self._node_set.nodes:  # otherwise once this agent knows that it still leads
+            if peer not in self.nodes:  # otherwise once this agent knows that it still leads
                 self._peers.remove(peer, self._other_nodes)
         self._links_changed = True
         self._links.reports.pop(peer, None)
@@ -436,18 +433,18 @@ class AgentController:
         """Handle the list of a follower's workers, or of a node that wants to join."""
         if self.leader is None:
             return
-        num_others = 0 if peer in self._node_set.nodes else len(self.leader.nodes - {peer})
+        num_others = 0 if peer in self.nodes else len(self.leader.coordinator.nodes.keys() - {peer})
         reason = self._peers.rejection_reason(peer, num_others)
         if reason:
             self._peers.send(peer, Rejected(reason))
             return
-        self.leader.coordinator.observe_view(max((generation for generation, _ in workers.seats.values()), default=-1))
+        self.leader.coordinator.observe_view(max((generation for _, generation, _ in workers.workers), default=-1))
         # The newcomer too, which connects to the earlier nodes, because they may outlive this leader together.
         self._peers.add(peer, self._other_nodes | {peer})
-        if peer not in self.leader.nodes:
+        if peer not in self.leader.coordinator.nodes:
             # A repeated list may be older than orders sent since.
             remote = RemoteNode(partial(self._peers.send, peer), self._membership.promised)
-            seats = {worker: seat for worker, (_, seat) in workers.seats.items()}
+            seats = {worker: seat for worker, _, seat in workers.workers}
             self._links_changed = True
             self.leader.node_joins(peer, remote, workers.nproc, seats)
         self._settle()
@@ -464,7 +461,7 @@ class AgentController:
 
     def _on_report(self, peer: str, report: WorkerEvent | Ended) -> None:
         """Handle a follower's report of a worker."""
-        if self.leader is None or peer not in self.leader.nodes:
+        if self.leader is None or peer not in self.leader.coordinator.nodes:
             return
         if isinstance(report, Ended):
             self.leader.ended(report)
@@ -477,7 +474,7 @@ class AgentController:
         if self.leader is None:
             return
         elastic = self._spec.nodes[1] > self._spec.nodes[0]
-        if elastic and len(self.leader.nodes) > self._spec.least_nodes:
+        if elastic and len(self.leader.coordinator.nodes) > self._spec.least_nodes:
             with suppress(ConfigError):  # the job is ending anyway
                 self.leader.retire([peer])
         else:
@@ -486,9 +483,22 @@ class AgentController:
     # Members of the node set.
 
     def _review(self) -> None:
-        """Update the node set for changes of workers, if this agent leads."""
-        self._admit()
-        self._remove()
+        """Update the node set for changes of workers, if this agent leads.
+
+        Nodes are admitted once they have workers that can take part, unless the run is ending. Retired nodes are
+        removed once they act in no group, and told to end. That precedes the next group, which could not be formed
+        without half of the node set.
+        """
+        if self.leader is not None and not self.leader.shutdown.is_final:
+            for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.nodes)):
+                self._act(self._membership.admit(name))
+        if self.leader is not None:
+            is_leaving = self.leader.coordinator.is_leaving
+            for name in [n for n in self.nodes if n != self.name and is_leaving(n)]:
+                if self.leader is not None:
+                    # Before it learns that it is no longer in the node set.
+                    self._peers.send(name, Removed())
+                    self._act(self._membership.dismiss(name))
 
     def _review_links(self) -> None:
         """Exclude the nodes outside of the largest set that is wholly connected, or report this node's links for that.
@@ -500,7 +510,7 @@ class AgentController:
                 self._peers.send(self._membership.leader, PeersReached(tuple(sorted(self._membership.reachable))))
             return
         nodes = list(self.leader.coordinator.nodes)
-        members = [name for name in self._node_set.nodes if name in nodes]
+        members = [name for name in self.nodes if name in nodes]
         self.leader.exclude(self._links.excluded(members, [name for name in nodes if name not in members]))
         self._review()
         self._settle()
@@ -528,29 +538,10 @@ class AgentController:
             else:
                 print_status(f"{name} takes part again.")
         self._told = cut_from
-        excluded = cut_from.keys() & frozenset(self._node_set.nodes)
+        excluded = cut_from.keys() & frozenset(self.nodes)
         if self.leader is not None and not self._membership.may_exclude(excluded):
             for name in excluded:
                 if self.leader is not None:
-                    self._act(self._membership.dismiss(name))
-
-    def _admit(self) -> None:
-        """Admit nodes to the node set once they have workers that can take part, unless the run is ending."""
-        if self.leader is not None and not self.leader.shutdown.is_final:
-            for name in sorted(self.leader.coordinator.nodes_next - frozenset(self._node_set.nodes)):
-                self._act(self._membership.admit(name))
-
-    def _remove(self) -> None:
-        """Remove retired nodes from the node set once they act in no group, and tell them to end.
-
-        That precedes the next group, which could not be formed without half of the node set.
-        """
-        if self.leader is not None:
-            is_leaving = self.leader.coordinator.is_leaving
-            for name in [n for n in self._node_set.nodes if n != self.name and is_leaving(n)]:
-                if self.leader is not None:
-                    # Before it learns that it is no longer in the node set.
-                    self._peers.send(name, Removed())
                     self._act(self._membership.dismiss(name))
 
     # Requests of the leader.
@@ -558,14 +549,14 @@ class AgentController:
     @property
     def _other_nodes(self) -> frozenset[str]:
         """The other nodes that have joined this leader."""
-        return frozenset() if self.leader is None else self.leader.nodes - {self.name}
+        return frozenset(() if self.leader is None else self.leader.coordinator.nodes.keys() - {self.name})
 
     def may_form(self, nodes: frozenset[str]) -> bool:
         """Return whether a group of workers on these nodes may be formed now."""
         assert self.leader is not None
         if self._links_changed:
             return False  # not before the excluded nodes are known
-        for name in self.leader.nodes & frozenset(self._node_set.nodes) - self.leader.coordinator.nodes_acting:
+        for name in self.leader.coordinator.nodes.keys() & frozenset(self.nodes) - self.leader.coordinator.nodes_acting:
             self._act(self._membership.clear(name))
         if nodes:
             self._act(self._membership.intend(nodes))
@@ -650,7 +641,7 @@ class AgentController:
             if not has_begun:
                 self._start_by = min(self._start_by, time.monotonic() + self._spec.recovery.init_timeout_s)
             self._directory.queue_event("takeover", node=self.name, term=term.number)
-        self._node_set = node_set
+        self.nodes = node_set.nodes
         self._links, self._told = LinkMap(self.name), {}
         self.leader = JobController(
             self._spec, self._directory, coordinator, self, self._node, self._peers.address, follows=has_begun
@@ -665,9 +656,9 @@ class AgentController:
         self._settle()
 
     def _committed(self, node_set: NodeSet) -> None:
-        removed = set(self._node_set.nodes) - set(node_set.nodes)
-        added = set(node_set.nodes) - set(self._node_set.nodes)
-        self._node_set = node_set
+        removed = set(self.nodes) - set(node_set.nodes)
+        added = set(node_set.nodes) - set(self.nodes)
+        self.nodes = node_set.nodes
         if removed or added:
             self._directory.queue_event("machines", nodes=list(node_set.nodes))
         self._resumed()
@@ -679,7 +670,7 @@ class AgentController:
         self._settle()
 
     def _follow(self, term: Term, leader: str, node_set: NodeSet) -> None:
-        self._node_set = node_set
+        self.nodes = node_set.nodes
         self._peers.stop_looking()
         self._resumed()
         if self._is_joining and self.name in node_set.nodes:

@@ -5,8 +5,8 @@ one after the other, each for all agents alike. And it *fences*: no group of wor
 earlier one has left that one for good. :mod:`~paceline.elastic.consensus.paxos` does this among the agents themselves,
 a plug-in with etcd's leases and transactions.
 
-A membership decides by events: its driver (:class:`~paceline.elastic.consensus.agent_controller.AgentController`) reports
-what happens, and executes the actions that each event returns, in order.
+A membership decides by events: its driver, the :class:`~paceline.elastic.consensus.agent_controller.AgentController`,
+reports what happens, and executes the actions that each event returns, in order.
 """
 
 from __future__ import annotations

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from paceline.core.errors import PacelineError
-from paceline.elastic.coordinator import Status, WorkerSlot
+from paceline.elastic.coordinator import WorkerSlot
 from paceline.elastic.node import Ended, NodeCommands, Order, Said
 
 # --- Node sets and quorums. No torch ---
@@ -213,17 +212,16 @@ class WorkerEvent(AgentMessage, frozen=True, tag="said"):
     message: Said
 
 
-@dataclass(frozen=True)
-class WorkerList:
+class WorkerList(AgentMessage, frozen=True, tag="workers"):
     """Follower to leader: all its workers; a node outside of the node set requests its admission in this way.
 
     Attributes:
         nproc: number of active workers.
-        seats: by worker: its last generation, -1 for none, and its status.
+        workers: each worker's number, its last generation, -1 for none, and its place and status.
     """
 
     nproc: int
-    seats: Mapping[int, tuple[int, WorkerSlot]]
+    workers: tuple[tuple[int, int, WorkerSlot], ...]
 
 
 class Quiesced(AgentMessage, frozen=True, tag="clear"):
@@ -272,9 +270,10 @@ class Rejected(AgentMessage, frozen=True, tag="sent home"):
     why: str
 
 
-_Unchanged = (
+Message = (
     NodeCommand
     | WorkerEvent
+    | WorkerList
     | Ended
     | Quiesced
     | PeersReached
@@ -286,18 +285,6 @@ _Unchanged = (
     | Rejected
     | ElectionMessage
 )
-Message = _Unchanged | WorkerList
-
-
-class _WorkerRows(AgentMessage, frozen=True, tag="workers"):
-    """How a :class:`WorkerList` travels: in JSON no key is a number."""
-
-    nproc: int
-    workers: tuple[tuple[int, int, int, Status], ...]
-
-
-_Sent = _Unchanged | _WorkerRows
-
 _ARGUMENTS: dict[str, Any] = {
     "start": tuple[int, int],
     "send": tuple[int, Order],
@@ -309,13 +296,7 @@ _ARGUMENTS: dict[str, Any] = {
 
 def write(message: Message) -> dict[str, Any]:
     """Return a message as a JSON object."""
-    sent: _Sent
-    if isinstance(message, WorkerList):
-        rows = ((worker, group, slot.local_index, slot.status) for worker, (group, slot) in message.seats.items())
-        sent = _WorkerRows(message.nproc, tuple(rows))
-    else:
-        sent = message
-    document: dict[str, Any] = msgspec.to_builtins(sent)
+    document: dict[str, Any] = msgspec.to_builtins(message)
     return document
 
 
@@ -326,13 +307,10 @@ def read(document: Mapping[str, Any]) -> Message:
         MessageError: it is not a message.
     """
     try:
-        message: _Sent = msgspec.convert(document, _Sent)
+        message: Message = msgspec.convert(document, Message)
         if isinstance(message, NodeCommand):
             arguments = msgspec.convert(message.arguments, _ARGUMENTS[message.order])
             return msgspec.structs.replace(message, arguments=arguments)
     except ValueError as error:
         raise MessageError(f"an agent's message cannot be read ({error}): {str(document)[:200]}") from error
-    if isinstance(message, _WorkerRows):
-        seats = {worker: (group, WorkerSlot(index, status)) for worker, group, index, status in message.workers}
-        return WorkerList(message.nproc, seats)
     return message

@@ -343,23 +343,12 @@ class Proposer(Acceptor):
 
 @dataclass
 class Leadership(Proposer):
-    """One agent's part; made by :meth:`bootstrap` or :meth:`outside`. :class:`PaxosMembership` adds the witness.
+    """One agent's part; :class:`PaxosMembership` adds the witness.
 
     Every event returns the actions to execute, in order, before the next event.
     """
 
     _held: Prepare | None = None  # not answered yet, because there is a leader
-
-    @classmethod
-    def bootstrap(cls, node: str, *, ties: bool) -> tuple[Leadership, list[Action]]:
-        """Return the first node of a job, which leads a node set of itself; others join through it."""
-        self = cls(node, ties)
-        return self, self.begin()
-
-    @classmethod
-    def outside(cls, node: str, *, ties: bool) -> Leadership:
-        """Return a node that will join; it learns the leader by :class:`Follow`."""
-        return cls(node, ties)
 
     # Events.
 
