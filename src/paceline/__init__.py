@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.api import Result, fit
     from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
-    from paceline.core.encodings import Categories, Dates, Tokenizer, Vocabulary
+    from paceline.core.encodings import Categories, Dates
     from paceline.core.errors import (
         CheckpointError,
         CheckpointWriteError,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from paceline.core.inference import InferenceSignature, TensorSpec
     from paceline.core.task import Defaults, Loss, Task
     from paceline.core.train_step import TrainStep
+    from paceline_serving.texts import Tokenizer, Vocabulary
 
 __version__ = "0.1.0"
 
@@ -89,7 +90,7 @@ __all__ = [
 _HOME = {
     "paceline.api": ("Result", "fit"),
     "paceline.core.callback": ("BatchInfo", "Callback", "RankInfo", "RunSchedule"),
-    "paceline.core.encodings": ("Categories", "Dates", "Tokenizer", "Vocabulary"),
+    "paceline.core.encodings": ("Categories", "Dates"),
     "paceline.core.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
     "paceline.core.inference": ("InferenceSignature", "TensorSpec"),
     "paceline.core.task": ("Defaults", "Loss", "Task"),

@@ -30,7 +30,7 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from paceline.cli import app
-from paceline.core.encodings import MAX_TEXT_LENGTH, Categories, Dates, EncodingError, Tokenizer, Vocabulary
+from paceline.core.encodings import MAX_TEXT_LENGTH, Categories, Dates, EncodingError
 from paceline.core.errors import ConfigError, DataError, PackageError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.runs.package import open_package
@@ -44,6 +44,7 @@ from paceline_serving.openapi import describe
 from paceline_serving.package_inputs import INPUTS, PackageInputs, read_inputs
 from paceline_serving.protocol import example_request, example_rows, parse_request, parse_rows
 from paceline_serving.tables import text_array
+from paceline_serving.texts import Tokenizer, Vocabulary
 
 INPUTS_OF_SPEC, ENCODINGS = client_specs(VISIT)
 SPEC = ModelSpec(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import os
 import re
@@ -10,7 +9,6 @@ import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from paceline.core.errors import ConfigError
 
@@ -23,34 +21,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def is_cross_site(host: str, origin: str | None, fetch_site: str | None) -> bool:
-    """Return whether a browser sent a request for a page of another site.
-
-    ``Sec-Fetch-Site`` decides where the browser sends it, since a proxy may change the host's name; otherwise
-    ``Origin`` must name the requested host. Programs other than browsers send neither. The rule is that of Go's
-    ``http.CrossOriginProtection``: https://words.filippo.io/csrf/
-
-    Args:
-        host: the header ``Host``.
-        origin: the header ``Origin``, if any.
-        fetch_site: the header ``Sec-Fetch-Site``, if any.
-    """
-    if fetch_site is not None:
-        return fetch_site not in ("same-origin", "none")
-    if origin is None:
-        return False
-    try:
-        return urlsplit(origin).netloc.lower() != host.lower()
-    except ValueError:  # no browser sends this
-        return True
-
-
-def is_same_token(given: str | bytes, expected: str | bytes) -> bool:
-    """Compare what a client sent with the token; this takes the same time wherever they differ."""
-    texts = (text if isinstance(text, bytes) else text.encode(errors="replace") for text in (given, expected))
-    return hmac.compare_digest(*texts)
 
 
 # --- A token that a node makes: 32 random bytes, in hexadecimal digits ---

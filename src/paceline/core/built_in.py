@@ -151,6 +151,8 @@ NAMES: Mapping[str, str] = {
     "LightningTask": "paceline_lightning:LightningTask",
     "TaskJob": "paceline_frameworks.submit:TaskJob",
     "TransformersTask": "paceline_lm:TransformersTask",
+    "Tokenizer": "paceline_serving.texts:Tokenizer",
+    "Vocabulary": "paceline_serving.texts:Vocabulary",
     "submit": "paceline_frameworks.submit:submit",
     "submit_array": "paceline_frameworks.submit:submit_array",
 }

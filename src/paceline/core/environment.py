@@ -35,18 +35,6 @@ def patch_environ(values: Mapping[str, str]) -> Iterator[None]:
 # --- Slurm's compressed lists, and the allocation of this process ---
 
 
-def first_host(node_list: str) -> str:
-    """Return the first host of a Slurm node list: ``gpu[03-07,12],login1`` -> ``gpu03``.
-
-    Raises:
-        ConfigError: the text names no host.
-    """
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", node_list)
-    if match is None:
-        raise ConfigError(f"SLURM_STEP_NODELIST names no host: {node_list!r}.")
-    return f"{match[1]}{match[2] or ''}{match[3]}"
-
-
 def tasks_per_node(text: str, variable: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
     """Parse Slurm's numbers of tasks per node: ``2(x3),1`` -> [2, 2, 2, 1].
 
@@ -286,7 +274,7 @@ def _slurm(environ: Mapping[str, str]) -> Environment | None:
         node_rank=node_rank,
         nodes=len(tasks),
         job_id=f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}",
-        first_host=first_host(nodes) if nodes else None,
+        first_host=expand_hosts(nodes)[0] if nodes else None,
         names=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     )
 

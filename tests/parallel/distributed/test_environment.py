@@ -13,7 +13,7 @@ from paceline.core.environment import (
     Environment,
     default_threads,
     detect_environment,
-    first_host,
+    expand_hosts,
     parse_endpoint,
     without_rank_variables,
 )
@@ -211,7 +211,7 @@ def test_rank_and_world_size_belong_together() -> None:
     ],
 )
 def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
+    assert expand_hosts(nodes)[0] == host
 
 
 def test_endpoints() -> None:

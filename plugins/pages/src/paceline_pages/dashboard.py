@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from paceline import __version__
-from paceline.core.access import is_cross_site, is_loopback, is_same_token
+from paceline.core.access import is_loopback
 from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDirectoryError
 from paceline.core.files import open_regular, read_document
 from paceline.launch.launcher import JobStatus
@@ -35,6 +35,8 @@ from paceline.runs.package_registry import Registry
 from paceline.runs.status import configuration, read_beats
 from paceline.runs.timeline import timeline
 from paceline_pages.run_index import Curves, Index
+from paceline_serving.access import is_cross_site
+from paceline_serving.bearer_tokens import is_same_token
 from paceline_serving.static_assets import HEADERS, read_assets, tag_of
 
 # --- Access: on loopback every user of this machine, on other addresses only with the token ---

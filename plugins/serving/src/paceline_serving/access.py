@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
-from paceline.core.access import is_cross_site, is_loopback
+from paceline.core.access import is_loopback
 from paceline.core.errors import ConfigError
 from paceline_serving.batching import RequestFailure
 from paceline_serving.bearer_tokens import BearerTokens
@@ -14,6 +15,28 @@ _ORIGIN = re.compile(r"https?://[a-z0-9._-]+(:\d{1,5})?|https?://\[[0-9a-f:.]+\]
 _ALLOWED_HEADERS = b"Authorization, Content-Type, Inference-Header-Content-Length, Request-Timeout-Ms"
 _READABLE_HEADERS = b"Inference-Header-Content-Length, Retry-After"
 _PREFLIGHT_S = b"600"  # how long a browser may keep the answer
+
+
+def is_cross_site(host: str, origin: str | None, fetch_site: str | None) -> bool:
+    """Return whether a browser sent a request for a page of another site.
+
+    ``Sec-Fetch-Site`` decides where the browser sends it, since a proxy may change the host's name; otherwise
+    ``Origin`` must name the requested host. Programs other than browsers send neither. The rule is that of Go's
+    ``http.CrossOriginProtection``: https://words.filippo.io/csrf/
+
+    Args:
+        host: the header ``Host``.
+        origin: the header ``Origin``, if any.
+        fetch_site: the header ``Sec-Fetch-Site``, if any.
+    """
+    if fetch_site is not None:
+        return fetch_site not in ("same-origin", "none")
+    if origin is None:
+        return False
+    try:
+        return urlsplit(origin).netloc.lower() != host.lower()
+    except ValueError:  # no browser sends this
+        return True
 
 
 def check_cors_origins(origins: Sequence[str]) -> None:

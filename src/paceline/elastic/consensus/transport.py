@@ -685,7 +685,7 @@ class PeerNetwork:
             messages = link.receive()
         except PeerConnectionError as error:
             call.last_error = str(error)
-            self._end_call(call)
+            self._close(link)
             return
         if link.is_open:
             call.last_error = ""
@@ -695,11 +695,6 @@ class PeerNetwork:
                 self._hear(link, message)
         else:
             self._watch(link, call)
-
-    def _end_call(self, call: _Call) -> None:
-        if call.link is not None:
-            self._close(call.link)
-            call.link, call.next_at = None, time.monotonic() + _RETRY_S
 
     # Open connections.
 
