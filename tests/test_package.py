@@ -101,7 +101,7 @@ def test_type_checkers_see_every_exported_name() -> None:
     imported = {
         alias.name
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline.")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline")
         for alias in node.names
     }
     assert imported - {"NAMES"} == set(EXPORTED) - {"__version__"}  # those of plug-ins
