@@ -486,8 +486,8 @@ class AgentController:
         """Update the node set for changes of workers, if this agent leads.
 
         Nodes are admitted once they have workers that can take part, unless the run is ending. Retired nodes are
-        removed once they act in no group, and told to end. That precedes the next group, which could not be formed
-        without half of the node set.
+        removed once they act in no group, and get the order to end. That precedes the next group, which could not be
+        formed without half of the node set.
         """
         if self.leader is not None and not self.leader.shutdown.is_final:
             for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.nodes)):
