@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from paceline.core.inference import InferenceSignature, TensorSpec
     from paceline.core.task import Defaults, Loss, Task
     from paceline.core.train_step import TrainStep
-    from paceline_serving.texts import Tokenizer, Vocabulary
 
 __version__ = "0.1.0"
 
@@ -78,11 +77,9 @@ __all__ = [
     "Task",
     "TaskError",
     "TensorSpec",
-    "Tokenizer",
     "TrainStep",
     "UntrustedError",
     "UserError",
-    "Vocabulary",
     "__version__",
     "fit",
 ]
