@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from paceline.core.errors import LaunchError
-from paceline.runs.checkpoint_manifest import FileRecord
-from paceline.runs.package_manifest import MANIFEST, PackageManifest, Provenance
+from paceline.runs.checkpoint_manifest import MANIFEST, FileRecord
+from paceline.runs.package_manifest import PackageManifest, Provenance
 
 if TYPE_CHECKING:
     from torch import nn

@@ -32,7 +32,7 @@ from paceline.cli import _run
 from paceline.core.config import RunConfig, all_options
 from paceline.core.errors import PacelineError
 from paceline.core.job import WorkerConfig
-from paceline.runs.package_manifest import MANIFEST
+from paceline.runs.checkpoint_manifest import MANIFEST
 from paceline_pages.run_index import Index
 
 CASE_S = 120.0

@@ -175,10 +175,10 @@ def pull(package: PackageName, source: str, *, json: Json = False) -> int:
 
 
 def _copy(package: str, source: str | Path, to: str | Path, *, json: bool) -> int:
-    from paceline.runs.package_transfer import DirectoryStore, copy_package
+    from paceline.runs.package_transfer import copy_package, open_registry
 
     with byte_progress("copying", quiet=json) as on_bytes:
-        digest, reference, size = copy_package(package, DirectoryStore(source), DirectoryStore(to), on_bytes)
+        digest, reference, size = copy_package(package, open_registry(source), open_registry(to), on_bytes)
     path = str(Path(to) / "packages" / digest)
     name = None if reference is None else str(reference)
     if json:

@@ -6,7 +6,7 @@ import dataclasses
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,19 +77,42 @@ class EpochAudit:
         return tuple(f"epoch {self.epoch}: {phrase}" for phrase in phrases)
 
 
-class EpochAuditor(Protocol):
+class EpochAuditor:
     """Audits the committed steps of one epoch, in the order of the ledger."""
 
-    epoch: int
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._sequence = _StepSequence()
+        self._world_sizes: set[int] = set()
 
     def add(self, entry: LedgerEntry, *, in_turn: bool) -> None:
         """Add a step; ``in_turn`` says whether its state version exceeds all earlier ones."""
+        raise NotImplementedError
 
     def report(self, *, is_last: bool) -> EpochAudit:
         """Return the result; the last epoch of a run may be unfinished."""
+        raise NotImplementedError
+
+    def _report(
+        self, num_samples: int | None, *, once: int, repeated: int, never: int, not_yet: int, mismatches: Iterable[int]
+    ) -> EpochAudit:
+        return EpochAudit(
+            epoch=self.epoch,
+            num_samples=num_samples,
+            once=once,
+            repeated=repeated,
+            never=never,
+            not_yet=not_yet,
+            steps=self._sequence.count,
+            missing_steps=tuple(self._sequence.missing),
+            repeated_steps=_as_ranges(self._sequence.repeated),
+            misplaced_steps=_as_ranges(self._sequence.misplaced),
+            checksum_mismatches=_as_ranges(mismatches),
+            world_sizes=tuple(sorted(self._world_sizes)),
+        )
 
 
-class OrderedEpochAuditor:
+class OrderedEpochAuditor(EpochAuditor):
     """Audits an epoch of a map-style dataset: recomputes every sample number.
 
     Memory: one bit per sample, two if samples repeat; independent of the number of correct steps.
@@ -99,13 +122,11 @@ class OrderedEpochAuditor:
     """
 
     def __init__(self, epoch: int, order: DeterministicSampler) -> None:
-        self.epoch = epoch
+        super().__init__(epoch)
         self._order = order
-        self._sequence = _StepSequence()
         self._seen = _Bitmap(order.num_samples)
         self._end = 0  # the position after the furthest well-placed step
         self._mismatches: set[int] = set()
-        self._world_sizes: set[int] = set()
         self._pending: list[LedgerEntry] = []
 
     def add(self, entry: LedgerEntry, *, in_turn: bool) -> None:
@@ -133,19 +154,14 @@ class OrderedEpochAuditor:
         not_yet = min(num_samples - self._end, num_samples - seen) if is_last else 0
         if not is_last:
             self._sequence.end_at(self._order.steps_per_epoch)
-        return EpochAudit(
-            epoch=self.epoch,
-            num_samples=num_samples,
+        never = num_samples - seen - not_yet
+        return self._report(
+            num_samples,
             once=seen - repeated,
             repeated=repeated,
-            never=num_samples - seen - not_yet,
+            never=never,
             not_yet=not_yet,
-            steps=self._sequence.count,
-            missing_steps=tuple(self._sequence.missing),
-            repeated_steps=_as_ranges(self._sequence.repeated),
-            misplaced_steps=_as_ranges(self._sequence.misplaced),
-            checksum_mismatches=_as_ranges(self._mismatches),
-            world_sizes=tuple(sorted(self._world_sizes)),
+            mismatches=self._mismatches,
         )
 
     def _recompute(self) -> None:
@@ -164,7 +180,7 @@ class OrderedEpochAuditor:
                 self._mismatches.add(entry.step)
 
 
-class StreamEpochAuditor:
+class StreamEpochAuditor(EpochAuditor):
     """Audits an epoch of a stream by positions, because its samples have no numbers.
 
     Args:
@@ -176,11 +192,9 @@ class StreamEpochAuditor:
     """
 
     def __init__(self, epoch: int, start: int) -> None:
-        self.epoch = epoch
-        self._sequence = _StepSequence()
+        super().__init__(epoch)
         self._start = self.end = start
         self._never = self._repeated = 0
-        self._world_sizes: set[int] = set()
 
     def add(self, entry: LedgerEntry, *, in_turn: bool) -> None:
         """Add a step, whose positions should begin at the previous step's end."""
@@ -193,20 +207,8 @@ class StreamEpochAuditor:
         self.end = max(self.end, entry.stop)
 
     def report(self, *, is_last: bool) -> EpochAudit:
-        return EpochAudit(
-            epoch=self.epoch,
-            num_samples=None,
-            once=self.end - self._start - self._never - self._repeated,
-            repeated=self._repeated,
-            never=self._never,
-            not_yet=0,
-            steps=self._sequence.count,
-            missing_steps=tuple(self._sequence.missing),
-            repeated_steps=_as_ranges(self._sequence.repeated),
-            misplaced_steps=_as_ranges(self._sequence.misplaced),
-            checksum_mismatches=(),
-            world_sizes=tuple(sorted(self._world_sizes)),
-        )
+        once = self.end - self._start - self._never - self._repeated
+        return self._report(None, once=once, repeated=self._repeated, never=self._never, not_yet=0, mismatches=())
 
 
 class _StepSequence:

@@ -232,13 +232,10 @@ def _calls(trained: TrainedSource) -> list[tuple[str, nn.Module, tuple[Any, ...]
     module = trained.inference.module
     leaf_layers = [(name, layer) for name, layer in module.named_modules() if not list(layer.children())]
     handles = [layer.register_forward_hook(make_hook(name)) for name, layer in leaf_layers]
-    batches = trained.batches()
     try:
-        batch = next(iter(batches.read(range(1))))
         with torch.no_grad():
-            module(*batch_inputs(trained, batch.batch))
+            module(*batch_inputs(trained, trained.first_batch()))
     finally:
-        batches.close()
         for handle in handles:
             handle.remove()
     return calls

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline import __version__
 from paceline.core.built_in import PARTS
@@ -31,6 +31,7 @@ from paceline.export.formats import (
     Compute,
     Quantization,
     capture,
+    compute_with,
     load_onnx,
     load_pt2,
     load_weights,
@@ -342,7 +343,7 @@ def export(
         weights = _write_weights(source, request.quantization, draft)
         model, reloaded = _reload(source, weights, request.quantization)
         computes = {
-            "safetensors": _as_compute(reloaded),
+            "safetensors": compute_with(reloaded.module),
             **_write_programs(source, reloaded, request.formats, draft, on_stage),
         }
         on_stage("comparing")
@@ -394,15 +395,6 @@ def _reload(
     return model, inference_of(source.task, model, lambda task, model: inferred(model))
 
 
-def _as_compute(inference: InferenceSignature) -> Compute:
-    def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
-        with torch.no_grad():
-            outputs: Mapping[str, Tensor] = inference.module(*inputs)
-        return outputs
-
-    return compute
-
-
 def _write_programs(
     source: TrainedSource,
     reloaded: InferenceSignature,
@@ -415,12 +407,7 @@ def _write_programs(
     if not kinds:
         return {}
     on_stage("tracing")
-    batches = source.batches()
-    try:
-        batch = next(iter(batches.read(range(1))))
-    finally:
-        batches.close()
-    program = capture(reloaded, batch_inputs(source, batch.batch))
+    program = capture(reloaded, batch_inputs(source, source.first_batch()))
     computes: dict[str, Compute] = {}
     for kind in kinds:
         on_stage(f"writing {kind}")

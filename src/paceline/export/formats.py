@@ -186,7 +186,11 @@ def save_pt2(program: ExportedProgram, path: Path) -> None:
 def load_pt2(content: bytes) -> Compute:
     """Load the function of a pt2 file; this may run any code, so the file must be trusted."""
     with silence_loggers_and_warnings(_EXPORT_LOGGER):
-        module = torch.export.load(io.BytesIO(content)).module()
+        return compute_with(torch.export.load(io.BytesIO(content)).module())
+
+
+def compute_with(module: nn.Module) -> Compute:
+    """Return the function of a module, without gradients."""
 
     def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
         with torch.no_grad():

@@ -13,29 +13,24 @@ from typing import Any
 
 from torch import nn
 
-from paceline.core.callback import Callback
 from paceline.core.config import all_options
-from paceline.core.errors import ExportError, PackageError
+from paceline.core.errors import ExportError
 from paceline.core.inference import InferenceSignature
 from paceline.core.option_sets import select
 from paceline.core.stats import Estimate
 from paceline.core.task import Task
-from paceline.core.task_loading import load_task_class
 from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
 from paceline.export.inferred_signature import infer_signature
 from paceline.runs.directory import RunDirectory
-from paceline.runs.package_manifest import Provenance
 from paceline.runs.purity import read_purity
 from paceline.training.evaluation import MetricIntervals
 from paceline.training.loaded_model import (
     EvaluableModel,
     LoadedModel,
-    load_evaluable_model,
     load_trained_model,
     make_evaluator,
 )
-from paceline.training.run_context import RunContext
 
 EVALUATION = "evaluation"
 """In a package's ``provenance.data``: options of the run that decide its evaluation."""
@@ -46,12 +41,10 @@ PACKAGE_METRICS = "package_metrics"
 INTERVALS = "intervals"
 """In ``provenance.data``: metric -> the ends of its 95 % interval, and the method."""
 
-_EVALUATION_OPTIONS = select(lambda its: its.evaluation)
+EVALUATION_OPTIONS = select(lambda its: its.evaluation)
 """Options that affect data, evaluation batches, precision, a callback's schedule and model selection."""
 
-_SPLITS = ("test", "val")
-
-Load = Callable[[nn.Module], None]
+SPLITS = ("test", "val")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +88,7 @@ class TrainedSource:
     def data(self) -> dict[str, Any]:
         """Return the facts about the data, and the options of the model's evaluation on it."""
         config = self.trained.run.config
-        decide = {name: config.values[name] for name in _EVALUATION_OPTIONS}
+        decide = {name: config.values[name] for name in EVALUATION_OPTIONS}
         return {
             **self.manifest.get("data", {}),
             "compared_split": self.split,
@@ -107,6 +100,10 @@ class TrainedSource:
         batches = self.trained.run.build_eval_batches(self.split)
         assert batches is not None
         return batches
+
+    def first_batch(self) -> Any:
+        """Return the first evaluation batch of the split."""
+        return _first_batch(self.trained, self.split)
 
     def measure(
         self,
@@ -151,7 +148,7 @@ def open_source(run: Path, checkpoint: str | None, task: str = "") -> Iterator[T
         yield TrainedSource(
             trained=trained,
             manifest=manifest,
-            inference=_inference_on(trained, split),
+            inference=inference_on(trained, split),
             split=split,
             step=trained.info.step,
             state_version=trained.info.state_version,
@@ -159,56 +156,20 @@ def open_source(run: Path, checkpoint: str | None, task: str = "") -> Iterator[T
         )
 
 
-@contextmanager
-def open_exported(package: Path, origin: Provenance, spec: str, load: Load) -> Iterator[TrainedSource]:
-    """Build the model of a package as its export evaluated it.
-
-    Args:
-        package: the package's directory, for messages.
-        spec: the task whose code is used.
-        load: loads the weights into the model.
-
-    Raises:
-        UserError: the task or its data cannot be built.
-        PackageError: the package does not record its evaluation, or its weights do not fit the task.
-    """
-    config, split = origin.data.get(EVALUATION), origin.data.get("compared_split")
-    if not isinstance(config, dict) or split not in _SPLITS:
-        raise PackageError(
-            f"package {package} does not record how it was evaluated, so it cannot be checked. Export it again."
-        )
-    if unknown := config.keys() - set(_EVALUATION_OPTIONS):
-        raise PackageError(
-            f"package {package} was evaluated with {min(unknown)!r:.80}, which is not an option of this version."
-        )
-    task = {"spec": spec, "name": load_task_class(spec).__qualname__, "fields": dict(origin.fields)}
-    manifest = {"task": task, "config": config}
-
-    def fill(run: RunContext, model: nn.Module, callback: Callback) -> tuple[int, int]:
-        load(model.requires_grad_(False))  # quantized weights are integers, which have no gradients
-        return origin.step, 0
-
-    with load_evaluable_model(RunDirectory(package), manifest, fill, device="cpu") as evaluated:
-        yield TrainedSource(
-            trained=evaluated,
-            manifest=manifest,
-            inference=_inference_on(evaluated, split),
-            split=split,
-            step=origin.step,
-            state_version=origin.state_version,
-        )
-
-
-def _inference_on(trained: EvaluableModel, split: str) -> InferenceSignature:
+def inference_on(trained: EvaluableModel, split: str) -> InferenceSignature:
     """Return the signature of the model of a run, from the data of a split if the task defines none."""
     return inference_of(trained.run.task, trained.module, partial(_infer, trained, split))
 
 
 def _infer(trained: EvaluableModel, split: str, task: Task, model: nn.Module) -> InferenceSignature:
+    return infer_signature(task, model, _first_batch(trained, split))
+
+
+def _first_batch(trained: EvaluableModel, split: str) -> Any:
     batches = trained.run.build_eval_batches(split)
     assert batches is not None
     with closing(batches):
-        return infer_signature(task, model, next(iter(batches.read(range(1)))).batch)
+        return next(iter(batches.read(range(1)))).batch
 
 
 def inference_of(
@@ -244,7 +205,7 @@ def source_sha256(task: Task) -> str | None:
 
 
 def _compared_split(trained: LoadedModel) -> str:
-    for split in _SPLITS:
+    for split in SPLITS:
         batches = trained.run.build_eval_batches(split)
         if batches is not None:
             batches.close()

@@ -1,11 +1,10 @@
-"""Runs side by side: their configurations and metrics, and the places of their reports and packages.
+"""Runs side by side: their configurations and metrics.
 
 No torch: the terminal and the trackers' pages show runs of any machine.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.files import read_document
 from paceline.runs.directory import RunDirectory
-from paceline.runs.package import find_packages
-from paceline.runs.package_registry import Registry
 from paceline.runs.status import (
     FOREIGN,
     RunSummary,
@@ -125,26 +121,3 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple
     names = dict.fromkeys(name for of_run in settings for name in of_run)
     rows = {name: tuple(of_run.get(name) for of_run in settings) for name in names}
     return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
-
-
-@dataclass(frozen=True)
-class Artifacts:
-    """What was made of a run: its report, if there is one, and the packages that were exported from it, by digest."""
-
-    report: Path | None
-    packages: Mapping[str, Path]
-
-
-def find_artifacts(directory: RunDirectory) -> Artifacts:
-    """Find a run's report and packages."""
-    report = directory.path / "report.html"
-    run_id = directory.read_complete_manifest()["id"]
-    return Artifacts(report if report.is_file() else None, find_packages(run_id, Registry.of_user()))
-
-
-def read_search(path: Path) -> dict[str, Any]:
-    """Return a search's ``result.json``; empty if it has not ended, or cannot be read."""
-    try:
-        return dict(json.loads(read_document(path / "result.json")))
-    except (OSError, ValueError, TypeError):
-        return {}

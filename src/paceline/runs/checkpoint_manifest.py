@@ -23,7 +23,11 @@ from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.files import fail_if_armed
 from paceline.core.owned_names import Owner, boot_id, own_prefix
 
-# --- Files that a manifest lists ---
+# --- Files that a manifest lists, of a checkpoint or a package ---
+
+
+MANIFEST = "manifest.json"
+_PIECE_BYTES = 2**20
 
 
 @contextmanager
@@ -44,47 +48,81 @@ def open_untrusted(what: str, failure: type[PacelineError], remedy: str, path: P
             yield directory
         finally:
             os.close(directory)
-    except (failure, OSError) as error:
+    except (failure, CheckpointError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise failure(f"{what} {path} cannot be used: {reason}. {remedy}") from error
 
 
-def open_listed(
-    manifest: str, failure: type[PacelineError], directory: int, name: str, size: int | None = None
-) -> io.BufferedReader:
+def open_listed(directory: int, name: str, size: int | None = None) -> io.BufferedReader:
     """Open a regular file of an untrusted directory.
 
     Args:
-        manifest: the name of the manifest, for messages.
-        failure: the error to raise.
         directory: a descriptor.
         name: the file's name in it.
         size: the expected size in bytes; None for the manifest itself.
+
+    Raises:
+        CheckpointError: it is missing, of another size, or not a regular file.
     """
     try:
         # A symbolic link could leave the directory, and a FIFO could block for ever.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         file = os.fdopen(os.open(name, flags, dir_fd=directory), "rb")
     except FileNotFoundError:
-        raise failure(f"{name} is missing") from None
+        raise CheckpointError(f"{name} is missing") from None
     except OSError as error:
-        raise failure(f"{name} cannot be opened: {error.strerror}") from error
+        raise CheckpointError(f"{name} cannot be opened: {error.strerror}") from error
     status = os.fstat(file.fileno())
     problem = None
     if not stat.S_ISREG(status.st_mode):
         problem = f"{name} is not a regular file"
     elif size is not None and status.st_size != size:
-        problem = f"{name} has {status.st_size} bytes, but its {manifest} says {size}"
+        problem = f"{name} has {status.st_size} bytes, but its {MANIFEST} says {size}"
     if problem is not None:
         file.close()
-        raise failure(problem)
+        raise CheckpointError(problem)
     return file
 
 
-def require_equal(manifest: str, failure: type[PacelineError], name: str, expected: str, sha256: str) -> None:
-    """Raise ``failure`` if a file's SHA-256 differs from the manifest's."""
-    if sha256 != expected:
-        raise failure(f"{name} is damaged: its SHA-256 is {sha256}, but its {manifest} says {expected}")
+def read_listed(directory: int, name: str, record: FileRecord) -> bytes:
+    """Return the content of a file of an untrusted directory, exactly as verified.
+
+    Raises:
+        CheckpointError: it is not what the manifest says.
+    """
+    with open_listed(directory, name, record.size) as file:
+        content = file.read(record.size + 1)
+    _compare(name, record, hashlib.sha256(content))
+    return content
+
+
+def verify_listed(directory: int, name: str, record: FileRecord, on_read: Callable[[int], None]) -> None:
+    """Read a file of an untrusted directory; call ``on_read`` with the number of bytes of each piece.
+
+    Raises:
+        CheckpointError: it is not what the manifest says.
+    """
+    with open_listed(directory, name, record.size) as file:
+        digest = hashlib.sha256()
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            on_read(len(piece))
+    _compare(name, record, digest)
+
+
+def require_no_other(directory: int, files: Iterable[str]) -> None:
+    """Require that an untrusted directory has no file besides these and the manifest.
+
+    Raises:
+        CheckpointError: names the first one that is not listed.
+    """
+    if extra := set(os.listdir(directory)) - {*files, MANIFEST}:
+        raise CheckpointError(f"{min(extra)!r} is not in its {MANIFEST}")
+
+
+def _compare(name: str, record: FileRecord, digest: hashlib._Hash) -> None:
+    if (sha256 := digest.hexdigest()) != record.sha256:
+        raise CheckpointError(f"{name} is damaged: its SHA-256 is {sha256}, but its {MANIFEST} says {record.sha256}")
 
 
 # --- ``manifest.json``: a checkpoint's description, and the size and SHA-256 of each of its files ---
@@ -92,20 +130,16 @@ def require_equal(manifest: str, failure: type[PacelineError], name: str, expect
 # Its text is canonical and contains its own checksum, so a change of any byte is detected.
 
 
-MANIFEST = "manifest.json"
 FORMATS = (1, 2)
 """In format 1 the optimizers' states go by the numbers of the parameters, in format 2 by their names."""
 MAX_MANIFEST_BYTES = 4 * 2**20
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_PIECE_BYTES = 2**20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _REMEDY = "Resume from another checkpoint, or restore this one from a copy."
 
 _untrusted = partial(open_untrusted, "checkpoint", CheckpointError, _REMEDY)
-_open = partial(open_listed, MANIFEST, CheckpointError)
-_compare = partial(require_equal, MANIFEST, CheckpointError)
 
 NumericsValue = str | int | float | bool | None | list[str | int | float | bool | None]
 
@@ -197,8 +231,8 @@ class Manifest:
             **asdict(self.info),
             "files": {name: asdict(record) for name, record in self.files.items()},
         }
-        document["manifest_sha256"] = hashlib.sha256(_canonical(document)).hexdigest()
-        return _canonical(document)
+        document["manifest_sha256"] = hashlib.sha256(canonical_json(document)).hexdigest()
+        return canonical_json(document)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
@@ -231,11 +265,12 @@ def _check_count(name: str, value: Any) -> None:
         raise CheckpointError(f"{name} must be an integer from 0 to 2**63 - 1, but is {value!r:.80}")
 
 
-def _canonical(document: Mapping[str, Any]) -> bytes:
+def canonical_json(document: Mapping[str, Any]) -> bytes:
+    """Return the canonical text of a document."""
     return (json.dumps(document, sort_keys=True, indent=2, allow_nan=False) + "\n").encode()
 
 
-def parse_json(content: bytes) -> Any:
+def parse_json(content: bytes, what: str = "it") -> Any:
     """Parse JSON strictly: no NaN, no duplicate keys, no nesting beyond Python's stack.
 
     Raises:
@@ -243,18 +278,18 @@ def parse_json(content: bytes) -> Any:
     """
 
     def refuse(constant: str) -> NoReturn:
-        raise CheckpointError(f"it holds {constant}")
+        raise CheckpointError(f"{what} holds {constant}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         mapping = dict(pairs)
         if len(mapping) != len(pairs):
-            raise CheckpointError("it holds a key twice")
+            raise CheckpointError(f"{what} holds a key twice")
         return mapping
 
     try:
         return json.loads(content, parse_constant=refuse, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"it is not JSON: {error}") from error
+        raise CheckpointError(f"{what} is not JSON: {error}") from error
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -276,8 +311,7 @@ def verify(path: Path) -> Manifest:
     with _untrusted(path) as directory:
         manifest = _read_manifest(directory)
         for name, record in _listed(directory, manifest):
-            with _open(directory, name, record.size) as file:
-                _compare(name, record.sha256, hashlib.file_digest(file, "sha256").hexdigest())
+            verify_listed(directory, name, record, lambda size: None)
         return manifest
 
 
@@ -289,12 +323,7 @@ def read_verified(path: Path) -> tuple[Manifest, dict[str, bytes]]:
     """
     with _untrusted(path) as directory:
         manifest = _read_manifest(directory)
-        contents = {}
-        for name, record in _listed(directory, manifest):
-            with _open(directory, name, record.size) as file:
-                contents[name] = file.read(record.size + 1)
-            _compare(name, record.sha256, hashlib.sha256(contents[name]).hexdigest())
-        return manifest, contents
+        return manifest, {name: read_listed(directory, name, record) for name, record in _listed(directory, manifest)}
 
 
 @contextmanager
@@ -308,11 +337,11 @@ def open_verified(path: Path) -> Iterator[tuple[Manifest, list[tuple[str, io.Buf
         with _untrusted(path) as directory:
             manifest = _read_manifest(directory)
             files = [
-                (name, stack.enter_context(_open(directory, name, record.size)))
+                (name, stack.enter_context(open_listed(directory, name, record.size)))
                 for name, record in _listed(directory, manifest)
             ]
             for name, file in files:
-                _compare(name, manifest.files[name].sha256, hashlib.file_digest(file, "sha256").hexdigest())
+                _compare(name, manifest.files[name], hashlib.file_digest(file, "sha256"))
         yield manifest, files
 
 
@@ -331,12 +360,7 @@ def problems(path: Path, on_read: Callable[[int], None] = lambda size: None) -> 
             messages += [f"{name!r} is not in its {MANIFEST}" for name in sorted(extra)]
             for name, record in manifest.files.items():
                 try:
-                    with _open(directory, name, record.size) as file:
-                        digest = hashlib.sha256()
-                        while piece := file.read(_PIECE_BYTES):
-                            digest.update(piece)
-                            on_read(len(piece))
-                    _compare(name, record.sha256, digest.hexdigest())
+                    verify_listed(directory, name, record, on_read)
                 except CheckpointError as error:
                     messages.append(str(error))
                 except OSError as error:
@@ -347,7 +371,7 @@ def problems(path: Path, on_read: Callable[[int], None] = lambda size: None) -> 
 
 
 def _read_manifest(directory: int) -> Manifest:
-    with _open(directory, MANIFEST) as file:
+    with open_listed(directory, MANIFEST) as file:
         content = file.read(MAX_MANIFEST_BYTES + 1)
     if len(content) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
@@ -356,11 +380,9 @@ def _read_manifest(directory: int) -> Manifest:
 
 def _listed(directory: int, manifest: Manifest) -> Iterator[tuple[str, FileRecord]]:
     """Yield the files to read, after checking that exactly these exist, in the right sizes."""
-    extra = set(os.listdir(directory)) - manifest.files.keys() - {MANIFEST}
-    if extra:
-        raise CheckpointError(f"{min(extra)!r} is not in its {MANIFEST}")
+    require_no_other(directory, manifest.files)
     for name, record in manifest.files.items():
-        _open(directory, name, record.size).close()
+        open_listed(directory, name, record.size).close()
     yield from manifest.files.items()
 
 

@@ -56,6 +56,16 @@ _unwritten: dict[Path, list[str]] = {}
 _queueing, _appending = threading.Lock(), threading.Lock()
 
 
+class Part:
+    """The path of a file or folder in the directory of an object, as its attribute."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: RunDirectory, owner: type[RunDirectory]) -> Path:
+        return directory.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The paths inside a run directory; constructing one touches nothing."""
@@ -65,79 +75,32 @@ class RunDirectory:
     def __post_init__(self) -> None:
         check_path(self.path, "the run directory")
 
-    @property
-    def manifest(self) -> Path:
-        return self.path / "run.toml"
-
-    @property
-    def events(self) -> Path:
-        """The events of the node that began the run; see :meth:`event_files`."""
-        return self.path / "events.jsonl"
+    manifest = Part("run.toml")
+    events = Part("events.jsonl")
+    """The events of the node that began the run; see :meth:`event_files`."""
+    metrics = Part("metrics.jsonl")
+    ledger = Part("ledger")
+    sample_lengths = Part("sample-sizes.npy")
+    """The lengths by which micro-batches are balanced, if the task returns any."""
+    checkpoints = Part("checkpoints")
+    initial = Part("initial.safetensors")
+    """The initial weights of a fine-tuned run."""
+    tensorboard = Part("tensorboard")
+    profile = Part("profile")
+    logs = Part("logs")
+    heartbeats = Part("heartbeats")
+    hangs = Part("hangs")
+    result = Part("result.json")
+    agents = Part("agents.json")
+    """The addresses of the agents of a job on several nodes."""
+    lock = Part("run.lock")
+    """The lock of an active run, held by rank 0 or by the leading agent."""
+    agent = Part("agent.json")
+    """The address of an active run's agent."""
 
     def event_files(self) -> list[Path]:
         """Return the files of events, one for each node; the first one may not exist."""
         return event_files(self.events)
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger"
-
-    @property
-    def sample_lengths(self) -> Path:
-        """The lengths by which micro-batches are balanced, if the task returns any."""
-        return self.path / "sample-sizes.npy"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def initial(self) -> Path:
-        """The initial weights of a fine-tuned run."""
-        return self.path / "initial.safetensors"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def heartbeats(self) -> Path:
-        return self.path / "heartbeats"
-
-    @property
-    def hangs(self) -> Path:
-        return self.path / "hangs"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def agents(self) -> Path:
-        """The addresses of the agents of a job on several nodes."""
-        return self.path / "agents.json"
-
-    @property
-    def lock(self) -> Path:
-        """The lock of an active run, held by rank 0 or by the leading agent."""
-        return self.path / "run.lock"
-
-    @property
-    def agent(self) -> Path:
-        """The address of an active run's agent."""
-        return self.path / "agent.json"
 
     def log_of(self, rank: int) -> Path:
         """Return the path of a rank's log."""

@@ -16,9 +16,17 @@ from paceline.core.file_lock import locked
 from paceline.core.files import open_regular
 from paceline.core.printable import escape_controls
 from paceline.core.user_directories import user_directory
-from paceline.runs.checkpoint_manifest import open_listed, open_untrusted, require_equal
+from paceline.runs.checkpoint_manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    open_listed,
+    open_untrusted,
+    read_listed,
+    require_no_other,
+    verify_listed,
+)
 from paceline.runs.onnx_files import external_files
-from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
+from paceline.runs.package_manifest import PackageManifest
 from paceline.runs.package_registry import Registry
 
 # --- Trust: the digests of packages that this user exported or trusts ---
@@ -109,12 +117,9 @@ def _check(path: Path, status: os.stat_result) -> None:
 # --- Opening a package: verify every byte before use ---
 
 
-_PIECE_BYTES = 2**20
 _REMEDY = "Export it again, or pull it from an intact registry."
 
 _untrusted = partial(open_untrusted, "package", PackageError, _REMEDY)
-_open = partial(open_listed, MANIFEST, PackageError)
-_compare = partial(require_equal, MANIFEST, PackageError)
 
 
 @dataclass(frozen=True)
@@ -138,11 +143,7 @@ class Package:
         if name not in self.manifest.files:
             raise PackageError(f"package {self.path} has no file {name!r:.80}.")
         with _untrusted(self.path) as directory:
-            record = self.manifest.files[name]
-            with _open(directory, name, record.size) as file:
-                content = file.read(record.size + 1)
-            _compare(name, record.sha256, hashlib.sha256(content).hexdigest())
-            return content
+            return read_listed(directory, name, self.manifest.files[name])
 
     def read_weights(self) -> bytes:
         """Return the weights, as safetensors, which cannot run code."""
@@ -218,15 +219,9 @@ def verify_package(path: Path, on_read: Callable[[int], None] = lambda size: Non
     """
     with _untrusted(path) as directory:
         manifest, digest = _read_manifest(directory)
-        if extra := set(os.listdir(directory)) - manifest.files.keys() - {MANIFEST}:
-            raise PackageError(f"{min(extra)!r} is not in its {MANIFEST}")
+        require_no_other(directory, manifest.files)
         for name, record in manifest.files.items():
-            with _open(directory, name, record.size) as file:
-                hashed = hashlib.sha256()
-                while piece := file.read(_PIECE_BYTES):
-                    hashed.update(piece)
-                    on_read(len(piece))
-            _compare(name, record.sha256, hashed.hexdigest())
+            verify_listed(directory, name, record, on_read)
     return Package(path, manifest, digest)
 
 
@@ -241,7 +236,7 @@ def read_manifest(path: Path) -> tuple[PackageManifest, str]:
 
 
 def _read_manifest(directory: int) -> tuple[PackageManifest, str]:
-    with _open(directory, MANIFEST) as file:
+    with open_listed(directory, MANIFEST) as file:
         content = file.read(MAX_MANIFEST_BYTES + 1)
     return PackageManifest.from_bytes(content), hashlib.sha256(content).hexdigest()
 

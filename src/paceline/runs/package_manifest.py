@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from paceline.core.errors import CheckpointError, PackageError
 from paceline.core.inference import TensorSpec
-from paceline.runs.checkpoint_manifest import FileRecord
+from paceline.runs.checkpoint_manifest import MANIFEST, MAX_MANIFEST_BYTES, FileRecord, canonical_json, parse_json
 
 INFERRED = "inferred_signature"
 """In ``provenance.data``: true if the task declares no signature, and the export inferred it."""
@@ -99,25 +98,10 @@ def parse_object(content: bytes, where: str) -> JsonReader:
     Raises:
         PackageError: it is not such JSON.
     """
-
-    def refuse(constant: str) -> NoReturn:
-        raise PackageError(f"{where} contains {constant}")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping = dict(pairs)
-        if len(mapping) != len(pairs):
-            raise PackageError(f"{where} contains a key twice")
-        return mapping
-
     try:
-        return JsonReader(json.loads(content, parse_constant=refuse, object_pairs_hook=unique), where)
-    except (ValueError, RecursionError) as error:
-        raise PackageError(f"{where} is not JSON: {error}") from error
-
-
-def canonical_json(document: Mapping[str, Any]) -> bytes:
-    """Return the canonical text of a document."""
-    return (json.dumps(document, sort_keys=True, indent=2, allow_nan=False) + "\n").encode()
+        return JsonReader(parse_json(content, where), where)
+    except CheckpointError as error:
+        raise PackageError(str(error)) from error
 
 
 def _text(value: Any, where: str) -> str:
@@ -136,11 +120,9 @@ def _number(value: Any, where: str) -> float:
 # --- ``manifest.json``: a package's signature, its provenance, and the SHA-256 of each of its files ---
 
 
-MANIFEST = "manifest.json"
 INPUTS = "inputs.json"
 """How clients send the inputs; the manifest describes the program's tensors."""
 FORMAT = 1
-MAX_MANIFEST_BYTES = 4 * 2**20
 PROGRAMS = ("pt2", "onnx")
 """The formats that run without the task's code."""
 

@@ -20,9 +20,15 @@ from paceline.core.errors import PackageError
 from paceline.core.file_lock import locked
 from paceline.core.files import fsync_directory, open_regular, rename, write_atomically
 from paceline.core.user_directories import user_directory
-from paceline.runs.checkpoint_manifest import require_complete, temporary_directory, write_file
+from paceline.runs.checkpoint_manifest import (
+    MANIFEST,
+    canonical_json,
+    require_complete,
+    temporary_directory,
+    write_file,
+)
 from paceline.runs.checkpoint_store import remove_stale
-from paceline.runs.package_manifest import MANIFEST, PackageManifest, canonical_json, parse_object, plain_name
+from paceline.runs.package_manifest import PackageManifest, parse_object, plain_name
 
 LATEST = "latest"
 MAX_TAG_BYTES = 2**20

@@ -26,19 +26,14 @@ WARM_UP_STEPS = 5
 _TOP_OPERATORS = 25
 
 
-def profile_steps(directory: RunDirectory, *, steps: int, first: int, monitor: Monitor) -> StepProfiler:
-    """Profile ``steps`` steps of this rank, after :data:`WARM_UP_STEPS` more, once ``first`` are done.
+class StepProfiler:
+    """Profiles ``steps`` steps of this rank, after :data:`WARM_UP_STEPS` more, once ``first`` are done.
 
     Each rank writes into ``profile/``: ``rank-N.trace.json.gz`` (for chrome://tracing or
     ui.perfetto.dev), ``rank-N.operators.txt`` (the operators that took longest) and
     ``rank-N.phases.json``; rank 0 also prints the phases. The times include the profiler's own
     cost, a few microseconds per operator, which matters for small models.
     """
-    return StepProfiler(directory, steps=steps, first=first, monitor=monitor)
-
-
-class StepProfiler:
-    """Starts and ends the profiler at the right steps; see :func:`profile_steps`."""
 
     def __init__(self, directory: RunDirectory, *, steps: int, first: int, monitor: Monitor) -> None:
         self._folder = directory.profile

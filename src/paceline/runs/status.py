@@ -114,25 +114,6 @@ class Heartbeat:
             temporary.replace(self._path)
 
 
-def read_beats(directory: RunDirectory) -> list[HeartbeatRecord]:
-    """Return the last beat of each rank of the newest group, by rank.
-
-    Ranks of earlier, larger groups are omitted.
-    """
-    beats = [beat for path in directory.heartbeats.glob("rank-*.json") if (beat := _read(path)) is not None]
-    newest = max(beats, key=lambda beat: beat.time, default=None)
-    if newest is None:
-        return []
-    return sorted((beat for beat in beats if beat.rank < newest.world_size), key=lambda beat: beat.rank)
-
-
-def _read(path: Path) -> HeartbeatRecord | None:
-    try:
-        return msgspec.convert(parse_json(read_document(path)), HeartbeatRecord)
-    except (OSError, ValueError):
-        return None
-
-
 # --- Summaries of runs: state, progress and result, from the files of their directories. No torch ---
 
 

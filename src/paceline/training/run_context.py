@@ -270,6 +270,6 @@ class RunContext:
         """Build the profiler of ``--profile``."""
         if not self.config.records.profile:
             return None
-        from paceline.runs.profiler import profile_steps
+        from paceline.runs.profiler import StepProfiler
 
-        return profile_steps(self.directory, steps=self.config.records.profile, first=first_step, monitor=monitor)
+        return StepProfiler(self.directory, steps=self.config.records.profile, first=first_step, monitor=monitor)

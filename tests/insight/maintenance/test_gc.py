@@ -22,9 +22,8 @@ from tests.runs.packages.conftest import manifest_of
 from paceline.cli.gc import gc
 from paceline.core.errors import ConfigError, PackageError, RunDirectoryError
 from paceline.insight.gc import packages_in, remove, runs_in
-from paceline.runs.checkpoint_manifest import write_file
+from paceline.runs.checkpoint_manifest import MANIFEST, write_file
 from paceline.runs.directory import RunDirectory
-from paceline.runs.package_manifest import MANIFEST
 from paceline.runs.package_registry import PackageReference, Registry
 from paceline.runs.status import find_runs
 

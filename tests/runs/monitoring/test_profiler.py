@@ -9,7 +9,7 @@ import torch
 
 from paceline.runs.directory import RunDirectory
 from paceline.runs.monitor import Monitor
-from paceline.runs.profiler import WARM_UP_STEPS, profile_steps
+from paceline.runs.profiler import WARM_UP_STEPS, StepProfiler
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def train(directory: RunDirectory, *, last: int, first: int = 0, steps: int = 3,
         device="cpu",
     )
     with monitor:
-        profiler = profile_steps(directory, steps=steps, first=first, monitor=monitor)
+        profiler = StepProfiler(directory, steps=steps, first=first, monitor=monitor)
         a = torch.ones(8, 8)
         for step in range(first + 1, last + 1):
             torch.mm(a, a)

@@ -12,9 +12,9 @@ import pytest
 from tests.runs.packages.conftest import PutPackage, manifest_of
 
 from paceline.core.errors import PackageError
-from paceline.runs.checkpoint_manifest import FileRecord
+from paceline.runs.checkpoint_manifest import MANIFEST, FileRecord, canonical_json
 from paceline.runs.package import open_package
-from paceline.runs.package_manifest import MANIFEST, PackageManifest, canonical_json
+from paceline.runs.package_manifest import PackageManifest
 from paceline.runs.package_registry import Registry, parse_reference
 
 FILES = ["weights.safetensors", "program.pt2", "README.md"]

@@ -12,13 +12,9 @@ from tests.runs.packages.conftest import PutPackage
 from paceline.core.errors import PackageError
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import PackageReference, Registry
-from paceline.runs.package_transfer import CopiedPackage, DirectoryStore, OnBytes, copy_package
+from paceline.runs.package_transfer import copy_package, open_registry
 
 SIZE = 1_500_000
-
-
-def copy(what: str, source: Registry, target: Registry, on_bytes: OnBytes = lambda done, total: None) -> CopiedPackage:
-    return copy_package(what, DirectoryStore(source.path), DirectoryStore(target.path), on_bytes)
 
 
 @pytest.fixture
@@ -32,13 +28,13 @@ def origin(tmp_path: Path, put_package: PutPackage) -> tuple[Registry, str]:
 
 def test_a_copy_brings_package_and_tag(registry: Registry, origin: tuple[Registry, str], tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    copied = copy("demo@prod", origin[0], registry, lambda done, total: told.append((done, total)))
+    copied = copy_package("demo@prod", origin[0], registry, lambda done, total: told.append((done, total)))
     opened = open_package("demo@prod", registry)
     assert opened.digest == copied.digest == origin[1]
     assert copied.copied_bytes == opened.manifest.size_bytes
     assert told[-1] == (opened.manifest.size_bytes, opened.manifest.size_bytes)
-    assert copy("demo@prod", origin[0], registry).copied_bytes == 0, "it is there already"
-    assert copy(origin[1][:12], registry, Registry(tmp_path / "other")).reference is None
+    assert copy_package("demo@prod", origin[0], registry).copied_bytes == 0, "it is there already"
+    assert copy_package(origin[1][:12], registry, Registry(tmp_path / "other")).reference is None
     assert Registry(tmp_path / "other").digests() == [origin[1]]
 
 
@@ -51,7 +47,7 @@ def test_a_copy_that_broke_off_is_not_visible_and_leaves_nothing(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        copy("demo@prod", origin[0], registry, interrupt)
+        copy_package("demo@prod", origin[0], registry, interrupt)
     assert list(registry.packages.iterdir()) == []
     assert registry.references() == {}
 
@@ -63,7 +59,7 @@ def test_a_damaged_origin_gives_nothing(registry: Registry, origin: tuple[Regist
     content[-20] ^= 1
     file.write_bytes(content)
     with pytest.raises(PackageError, match="damaged"):
-        copy("demo@prod", origin[0], registry)
+        copy_package("demo@prod", origin[0], registry)
     assert registry.digests() == []
     assert registry.references() == {}
 
@@ -85,23 +81,23 @@ def _damage(package: Path, how: str) -> None:
 def test_a_package_that_is_damaged_here_is_repaired_by_a_copy(
     registry: Registry, origin: tuple[Registry, str], put_package: PutPackage, how: str
 ) -> None:
-    copy("demo@prod", origin[0], registry)
+    copy_package("demo@prod", origin[0], registry)
     package = registry.path_of(origin[1])
     registry.path_of(put_package(registry, seed=8)).rename(package.with_name("another package"))
     _damage(package, how)
     with pytest.raises(PackageError, match=r"pull it from an intact registry|is not in"):
         open_package("demo@prod", registry)
-    pulled = copy("demo@prod", origin[0], registry)
+    pulled = copy_package("demo@prod", origin[0], registry)
     assert pulled.copied_bytes == open_package("demo@prod", registry).manifest.size_bytes
     assert sorted(os.listdir(registry.packages)) == sorted([origin[1], "another package"])
 
 
 def test_a_damaged_package_stays_where_none_is_whole(registry: Registry, origin: tuple[Registry, str]) -> None:
-    copy("demo@prod", origin[0], registry)
+    copy_package("demo@prod", origin[0], registry)
     for each in (registry, origin[0]):
         _damage(each.path_of(origin[1]), "a byte")
     with pytest.raises(PackageError, match="is damaged at the source"):
-        copy("demo@prod", origin[0], registry)
+        copy_package("demo@prod", origin[0], registry)
     assert registry.holds(origin[1])
 
 
@@ -109,9 +105,9 @@ def test_a_longer_file_is_cut_off(registry: Registry, origin: tuple[Registry, st
     with (origin[0].path_of(origin[1]) / "program.pt2").open("ab") as file:
         file.write(b"more")
     with pytest.raises(PackageError, match="damaged"):
-        copy("demo@prod", origin[0], registry)
+        copy_package("demo@prod", origin[0], registry)
 
 
 def test_a_registry_is_a_directory() -> None:
     with pytest.raises(PackageError, match="a registry is a directory"):
-        DirectoryStore("https://example.org/registry")
+        open_registry("https://example.org/registry")

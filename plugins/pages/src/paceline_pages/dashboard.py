@@ -32,9 +32,9 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import finite
 from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
-from paceline.runs.status import configuration, read_beats
+from paceline.runs.status import configuration
 from paceline.runs.timeline import timeline
-from paceline_pages.run_index import Curves, Index
+from paceline_pages.run_index import Curves, Index, read_beats
 from paceline_serving.access import is_cross_site
 from paceline_serving.bearer_tokens import is_same_token
 from paceline_serving.static_assets import HEADERS, read_assets, tag_of

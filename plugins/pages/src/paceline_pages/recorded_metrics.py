@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import PacelineError, RunDirectoryError, UntrustedError
+from torch import nn
+
+from paceline.core.callback import Callback
+from paceline.core.errors import PacelineError, PackageError, RunDirectoryError, UntrustedError
 from paceline.core.stats import Estimate
+from paceline.core.task_loading import load_task_class
 from paceline.export.equivalence import compare, problem_of
 from paceline.export.formats import load_program, load_weights, task_of
-from paceline.export.trained_source import PACKAGE_METRICS, TrainedSource, open_exported
+from paceline.export.trained_source import (
+    EVALUATION,
+    EVALUATION_OPTIONS,
+    PACKAGE_METRICS,
+    SPLITS,
+    TrainedSource,
+    inference_on,
+)
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import scan
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import Package
+from paceline.runs.package_manifest import Provenance
+from paceline.training.loaded_model import load_evaluable_model
+from paceline.training.run_context import RunContext
 from paceline_pages.analysis import OnProgress, analyse, read_record
 from paceline_pages.report import versions_now
 
@@ -105,13 +121,55 @@ def check_package(package: Package, on_progress: OnProgress, *, task: str = "", 
     """
     manifest, origin = package.manifest, package.manifest.provenance
     fill = partial(load_weights, content=package.read_weights(), quantization=manifest.quantization)
-    with open_exported(package.path, origin, task_of(package, task or None), fill) as source:
+    with _open_exported(package.path, origin, task_of(package, task or None), fill) as source:
         recorded = origin.data.get(PACKAGE_METRICS, manifest.metrics)
         findings = _compare(source.split, recorded, source.measure(on_progress=on_progress), tolerance)
         if manifest.quantization is None:  # the manifest verifies other weights
             findings.append(_weights(model_sha256(source.model.state_dict()) == origin.model_sha256))
         findings += [_check_program(package, source, kind, on_progress, bool(task)) for kind in manifest.programs]
     return RecordCheck(origin.step, findings, origin.versions)
+
+
+@contextmanager
+def _open_exported(
+    package: Path, origin: Provenance, spec: str, load: Callable[[nn.Module], None]
+) -> Iterator[TrainedSource]:
+    """Build the model of a package as its export evaluated it.
+
+    Args:
+        package: the package's directory, for messages.
+        spec: the task whose code is used.
+        load: loads the weights into the model.
+
+    Raises:
+        UserError: the task or its data cannot be built.
+        PackageError: the package does not record its evaluation, or its weights do not fit the task.
+    """
+    config, split = origin.data.get(EVALUATION), origin.data.get("compared_split")
+    if not isinstance(config, dict) or split not in SPLITS:
+        raise PackageError(
+            f"package {package} does not record how it was evaluated, so it cannot be checked. Export it again."
+        )
+    if unknown := config.keys() - set(EVALUATION_OPTIONS):
+        raise PackageError(
+            f"package {package} was evaluated with {min(unknown)!r:.80}, which is not an option of this version."
+        )
+    task = {"spec": spec, "name": load_task_class(spec).__qualname__, "fields": dict(origin.fields)}
+    manifest = {"task": task, "config": config}
+
+    def fill(run: RunContext, model: nn.Module, callback: Callback) -> tuple[int, int]:
+        load(model.requires_grad_(False))  # quantized weights are integers, which have no gradients
+        return origin.step, 0
+
+    with load_evaluable_model(RunDirectory(package), manifest, fill, device="cpu") as evaluated:
+        yield TrainedSource(
+            trained=evaluated,
+            manifest=manifest,
+            inference=inference_on(evaluated, split),
+            split=split,
+            step=origin.step,
+            state_version=origin.state_version,
+        )
 
 
 def _compare(

@@ -14,8 +14,8 @@ from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import write_atomically
+from paceline.runs.checkpoint_manifest import MANIFEST
 from paceline.runs.directory import RunDirectory
-from paceline.runs.package_manifest import MANIFEST
 
 if TYPE_CHECKING:
     from paceline_pages.recorded_metrics import RecordCheck

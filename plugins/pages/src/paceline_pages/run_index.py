@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.core.errors import RunDirectoryError
-from paceline.core.files import open_regular, parse_json
+from paceline.core.files import open_regular, parse_json, read_document
 from paceline.insight.indexed_search import IndexedSearch, file_signature, page_name
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import (
@@ -26,12 +26,33 @@ from paceline.runs.status import (
     damaged,
     last_deciding,
     last_records,
-    read_beats,
     run_directories,
     search_directories,
     search_of,
     summarise,
 )
+
+# --- Heartbeats ---
+
+
+def read_beats(directory: RunDirectory) -> list[HeartbeatRecord]:
+    """Return the last beat of each rank of the newest group, by rank.
+
+    Ranks of earlier, larger groups are omitted.
+    """
+    beats = [beat for path in directory.heartbeats.glob("rank-*.json") if (beat := _read_beat(path)) is not None]
+    newest = max(beats, key=lambda beat: beat.time, default=None)
+    if newest is None:
+        return []
+    return sorted((beat for beat in beats if beat.rank < newest.world_size), key=lambda beat: beat.rank)
+
+
+def _read_beat(path: Path) -> HeartbeatRecord | None:
+    try:
+        return msgspec.convert(parse_json(read_document(path)), HeartbeatRecord)
+    except (OSError, ValueError):
+        return None
+
 
 # --- Curves: follow a growing ``metrics.jsonl`` in bounded memory ---
 

@@ -19,9 +19,9 @@ from paceline.cli.runs import runs
 from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_registry import Registry, parse_reference
-from paceline.runs.status import BEAT_S, Heartbeat, read_beats, summarise
+from paceline.runs.status import BEAT_S, Heartbeat, summarise
 from paceline_pages.dashboard import Views, log_tail
-from paceline_pages.run_index import MAX_POINTS, AlertInputs, Curves, Index, alerts
+from paceline_pages.run_index import MAX_POINTS, AlertInputs, Curves, Index, alerts, read_beats
 
 
 def append(path: Path, *lines: str) -> None:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.files import read_json_lines, write_atomically
+from paceline.core.files import read_document, read_json_lines, write_atomically
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import handle_signals
-from paceline.insight.comparison import ComparedRun, differing_settings, find_artifacts, read_search
+from paceline.insight.comparison import ComparedRun, differing_settings
 from paceline.runs.metric_writers import (
     begin_session,
     end_session,
@@ -35,6 +35,8 @@ from paceline.runs.metric_writers import (
     plugin_value,
     set_hparam,
 )
+from paceline.runs.package import find_packages
+from paceline.runs.package_registry import Registry
 from paceline.runs.trackers import RunInfo, finite_scalars
 from paceline_trackers.mlflow import MlflowStore, mlflow_metrics, mlflow_tags
 
@@ -124,17 +126,18 @@ def write_mlflow(runs: Sequence[ComparedRun], folder: Path) -> tuple[str, str]:
 
 
 def _add_run(store: MlflowStore, run: ComparedRun, experiment: str, parent: str | None) -> None:
-    info, made = RunInfo.read(run.directory), find_artifacts(run.directory)
+    info, report = RunInfo.read(run.directory), run.directory.path / "report.html"
+    packages = find_packages(info.id, Registry.of_user())
     note = [f"`{info.task}`, trained in `{run.directory.path.absolute()}`."]
     tags = dict(info.tags)
     if parent is not None:
         tags["mlflow.parentRunId"] = parent
-    if made.report is not None:
-        tags["paceline.report"] = str(made.report.absolute())
-        note.append(f"Its report is among the artifacts, and in `{made.report.absolute()}`.")
-    if made.packages:
-        tags["paceline.package"] = " ".join(made.packages)
-    note += [f"Exported as the package `{package}`." for package in made.packages.values()]
+    if report.is_file():
+        tags["paceline.report"] = str(report.absolute())
+        note.append(f"Its report is among the artifacts, and in `{report.absolute()}`.")
+    if packages:
+        tags["paceline.package"] = " ".join(packages)
+    note += [f"Exported as the package `{package}`." for package in packages.values()]
     begin_ms, end_ms = _span_ms(run)
     tags |= mlflow_tags(info.task, "\n\n".join(note))
     run_id = store.create_run(experiment, run.name, tags, info.options, start_time=begin_ms)
@@ -146,8 +149,8 @@ def _add_run(store: MlflowStore, run: ComparedRun, experiment: str, parent: str 
     metrics += mlflow_metrics(run.summary.step or 0, end_ms / 1000, dict(final_scalars(run.metrics)))
     for start in range(0, len(metrics), _MOST_METRICS):
         store.client.log_batch(run_id, metrics=metrics[start : start + _MOST_METRICS])
-    if made.report is not None:
-        store.client.log_artifact(run_id, str(made.report))
+    if report.is_file():
+        store.client.log_artifact(run_id, str(report))
     status = _STATUS.get(run.summary.state, "KILLED")
     if status != "RUNNING":
         store.client.set_terminated(run_id, status, end_ms)
@@ -158,10 +161,18 @@ def _add_search(store: MlflowStore, search: Path, experiment: str, runs: Sequenc
     spans = [_span_ms(run) for run in trials]
     begin_ms, end_ms = min(begin for begin, _ in spans), max(end for _, end in spans)
     parent = store.create_search(search, experiment, trials[0].summary.task or "", start_time=begin_ms)
-    store.log_best(parent, read_search(search), end_ms / 1000)
+    store.log_best(parent, _read_result(search), end_ms / 1000)
     if all(run.summary.state != "running" for run in trials):
         store.client.set_terminated(parent, "FINISHED", end_ms)
     return parent
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    """Return a search's ``result.json``; empty if it has not ended, or cannot be read."""
+    try:
+        return dict(json_module.loads(read_document(path / "result.json")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _span_ms(run: ComparedRun) -> tuple[int, int]:
