@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.api import Result, fit
     from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
-    from paceline.core.encodings import Categories, Dates
     from paceline.core.errors import (
         CheckpointError,
         CheckpointWriteError,
@@ -47,12 +46,10 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchInfo",
     "Callback",
-    "Categories",
     "CheckpointError",
     "CheckpointWriteError",
     "ConfigError",
     "DataError",
-    "Dates",
     "Defaults",
     "ExportError",
     "HangError",
@@ -87,7 +84,6 @@ __all__ = [
 _HOME = {
     "paceline.api": ("Result", "fit"),
     "paceline.core.callback": ("BatchInfo", "Callback", "RankInfo", "RunSchedule"),
-    "paceline.core.encodings": ("Categories", "Dates"),
     "paceline.core.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
     "paceline.core.inference": ("InferenceSignature", "TensorSpec"),
     "paceline.core.task": ("Defaults", "Loss", "Task"),

@@ -23,7 +23,6 @@ from torch import nn
 
 from paceline.cli import app, main
 from paceline.core.config import RunConfig
-from paceline.core.encodings import Categories
 from paceline.core.errors import ExportError, PackageError, UntrustedError, UserError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.export.export import ExportRequest, export
@@ -34,6 +33,7 @@ from paceline.runs.checkpoint_store import scan
 from paceline.runs.checkpointer import load
 from paceline.runs.package import Package, open_package
 from paceline.runs.package_registry import Registry
+from paceline_serving.encodings import Categories
 from paceline_serving.observed_inputs import _limit_indices, observe_inputs
 from paceline_serving.package_inputs import read_inputs
 from paceline_serving.texts import Vocabulary

@@ -13,8 +13,8 @@ from plugins.serving.tests.packages import put_module
 from safetensors.torch import save
 from torch import nn
 
-from paceline.core.encodings import Categories, Dates
 from paceline.core.inference import InferenceSignature, TensorSpec
+from paceline_serving.encodings import Categories, Dates
 from paceline_serving.texts import Vocabulary
 from paceline_tasks.fashion_mnist import LABELS, FashionMNISTMLP, load_fashion_mnist
 

@@ -30,7 +30,6 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from paceline.cli import app
-from paceline.core.encodings import MAX_TEXT_LENGTH, Categories, Dates, EncodingError
 from paceline.core.errors import ConfigError, DataError, PackageError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.runs.package import open_package
@@ -38,6 +37,7 @@ from paceline_serving.app import _signature_changes, open_model
 from paceline_serving.batch_predict import read_rows
 from paceline_serving.batching import InvalidRequest
 from paceline_serving.client import encode_binary
+from paceline_serving.encodings import MAX_TEXT_LENGTH, Categories, Dates, EncodingError
 from paceline_serving.grpc_service import parse_message
 from paceline_serving.model import ModelSpec, client_specs
 from paceline_serving.openapi import describe

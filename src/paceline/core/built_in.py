@@ -147,6 +147,8 @@ Group = Literal["paceline.launchers", "paceline.strategies", "paceline.trackers"
 """The group in which an entry point is registered."""
 
 NAMES: Mapping[str, str] = {
+    "Categories": "paceline_serving.encodings:Categories",
+    "Dates": "paceline_serving.encodings:Dates",
     "FunctionJob": "paceline_frameworks.submit:FunctionJob",
     "LightningTask": "paceline_lightning:LightningTask",
     "TaskJob": "paceline_frameworks.submit:TaskJob",

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.encodings import Categories, Encoding
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import nn
+
+
+class Encoding(ABC):
+    """A mapping of values to whole numbers, such as those of categories or words.
+
+    A task builds its data with the object that it declares in its inference signature, and a package keeps that object
+    as data: so a server encodes as the training did, without the task's code.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers of one value."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The largest number plus one: the rows of an ``nn.Embedding`` for them."""
+
+    @property
+    def takes_missing(self) -> bool:
+        """Whether a value may be missing; a missing text is an empty one."""
+        return True
+
+    @abstractmethod
+    def encode(self, values: Sequence[Any]) -> NDArray[np.int64]:
+        """Return the numbers of values, one row for each.
+
+        Raises:
+            DataError: a value cannot be encoded; says which and why.
+        """
+
+    @abstractmethod
+    def decode(self, numbers: Any) -> str:
+        """Return a value that has these numbers, or about these if there is none."""
+
+    def describe(self, numbers: Any) -> str:
+        """Return what is known of a value that has these numbers, for people."""
+        return self.decode(numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +93,7 @@ class TensorSpec:
             raise ConfigError(f"allow_missing is for float inputs, which have NaN, and not for {self.dtype}.")
         if self.encoding is None:
             return
-        is_category = isinstance(self.encoding, Categories)
+        is_category = not self.encoding.shape  # one number, which may be that of each column
         fits = len(self.shape) <= 1 and None not in self.shape if is_category else self.shape == self.encoding.shape
         if self.dtype != "int64" or not fits:
             shape = "() or (n,)" if is_category else f"({', '.join(map(str, self.encoding.shape))},)"

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from paceline.core.config import config_from_mapping, to_flags
-from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import read_json_lines
 from paceline.core.inference import TensorSpec, name_with_unit
@@ -31,6 +30,7 @@ from paceline.training.loaded_model import LoadedModel, load_trained_model, make
 from paceline_pages.classification import ClassificationResult, classify
 from paceline_pages.evaluation_recorder import EvaluationRecorder, Predictions, RegressionValues
 from paceline_pages.regression import RegressionResult, regress
+from paceline_serving.encodings import Categories, Dates
 
 # --- A run's directory, read without trusting its contents ---
 

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import TaskError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.stats import Floats
@@ -20,6 +19,7 @@ from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
 from paceline.torch_internals import tree_leaves
 from paceline.training.evaluation import MetricIntervals
+from paceline_serving.encodings import Categories, Dates
 
 MISTAKES = 12
 """Number of most confident mistakes, or largest errors, to keep with their inputs."""

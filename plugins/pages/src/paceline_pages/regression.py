@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.encodings import show_category
 from paceline.core.stats import Estimate, Floats, mean
 from paceline_pages.evaluation_recorder import Column, RegressionValues
+from paceline_serving.encodings import show_category
 
 _MOST_CATEGORIES = 8
 _QUANTILES = 4

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from paceline.core.encodings import Encoding, show_category
-from paceline.core.inference import TensorSpec, name_with_unit
+from paceline.core.inference import Encoding, TensorSpec, name_with_unit
 from paceline.core.stats import Estimate
 from paceline.runs.console import duration
 from paceline_pages.analysis import Analysis, Curve, Record
@@ -34,6 +33,7 @@ from paceline_pages.classification import BINS, ClassScore, Ranking
 from paceline_pages.evaluation_recorder import LargeError, MisclassifiedSample
 from paceline_pages.regression import figure
 from paceline_pages.report import RunReport, interval, number, points_of, probability
+from paceline_serving.encodings import show_category
 
 # --- Previews of model inputs: a picture if the input is an image, else its numbers ---
 

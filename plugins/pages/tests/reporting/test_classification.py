@@ -19,7 +19,6 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import TaskError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Task
@@ -28,6 +27,7 @@ from paceline_pages.classification import ClassificationResult, classify, rank
 from paceline_pages.evaluation_recorder import MISTAKES, Column, EvaluationRecorder, LargeError, Predictions
 from paceline_pages.regression import regress
 from paceline_pages.report_page import cells_of, columns_of, show
+from paceline_serving.encodings import Categories, Dates
 from paceline_serving.texts import Vocabulary
 
 

@@ -20,7 +20,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paceline import __version__
-from paceline.core.encodings import Categories, Dates
 from paceline.core.errors import ConfigError, PacelineError, PackageError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package import open_package, require_trusted
@@ -28,6 +27,7 @@ from paceline.runs.package_manifest import INPUTS
 from paceline_serving.access import AccessPolicy
 from paceline_serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
 from paceline_serving.connection import JSON_TYPE, Answer, ClientGone, Request, error_answer
+from paceline_serving.encodings import Categories, Dates
 from paceline_serving.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions, make_spec
 from paceline_serving.openapi import describe
 from paceline_serving.package_inputs import read_inputs

@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.encodings import EXAMPLE_DATE, Categories, Dates, Encoding, show_category
 from paceline.core.errors import ConfigError
-from paceline.core.inference import TensorSpec
+from paceline.core.inference import Encoding, TensorSpec
 from paceline.runs.package_manifest import PackageManifest
+from paceline_serving.encodings import EXAMPLE_DATE, Categories, Dates, show_category
 from paceline_serving.package_inputs import PackageInputs
 
 # --- The protocol's datatypes ---

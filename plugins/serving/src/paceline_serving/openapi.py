@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paceline import __version__
-from paceline.core.encodings import MAX_TEXT_LENGTH, Categories
+from paceline_serving.encodings import MAX_TEXT_LENGTH, Categories
 from paceline_serving.model import DATATYPES, InputField, ModelSpec
 from paceline_serving.protocol import MAX_ID_LENGTH, MAX_TENSORS, example_request
 from paceline_serving.tables import to_record

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from paceline.core.encodings import Categories, Dates, Encoding
 from paceline.core.errors import ConfigError, PackageError
-from paceline.core.inference import TensorSpec
+from paceline.core.inference import Encoding, TensorSpec
 from paceline.runs.package import Package
 from paceline.runs.package_manifest import INPUTS
+from paceline_serving.encodings import Categories, Dates
 from paceline_serving.texts import Tokenizer, Vocabulary
 
 _MAX_BYTES = 64 * 2**20

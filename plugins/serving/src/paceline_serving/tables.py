@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.encodings import MAX_TEXT_LENGTH, EncodingError, compose
 from paceline.core.inference import TensorSpec
+from paceline_serving.encodings import MAX_TEXT_LENGTH, EncodingError, compose
 from paceline_serving.model import Array, Arrays, ModelSpec
 
 # --- From columns to a model's inputs ---

@@ -10,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.core.encodings import MAX_TEXT_LENGTH, Encoding, EncodingError, compose
 from paceline.core.errors import ConfigError, DataError
+from paceline.core.inference import Encoding
+from paceline_serving.encodings import MAX_TEXT_LENGTH, EncodingError, compose
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,4 +1,4 @@
-"""Encodings: how a category or a date becomes the whole numbers that a model takes; those of texts are in a plug-in.
+"""Encodings of categories and dates: how these become the whole numbers that a model takes. No torch.
 
 A task builds its data with the object that it declares in its inference signature, and a package keeps that object as
 data: so a server encodes as the training did, without the task's code.
@@ -7,7 +7,6 @@ data: so a server encodes as the training did, without the task's code.
 from __future__ import annotations
 
 import unicodedata
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -15,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from paceline.core.errors import ConfigError, DataError
+from paceline.core.inference import Encoding
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,41 +45,6 @@ class EncodingError(DataError):
         super().__init__(f"value {index} {problem}.{advice and ' '}{advice}")
         self.index = index
         self.problem = problem
-
-
-class Encoding(ABC):
-    """A mapping of values to whole numbers."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Of the numbers of one value."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """The largest number plus one: the rows of an ``nn.Embedding`` for them."""
-
-    @property
-    def takes_missing(self) -> bool:
-        """Whether a value may be missing; a missing text is an empty one."""
-        return True
-
-    @abstractmethod
-    def encode(self, values: Sequence[Any]) -> NDArray[np.int64]:
-        """Return the numbers of values, one row for each.
-
-        Raises:
-            EncodingError: a value cannot be encoded; says which and why.
-        """
-
-    @abstractmethod
-    def decode(self, numbers: Any) -> str:
-        """Return a value that has these numbers, or about these if there is none."""
-
-    def describe(self, numbers: Any) -> str:
-        """Return what is known of a value that has these numbers, for people."""
-        return self.decode(numbers)
 
 
 @dataclass(frozen=True)
