@@ -12,8 +12,8 @@ from paceline_planning.measurement import Measurement
 from paceline_planning.model_partition import (
     Activations,
     MemoryTrace,
+    ModelPart,
     ModelPartition,
-    Part,
     Segment,
     activations,
     balanced_cuts,
@@ -43,7 +43,7 @@ PIECES = tuple(
 # Each piece saves 200, 200 and 100, hands on 50, and makes its gradient in backward.
 EVENTS = ((0, 200), (1, 200), (2, 100), (2, 1200), (2, -1300), (1, 1200), (1, -1400), (0, 1000), (0, -1200))
 TRACE = MemoryTrace(events=EVENTS, forward_events=3, flops=(400_000, 300_000, 300_000), output_bytes=(50, 50, 4))
-WHOLE = Part(
+WHOLE = ModelPart(
     parameter_bytes=4000,
     gradient_bytes=4000,
     largest_gradient=1200,

@@ -171,7 +171,7 @@ class MonarchJobController(ActorJobController):
 
     def _place(self, place: NodePlace) -> None:
         """Make an actor for a place. Nothing is waited for."""
-        from paceline_frameworks.monarch_node import NodeActor
+        from paceline_frameworks.monarch_node import MonarchNode
 
         if self._hosts:
             host = self._hosts[place]
@@ -182,7 +182,7 @@ class MonarchJobController(ActorJobController):
             mesh = self._monarch.this_host()
         self._meshes[place] = mesh
         processes = mesh.spawn_procs(name=f"node{place.rank}")
-        place.actor = processes.spawn("agent", NodeActor)
+        place.actor = processes.spawn("agent", MonarchNode)
         if self._hosts:  # a mesh of one host, not a single one
             place.actor = place.actor.slice(hosts=0)
 

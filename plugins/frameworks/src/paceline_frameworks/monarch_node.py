@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from monarch.actor import Actor, concurrent_endpoint
 
 from paceline.core.environment import variables_of_another_job
-from paceline_ray.actor_nodes import NodeCommand, can_listen
+from paceline_ray.actor_nodes import ActorCommand, can_listen
 
 SILENCE_S = 60.0
 """An actor that its controller has not greeted for so long ends itself, and its command with it."""
@@ -22,11 +22,11 @@ _OF_MONARCH = ("HYPERACTOR_MESH", "HYPERACTOR_PROCESS_NAME", "HYPERACTOR_EXECUTI
 """How variables begin that make a process Monarch's; a command that uses Monarch itself must not get them."""
 
 
-class NodeActor(Actor):  # type: ignore[misc] # the library is not typed
+class MonarchNode(Actor):  # type: ignore[misc] # the library is not typed
     """Runs a node's command. All endpoints are concurrent: a signal does not wait until a line is there to read."""
 
     def __init__(self) -> None:
-        self._command = NodeCommand()
+        self._command = ActorCommand()
         self._greeted_at = time.monotonic()
         # An attached host keeps an actor when the process that asked for it is killed.
         threading.Thread(target=self._end_in_silence, daemon=True).start()
@@ -55,7 +55,7 @@ class NodeActor(Actor):  # type: ignore[misc] # the library is not typed
 
     @concurrent_endpoint
     async def read(self, timeout_s: float) -> tuple[list[tuple[int, bytes]], int | None]:
-        """Return the output since the last call, as :meth:`NodeCommand.read` does."""
+        """Return the output since the last call, as :meth:`ActorCommand.read` does."""
         return await asyncio.to_thread(self._command.read, timeout_s)
 
     @concurrent_endpoint

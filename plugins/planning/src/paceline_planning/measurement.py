@@ -26,8 +26,8 @@ from paceline.torch_internals import FakeTensorMode, tree_leaves, tree_map_only
 from paceline_planning.model_partition import (
     MemoryTrace,
     MemoryTracker,
+    ModelPart,
     ModelPartition,
-    Part,
     Precision,
     Segment,
     Watched,
@@ -180,7 +180,7 @@ class Measurement:
     built_for_real: str | None = field(default=None)
 
     @property
-    def whole(self) -> Part:
+    def whole(self) -> ModelPart:
         """The whole model, on one rank."""
         return self.anatomy.whole
 
@@ -298,7 +298,7 @@ def _dissect(
             optimizer.step()
     state = [leaf for optimizer in optimizers for leaf in _tensors(optimizer.state)]
     root, block_bytes = _gathered(module, exclude_tied(module, wrap_units(module, AUTO_WRAP)))
-    whole = Part(
+    whole = ModelPart(
         parameter_bytes=nbytes(parameters),
         gradient_bytes=nbytes(trained),
         largest_gradient=max(nbytes([parameter]) for parameter in trained),
@@ -338,7 +338,7 @@ def _halved(
     root, block_bytes = _gathered(module, inner)
     was = before.whole
     share = nbytes(trained) / was.gradient_bytes
-    whole = Part(
+    whole = ModelPart(
         parameter_bytes=nbytes(parameters),
         gradient_bytes=nbytes(trained),
         largest_gradient=max(nbytes([parameter]) for parameter in trained),

@@ -122,7 +122,7 @@ class Activations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ModelPart:
     """The state and computation of one rank for a micro-batch: the whole model, a stage, a split of either.
 
     Sizes in bytes.
@@ -167,7 +167,7 @@ class Segment:
 
     Attributes:
         name: in the model.
-        parameter_bytes, gradient_bytes, largest_gradient, buffer_bytes: as of a :class:`Part`; a shared
+        parameter_bytes, gradient_bytes, largest_gradient, buffer_bytes: as of a :class:`ModelPart`; a shared
             parameter is the first piece's.
         shares: an earlier piece with the same parameter; None where there is none.
     """
@@ -294,7 +294,7 @@ class ModelPartition:
         steps_at_once: the optimizer steps all parameters at once, and needs more the more there are.
     """
 
-    whole: Part
+    whole: ModelPart
     pieces: tuple[Segment, ...]
     traces: Mapping[Precision, MemoryTrace]
     cut_by: tuple[float, ...] = ()
@@ -312,26 +312,26 @@ class ModelPartition:
             return 1  # the parameter's gradient would have to be summed over two stages
         return max(1, sum(cost > 0 for cost in self.costs))
 
-    def stages(self, number: int) -> tuple[Part, ...]:
+    def stages(self, number: int) -> tuple[ModelPart, ...]:
         """Cut the model into this number of stages, balanced by operations."""
         return _stages(self, number)
 
 
 @cache
-def _stages(anatomy: ModelPartition, number: int) -> tuple[Part, ...]:
+def _stages(anatomy: ModelPartition, number: int) -> tuple[ModelPart, ...]:
     if number == 1:
         return (anatomy.whole,)
     cuts = balanced_cuts(anatomy.costs, number)
     return tuple(_stage(anatomy, first, last) for first, last in pairwise(cuts))
 
 
-def _stage(anatomy: ModelPartition, first: int, last: int) -> Part:
+def _stage(anatomy: ModelPartition, first: int, last: int) -> ModelPart:
     whole, trace = anatomy.whole, anatomy.traces["fp32"]
     pieces = anatomy.pieces[first:last]
     trained = sum(piece.gradient_bytes for piece in pieces)
     share = trained / whole.gradient_bytes
     parameters = sum(piece.parameter_bytes for piece in pieces)
-    return Part(
+    return ModelPart(
         parameter_bytes=parameters,
         gradient_bytes=trained,
         largest_gradient=max(piece.largest_gradient for piece in pieces),
@@ -380,7 +380,7 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     return (0, *reversed(cuts))
 
 
-def split_further(one: Part, half: Part, degree: int) -> Part:
+def split_further(one: ModelPart, half: ModelPart, degree: int) -> ModelPart:
     """Extrapolate a part of ``degree`` ranks from that of one rank and of one of two; unsplit sizes stay."""
 
     def of(a: Any, b: Any) -> Any:
@@ -397,10 +397,10 @@ def split_further(one: Part, half: Part, degree: int) -> Part:
     }
     half = replace(half, activations=activations_of_half)
     values = {f.name: of(getattr(one, f.name), getattr(half, f.name)) for f in fields(one)}
-    return Part(**{**values, "reduced_bytes": half.reduced_bytes})
+    return ModelPart(**{**values, "reduced_bytes": half.reduced_bytes})
 
 
-def _estimated(one: Part, half: Part, precision: Precision) -> Activations:
+def _estimated(one: ModelPart, half: ModelPart, precision: Precision) -> Activations:
     """Half of a part's activations in half precision: weights' copies as the weights, all else as in fp32."""
     was, now, own = one.activations["fp32"], half.activations["fp32"], one.activations[precision]
     weights = half.parameter_bytes / max(1, one.parameter_bytes)

@@ -12,7 +12,7 @@ from paceline.core.config import config_from_mapping, to_flags
 from paceline.core.errors import ConfigError
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline_planning.measurement import Measurement
-from paceline_planning.model_partition import Part, Precision, split_further
+from paceline_planning.model_partition import ModelPart, Precision, split_further
 
 # --- How ranks are laid out: sizes of a mesh's axes, and what goes with them ---
 
@@ -178,7 +178,7 @@ def classic_mixed_precision(parameters: int) -> int:
     return parameters * (2 + 2 + 4 + 4 + 4)
 
 
-def parts(m: Measurement, layout: RankLayout) -> tuple[Part, ...]:
+def parts(m: Measurement, layout: RankLayout) -> tuple[ModelPart, ...]:
     """Return the parts of one copy of the model on its ranks: one for each stage.
 
     The copy is still whole along ``fsdp``.
@@ -236,7 +236,7 @@ def in_flight(layout: RankLayout, stage: int, num_microbatches: int) -> int:
 
 def _of_rank(
     m: Measurement,
-    part: Part,
+    part: ModelPart,
     layout: RankLayout,
     reduction: Reduction,
     precision: Precision,
@@ -276,7 +276,7 @@ def _of_rank(
 
 def _fsdp(
     m: Measurement,
-    part: Part,
+    part: ModelPart,
     saved: int,
     peak: int,
     layout: RankLayout,
@@ -313,7 +313,7 @@ def _fsdp(
     )
 
 
-def _deepspeed(m: Measurement, part: Part, peak: int, layout: RankLayout) -> Memory:
+def _deepspeed(m: Measurement, part: ModelPart, peak: int, layout: RankLayout) -> Memory:
     """Predict DeepSpeed 0.19: in addition to the parameters, a flat copy of this rank's part for the optimizer.
 
     Gradients pass through a bucket, in which they are added up over the ranks. From stage 2 on a rank keeps only its
@@ -367,7 +367,7 @@ class Timing:
     limited_by: str
 
 
-def data_bytes(part: Part, layout: RankLayout, reduction: Reduction, num_microbatches: int) -> int:
+def data_bytes(part: ModelPart, layout: RankLayout, reduction: Reduction, num_microbatches: int) -> int:
     """Return the bytes per step that the busiest rank sends to ranks with other data.
 
     ``ddp``, as a ring does: all but its own 1/W of the gradients, and again of the sums; with ``exact``, of

@@ -81,7 +81,7 @@ def can_listen(address: str, port: int) -> bool:
     return True
 
 
-class NodeCommand:
+class ActorCommand:
     """Runs a command, and keeps what it prints until that is fetched; its methods run in any thread."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ PATIENCE_S = 10.0
 """How long to wait for what an engine does at once if all is well."""
 
 READ_S = 10.0
-"""How long a call of :meth:`NodeCommand.read` waits for a line."""
+"""How long a call of :meth:`ActorCommand.read` waits for a line."""
 
 TURN_S = 0.5
 """How long a wait for the nodes may keep a signal waiting."""

@@ -28,9 +28,9 @@ from paceline_ray.actor_nodes import (
     PATIENCE_S,
     READ_S,
     TURN_S,
+    ActorCommand,
     ActorJob,
     ActorJobController,
-    NodeCommand,
     NodePlace,
     can_listen,
     reason_of,
@@ -68,7 +68,7 @@ class RayJob(ActorJob):
 # The actor ends with the process that asked for it, whatever happens to that one.
 
 
-class NodeActor(NodeCommand):
+class NodeActor(ActorCommand):
     """Runs a node's command; its methods run in threads."""
 
     def address(self) -> tuple[str, str]:
