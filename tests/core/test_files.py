@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ def test_a_failed_rename_is_reported_where_another_file_has_the_name(tmp_path: P
     with pytest.raises(FileNotFoundError):
         rename(tmp_path / "own", tmp_path / "missing" / "own")
     assert (tmp_path / "other").read_text() == "other's"
-
-
-def test_names_relative_to_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "own").touch()
-    folder = os.open(tmp_path, os.O_RDONLY)
-    rename("own", "new", directory=folder)
-    os.close(folder)
-    assert os.listdir(tmp_path) == ["new"]
 
 
 def test_a_second_name_is_ones_own(tmp_path: Path) -> None:

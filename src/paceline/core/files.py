@@ -127,23 +127,22 @@ def _say_unsynced(cause: str) -> None:
 # file to rename or remove, or that the new name is taken. So these functions check which file has the name.
 
 
-def rename(source: str | Path, target: str | Path, *, directory: int | None = None) -> None:
+def rename(source: str | Path, target: str | Path) -> None:
     """Rename a file or a directory, which replaces a file or an empty directory.
 
     Args:
         source: what only this process renames.
         target: its new name.
-        directory: a descriptor of the directory that both are relative to.
 
     Raises:
         OSError: it was not renamed.
     """
-    before = os.stat(source, dir_fd=directory, follow_symlinks=False)
+    before = os.lstat(source)
     try:
-        os.rename(source, target, src_dir_fd=directory, dst_dir_fd=directory)
+        os.rename(source, target)
     except FileNotFoundError as error:
         try:
-            after = os.stat(target, dir_fd=directory, follow_symlinks=False)
+            after = os.lstat(target)
         except OSError:
             raise error from None
         if not os.path.samestat(before, after):

@@ -144,7 +144,7 @@ def _describe_blocked(
     groups = _by_exchange(inside)
     for exchange, ranks in groups.items():
         where = "" if exchange_is_named and len(groups) == 1 else f" in {exchange}"
-        clauses.append(f"{names(ranks)} {_wait(ranks)}{where}")
+        clauses.append(f"{names(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for it{where}")
     clauses += [f"{names((s.rank,))} waits in {s.collective}, called by {s.where}" for s in in_users]
     return clauses
 
@@ -156,7 +156,10 @@ def _describe_deadlock(
     ahead: Sequence[StallSnapshot],
     finished: Sequence[int],
 ) -> str:
-    clauses = [f"{names(ranks)} {_are(ranks)} in {where}" for where, ranks in _by_exchange(inside).items()]
+    clauses = [
+        f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'} in {where}"
+        for where, ranks in _by_exchange(inside).items()
+    ]
     clauses += [f"{names((s.rank,))} is in {s.collective}, called by {s.where}" for s in in_users]
     clauses += [f"{names((s.rank,))} has left it, and: {_place(s)}" for s in ahead]
     clauses += [f"{names((rank,))} has finished" for rank in finished]
@@ -182,14 +185,6 @@ def _exchange(snapshot: StallSnapshot) -> str:
 
 def _stage(snapshot: StallSnapshot) -> str:
     return name_stage(snapshot.stage, snapshot.step)
-
-
-def _wait(ranks: Sequence[int]) -> str:
-    return "waits for it" if len(ranks) == 1 else "wait for it"
-
-
-def _are(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
 
 
 class _Names:
