@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import shlex
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -22,7 +20,7 @@ from rich.text import Text
 from paceline.core.output import Console
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import Imbalance
-from paceline.runs.rank_log import Tee, terminal_and_log
+from paceline.runs.rank_log import Tee, TerminalStream, terminal_and_log
 
 # --- Rank 0's stderr: a progress bar on terminals, a few plain lines in files and pipes ---
 
@@ -218,14 +216,12 @@ class _Bar:
             self._restore.callback(above.end_line)
 
 
-class _StreamAboveBar(io.TextIOBase):
+class _StreamAboveBar(TerminalStream):
     """A terminal stream that prints complete lines above the bar."""
 
     def __init__(self, console: Console, terminal: TextIO) -> None:
+        super().__init__(terminal)
         self._console = console
-        self._terminal = terminal
-        self._line = ""
-        self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
         with self._lock:
@@ -242,19 +238,6 @@ class _StreamAboveBar(io.TextIOBase):
             rest, self._line = self._line, ""
         if rest:
             self._print(rest)
-
-    def isatty(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._terminal.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._terminal.encoding
 
 
 def number(value: Any) -> str:

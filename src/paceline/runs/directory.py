@@ -56,7 +56,7 @@ _unwritten: dict[Path, list[str]] = {}
 _queueing, _appending = threading.Lock(), threading.Lock()
 
 
-class Part:
+class RelativePath:
     """The path of a file or folder in the directory of an object, as its attribute."""
 
     def __init__(self, name: str) -> None:
@@ -75,27 +75,27 @@ class RunDirectory:
     def __post_init__(self) -> None:
         check_path(self.path, "the run directory")
 
-    manifest = Part("run.toml")
-    events = Part("events.jsonl")
+    manifest = RelativePath("run.toml")
+    events = RelativePath("events.jsonl")
     """The events of the node that began the run; see :meth:`event_files`."""
-    metrics = Part("metrics.jsonl")
-    ledger = Part("ledger")
-    sample_lengths = Part("sample-sizes.npy")
+    metrics = RelativePath("metrics.jsonl")
+    ledger = RelativePath("ledger")
+    sample_lengths = RelativePath("sample-sizes.npy")
     """The lengths by which micro-batches are balanced, if the task returns any."""
-    checkpoints = Part("checkpoints")
-    initial = Part("initial.safetensors")
+    checkpoints = RelativePath("checkpoints")
+    initial = RelativePath("initial.safetensors")
     """The initial weights of a fine-tuned run."""
-    tensorboard = Part("tensorboard")
-    profile = Part("profile")
-    logs = Part("logs")
-    heartbeats = Part("heartbeats")
-    hangs = Part("hangs")
-    result = Part("result.json")
-    agents = Part("agents.json")
+    tensorboard = RelativePath("tensorboard")
+    profile = RelativePath("profile")
+    logs = RelativePath("logs")
+    heartbeats = RelativePath("heartbeats")
+    hangs = RelativePath("hangs")
+    result = RelativePath("result.json")
+    agents = RelativePath("agents.json")
     """The addresses of the agents of a job on several nodes."""
-    lock = Part("run.lock")
+    lock = RelativePath("run.lock")
     """The lock of an active run, held by rank 0 or by the leading agent."""
-    agent = Part("agent.json")
+    agent = RelativePath("agent.json")
     """The address of an active run's agent."""
 
     def event_files(self) -> list[Path]:

@@ -99,7 +99,7 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
         log = cast(TextIO, stack.enter_context(ResilientLog(path)))
         if not _is_same_file(2, path):
             if rank == 0:
-                _tee_python_output(stack, log)
+                _print_through(Tee(sys.stdout, log), Tee(sys.stderr, log), stack)
             else:
                 _redirect_descriptors(stack, log)
         if rank != 0:
@@ -129,39 +129,20 @@ def show_on(terminal: tuple[int, int], stack: ExitStack) -> None:
         Tee(lasting(stack.enter_context(open(descriptor, "w", buffering=1, closefd=False))), stream)  # noqa: SIM115
         for descriptor, stream in zip(terminal, (sys.stdout, sys.stderr), strict=True)
     )
-    for tee in (out, err):
-        stack.callback(tee.end_line)
-    stack.enter_context(redirect_stdout(out))
-    stack.enter_context(redirect_stderr(err))
+    _print_through(out, err, stack)
 
 
-class Tee(io.TextIOBase):
-    """A stream that copies text to the terminal, and plain lines to the log.
-
-    The log gets no control codes, and only the last state of a line that was redrawn with carriage returns.
+class TerminalStream(io.TextIOBase):
+    """A stream in the place of a terminal's; a subclass does something with complete lines.
 
     Attributes:
         terminal: the stream of the terminal, which drops what cannot be written; an active progress bar replaces it.
     """
 
-    def __init__(self, terminal: TextIO, log: TextIO) -> None:
+    def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
-        self.log = log
         self._line = ""
         self._lock = threading.Lock()
-
-    def write(self, text: str) -> int:
-        """Show the text, and log the lines that it completes."""
-        self.terminal.write(text)
-        with self._lock:
-            complete, newline, self._line = (self._line + text).rpartition("\n")
-            if newline:
-                self.log.write("".join(plain(line) + "\n" for line in complete.split("\n")))
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the terminal; the log is line buffered."""
-        self.terminal.flush()
 
     def isatty(self) -> bool:
         return self.terminal.isatty()
@@ -175,6 +156,30 @@ class Tee(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self.terminal.encoding
+
+
+class Tee(TerminalStream):
+    """A stream that copies text to the terminal, and plain lines to the log.
+
+    The log gets no control codes, and only the last state of a line that was redrawn with carriage returns.
+    """
+
+    def __init__(self, terminal: TextIO, log: TextIO) -> None:
+        super().__init__(terminal)
+        self.log = log
+
+    def write(self, text: str) -> int:
+        """Show the text, and log the lines that it completes."""
+        self.terminal.write(text)
+        with self._lock:
+            complete, newline, self._line = (self._line + text).rpartition("\n")
+            if newline:
+                self.log.write("".join(plain(line) + "\n" for line in complete.split("\n")))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the terminal; the log is line buffered."""
+        self.terminal.flush()
 
     def end_line(self) -> None:
         """Write an unfinished last line to the log."""
@@ -201,8 +206,7 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _tee_python_output(stack: ExitStack, log: TextIO) -> None:
-    out, err = Tee(sys.stdout, log), Tee(sys.stderr, log)
+def _print_through(out: Tee, err: Tee, stack: ExitStack) -> None:
     for tee in (out, err):
         stack.callback(tee.end_line)
     stack.enter_context(redirect_stdout(out))
