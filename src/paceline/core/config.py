@@ -44,7 +44,7 @@ _evaluation_option = partial(option, group="Evaluation", resume="fixed", bits="a
 _record_option = partial(option, group="Run directory and checkpoints", resume="kept", bits="never", scope="records")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class TrainingOptions(OptionGroup):
     """Options of the optimization."""
 
@@ -85,7 +85,7 @@ class TrainingOptions(OptionGroup):
     compile: bool = _training_option(False, "Compile the model with torch.compile.", needs="compile", fingerprint=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class DataOptions(OptionGroup):
     """Options of the training data."""
 
@@ -109,7 +109,7 @@ class DataOptions(OptionGroup):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class EvaluationOptions(OptionGroup):
     """When to evaluate, and how to select the model."""
 
@@ -135,7 +135,7 @@ class EvaluationOptions(OptionGroup):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class RecordOptions(OptionGroup):
     """The run directory, checkpoints and logs."""
 

@@ -102,7 +102,7 @@ def parse_lora(text: str) -> Lora:
 _fine_tuning_option = partial(option, group="Fine-tuning", resume="fixed", bits="always", scope="training")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class FineTuningOptions(OptionGroup):
     """Options of runs that start from another run's weights."""
 

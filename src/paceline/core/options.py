@@ -209,7 +209,7 @@ class Changes:
     results: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)  # each method that is made takes time
 class OptionGroup:
     """Options of one subject: a frozen dataclass, in a module without torch; :func:`option` makes its fields."""
 

@@ -103,7 +103,7 @@ DATA_AXES = ("dp", "fsdp")
 _microbatch_option = partial(option, group="Parallelism", resume="fixed", bits="always", scope="training")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ParallelOptions(OptionGroup):
     """Options of the split of the work."""
 

@@ -40,7 +40,7 @@ _network_option = partial(option, group="Processes", resume="kept", bits="never"
 _device_option = partial(option, group="Processes", resume="kept", bits="rounding", scope="process")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ProcessOptions(OptionGroup):
     """Options of the task and its processes."""
 
@@ -128,7 +128,7 @@ _recovery_option = partial(option, group="Recovery", resume="kept", bits="never"
 _heartbeat_option = partial(option, group="Recovery", resume="kept", bits="never", scope="process")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class RecoveryOptions(OptionGroup):
     """Options of fault tolerance."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _fsdp_option = partial(option, group="FSDP", strategies=("fsdp",), resume="kept", bits="never", scope="parallel")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class FsdpOptions(OptionGroup):
     """Options of ``--strategy fsdp``."""
 
@@ -58,7 +58,7 @@ class FsdpOptions(OptionGroup):
 _memory_option = partial(option, group="Memory", resume="kept", bits="never", scope="parallel")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class MemoryOptions(OptionGroup):
     """Options that trade memory for time."""
 
@@ -85,7 +85,7 @@ class MemoryOptions(OptionGroup):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class TensorOptions(OptionGroup):
     """Options of ``--strategy tp``."""
 
@@ -125,7 +125,7 @@ def parse_split(text: str) -> Split:
     return tuple(map(int, text.split(",")))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class PipelineOptions(OptionGroup):
     """Options of ``--strategy pp``."""
 

@@ -21,7 +21,7 @@ DEEPSPEED = Traits(
 HOROVOD = Traits(reductions=("exact",), own_reduction="horovod", supports=ALL_CAPABILITIES - {"spares"})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class DeepSpeedOptions(OptionGroup):
     """Options of ``--strategy deepspeed``."""
 

@@ -36,7 +36,7 @@ _communication_option = partial(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class CommunicationOptions(OptionGroup):
     """Options for networks that are slower than the processors."""
 
@@ -146,7 +146,7 @@ _server_option = partial(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ServerOptions(OptionGroup):
     """Options of ``--strategy ps``."""
 
@@ -242,7 +242,7 @@ DATA_PARALLEL = Traits(supports=frozenset({"ema", "lockstep"}))
 # --- DataParallel ---
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class DataParallelOptions(OptionGroup):
     """Options of ``--strategy dp``."""
 
