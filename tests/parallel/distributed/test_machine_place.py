@@ -72,7 +72,7 @@ def test_each_system(environ: dict[str, str], place: NodeEnvironment) -> None:
             "the node rank from paceline is 2, but must be between 0 and 1",
         ),
         ({"SM_CURRENT_HOST": "c", "SM_HOSTS": '["a"]'}, "SM_CURRENT_HOST='c' is not in SM_HOSTS"),
-        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1"}, "SLURM_NODEID must be a whole number"),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1"}, "SLURM_NODEID is not set, but SLURM_STEP_ID=0"),
     ],
 )
 def test_contradictions_are_named(environ: dict[str, str], message: str) -> None:

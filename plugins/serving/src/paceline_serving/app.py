@@ -30,7 +30,7 @@ from paceline_serving.connection import JSON_TYPE, Answer, ClientGone, Request, 
 from paceline_serving.encodings import Categories, Dates
 from paceline_serving.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions, make_spec
 from paceline_serving.openapi import describe
-from paceline_serving.package_inputs import read_inputs
+from paceline_serving.package_inputs import NOT_JSON, read_inputs
 from paceline_serving.protocol import (
     SERVER_NAME,
     build_response,
@@ -547,7 +547,7 @@ class App:
             body = await read_body(request, _MAX_ADMIN_BYTES, held)
         try:
             change = msgspec.json.decode(body, type=_Change).parameters
-        except (msgspec.MsgspecError, RecursionError):
+        except NOT_JSON:
             raise InvalidRequest(
                 'the body must be {"parameters": {"package": "NAME@TAG"}}, and may have the parameter '
                 '"allow_signature_change": true.'

@@ -20,6 +20,10 @@ from paceline.runs.package_manifest import INPUTS
 from paceline_serving.encodings import Categories, Dates
 from paceline_serving.texts import Tokenizer, Vocabulary
 
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not JSON, or not of the type."""
+
+
 _MAX_BYTES = 64 * 2**20
 _ENCODINGS: Mapping[str, type[Encoding]] = {
     "categories": Categories,
@@ -72,7 +76,7 @@ def read_inputs(package: Package) -> PackageInputs:
             name: spec if name not in document.inputs else document.inputs[name].complete(spec)
             for name, spec in manifest.inputs.items()
         }
-    except (msgspec.MsgspecError, ConfigError, RecursionError) as error:
+    except (*NOT_JSON, ConfigError) as error:
         raise PackageError(f"package {package.path}: {INPUTS} is invalid: {error}") from error
     return PackageInputs(specs=specs, ranges=document.ranges, example=document.example)
 

@@ -16,6 +16,7 @@ from paceline.core.inference import TensorSpec
 from paceline_serving.batching import InvalidRequest, RequestFailure
 from paceline_serving.connection import JSON_TYPE, Headers
 from paceline_serving.model import DATATYPES, Array, Arrays, ModelSpec
+from paceline_serving.package_inputs import NOT_JSON
 from paceline_serving.replicas import Deployment
 from paceline_serving.request_bodies import LARGE_BYTES
 from paceline_serving.tables import (
@@ -129,7 +130,7 @@ def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | N
     header, binary = _split(body, json_length)
     try:
         document = msgspec.json.decode(header, type=RequestDocument)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except NOT_JSON as error:
         raise _no_json(header, "not JSON of an inference request", error) from None
     return check_document(spec, document, binary)
 
@@ -385,7 +386,7 @@ def _texts_from_json(name: str, shape: tuple[int, ...], content: bytes) -> Array
         kind = list[kind]
     try:
         texts = msgspec.json.decode(content, type=kind)
-    except msgspec.MsgspecError as error:
+    except NOT_JSON as error:
         raise InvalidRequest(f"input {name}: data must be texts: {error}.") from None
     for size in shape[1:] if is_nested else ():
         if any(len(item) != size for item in texts):
