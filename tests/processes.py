@@ -272,6 +272,9 @@ _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 _warm_starts = WarmStarts(share)
 
 
+OWN_FOLDERS = ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
+"""Packages, records of jobs and what is trusted are the tests' own, not the user's."""
+
 _temporary = Path(tempfile.mkdtemp(prefix="pt-"))  # short: names of sockets begin with it
 
 
@@ -287,8 +290,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         _warm_starts.close()  # a worker of xdist that was forked warm could not start a process from nothing
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = str(_temporary)
-    # Packages, records of jobs and what is trusted are the tests' own, not the user's.
-    os.environ |= {f"XDG_{kind}_HOME": str(_temporary / kind.lower()) for kind in ("CONFIG", "DATA", "STATE")}
+    os.environ |= {name: str(_temporary / name) for name in OWN_FOLDERS}
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from tests.cli.test_train import TASK
+from tests.processes import OWN_FOLDERS
 
 pytestmark = [pytest.mark.system, pytest.mark.cold]  # it needs namespaces of the kernel; and starting is what is odd
 
@@ -302,14 +303,8 @@ def test_what_ends_has_the_bits_of_an_ordinary_machine_and_what_does_not_says_wh
         os.chown(here / "sticky", 54321, 54321)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     env = {"PATH": path, "HOME": "/mnt/home", "TMPDIR": "/mnt/temporary", "LC_ALL": "C.UTF-8", "RUN": "run"}
-    unset = (
-        "env",
-        "-u",
-        "OMP_NUM_THREADS",
-        "-u",
-        "PYTHONHASHSEED",
-        *(f"{name}={value}" for name, value in env.items()),
-    )
+    without = (f"--unset={name}" for name in ("OMP_NUM_THREADS", "PYTHONHASHSEED", *OWN_FOLDERS))
+    unset = ("env", *without, *(f"{name}={value}" for name, value in env.items()))
     for command in machine.runs:
         # The run may lie where only this machine sees it.
         user = f'{machine.shell}\n({command})\ncode=$?; cat -- "$RUN/result.json" 2>/dev/null; exit $code'

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from tests.cli.test_train import PYTHON, TASK, TRAIN
+from tests.processes import OWN_FOLDERS
 
 pytestmark = pytest.mark.system  # it needs namespaces of the kernel
 _NAMELESS = (
     *("unshare", "--user", "--map-user=12345", "--map-group=12345"),
-    *("env", "-u", "HOME", "-u", "USER", "-u", "LOGNAME", "-u", "XDG_DATA_HOME", "-u", "XDG_STATE_HOME"),
+    *("env", *(f"--unset={name}" for name in ("HOME", "USER", "LOGNAME", *OWN_FOLDERS))),
 )
 
 
