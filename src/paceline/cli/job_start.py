@@ -15,7 +15,6 @@ from typing import Any
 from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.option_values import flag
 from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher, refuse_gpu_type, refuse_torchrun_options
 from paceline.launch.local_run import check_task
@@ -51,14 +50,7 @@ def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptio
         raise ConfigError(
             f"--nproc auto is not supported by --on {config.processes.on}: give the number of processes per node."
         )
-    restarts = config.recovery.max_restarts if config.recovery.recover == "restart" else 0
-    fields = {
-        **options.spec_fields(None),
-        "nodes": nodes,
-        "nproc": counts,
-        "recovery": RecoveryPolicy(max_restarts=restarts),
-        "walltime_s": config.recovery.walltime,
-    }
+    fields = {**options.spec_fields(None), "nodes": nodes, "nproc": counts}
     return task_job(config, fields, launcher, nodes_python(launcher, None))
 
 

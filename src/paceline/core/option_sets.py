@@ -40,23 +40,23 @@ def merge_resumed_options(current: Mapping[str, Any], explicit: Collection[str],
         explicit: the names of the options that the user set, even to the default.
         recorded: the options with which the run was created.
     """
+    options = all_options()
     merged: dict[str, Any] = {}
-    for name, option_class in all_options().items():
+    for name, its in options.items():
         now = current.get(name)
-        if option_class.resume == "fresh" or (option_class.resume == "kept" and name in current):
-            merged[name] = current.get(name, all_options()[name].default)
-        elif option_class.resume == "adjustable" and name in explicit and now is not None:
+        if its.resume == "fresh" or (its.resume == "kept" and name in current):
+            merged[name] = current.get(name, its.default)
+        elif its.resume == "adjustable" and name in explicit and now is not None:
             merged[name] = now
         else:
             merged[name] = recorded.values[name]
-    if inherited := set(select(lambda option_class: option_class.resume == "kept")) - current.keys():
-        merged |= {name: all_options()[name].default for name in _dropped(current, recorded) & inherited}
-    for name in select(lambda option_class: option_class.resume in ("kept", "adjustable")):
-        requires = all_options()[name].requires
-        if requires is None or name in explicit:
+    if inherited := set(select(lambda its: its.resume == "kept")) - current.keys():
+        merged |= {name: options[name].default for name in _dropped(current, recorded) & inherited}
+    for name, its in options.items():
+        if its.resume not in ("kept", "adjustable") or its.requires is None or name in explicit:
             continue
-        if not requires.is_met(merged[requires.option], all_options()[requires.option].default):
-            merged[name] = all_options()[name].default
+        if not its.requires.is_met(merged[its.requires.option], options[its.requires.option].default):
+            merged[name] = its.default
     return merged
 
 

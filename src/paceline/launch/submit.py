@@ -22,6 +22,7 @@ from paceline.core.config import RunConfig, to_flags
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.files import parse_json, read_document, write_atomically
 from paceline.core.job import default_run_path
+from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.option_sets import select
 from paceline.core.task_loading import split_spec
 from paceline.core.user_directories import user_directory
@@ -433,12 +434,13 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
     """Describe the job of a task.
 
     Args:
-        options: fields of :class:`LaunchSpec` that were given.
+        options: fields of :class:`LaunchSpec` that were given; the time limit is else that of ``config``.
         python: the interpreter on the machines.
 
     Raises:
         ConfigError: it could not run, wherever it would be.
     """
+    options = {"walltime_s": config.recovery.walltime, **options}
     _refuse_impossible(config, options)
     run, name, directory = _task_place(config, launcher)
     env_style: EnvStyle = options.get("env_style") or "torch"
@@ -449,9 +451,11 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
             f"--recover {config.recovery.recover} needs Paceline's agent, but with --on {launcher.name} "
             f"{rank_launcher} starts each process. Use --recover none, and give the command again after a fault."
         )
+    restarts = config.recovery.max_restarts if config.recovery.recover == "restart" else 0
     return LaunchSpec(
         **{
             **options,
+            "recovery": RecoveryPolicy(max_restarts=restarts),
             "command": task_command(config, run, python),
             "name": options.get("name") or name,
             "directory": directory or job_directory(options.get("name") or name, attached=True),
@@ -506,7 +510,7 @@ def _refuse_impossible(config: RunConfig, options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"--nproc {max(counts)} processes cannot have a GPU each of --gpus-per-node {gpus}. Make them equal."
         )
-    walltime_s = options.get("walltime_s")
+    walltime_s = options["walltime_s"]
     intervals = config.records.checkpoint_every
     by_clock = [interval.seconds for interval in intervals if interval.seconds is not None]
     if walltime_s is not None and len(by_clock) == len(intervals) and min(by_clock, default=0) >= walltime_s:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
+from plugins.checks.tests.chaos import small_checkpoint
 
-from paceline.runs.checkpoint_manifest import CheckpointInfo
-from paceline.runs.checkpoint_store import commit, newest_verified
+from paceline.runs.checkpoint_store import newest_verified
 from paceline_checks import fault_injection
 
-
-def save(directory: Path, step: int) -> Path:
-    info = CheckpointInfo(
-        task="t",
-        run="r",
-        step=step,
-        state_version=step,
-        epoch=0,
-        generation=0,
-        microbatches=1,
-        pins={},
-        best_version=None,
-    )
-    return commit(directory, info, [("a.bin", [bytes(300)]), ("b.bin", [b"\xff" * 70])])
+save = partial(small_checkpoint.save, files={"a.bin": bytes(300), "b.bin": b"\xff" * 70})
 
 
 @pytest.mark.parametrize("harm", [fault_injection.flip_bit, fault_injection.truncate])

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from plugins.checks.tests.chaos import small_checkpoint
 
 from paceline.core.errors import PacelineError
 from paceline.core.files import WRITE_FAULTS, fail_if_armed
-from paceline.runs.checkpoint_manifest import CheckpointInfo
-from paceline.runs.checkpoint_store import commit, newest_verified
+from paceline.runs.checkpoint_store import newest_verified
 from paceline_checks.fault_injection import WriteFaults
 
-
-def save(directory: Path, step: int) -> Path:
-    info = CheckpointInfo(
-        task="t",
-        run="r",
-        step=step,
-        state_version=step,
-        epoch=0,
-        generation=0,
-        microbatches=1,
-        pins={},
-        best_version=None,
-    )
-    return commit(directory, info, [("a.bin", [b"content"])])
+save = partial(small_checkpoint.save, files={"a.bin": b"content"})
 
 
 @pytest.mark.parametrize(("kind", "number"), [("enospc", errno.ENOSPC), ("eio", errno.EIO)])

@@ -15,7 +15,6 @@ from paceline.api import Result, task_spec
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError, TaskError
 from paceline.core.field_values import convert, is_same
-from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.option_values import parse_walltime_s
 from paceline.core.task import Task
 from paceline.core.task_loading import check_spec, parse_assignments, task_fields
@@ -386,14 +385,7 @@ def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
     counts = config.processes.nproc
     if counts is None:
         raise ConfigError("submit(): give nproc, the number of processes a machine.")
-    restarts = config.recovery.max_restarts if config.recovery.recover == "restart" else 0
-    fields = {
-        **of_job,
-        "nodes": config.processes.nodes,
-        "nproc": counts,
-        "recovery": RecoveryPolicy(max_restarts=restarts),
-        "walltime_s": config.recovery.walltime,
-    }
+    fields = {**of_job, "nodes": config.processes.nodes, "nproc": counts}
     spec = task_job(config, fields, launcher, sys.executable)
     own = make_options(launcher, {"executor": on, **of_launcher})
     return TaskJob(*submit_job(launcher, launcher.render(spec, own)))

@@ -1,4 +1,4 @@
-"""What TensorFlow's processes are told of each other."""
+"""The variables that tell TensorFlow's processes where the others are."""
 
 from __future__ import annotations
 
