@@ -261,6 +261,7 @@ for _name, _replacement in {
     setattr(torch.cuda, _name, _replacement)
 torch.UntypedStorage.resize_ = _resize_storage
 torch.Tensor.record_stream = lambda self, stream: None
+torch._C._cuda_clearCublasWorkspaces = lambda: None
 torch.version.cuda = "13.0"
 torch.cuda.nccl.version = lambda: (2, 28, 3)
 

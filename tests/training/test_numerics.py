@@ -31,8 +31,10 @@ from paceline.training.reproducibility import (
     configure_numerics,
     describe_differing_ranks,
     deterministic_kernels,
+    fix_cublas_workspace,
     numerics_fingerprint,
     preserve_numerics,
+    release_cublas_workspace,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -308,8 +310,9 @@ def test_a_process_that_multiplied_too_early_is_told_at_the_start(monkeypatch: p
     """torch remembers the workspace of its first multiplication, and refuses later ones."""
 
     def refuse(*matrices: torch.Tensor) -> torch.Tensor:
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        raise RuntimeError(CUBLAS)
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(CUBLAS)
+        return matrices[0]
 
     ones = torch.ones(2, 2)
     monkeypatch.setattr(torch, "ones", lambda *shape, device: ones)
@@ -319,3 +322,26 @@ def test_a_process_that_multiplied_too_early_is_told_at_the_start(monkeypatch: p
             configure_numerics(EXACT, 1, CUDA)
         assert torch.is_deterministic_algorithms_warn_only_enabled()
         configure_numerics(RunConfig(reduction="allreduce"), 1, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("model", "chosen", "left"),
+    [
+        (nn.Linear(1, 1), None, None),
+        (nn.Linear(1, 1), ":4096:8", None),
+        (nn.Linear(1, 1), ":16:8", ":16:8"),
+        (nn.Sequential(nn.LSTM(1, 1)), None, ":4096:8"),
+    ],
+)
+def test_torch_parses_no_workspace_in_each_multiplication(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, chosen: str | None, left: str | None
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", chosen)
+    with preserve_numerics():
+        fix_cublas_workspace()
+        release_cublas_workspace(model)
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == left
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == chosen

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
@@ -31,6 +32,7 @@ from paceline.parallel.world import World
 _log = logging.getLogger(__name__)
 _PINNED = select(lambda its: its.fingerprint)
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FIXED = ":4096:8"
 
 
 @contextmanager
@@ -54,6 +56,8 @@ def preserve_numerics() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
+        else:
+            os.environ[_WORKSPACE] = workspace
 
 
 @contextmanager
@@ -79,7 +83,20 @@ def fix_cublas_workspace() -> None:
 
     Call it before a task is imported: torch and cuBLAS read the choice when they first multiply on a GPU.
     """
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    os.environ.setdefault(_WORKSPACE, _FIXED)
+
+
+def release_cublas_workspace(model: nn.Module) -> None:
+    """Let torch choose the size of cuBLAS's workspaces, after :func:`configure_numerics` and before a model trains.
+
+    torch gives cuBLAS a workspace for each handle and stream in any case, so its sums repeat. But it parses the
+    variable by a regular expression in each multiplication: on an H100 the steps of a small GPT took up to twice as
+    long. A size of the user's stays, and so does ours for cuDNN's recurrent layers, whose own handles read it.
+    """
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    if os.environ.get(_WORKSPACE) == _FIXED and not recurrent:
+        del os.environ[_WORKSPACE]
+        torch._C._cuda_clearCublasWorkspaces()  # they may be smaller than the size that torch chooses
 
 
 def configure_numerics(config: RunConfig, threads: int, device: torch.device) -> None:
@@ -92,17 +109,18 @@ def configure_numerics(config: RunConfig, threads: int, device: torch.device) ->
     exact = config.reducer == "exact"
     torch.backends.cudnn.benchmark = not exact
     if exact:
-        fix_cublas_workspace()
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Filling every torch.empty() would cost more than it could ever find.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        if device.type == "cuda":
-            _require_cublas_workspace(device)
+    if device.type == "cuda":
+        fix_cublas_workspace()
+        ones = torch.ones(2, 2, device=device)
+        # At its first multiplication torch notes for good whether the workspace suits: also for a later training.
+        _require_cublas_workspace(ones) if exact else torch.mm(ones, ones)
 
 
-def _require_cublas_workspace(device: torch.device) -> None:
-    """Let torch multiply on the GPU: it refuses if the workspace was unsuitable at its first multiplication."""
-    ones = torch.ones(2, 2, device=device)
+def _require_cublas_workspace(ones: torch.Tensor) -> None:
+    """Multiply; torch refuses if the workspace was unsuitable at its first multiplication."""
     torch.use_deterministic_algorithms(True)
     try:
         torch.mm(ones, ones)
@@ -251,7 +269,7 @@ def _gpu_numerics(device: torch.device) -> NumericsFingerprint:
         "attention": ", ".join(name for name, enabled in attention.items() if enabled),
         "attention_reduced_sums": cuda.fp16_bf16_reduction_math_sdp_allowed(),
         "blas": str(cuda.preferred_blas_library()).rpartition(".")[2],
-        "cublas_workspace": os.environ.get(_WORKSPACE),
+        "cublas_workspace": os.environ.get(_WORKSPACE, _FIXED),  # released: as torch and the GPU decide
         "cuda": torch.version.cuda,
         "cublas": _cublas_version(),
         "cudnn": cudnn.version() if cudnn.enabled else "disabled",

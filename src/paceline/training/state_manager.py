@@ -23,7 +23,7 @@ from paceline.training.checkpoint_manager import RECENT_STEPS
 from paceline.training.example_batch import ExampleBatch
 from paceline.training.fine_tuning import initialise, merge_adapters
 from paceline.training.optimizer_state import require_equal_groups
-from paceline.training.reproducibility import seed_model
+from paceline.training.reproducibility import release_cublas_workspace, seed_model
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
 from paceline.training.task_parts import build_task_model
@@ -89,6 +89,8 @@ class StateManager:
         build_model = partial(self._build_model, weights)
         seed_model(run.config.training.seed)
         module = self._layout.place(build_model(), run.device)
+        if run.device.type == "cuda":
+            release_cublas_workspace(module)
         twin = None
         if run.config.training.ema is not None:
             twin = self._layout.make_ema_model(build_model, module, run.device)
