@@ -82,13 +82,10 @@ def describe_untested(version: str) -> str | None:
 # --- Tensors ---
 
 # One call for a list of tensors, as torch's own optimizers make it: twice as fast as a loop, with its bits.
-foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
-foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
-foreach_sub = torch._foreach_sub
 
 # Activation checkpointing keeps their results, which cost the most.
 ATTENTION_FORWARDS = (

@@ -58,7 +58,7 @@ def test_the_parts_have_the_values_of_the_cpu(run_processes: Any, gpu_stand_in: 
             layout = FlatLayout([], buffers.floats, buffers.integers, buffers.counts)
             device = module.mask.device
             flat = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in layout.flat_buffers.items()}
-            sums = layout.float_buffer_views(flat), layout.integer_buffer_views(flat), layout.counts_view(flat)
+            sums = layout.buffer_sums(flat)
             waits()
             for _ in range(2):
                 for tensor in flat.values():
@@ -66,8 +66,8 @@ def test_the_parts_have_the_values_of_the_cpu(run_processes: Any, gpu_stand_in: 
                 buffers.begin()
                 for k in range(3):
                     module(k)
-                    buffers.add_to(*sums, 2 + k, reset=k < 2)
-                buffers.assign(*sums, 9.0)
+                    buffers.add_to(sums, 2 + k, reset=k < 2)
+                buffers.assign(sums, 9.0)
             return waits()
 
         expected, module = Holder(), Holder().to(here)

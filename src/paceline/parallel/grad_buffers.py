@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +10,7 @@ from torch import nn
 
 from paceline.core.errors import TaskError
 from paceline.parallel.transports import Bucket, GradBuffer
-from paceline.torch_internals import (
-    buffer_table,
-    foreach_add_,
-    foreach_copy_,
-    foreach_div_,
-    foreach_mul,
-    foreach_sub,
-)
+from paceline.torch_internals import buffer_table, foreach_copy_
 
 # --- The layout of gradients and module buffers in flat buffers ---
 
@@ -90,11 +83,13 @@ class FlatLayout:
                 self.buckets[number] = Bucket(place.flat_dtype, self.buckets[number].start, place.stop)
             self.bucket_of.insert(0, number)
         self.gradients = dict(self.flat_buffers)
-        self._float_places = [
-            self._append(torch.promote_types(b.dtype, torch.float32), b, _contiguous_stride(b.shape))
-            for b in float_buffers
-        ]
-        self._integer_places = [self._append(torch.int64, b, _contiguous_stride(b.shape)) for b in integer_buffers]
+        for buffer in float_buffers:
+            self._append(_sum_dtype(buffer), buffer, ())
+        self._floats = {d: slice(self.gradients.get(d, 0), n) for d, n in self.flat_buffers.items()}
+        start = self.flat_buffers.get(torch.int64, 0)
+        for buffer in integer_buffers:
+            self._append(torch.int64, buffer, ())
+        self._integers = slice(start, self.flat_buffers.get(torch.int64, 0))
         self._counts_place = self._append(torch.int64, counts, counts.stride())
         self.buckets += [
             Bucket(dtype, self.gradients.get(dtype, 0), numel)
@@ -118,17 +113,12 @@ class FlatLayout:
         """Return one view per parameter, with its shape, its memory format and a count of writes to it alone."""
         return [place.view(grad_buffer).data for place in self._gradient_places]
 
-    def float_buffer_views(self, grad_buffer: GradBuffer) -> list[torch.Tensor]:
-        """Return one view per floating-point buffer."""
-        return [place.view(grad_buffer) for place in self._float_places]
-
-    def integer_buffer_views(self, grad_buffer: GradBuffer) -> list[torch.Tensor]:
-        """Return one int64 view per integer buffer."""
-        return [place.view(grad_buffer) for place in self._integer_places]
-
-    def counts_view(self, grad_buffer: GradBuffer) -> torch.Tensor:
-        """Return the int64 counts of micro-batches and changed buffers."""
-        return self._counts_place.view(grad_buffer)
+    def buffer_sums(self, grad_buffer: GradBuffer) -> BufferSums:
+        """Return the sums over micro-batches of the module buffers, and their counts."""
+        floats = {dtype: grad_buffer[dtype][part] for dtype, part in self._floats.items() if part.start < part.stop}
+        counts = self._counts_place.view(grad_buffer)
+        integers = grad_buffer[torch.int64][self._integers] if self._integers.stop else counts[:0]
+        return BufferSums(floats, integers, counts)
 
     def _append(
         self, dtype: torch.dtype, tensor: torch.Tensor, stride: tuple[int, ...], alignment_bytes: int = 1
@@ -144,10 +134,6 @@ class FlatLayout:
         return _TensorPlace(dtype, flat_dtype, start, stop, tensor.shape, stride, tensor.device)
 
 
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the tensor's own strides if they leave no gaps (channels last), else contiguous ones."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
@@ -156,15 +142,29 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 # --- Module buffers over the micro-batches of a step (batch norm's running statistics, counters) ---
 
 
+@dataclass(frozen=True)
+class BufferSums:
+    """The sums of module buffers over some micro-batches.
+
+    Attributes:
+        floats: for each dtype of sums, those of the floating-point buffers one after the other, (N,).
+        integers: those of the integer buffers' changes, int64 (N,).
+        counts: int64: the number of micro-batches, then for each floating-point buffer the number of micro-batches that
+            changed it; empty for a module without buffers.
+    """
+
+    floats: Mapping[torch.dtype, torch.Tensor]
+    integers: torch.Tensor
+    counts: torch.Tensor
+
+
 class MicrobatchBuffers:
     """Starts every micro-batch from the step's base values, and averages the results.
 
     A floating-point or complex buffer becomes the mean over the micro-batches, weighted by their samples; one that no
     micro-batch changed (a mask, a table) stays bitwise unchanged. An integer buffer changes by the mean of the
-    micro-batches' changes: a counter rises by one per step.
-
-    ``counts`` is an int64 vector: the number of micro-batches, then for each floating-point buffer the number of
-    micro-batches that changed it.
+    micro-batches' changes: a counter rises by one per step. Buffers of a kind are joined in one tensor: a model may
+    have hundreds, and to begin an operation on a GPU takes longer than the operation.
 
     If several forwards precede the first backward, surround each forward by :meth:`swap_in` and :meth:`swap_out`, and
     call :meth:`restore` before :meth:`add_to`.
@@ -179,41 +179,36 @@ class MicrobatchBuffers:
             for name, buffer in buffer_table(owner).items():
                 if buffer is not None and holds(buffer):
                     places.setdefault(id(buffer), (buffer_table(owner), name, buffer))
-        inexact = {key for key, (_, _, buffer) in places.items() if buffer.is_floating_point() or buffer.is_complex()}
-        self._floats = [place for key, place in places.items() if key in inexact]
-        self._integers = [place for key, place in places.items() if key not in inexact]
-        self.floats = [_as_real(buffer) for _, _, buffer in self._floats]
-        self.integers = [buffer for _, _, buffer in self._integers]
-        self.counts = torch.zeros(1 + len(self.floats) if self.floats or self.integers else 0, dtype=torch.int64)
+        groups: dict[torch.dtype, list[_Place]] = {}
+        for place in places.values():
+            groups.setdefault(_sum_dtype(place[2]), []).append(place)
+        self._integers = _Joined(torch.int64, groups.pop(torch.int64, []))
+        self._floats = [_Joined(dtype, members) for dtype, members in groups.items()]
+        self._groups = [*self._floats, self._integers]
+        self._places = [place for group in self._groups for place in group.places]
+        self.floats = [_as_real(buffer) for group in self._floats for _, _, buffer in group.places]
+        self.integers = [buffer for _, _, buffer in self._integers.places]
+        self.counts = torch.zeros(1 + len(self.floats) if self._places else 0, dtype=torch.int64)
         self._unset = [
             (buffer_table(owner), f"{prefix}.{name}".lstrip("."), name)
             for prefix, owner in module.named_modules()
             for name, buffer in buffer_table(owner).items()
             if buffer is None
         ]
-        self._float_base: list[torch.Tensor] = []
-        self._integer_base: list[torch.Tensor] = []
-        # On a CPU it is faster to decide about each buffer; on a GPU each decision would be a wait.
-        self._on_gpu = any(buffer.is_cuda for buffer in (*self.floats, *self.integers))
-        if self._on_gpu and self.floats:
-            self._sizes = torch.tensor([buffer.numel() for buffer in self.floats], device=self.floats[0].device)
-            self._bounds = nn.functional.pad(self._sizes.cumsum(0), (1, 0))
+        self._is_begun = False
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Record the base values of the step."""
-        floats = [_as_real(buffer) for _, _, buffer in self._floats]
-        self._float_base = [torch.empty_like(buffer) for buffer in floats]
-        self._integer_base = [torch.empty_like(buffer, dtype=torch.int64) for buffer in self.integers]
-        _copy(self._float_base, floats)
-        _copy(self._integer_base, self.integers)
+        for group in self._groups:
+            group.begin()
+        self._is_begun = True
 
     def rollback(self) -> None:
         """Restore the base values of an unfinished step; does nothing after :meth:`assign`."""
-        if self._float_base:
-            _restore(self._floats, self._float_base)
-        if self._integer_base:
-            _restore(self._integers, self._integer_base)
-        self._float_base, self._integer_base = [], []
+        if self._is_begun:
+            self._restore_base()
+        self._is_begun = False
 
     def reset(self) -> None:
         """Restore the base values of the current step.
@@ -222,103 +217,62 @@ class MicrobatchBuffers:
             TaskError: a micro-batch has set a buffer that was None.
         """
         self._require_unset()
-        _restore(self._floats, self._float_base)
-        _restore(self._integers, self._integer_base)
+        self._restore_base()
 
     def swap_in(self) -> None:
         """Give the next forward copies of the buffers, because an earlier one's backward reads the originals."""
-        for owner, name, buffer in (*self._floats, *self._integers):
+        for owner, name, buffer in self._places:
             owner[name] = buffer.clone()
 
     def swap_out(self) -> list[torch.Tensor]:
         """Return the buffers that the forward left, and bind those of the step's base again."""
-        places = (*self._floats, *self._integers)
-        values = [_current(place) for place in places]
-        for place in places:
-            _bind(place)
+        values = [_current(place).detach() for place in self._places]
+        for owner, name, buffer in self._places:
+            owner[name] = buffer
         return values
 
     def restore(self, values: Sequence[torch.Tensor]) -> None:
         """Bind the buffers that a forward left."""
-        for (owner, name, _), value in zip((*self._floats, *self._integers), values, strict=True):
+        for (owner, name, _), value in zip(self._places, values, strict=True):
             owner[name] = value
 
-    def add_to(
-        self,
-        float_sums: Sequence[torch.Tensor],
-        integer_sums: Sequence[torch.Tensor],
-        counts: torch.Tensor,
-        samples: int,
-        *,
-        reset: bool,
-    ) -> None:
+    @torch.no_grad()
+    def add_to(self, sums: BufferSums, samples: int, *, reset: bool) -> None:
         """Add one micro-batch's contribution; restore the base values if another micro-batch follows."""
         self._require_unset()
-        if not counts.numel():
+        if not self._places:
             return
-        values = [_as_real(_current(place)) for place in self._floats]
-        counts.add_(self._count_changes(values))
-        if self.floats:
-            # Half-precision buffers are summed in float32, where sums neither overflow nor lose digits.
-            values = [value.to(total.dtype) for value, total in zip(values, float_sums, strict=True)]
-            # Multiplied first: a fused multiply-add would round a lone micro-batch differently from a pair.
-            foreach_add_(list(float_sums), foreach_mul(values, float(samples)))
+        values = [group.current() for group in self._floats]
+        changed = [group.changed(value) for group, value in zip(self._floats, values, strict=True)]
+        sums.counts.add_(nn.functional.pad(torch.cat(changed), (1, 0), value=1) if changed else 1)
+        for group, value in zip(self._floats, values, strict=True):
+            if value.numel():
+                # Multiplied first: a fused multiply-add would round a lone micro-batch differently from a pair.
+                sums.floats[group.dtype].add_(value.mul_(float(samples)))
         if self.integers:
-            current = [_current(place).to(torch.int64) for place in self._integers]
-            foreach_add_(list(integer_sums), foreach_sub(current, self._integer_base))
+            sums.integers.add_(self._integers.current().sub_(self._integers.base))
         if reset:
             self.reset()
 
-    def assign(
-        self,
-        float_sums: Sequence[torch.Tensor],
-        integer_sums: Sequence[torch.Tensor],
-        counts: torch.Tensor,
-        samples: float,
-    ) -> None:
+    @torch.no_grad()
+    def assign(self, sums: BufferSums, samples: float) -> None:
         """Set the buffers to the step's values."""
-        if not counts.numel():
+        if not self._places:
             return
-        if self._on_gpu:
-            self._assign_without_wait(float_sums, integer_sums, counts, samples)
-        else:
-            microbatches, *changed = counts.tolist()
-            for place, total, times in zip(self._floats, float_sums, changed, strict=True):
-                if times:
-                    _assign(place, total.div_(samples))
-                else:
-                    _bind(place)
-            for place, base, total in zip(self._integers, self._integer_base, integer_sums, strict=True):
-                _assign(place, base + total.div_(microbatches, rounding_mode="floor"))
-        self._float_base, self._integer_base = [], []
+        first = 1
+        for group in self._floats:
+            is_changed = group.of_elements(sums.counts[first : (first := first + len(group.places))] > 0)
+            if is_changed.numel():
+                group.set(torch.where(is_changed, sums.floats[group.dtype].div_(samples), group.base))
+        if self.integers:
+            changes = sums.integers.div_(sums.counts[0], rounding_mode="floor")
+            self._integers.set(changes.add_(self._integers.base))
+        self._is_begun = False
 
-    def _count_changes(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what one micro-batch adds to the counts: 1, then 1 for each floating-point buffer that it changed."""
-        # Compared by value, because batch norm does not raise its statistics' version counters.
-        if not self._on_gpu:
-            pairs = zip(values, self._float_base, strict=True)
-            return torch.tensor([1, *(int(not torch.equal(value, base)) for value, base in pairs)])
-        if not values:
-            return torch.ones((), dtype=torch.int64, device=self.integers[0].device)
-        differences = (_joined(values) != _joined(self._float_base)).cumsum(0)
-        changed = nn.functional.pad(differences, (1, 0))[self._bounds].diff() > 0
-        return nn.functional.pad(changed.to(torch.int64), (1, 0), value=1)
-
-    def _assign_without_wait(
-        self,
-        float_sums: Sequence[torch.Tensor],
-        integer_sums: Sequence[torch.Tensor],
-        counts: torch.Tensor,
-        samples: float,
-    ) -> None:
-        if self._floats:
-            foreach_div_(list(float_sums), samples)
-            base = _joined(self._float_base)
-            is_changed = (counts[1:] > 0).repeat_interleave(self._sizes, output_size=base.numel())
-            _restore(self._floats, _divided(torch.where(is_changed, _joined(float_sums), base), self._float_base))
-        if self._integers:
-            changes = _joined(integer_sums).div_(counts[0], rounding_mode="floor")
-            _restore(self._integers, _divided(changes.add_(_joined(self._integer_base)), self._integer_base))
+    @torch.no_grad()
+    def _restore_base(self) -> None:
+        for group in self._groups:
+            group.restore()
 
     def _require_unset(self) -> None:
         for owner, full_name, name in self._unset:
@@ -333,57 +287,103 @@ class MicrobatchBuffers:
 _Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor]
 
 
-def _restore(places: Sequence[_Place], values: Sequence[torch.Tensor]) -> None:
-    """Set buffers; on a GPU with one kernel for all that are real."""
-    on_gpu = [(p[2], value) for p, value in zip(places, values, strict=True) if value.is_cuda and not p[2].is_complex()]
-    _copy([buffer for buffer, _ in on_gpu], [value for _, value in on_gpu])
-    for place, value in zip(places, values, strict=True):
-        if value.is_cuda and not place[2].is_complex():
-            _bind(place)
-        else:
-            _assign(place, value)
+class _Joined:
+    """Buffers whose sums have one dtype.
+
+    Half-precision buffers are summed in float32, where sums neither overflow nor lose digits.
+
+    Attributes:
+        dtype: of the sums.
+        places: of the buffers.
+        base: their values at the beginning of the step, (N,) of that dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype, places: Sequence[_Place]) -> None:
+        self.dtype, self.places = dtype, places
+        self.base = torch.empty(0, dtype=dtype)
+        self._base_parts: Sequence[torch.Tensor] = ()
+        buffers = [_as_real(buffer) for _, _, buffer in places]
+        self._shapes, self._sizes = [b.shape for b in buffers], [b.numel() for b in buffers]
+        # On a CPU it is faster to compare each buffer; on a GPU each comparison would be a wait.
+        self._on_gpu = any(buffer.is_cuda for buffer in buffers)
+        self._numbers = torch.tensor(self._sizes, dtype=torch.int64, device=buffers[0].device if buffers else None)
+        self._bounds = nn.functional.pad(self._numbers.cumsum(0), (1, 0))
+
+    def current(self) -> torch.Tensor:
+        """Return a copy of their values, (N,) of the sums' dtype; the module may have bound others to their names."""
+        if not self.places:
+            return torch.empty(0, dtype=self.dtype)
+        parts = [_as_real(_current(place)) for place in self.places]
+        if any(part.dtype is not self.dtype for part in parts):
+            parts = [part.to(self.dtype) for part in parts]
+        return torch.cat([part if part.dim() == 1 else part.reshape(-1) for part in parts])
+
+    def begin(self) -> None:
+        """Record the base values."""
+        self.base = self.current()
+        self._base_parts = self._divided(self.base)
+
+    def changed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return 1 for each buffer that differs from the base, else 0, int64.
+
+        Compared by value, because batch norm does not raise its statistics' version counters.
+        """
+        if self._on_gpu:
+            differences = nn.functional.pad((values != self.base).cumsum(0), (1, 0))
+            return (differences[self._bounds].diff() > 0).to(torch.int64)
+        pairs = zip(values.split_with_sizes(self._sizes), self.base.split_with_sizes(self._sizes), strict=True)
+        return torch.tensor([int(not torch.equal(value, base)) for value, base in pairs])
+
+    def of_elements(self, of_buffers: torch.Tensor) -> torch.Tensor:
+        """Return the value of its buffer for each element, (N,)."""
+        return of_buffers.repeat_interleave(self._numbers, output_size=sum(self._sizes))
+
+    def set(self, values: torch.Tensor) -> None:
+        """Set the buffers, and bind them to their names."""
+        self._copy(self._divided(values))
+
+    def restore(self) -> None:
+        """Set the buffers to the base values."""
+        self._copy(self._base_parts)
+
+    def _divided(self, values: torch.Tensor) -> list[torch.Tensor]:
+        parts = values.split_with_sizes(self._sizes)
+        return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def _copy(self, parts: Sequence[torch.Tensor]) -> None:
+        real: list[torch.Tensor] = []
+        into: list[torch.Tensor] = []
+        for (owner, name, buffer), part in zip(self.places, parts, strict=True):
+            owner[name] = buffer
+            if buffer.is_complex():
+                buffer.copy_(torch.complex(part[..., 0], part[..., 1]))  # it may be a conjugate
+            else:
+                into.append(buffer)
+                real.append(part)
+        if real:
+            foreach_copy_(into, real)
 
 
-def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    if into:
-        foreach_copy_(into, values)
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of all tensors, 1-d, of a dtype that holds all of their values."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _divided(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    parts = flat.split_with_sizes([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+def _sum_dtype(buffer: torch.Tensor) -> torch.dtype:
+    if not (buffer.is_floating_point() or buffer.is_complex()):
+        return torch.int64
+    return torch.promote_types(buffer.dtype.to_real(), torch.float32)
 
 
 def _current(place: _Place) -> torch.Tensor:
-    """Return the buffer's current value; the module may have bound another tensor to its name."""
+    """Return the buffer's current value."""
     owner, name, buffer = place
     value = owner[name]
-    if value is None:
+    if value is None or value is buffer:
         return buffer
     if value.shape != buffer.shape:
         raise TaskError(
             f"buffer {name!r} had shape {tuple(buffer.shape)} and got {tuple(value.shape)} in forward; "
             "buffers are averaged over the micro-batches and must keep their shape. Make it a plain attribute."
         )
-    return value.detach()
+    return value
 
 
 def _as_real(buffer: torch.Tensor) -> torch.Tensor:
     """Return the real and imaginary parts of a complex buffer, (..., 2), or any other buffer itself."""
     return torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer
-
-
-def _assign(place: _Place, value: torch.Tensor) -> None:
-    # A sum's offset in a flat buffer may be odd, so it cannot be viewed as complex.
-    place[2].copy_(torch.complex(value[..., 0], value[..., 1]) if place[2].is_complex() else value)
-    _bind(place)
-
-
-def _bind(place: _Place) -> None:
-    owner, name, buffer = place
-    owner[name] = buffer

@@ -118,9 +118,7 @@ class GradientReducer:
         self._watch: int | None = None
         self._check: Callable[[list[Sequence[float]]], None] | None = None
         self.watched = 0
-        self._float_sums = [layout.float_buffer_views(buffer) for buffer in buffers]
-        self._integer_sums = [layout.integer_buffer_views(buffer) for buffer in buffers]
-        self._counts = [layout.counts_view(buffer) for buffer in buffers]
+        self._buffer_sums = [layout.buffer_sums(buffer) for buffer in buffers]
         self._gradient_buffers = [buffers[0][dtype][:numel] for dtype, numel in layout.gradients.items()]
         self._buckets = layout.buckets
         self._bucket_of = layout.bucket_of
@@ -262,13 +260,7 @@ class GradientReducer:
             self._grad_buffer = -1
             if len(self._remaining) == 1 and self._transport.overlaps:
                 self._missing = self._bucket_sizes.copy()
-        self.buffers.add_to(
-            self._float_sums[step.slot],
-            self._integer_sums[step.slot],
-            self._counts[step.slot],
-            samples,
-            reset=len(self._remaining) > 1,
-        )
+        self.buffers.add_to(self._buffer_sums[step.slot], samples, reset=len(self._remaining) > 1)
         if not self._missing:
             for into, other in step.merges:
                 add_grad_buffer(self._transport.grad_buffers[into], self._transport.grad_buffers[other])
@@ -316,7 +308,7 @@ class GradientReducer:
             for index, parameter in enumerate(self._trained):
                 if not used >> index & 1:
                     parameter.grad = None
-        self.buffers.assign(self._float_sums[0], self._integer_sums[0], self._counts[0], samples)
+        self.buffers.assign(self._buffer_sums[0], samples)
         return StepSums(
             samples=int(samples),
             weight=weight,
@@ -342,13 +334,7 @@ class GradientReducer:
             hook.remove()
         for parameter in self._parameters:
             parameter.grad = None
-        for views in (
-            self._gradients,
-            self._float_sums,
-            self._integer_sums,
-            self._counts,
-            self._gradient_buffers,
-        ):
+        for views in (self._gradients, self._buffer_sums, self._gradient_buffers):
             views.clear()
         self._scratch.close()
         self._transport.close()
