@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError
+from paceline_serving.libraries import require_libraries
 
 if TYPE_CHECKING:
     from paceline_serving.batch_predict import PredictionEngine
@@ -87,6 +88,7 @@ def predict(
         raise ConfigError("--json and --output - both print. Leave one of them out.")
     import asyncio
 
+    require_libraries("predict", "orjson", "prometheus_client")
     from paceline_serving.app import open_model
     from paceline_serving.batch_predict import predict_all, read_rows, replicas, server
     from paceline_serving.client import Client

@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.option_values import parse_duration_s
 from paceline.core.printable import escape_controls
 from paceline_serving.kserve_options import KServeOptions, print_service
+from paceline_serving.libraries import require_libraries
 
 if TYPE_CHECKING:
     from paceline_serving.model import ModelSpec, ServedModel, ServingOptions
@@ -164,7 +165,7 @@ def serve(
         )
     if explicit_options(kserve):
         raise ConfigError(f"--{min(explicit_options(kserve)).replace('_', '-')} is only for --on kserve.")
-    _require_libraries()
+    require_libraries("serve", "httptools", "orjson", "prometheus_client")
     from paceline_serving.app import open_model
     from paceline_serving.bearer_tokens import BearerTokens
     from paceline_serving.server import ListenAddress
@@ -236,15 +237,6 @@ class _LogFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return escape_controls(super().formatMessage(record))
-
-
-def _require_libraries() -> None:
-    try:
-        import httptools  # noqa: F401
-        import orjson  # noqa: F401
-        import prometheus_client  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"paceline serve: {error}. Install it: pip install 'paceline[serve]'") from error
 
 
 def _run(
