@@ -21,7 +21,8 @@ def _row(
     real: bool = False,
     alone: bool = False,
 ) -> Row:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--durations=0"]
+    # Each process starts from nothing, as a user's does: none is forked from one that has loaded torch.
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--durations=0", "--cold"]
     # Warnings of another machine's packages are not about the GPU.
     command += ["-o", "filterwarnings=default", "-o", "timeout=0", *tests]
     return Row(name=name, title=title, command=command, limit_s=limit_s, gpus=gpus, real=real, alone=alone)
@@ -29,8 +30,11 @@ def _row(
 
 def _other_tests() -> Sequence[str]:
     """Return the other files that have tests marked ``gpu``."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    found = [path for path in files if path.parent.name not in ("gpu", "plugins") and _MARK in path.read_text()]
+    roots = (ROOT / "tests", *ROOT.glob("plugins/*/tests"))
+    files = sorted(path for root in roots for path in root.rglob("test_*.py") if _MARK in path.read_text())
+    # The tests of our own pytest plug-ins have the mark in the text of a test.
+    without = (ROOT / "tests" / "gpu", ROOT / "tests" / "plugins")
+    found = [path for path in files if path.parent not in without]
     return [str(path.relative_to(ROOT)) for path in found]
 
 

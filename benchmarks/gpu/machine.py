@@ -15,6 +15,8 @@ from benchmarks.gpu.rows import IS_REAL
 
 NEEDED = (
     *("cyclopts", "msgspec", "tomli_w", "numpy", "safetensors", "rich", "psutil", "yaml"),
+    *("attrs", "docutils"),  # of cyclopts
+    *("orjson", "prometheus_client"),  # of predictions
     *("pytest", "pytest_timeout", "hypothesis"),
 )
 

@@ -212,6 +212,8 @@ def conduct(contenders: Sequence[Contender], directory: Path, rounds: int, secon
                         found.problem = take
                     else:
                         found.add(take, turn, rounds)
+                if turn == rounds + 1 or found.problem is not None:
+                    _end(processes[contender.name])  # nothing more is measured: the others may have its memory
     return measured
 
 
@@ -228,15 +230,18 @@ def _started(contenders: Sequence[Contender], directory: Path) -> Iterator[dict[
                 ]
         yield processes
     finally:
-        everyone = [process for of_contender in processes.values() for process in of_contender]
-        for process in everyone:
-            process.terminate()
-        for process in everyone:
-            try:
-                process.wait(timeout=3)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        _end([process for of_contender in processes.values() for process in of_contender])
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _take_turn(
