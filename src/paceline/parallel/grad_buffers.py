@@ -301,7 +301,7 @@ class _Joined:
     def __init__(self, dtype: torch.dtype, places: Sequence[_Place]) -> None:
         self.dtype, self.places = dtype, places
         self.base = torch.empty(0, dtype=dtype)
-        self._base_parts: Sequence[torch.Tensor] = ()
+        self._base_parts: Sequence[torch.Tensor] | None = None
         buffers = [_as_real(buffer) for _, _, buffer in places]
         self._shapes, self._sizes = [b.shape for b in buffers], [b.numel() for b in buffers]
         # On a CPU it is faster to compare each buffer; on a GPU each comparison would be a wait.
@@ -321,7 +321,7 @@ class _Joined:
     def begin(self) -> None:
         """Record the base values."""
         self.base = self.current()
-        self._base_parts = self._divided(self.base)
+        self._base_parts = None  # a step of one micro-batch needs none
 
     def changed(self, values: torch.Tensor) -> torch.Tensor:
         """Return 1 for each buffer that differs from the base, else 0, int64.
@@ -344,6 +344,8 @@ class _Joined:
 
     def restore(self) -> None:
         """Set the buffers to the base values."""
+        if self._base_parts is None:
+            self._base_parts = self._divided(self.base)
         self._copy(self._base_parts)
 
     def _divided(self, values: torch.Tensor) -> list[torch.Tensor]:
