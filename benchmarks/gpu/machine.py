@@ -15,7 +15,7 @@ from benchmarks.gpu.rows import IS_REAL
 
 NEEDED = (
     *("cyclopts", "msgspec", "tomli_w", "numpy", "safetensors", "rich", "psutil", "yaml"),
-    *("attrs", "docutils"),  # of cyclopts
+    "attrs",  # of cyclopts
     *("orjson", "prometheus_client"),  # of predictions
     *("pytest", "pytest_timeout", "hypothesis"),
 )
