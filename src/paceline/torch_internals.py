@@ -167,6 +167,11 @@ def preload_deterministic_algorithms() -> None:
     import torch._inductor.config  # noqa: F401
 
 
+def clear_cublas_workspaces() -> None:
+    """Free cuBLAS's workspaces; torch makes new ones, of the size that it would choose now."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 # --- Process groups ---
 
 # torch 2.14 calls them so, and warns of the other names.

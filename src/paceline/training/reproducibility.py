@@ -25,6 +25,7 @@ from paceline.core.option_sets import select
 from paceline.core.task import Task
 from paceline.data.order import derive_key
 from paceline.parallel.world import World
+from paceline.torch_internals import clear_cublas_workspaces
 
 # --- Settings of the process ---
 
@@ -96,7 +97,7 @@ def release_cublas_workspace(model: nn.Module) -> None:
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     if os.environ.get(_WORKSPACE) == _FIXED and not recurrent:
         del os.environ[_WORKSPACE]
-        torch._C._cuda_clearCublasWorkspaces()  # they may be smaller than the size that torch chooses
+        clear_cublas_workspaces()  # they may be smaller than the size that torch chooses
 
 
 def configure_numerics(config: RunConfig, threads: int, device: torch.device) -> None:
