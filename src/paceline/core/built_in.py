@@ -127,7 +127,7 @@ COMMANDS: Mapping[str, CliCommand] = {
         one_argument="To continue a search: paceline tune --resume SEARCH.",
     ),
     "export": CliCommand("Serve", "paceline.cli.export:export", "Export a run's model as a package."),
-    "registry": CliCommand("Serve", "paceline.cli.registry:app", "List, tag, copy and roll back packages."),
+    "registry": CliCommand("Serve", "paceline_serving.registry_command:app", "List, tag, copy and roll back packages."),
     "serve": CliCommand(
         "Serve", "paceline_serving.serve_command:serve", "Serve packages over HTTP (Open Inference Protocol v2)."
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from paceline.core.inference import TensorSpec
 from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.package_manifest import FormatDifference, PackageManifest, Provenance
 from paceline.runs.package_registry import Registry
-
-PutPackage = Callable[..., str]
 
 
 def manifest_of(**changes: Any) -> PackageManifest:
@@ -52,19 +49,14 @@ def manifest_of(**changes: Any) -> PackageManifest:
     return PackageManifest(**(values | changes))
 
 
-@pytest.fixture
-def put_package() -> PutPackage:
+def put_package(registry: Registry, seed: int = 0, size: int = 2000) -> str:
     """Put a package into a registry; its content follows from a seed. Returns its digest."""
-
-    def put(registry: Registry, seed: int = 0, size: int = 2000) -> str:
-        with registry.draft() as draft:
-            files = {
-                name: write_file(draft / name, [name.encode(), bytes([seed]) * size])
-                for name in ("weights.safetensors", "program.pt2", "README.md")
-            }
-            return registry.commit(draft, manifest_of(files=files))
-
-    return put
+    with registry.draft() as draft:
+        files = {
+            name: write_file(draft / name, [name.encode(), bytes([seed]) * size])
+            for name in ("weights.safetensors", "program.pt2", "README.md")
+        }
+        return registry.commit(draft, manifest_of(files=files))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs.packages.conftest import PutPackage, manifest_of
+from tests.runs.packages.conftest import manifest_of, put_package
 
 from paceline.core.errors import PackageError
 from paceline.runs.checkpoint_manifest import MANIFEST, FileRecord, canonical_json
@@ -21,7 +21,7 @@ FILES = ["weights.safetensors", "program.pt2", "README.md"]
 
 
 @pytest.fixture
-def package(registry: Registry, put_package: PutPackage) -> Path:
+def package(registry: Registry) -> Path:
     return registry.path_of(put_package(registry))
 
 
@@ -178,7 +178,7 @@ def test_another_order_or_spacing_is_another_manifest(package: Path) -> None:
         PackageManifest.from_bytes(json.dumps(document).encode())
 
 
-def test_a_package_under_another_digest_is_refused(registry: Registry, package: Path, put_package: PutPackage) -> None:
+def test_a_package_under_another_digest_is_refused(registry: Registry, package: Path) -> None:
     other = put_package(registry, seed=1)
     registry.put_tag(parse_reference("demo@a"), package.name)
     for file in package.iterdir():

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import stat
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs.packages.conftest import PutPackage, manifest_of
+from tests.runs.packages.conftest import manifest_of, put_package
 
-from paceline.cli import main
 from paceline.core.errors import PackageError
 from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.package import open_package
@@ -21,7 +18,7 @@ from paceline.runs.package_registry import PackageReference, Registry, parse_ref
 
 
 @pytest.fixture
-def two(registry: Registry, put_package: PutPackage) -> tuple[str, str]:
+def two(registry: Registry) -> tuple[str, str]:
     """Two packages; ``demo@prod`` meant the first, and means the second."""
     digests = put_package(registry, seed=1), put_package(registry, seed=2)
     for digest in digests:
@@ -45,7 +42,7 @@ def no_locks_on_folders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_locks_on_folders")
-def test_each_change_is_locked_by_a_file(registry: Registry, put_package: PutPackage) -> None:
+def test_each_change_is_locked_by_a_file(registry: Registry) -> None:
     digest = put_package(registry)
     reference = PackageReference("demo", "prod")
     registry.put_tag(reference, digest)
@@ -144,49 +141,3 @@ def test_where_the_registry_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert registry_path() == tmp_path / "paceline" / "registry"
     monkeypatch.setenv("PACELINE_REGISTRY", str(tmp_path / "own"))
     assert registry_path() == tmp_path / "own"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
-    """Run ``paceline registry WORDS``; its exit code, and what it printed, or its error."""
-    monkeypatch.setattr(sys, "argv", ["paceline", "registry", *words])
-    code = main()
-    said = capsys.readouterr()
-    if code:
-        return code, said.err
-    return code, json.loads(said.out) if "--json" in words else said.out
-
-
-def test_the_commands(
-    registry: Registry,
-    two: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    first, second = two
-    monkeypatch.setenv("PACELINE_REGISTRY", str(registry.path))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    code, rows = run(monkeypatch, capsys, "ls", "--json")
-    assert code == 0
-    assert {row["digest"]: row["tags"] for row in rows} == {first: [], second: ["demo@prod"]}
-    assert not any(row["trusted"] for row in rows)
-    code, table = run(monkeypatch, capsys, "ls")
-    assert code == 0
-    assert second[:12] in table
-    assert "not trusted" in table
-    assert run(monkeypatch, capsys, "show", "demo@prod", "--json")[1]["digest"] == second
-    code, shown = run(monkeypatch, capsys, "show", "demo@prod")
-    assert "tasks.py:Demo" in shown
-    assert "not trusted" in shown
-    tagged = run(monkeypatch, capsys, "tag", "demo@prod", "old", "--json")[1]
-    assert tagged == {"reference": "demo@old", "digest": second, "before": None}
-    back = run(monkeypatch, capsys, "rollback", "demo@prod", "--json")[1]
-    assert back == {"reference": "demo@prod", "digest": first, "before": second}
-    assert run(monkeypatch, capsys, "untag", "demo@old", "--json")[1]["before"] == second
-    copied = run(monkeypatch, capsys, "push", "demo@prod", str(tmp_path / "other"), "--json")[1]
-    assert open_package(Path(copied["package"])).digest == first
-    assert run(monkeypatch, capsys, "show", "demo@old")[0] == 2
-    (registry.path_of(second) / "program.pt2").write_bytes(b"x")
-    code, error = run(monkeypatch, capsys, "tag", second[:12], "bad")
-    assert code == 2
-    assert "program.pt2 has 1 bytes" in error

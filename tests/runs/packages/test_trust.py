@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.runs.packages.conftest import PutPackage
+from tests.runs.packages.conftest import put_package
 
 from paceline.core.errors import PackageError, UntrustedError
 from paceline.runs.package import Package, open_package, read_trusted, require_trusted, trust, trust_file
@@ -15,7 +15,7 @@ from paceline.runs.package_registry import Registry
 
 
 @pytest.fixture
-def package(registry: Registry, put_package: PutPackage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Package:
+def package(registry: Registry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Package:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return open_package(registry.path_of(put_package(registry)))
 

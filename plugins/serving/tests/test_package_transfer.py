@@ -7,18 +7,24 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.runs.packages.conftest import PutPackage
+from tests.runs.packages.conftest import put_package
 
 from paceline.core.errors import PackageError
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import PackageReference, Registry
-from paceline.runs.package_transfer import copy_package, open_registry
+from paceline_serving.package_transfer import copy_package, open_registry
 
 SIZE = 1_500_000
 
 
 @pytest.fixture
-def origin(tmp_path: Path, put_package: PutPackage) -> tuple[Registry, str]:
+def registry(tmp_path: Path) -> Registry:
+    """An empty one."""
+    return Registry(tmp_path / "registry")
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> tuple[Registry, str]:
     """A registry with ``demo@prod``, whose files are larger than a piece."""
     origin = Registry(tmp_path / "origin")
     digest = put_package(origin, seed=7, size=SIZE)
@@ -79,7 +85,7 @@ def _damage(package: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["a byte", "no manifest", "another package"])
 def test_a_package_that_is_damaged_here_is_repaired_by_a_copy(
-    registry: Registry, origin: tuple[Registry, str], put_package: PutPackage, how: str
+    registry: Registry, origin: tuple[Registry, str], how: str
 ) -> None:
     copy_package("demo@prod", origin[0], registry)
     package = registry.path_of(origin[1])

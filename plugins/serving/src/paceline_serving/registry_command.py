@@ -175,7 +175,7 @@ def pull(package: PackageName, source: str, *, json: Json = False) -> int:
 
 
 def _copy(package: str, source: str | Path, to: str | Path, *, json: bool) -> int:
-    from paceline.runs.package_transfer import copy_package, open_registry
+    from paceline_serving.package_transfer import copy_package, open_registry
 
     with byte_progress("copying", quiet=json) as on_bytes:
         digest, reference, size = copy_package(package, open_registry(source), open_registry(to), on_bytes)
