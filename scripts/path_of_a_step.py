@@ -1,9 +1,9 @@
 """Counts what runs of the package from ``paceline train --nproc 2`` to the first committed checkpoint.
 
-The functions that ran, over the command, the agent and the workers, are the path that somebody new has to read. Two
+The functions that ran, over the command, the agent and the workers, are the path that a new reader has to read. Two
 checkouts are compared in one call; each is run by this Python::
 
-    python scripts/path_of_a_step.py [--beside OTHER_CHECKOUT] [--files]
+    python scripts/path_of_a_step.py [--other CHECKOUT] [--files]
 
 It prints the files, their lines and the functions that ran, and how often names of ours contain the words that the
 glossary replaced.
@@ -130,12 +130,12 @@ def count_old_words(checkout: Path) -> Counter[str]:
 
 
 def main() -> int:
-    """Print the counts of this checkout, and of another one beside it."""
+    """Print the counts of this checkout, and of another one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beside", type=Path, help="another checkout")
+    parser.add_argument("--other", type=Path, help="another checkout")
     parser.add_argument("--files", action="store_true", help="also list the files, and how many functions of each ran")
     arguments = parser.parse_args()
-    checkouts = [ROOT, *([] if arguments.beside is None else [arguments.beside.resolve()])]
+    checkouts = [ROOT, *([] if arguments.other is None else [arguments.other.resolve()])]
     called = [trace(checkout) for checkout in checkouts]
     for checkout, found in zip(checkouts, called, strict=True):
         lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in found.files)
