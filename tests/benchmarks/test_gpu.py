@@ -154,7 +154,7 @@ def test_without_a_gpu_one_line_says_so(run_processes: Processes, tmp_path: Path
     if machine.describe()["problem"] is None:
         pytest.skip("this machine has a GPU")
     argv = ["make", "--silent", f"{command}-gpu", f"PYTHON={sys.executable}", f"OUT={tmp_path}"]
-    ended = run_processes.run(argv, env={"MAKEFLAGS": ""}, cwd=ROOT)
+    ended = run_processes.run(argv, env={"MAKEFLAGS": "", "ARGS": ""}, cwd=ROOT)
     assert ended.returncode == 2
     assert ended.stdout == ""
     [said, _of_make] = ended.stderr.splitlines()
