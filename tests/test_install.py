@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
+TASK = f"{ROOT}/tests/training/tasks.py:Points"
 FIND_PYTHON, SHARE_TORCH = ROOT / "scripts" / "find-python", ROOT / "scripts" / "share-torch"
 TORCH = next(
     requirement
@@ -97,7 +98,7 @@ def test_a_new_environment_has_the_torch_of_another(tmp_path: Path) -> None:
 
 
 def test_a_run_says_once_how_tensorboard_is_installed(run_processes: Any, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WITHOUT_TENSORBOARD, "train", "transformer", "--max-steps", "1"]
+    command = [sys.executable, "-c", WITHOUT_TENSORBOARD, "train", TASK, "--max-steps", "1"]
     done = run_processes.run([*command, "--nproc", "1", "--threads", "1", "--run-dir", tmp_path / "run"])
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("pip install 'paceline[tensorboard]'") == 1

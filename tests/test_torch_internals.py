@@ -25,6 +25,7 @@ import paceline
 from paceline import torch_internals
 
 SOURCE = Path(paceline.__file__).parent
+TASK = f"{Path(__file__).parent}/training/tasks.py:Points"
 OF_OBJECTS = {
     name
     for owner in (
@@ -121,7 +122,7 @@ sys.exit(main())
 
 
 def test_a_run_says_once_that_its_torch_is_newer(run_processes: Any, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WITH_A_NEWER_TORCH, "train", "transformer", "--max-steps", "1"]
+    command = [sys.executable, "-c", WITH_A_NEWER_TORCH, "train", TASK, "--max-steps", "1"]
     done = run_processes.run([*command, "--nproc", "1", "--threads", "1", "--run-dir", tmp_path / "run"])
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("torch 2.99.0 is newer than those that Paceline is tested with") == 1

@@ -73,7 +73,7 @@ def test_accelerate_needs_a_gpu_or_a_word(
     assert not warnings(tmp_path, text.format(""), is_local=True)
 
 
-@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+@pytest.mark.parametrize("name", ["accelerate", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_accelerate_s_copies_are_those_that_are_warned_of(run_processes: Any, tmp_path: Path, name: str) -> None:
     if name == "accelerate":
         begins = "from accelerate import Accelerator\nsize = Accelerator().num_processes\n"

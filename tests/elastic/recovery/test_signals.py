@@ -54,8 +54,8 @@ def _assert_equal(small: Any, result: dict[str, Any], undisturbed: dict[str, Any
     [
         pytest.param("inprocess", signal.SIGTERM, 75, 1, marks=pytest.mark.slow),
         ("spawn", signal.SIGINT, 130, 1),
-        ("torchrun", signal.SIGTERM, 75, 2),
-        pytest.param("torchrun", signal.SIGUSR1, 75, 1, marks=pytest.mark.slow),
+        pytest.param("torchrun", signal.SIGTERM, 75, 2, marks=pytest.mark.slow),
+        ("torchrun", signal.SIGUSR1, 75, 1),
         ("inplace", signal.SIGUSR1, 75, 2),
     ],
 )
