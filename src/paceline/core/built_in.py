@@ -250,7 +250,7 @@ TRAITS: Mapping[str, str] = {
 """What further strategies can do, which ``--help`` and checks import without the strategy."""
 
 NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
-"""What returns the command of each node, of rank launchers that the core does not have."""
+"""What returns the command of each node, for a rank launcher (``--rank-launcher``) that the core does not have."""
 
 PARTS: Mapping[str, str] = {
     "--coordinator": "paceline_etcd.membership:EtcdMembership",

@@ -211,6 +211,9 @@ class FileRecord:
 class Manifest:
     """A checkpoint's description, its files by name, and its format.
 
+    A manifest is valid if it is the canonical text of what it says. So a field that a later format adds is left out of
+    the text of earlier ones.
+
     Raises:
         CheckpointError: a file's name is a path, hidden, or the manifest's own.
     """
