@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.lab.machines import Node, NodeProcess
 
@@ -62,7 +62,7 @@ def begin(
 def report_of(process: NodeProcess) -> PreflightReport:
     """The report that a machine has printed."""
     [line] = [line for line in process.text.splitlines() if line.startswith('{"status": ')]
-    return PreflightReport.from_json(json.loads(line))
+    return msgspec.json.decode(line, type=PreflightReport)
 
 
 def found(report: PreflightReport, id: str, where: str | None = None) -> Check:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import yaml
@@ -50,7 +51,7 @@ def test_another_interpreter_and_other_variables(run_processes: Any, tmp_path: P
     words = ("doctor", "told.py:Task", "--threads", "1", "--json", "--env", "TOLD=env")
     done = run_processes.paceline(*words, "--python", other)
     assert done.returncode == 1, done.stderr
-    assert "env python" in found(PreflightReport.from_json(json.loads(done.stdout)), "task").found
+    assert "env python" in found(msgspec.json.decode(done.stdout, type=PreflightReport), "task").found
     assert {path.name for path in tmp_path.iterdir()} <= {"python", "told.py", "state", "__pycache__"}
 
 
@@ -69,7 +70,7 @@ def test_an_interpreter_that_is_not_there_or_has_no_paceline(run_processes: Any,
 def test_an_interface_that_this_machine_does_not_have(run_processes: Any) -> None:
     done = run_processes.paceline("doctor", "--interface", "nosuch0", "--threads", "1", "--json")
     assert done.returncode == 1, done.stderr
-    check = found(PreflightReport.from_json(json.loads(done.stdout)), "interface")
+    check = found(msgspec.json.decode(done.stdout, type=PreflightReport), "interface")
     assert check.found.startswith("--interface 'nosuch0' has no IPv4 address on this node. Interfaces with one: ")
 
 
@@ -89,7 +90,7 @@ def test_a_small_disk_with_the_checkpoints_of_a_run(run_processes: Any, tmp_path
             )
             commit(checkpoints, info, [("model.safetensors", [bytes(1 << 20)])])
         done = run_processes.paceline("doctor", "--threads", "1", "--run-dir", "disk/run", "--json")
-    room = found(PreflightReport.from_json(json.loads(done.stdout)), "disk-space")
+    room = found(msgspec.json.decode(done.stdout, type=PreflightReport), "disk-space")
     assert room.status == "pass", room
     assert room.found.endswith("; 3 + 1 checkpoints of 1 MiB, of which 3 exist")
 
@@ -98,7 +99,7 @@ def test_a_task_that_cannot_be_imported(run_processes: Any, tmp_path: Path) -> N
     (tmp_path / "broken.py").write_text(BROKEN)
     done = run_processes.paceline("doctor", "broken.py:Task", "--json")
     assert done.returncode == 1
-    task = found(PreflightReport.from_json(json.loads(done.stdout)), "task")
+    task = found(msgspec.json.decode(done.stdout, type=PreflightReport), "task")
     assert task.status == "fail"
     assert "imports 'a_library_that_is_not_there', which is not installed" in task.found
 
@@ -149,7 +150,7 @@ def test_a_task_that_preflight_lets_go(run_processes: Any, tmp_path: Path) -> No
     result = json.loads(done.stdout)
     assert result["steps"] == 2
     run = tmp_path / result["run"]
-    checked = PreflightSpec.parse((tmp_path / "checked").read_text())
+    checked = msgspec.json.decode((tmp_path / "checked").read_text(), type=PreflightSpec)
     assert checked.run == str(run), "it checked the directory of another run"
 
 
@@ -238,7 +239,8 @@ def test_what_pods_check(run_processes: Any, tmp_path: Path) -> None:
         *_, job = yaml.safe_load_all(done.stdout)
         [container] = job["spec"]["template"]["spec"]["containers"]
         command = container["command"]
-        return PreflightSpec.parse(shlex.split(command[command.index("--preflight") + 1])[-1]).run
+        text = shlex.split(command[command.index("--preflight") + 1])[-1]
+        return msgspec.json.decode(text, type=PreflightSpec).run
 
     assert run_of("launch", *job, "--", "s.py") is None
     assert run_of("train", "fashion-mnist", *job, "--volume", "runs:/runs", "--run-dir", "/runs/a") == "/runs/a"
@@ -271,7 +273,7 @@ def test_the_whole_job(run_processes: Any, tmp_path: Path) -> None:
     python, *module, spec = shlex.split(line[line.index("/python") :])
     assert (python, *module) == ("/python", "-P", "-m", "paceline_checks.preflight.rank")
     given = {"gpus_per_node": 4, "interface": "ib0", "checkpoint_bytes": 2 << 30, "keep": 5, "timeout_s": 120.0}
-    assert PreflightSpec.parse(spec) == PreflightSpec(run="/r", nproc=(8, 4), threads=2, **given)
+    assert msgspec.json.decode(spec, type=PreflightSpec) == PreflightSpec(run="/r", nproc=(8, 4), threads=2, **given)
 
 
 def test_ctrl_c_leaves_nothing(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from plugins.checks.tests.preflight.examined import found
 
@@ -52,7 +52,7 @@ def programs(directory: Path, script: str) -> Path:
 def examined(run_processes: Any, path: Path, *options: str) -> PreflightReport:
     variables = {"PATH": os.pathsep.join([str(path), os.environ["PATH"]])}
     done = run_processes.paceline("doctor", "--json", *options, env=variables)
-    report = PreflightReport.from_json(json.loads(done.stdout))
+    report = msgspec.json.decode(done.stdout, type=PreflightReport)
     assert done.returncode == (1 if report.status == "fail" else 0), done.stderr
     return report
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from plugins.checks.tests.preflight.examined import found, not_passed
 from tests.lab.sshd import SshLab
@@ -22,7 +22,7 @@ def test_by_ssh(ssh_machines: Callable[[int], SshLab]) -> None:
     words = ("doctor", "--on", "ssh", "--hosts", "node0:2,node1:2", *lab.options, "--threads", "1", "--json")
     command = lab.paceline(lab.nodes[1], *words)
     assert command.wait(240) == 0, command.text
-    report = PreflightReport.from_json(json.loads(command.text.splitlines()[-1]))
+    report = msgspec.json.decode(command.text.splitlines()[-1], type=PreflightReport)
     assert report.machines == ("node0", "node1")
     assert {id for id, _ in not_passed(report)} <= {"cpus"}, "the test machine may have one core"
     assert "gloo, 4 ranks" in found(report, "all-reduce").found
@@ -59,6 +59,6 @@ def test_by_mpirun(run_processes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     done = run_processes.paceline("doctor", "--on", "mpi", "--nproc", "2", "--threads", "1", "--json")
     assert done.returncode == 0, done.stderr
-    report = PreflightReport.from_json(json.loads(done.stdout.splitlines()[-1]))
+    report = msgspec.json.decode(done.stdout.splitlines()[-1], type=PreflightReport)
     assert len(report.machines) == 1
     assert "gloo, 2 ranks" in found(report, "all-reduce").found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from plugins.checks.tests.preflight.examined import found, not_passed
 from tests.lab.slurm_cluster import SlurmCluster
@@ -27,7 +27,7 @@ def test_two_nodes_of_an_allocation(slurm_cluster: SlurmCluster, tmp_path: Path)
     words = ("doctor", "--on", "slurm", "--nodes", "2", "--nproc", "2", "--gpus-per-node", "1", "--json")
     code, output, errors = paceline(slurm_cluster, tmp_path, *words)
     assert code == 1, errors
-    report = PreflightReport.from_json(json.loads(output.splitlines()[-1]))
+    report = msgspec.json.decode(output.splitlines()[-1], type=PreflightReport)
     assert set(report.machines) < {"node1", "node2", "node3"}
     assert {id for id, _ in not_passed(report)} == {"gpus"}, report.checks
     assert "0 GPUs, 1 requested" in found(report, "gpus").found

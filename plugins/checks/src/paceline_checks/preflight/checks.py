@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from paceline.runs.file_system import NODE_LOCKS, Lack
 from paceline_checks.preflight.spec import CHECKS, Check, PreflightReport, PreflightSpec, Status

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import Placement
@@ -122,4 +123,4 @@ def run_before(spec: LaunchSpec) -> tuple[int, str | None]:
 
 def read_report(file: Path) -> PreflightReport:
     """Return the report that rank 0 has left."""
-    return PreflightReport.from_json(json.loads(file.read_bytes()))
+    return msgspec.json.decode(file.read_bytes(), type=PreflightReport)

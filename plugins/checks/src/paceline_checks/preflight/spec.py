@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
+from msgspec import Struct, to_builtins
 
 Status = Literal["pass", "warn", "fail"]
 
@@ -19,15 +16,12 @@ CHECKS = (
 """All checks, in the order of the report."""
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(Struct, frozen=True):
     """The result of one check.
 
     Attributes:
-        id: one of :data:`CHECKS`.
         where: nodes, a pair of nodes as ``a -> b``, or "all".
         status: "warn": the job will run with a limitation; "fail": it will not run, or not as requested.
-        found: the observed facts.
         advice: how to correct it; "" if the check passed.
     """
 
@@ -38,13 +32,11 @@ class Check:
     advice: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreflightReport:
-    """All checks of a job's nodes.
+class PreflightReport(Struct, frozen=True, kw_only=True):
+    """All checks of a job's nodes, in the order of :data:`CHECKS`.
 
     Attributes:
         machines: names of the nodes, by number; nodes that never connected are named by number.
-        checks: in the order of :data:`CHECKS`.
         interface: the interface that the following job should use; None keeps its own choice.
     """
 
@@ -60,23 +52,16 @@ class PreflightReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON types, with its status."""
-        return {"status": self.status, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> PreflightReport:
-        """Return the report of :meth:`to_json`'s result."""
-        return msgspec.convert(values, cls)
+        return {"status": self.status, **to_builtins(self)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreflightSpec:
+class PreflightSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The requirements of a job on its nodes.
 
     Attributes:
         run: the run's directory; if it does not exist, its nearest existing parent is checked. None: there is none.
         task: the task to import; "" for none.
         nproc: processes per node: one number for all nodes, or one for each.
-        threads: CPU threads per process.
         gpus_per_node: required usable GPUs per node; None accepts any number.
         interface: network interface to the other nodes; None: the one on the route to node 0.
         keep: number of checkpoints that must fit on the disk.
@@ -104,14 +89,4 @@ class PreflightSpec:
 
     def command(self, python: str) -> tuple[str, ...]:
         """Return the command of each rank, to which the file of the report is added."""
-        changed = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        }
-        return (python, "-P", "-m", "paceline_checks.preflight.rank", json.dumps(changed))
-
-    @classmethod
-    def parse(cls, text: str) -> PreflightSpec:
-        """Return the requirements in a command."""
-        return msgspec.json.decode(text, type=cls)
+        return (python, "-P", "-m", "paceline_checks.preflight.rank", json.dumps(to_builtins(self)))
