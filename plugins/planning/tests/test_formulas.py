@@ -16,7 +16,6 @@ from paceline_planning.model_partition import (
     ModelPartition,
     Segment,
     activations,
-    balanced_cuts,
 )
 from paceline_planning.predict import (
     Memory,
@@ -226,19 +225,6 @@ def test_pieces_own_what_they_make() -> None:
     assert activations(TRACE, 0, 3) == Activations(saved=500, peak=1700, kept=104, again_peak=1454)
     assert activations(TRACE, 0, 1) == Activations(saved=200, peak=1200, kept=50, again_peak=1200)
     assert activations(TRACE, 1, 3).peak == 200 + 100 + 1200
-
-
-@pytest.mark.parametrize(
-    ("costs", "stages", "cuts"),
-    [
-        ([1, 1, 1, 1], 2, (0, 2, 4)),
-        ([5, 1, 1, 1], 2, (0, 1, 4)),
-        ([1, 2, 3, 4, 5], 3, (0, 3, 4, 5)),
-        ([1, 2], 1, (0, 2)),
-    ],
-)
-def test_the_slowest_stage_is_as_fast_as_can_be(costs: list[float], stages: int, cuts: tuple[int, ...]) -> None:
-    assert balanced_cuts(costs, stages) == cuts
 
 
 def test_every_grid_has_all_ranks() -> None:

@@ -78,17 +78,10 @@ def plan(
     from paceline_planning.recommend import ClusterSpec, make_plan
 
     cluster = ClusterSpec(
-        gpus=gpus,
-        nodes=nodes,
-        memory=int(memory),
-        bandwidth=speed,
-        flops_per_s=tflops * 1e12,
-        device=device,
+        gpus=gpus, nodes=nodes, memory=int(memory), bandwidth=speed, flops_per_s=tflops * 1e12, device=device
     )
     result = make_plan(
-        TaskReference(task, assignments).load(),
-        task,
-        cluster,
+        *(TaskReference(task, assignments).load(), task, cluster),
         assignments=assignments,
         global_batch_size=global_batch_size,
         microbatches=microbatches,
@@ -132,15 +125,7 @@ def _show(result: Plan) -> None:
     shown = [result.chosen if result.chosen in rows else rows[0] for rows in families.values()]
     for row in shown:
         held = row.memory
-        sizes = (
-            held.parameters,
-            held.gradients,
-            held.optimizer,
-            held.activations,
-            held.temporary,
-            held.total,
-        )
-        fits = "yes" if row.fits else "no"
+        sizes = (held.parameters, held.gradients, held.optimizer, held.activations, held.temporary, held.total)
         table.add_row(
             f"{row.layout.name}" + ("" if row.layout.in_paceline else "*"),
             ", ".join(_settings(row)),
@@ -148,7 +133,7 @@ def _show(result: Plan) -> None:
             _number(row.timing.sent_bytes / 1e9),
             f"{row.timing.step_s:.3g}",
             row.timing.limited_by,
-            fits,
+            "yes" if row.fits else "no",
             style="bold" if row is result.chosen else None,
         )
     console.print(table)

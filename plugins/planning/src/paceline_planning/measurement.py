@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.optim import Optimizer
 
 from paceline.core.errors import ConfigError, DataError, TaskError, UserError
 from paceline.core.task import Loss, Task
@@ -23,6 +22,7 @@ from paceline.parallel.fsdp import AUTO_WRAP
 from paceline.parallel.tp_autoplan import infer_tp_plan
 from paceline.parallel.wrap_units import exclude_tied, wrap_units
 from paceline.torch_internals import FakeTensorMode, tree_leaves, tree_map_only
+from paceline.training.task_parts import build_task_model, build_task_optimizers
 from paceline_planning.model_partition import (
     MemoryTrace,
     MemoryTracker,
@@ -163,7 +163,6 @@ class Measurement:
         microbatch: samples.
         parameters: how many numbers.
         modules: parameter bytes below each of the model's children.
-        frozen: whether parameters are not trained.
         halved: of one of two ranks that share its tensors; None if no split of them is known.
         degrees: the numbers of ranks that may share them.
         built_for_real: why fake tensors did not do; None where they did.
@@ -175,9 +174,9 @@ class Measurement:
     modules: Mapping[str, int]
     frozen: bool
     anatomy: ModelPartition
-    halved: ModelPartition | None = field(default=None)
+    halved: ModelPartition | None = None
     degrees: tuple[int, ...] = ()
-    built_for_real: str | None = field(default=None)
+    built_for_real: str | None = None
 
     @property
     def whole(self) -> ModelPart:
@@ -195,7 +194,7 @@ class Measurement:
             "tensor_parallel_degrees": list(self.degrees),
             "stages_at_most": self.anatomy.most_stages,
             "built_for_real": self.built_for_real,
-            **self.whole.as_json(),
+            **dataclasses.asdict(self.whole),
         }
 
 
@@ -231,20 +230,17 @@ def _measure(
 ) -> Measurement:
     within: AbstractContextManager[Any] = nullcontext() if fake is None else fake
     with within:
-        module = _model(task)
+        module = build_task_model(task)
         if fake is not None:
             batch = tree_map_only(torch.Tensor, fake.from_tensor, batch)
         parameters = list(module.parameters())
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        if not trained:
-            raise TaskError(f"{type(task).__name__}.build_model returned a model without a trainable parameter.")
         anatomy = _dissect(task, module, batch, microbatch, device)
         measured = Measurement(
             microbatch=microbatch,
             parameters=sum(parameter.numel() for parameter in parameters),
             batch_bytes=nbytes(_tensors(batch)),
             modules={name: nbytes(child.parameters()) for name, child in module.named_children()},
-            frozen=len(trained) < len(parameters),
+            frozen=not all(parameter.requires_grad for parameter in parameters),
             anatomy=anatomy,
             built_for_real=reason,
         )
@@ -261,15 +257,6 @@ def _measure(
         return dataclasses.replace(measured, halved=halved, degrees=found.degrees)
 
 
-def _model(task: Task) -> nn.Module:
-    module = task.build_model()
-    if not isinstance(module, nn.Module):
-        raise TaskError(
-            f"{type(task).__name__}.build_model returned a {type(module).__name__}; it must return a torch.nn.Module."
-        )
-    return module
-
-
 def _dissect(
     task: Task,
     module: nn.Module,
@@ -278,40 +265,29 @@ def _dissect(
     device: Device,
 ) -> ModelPartition:
     """Run a step of the model as it is."""
-    parameters = list(module.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    candidates = find_segments(module)
     traces: dict[Precision, MemoryTrace] = {}
-    order: list[int] = []
+    called: list[tuple[str, nn.Module]] = []
     for precision in PRECISIONS:
-        traces[precision], order = _run(task, module, batch, microbatch, precision, candidates)
-    optimizers = _optimizers(task, module)
+        traces[precision], called = _run(task, module, batch, microbatch, precision)
+    optimizers = list(build_task_optimizers(task, module).values())
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if device == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True  # torch's default there
-    live = MemoryTracker([*parameters, *(p.grad for p in trained if p.grad is not None)])
+    parameters = list(module.parameters())
+    live = MemoryTracker([*parameters, *(p.grad for p in parameters if p.grad is not None)])
     with live:
         for optimizer in optimizers:
             optimizer.step()
     state = [leaf for optimizer in optimizers for leaf in _tensors(optimizer.state)]
-    root, block_bytes = _gathered(module, exclude_tied(module, wrap_units(module, AUTO_WRAP)))
-    whole = ModelPart(
-        parameter_bytes=nbytes(parameters),
-        gradient_bytes=nbytes(trained),
-        largest_gradient=max(nbytes([parameter]) for parameter in trained),
-        buffer_bytes=nbytes(module.buffers()),
+    whole = _part(
+        module,
+        exclude_tied(module, wrap_units(module, AUTO_WRAP)),
+        traces,
         optimizer_bytes=nbytes(state),
         optimizer_temporary=max(0, live.peak - live.now),
-        flops=sum(traces["fp32"].flops),
-        root_bytes=root,
-        block_bytes=block_bytes,
-        activations={name: activations(trace, 0, len(candidates)) for name, trace in traces.items()},
     )
-    pieces = _pieces(module, [candidates[index] for index in order])
-    return ModelPartition(whole=whole, pieces=pieces, traces=traces, steps_at_once=device == "cuda")
+    return ModelPartition(whole=whole, pieces=_pieces(module, called), traces=traces, steps_at_once=device == "cuda")
 
 
 def _halved(
@@ -328,36 +304,41 @@ def _halved(
     It is run in fp32 only: a large model's step takes seconds even without data. The optimizer's state goes
     with the gradients, and so do half-precision copies with the weights.
     """
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    candidates = find_segments(module)
-    trace, order = _run(task, module, batch, microbatch, "fp32", candidates)
-    parameters = list(module.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    root, block_bytes = _gathered(module, inner)
+    trace, called = _run(task, module, batch, microbatch, "fp32")
     was = before.whole
-    share = nbytes(trained) / was.gradient_bytes
-    whole = ModelPart(
-        parameter_bytes=nbytes(parameters),
+    traces: dict[Precision, MemoryTrace] = {"fp32": trace}
+    whole = _part(module, inner, traces, reduced_bytes=split.reduced_bytes, optimizer_bytes=0, optimizer_temporary=0)
+    share = whole.gradient_bytes / was.gradient_bytes
+    whole = dataclasses.replace(
+        whole,
+        optimizer_bytes=round(was.optimizer_bytes * share),
+        optimizer_temporary=round(was.optimizer_temporary * share),
+    )
+    return ModelPartition(
+        whole=whole,
+        pieces=_pieces(module, called),
+        traces=traces,
+        cut_by=before.costs,
+        steps_at_once=before.steps_at_once,
+    )
+
+
+def _part(
+    module: nn.Module, inner: list[nn.Module], traces: Mapping[Precision, MemoryTrace], **others: int
+) -> ModelPart:
+    """Return a model as it was run, with what else is known of it."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    root, block_bytes = _gathered(module, inner)
+    return ModelPart(
+        parameter_bytes=nbytes(module.parameters()),
         gradient_bytes=nbytes(trained),
         largest_gradient=max(nbytes([parameter]) for parameter in trained),
         buffer_bytes=nbytes(module.buffers()),
-        optimizer_bytes=round(was.optimizer_bytes * share),
-        optimizer_temporary=round(was.optimizer_temporary * share),
-        flops=sum(trace.flops),
-        reduced_bytes=split.reduced_bytes,
+        flops=sum(traces["fp32"].flops),
         root_bytes=root,
         block_bytes=block_bytes,
-        activations={"fp32": activations(trace, 0, len(candidates))},
-    )
-    pieces = _pieces(module, [candidates[index] for index in order])
-    return ModelPartition(
-        whole=whole,
-        pieces=pieces,
-        traces={"fp32": trace},
-        cut_by=before.costs,
-        steps_at_once=before.steps_at_once,
+        activations={name: activations(trace, 0, len(trace.flops)) for name, trace in traces.items()},
+        **others,
     )
 
 
@@ -367,10 +348,14 @@ def _run(
     batch: Any,
     microbatch: int,
     precision: Precision,
-    candidates: Sequence[tuple[str, nn.Module]],
-) -> tuple[MemoryTrace, list[int]]:
-    """Trace one forward and backward, and the order in which the candidates were called first."""
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+) -> tuple[MemoryTrace, list[tuple[str, nn.Module]]]:
+    """Trace one forward and backward; return also the pieces, as they were called first."""
+    gradients = []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    candidates = find_segments(module)
     live = MemoryTracker([*module.parameters(), *module.buffers(), *gradients, *_tensors(batch)])
     watched = Watched([child for _, child in candidates], live)
     with live, watched.hooked():
@@ -392,7 +377,7 @@ def _run(
         flops=tuple(live.flops.get(index, 0) for index in order),
         output_bytes=tuple(watched.output_bytes.get(index, 0) for index in order),
     )
-    return trace, order
+    return trace, [candidates[index] for index in order]
 
 
 def _pieces(module: nn.Module, called: Sequence[tuple[str, nn.Module]]) -> tuple[Segment, ...]:
@@ -439,11 +424,6 @@ def _batch(task: Task, microbatch: int) -> Any:
     if not samples:
         raise DataError("the training stream has no sample.")
     return task.collate([samples[index % len(samples)] for index in range(microbatch)])
-
-
-def _optimizers(task: Task, module: nn.Module) -> list[Optimizer]:
-    built = task.build_optimizer(module)
-    return list(built.values()) if isinstance(built, Mapping) else [built]
 
 
 def _require_room(task: Task, fake: FakeTensorMode, reason: str) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from paceline.parallel.pipeline.stage_split import BlockCost, balanced_split
 from paceline.torch_internals import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, TorchDispatchMode, tree_leaves
 
 # --- The bytes of live tensors, of fake tensors as of real ones, by owner ---
@@ -128,8 +128,7 @@ class ModelPart:
     Sizes in bytes.
 
     Attributes:
-        parameter_bytes: of its parameters, each once.
-        gradient_bytes: of those that are trained.
+        gradient_bytes: of the parameters that are trained.
         largest_gradient: of one parameter.
         optimizer_bytes: the optimizers' state after a step.
         optimizer_temporary: their additional memory during a step.
@@ -156,17 +155,12 @@ class ModelPart:
     block_bytes: tuple[int, ...] = ()
     activations: Mapping[Precision, Activations]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the sum of all pieces."""
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """A module that forward calls between two others.
 
     Attributes:
-        name: in the model.
         parameter_bytes, gradient_bytes, largest_gradient, buffer_bytes: as of a :class:`ModelPart`; a shared
             parameter is the first piece's.
         shares: an earlier piece with the same parameter; None where there is none.
@@ -187,8 +181,7 @@ class MemoryTrace:
     Attributes:
         events: (piece, bytes more or less), in order; the loss is the last piece's.
         forward_events: how many of them are forward's.
-        flops: by piece.
-        output_bytes: by piece.
+        flops, output_bytes: by piece.
     """
 
     events: tuple[tuple[int, int], ...]
@@ -229,15 +222,11 @@ class Watched:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """While it is entered, ``live.owner`` is the piece that computes."""
-        handles: list[Any] = []
-        for index, piece in enumerate(self._pieces):
-            handles.append(piece.register_forward_pre_hook(partial(self._begins, index)))
-            handles.append(piece.register_forward_hook(partial(self._ends, index)))
-        try:
+        with ExitStack() as hooks:
+            for index, piece in enumerate(self._pieces):
+                hooks.callback(piece.register_forward_pre_hook(partial(self._begins, index)).remove)
+                hooks.callback(piece.register_forward_hook(partial(self._ends, index)).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _begins(self, index: int, *_: Any) -> None:
         if index not in self.output_bytes:
@@ -276,7 +265,7 @@ def activations(trace: MemoryTrace, first: int, last: int) -> Activations:
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the part of all pieces."""
+    """Return the size of the tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -321,7 +310,8 @@ class ModelPartition:
 def _stages(anatomy: ModelPartition, number: int) -> tuple[ModelPart, ...]:
     if number == 1:
         return (anatomy.whole,)
-    cuts = balanced_cuts(anatomy.costs, number)
+    costs = [BlockCost(forward_s=cost, backward_s=0, parameter_bytes=0, activation_bytes=0) for cost in anatomy.costs]
+    cuts = accumulate(balanced_split(costs, number), initial=0)
     return tuple(_stage(anatomy, first, last) for first, last in pairwise(cuts))
 
 
@@ -350,34 +340,6 @@ def _stage(anatomy: ModelPartition, first: int, last: int) -> ModelPart:
 def _handed_on(trace: MemoryTrace, border: int) -> int:
     """Return the bytes of activations that cross the border before a piece."""
     return trace.output_bytes[border - 1] if 0 < border < len(trace.output_bytes) else 0
-
-
-def balanced_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Find the cuts for which the slowest stage is fastest, by dynamic programming.
-
-    Args:
-        costs: of each piece; at least as many as stages.
-        stages: how many.
-
-    Returns:
-        The stages' first pieces, and the number of pieces.
-    """
-    until = [0.0]
-    for cost in costs:
-        until.append(until[-1] + cost)
-    n = len(costs)
-    best = [until[i] for i in range(n + 1)]
-    cut = [[0] * (n + 1)]
-    for stage in range(2, stages + 1):
-        now, where = [0.0] * (n + 1), [0] * (n + 1)
-        for end in range(stage, n + 1):
-            now[end], where[end] = min((max(best[k], until[end] - until[k]), k) for k in range(stage - 1, end))
-        best = now
-        cut.append(where)
-    cuts = [n]
-    for where in reversed(cut[1:]):
-        cuts.append(where[cuts[-1]])
-    return (0, *reversed(cuts))
 
 
 def split_further(one: ModelPart, half: ModelPart, degree: int) -> ModelPart:

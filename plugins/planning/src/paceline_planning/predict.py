@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
-from paceline.core.config import config_from_mapping, to_flags
+from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline_planning.measurement import Measurement
-from paceline_planning.model_partition import ModelPart, Precision, split_further
+from paceline_planning.model_partition import Activations, ModelPart, Precision, split_further
 
 # --- How ranks are laid out: sizes of a mesh's axes, and what goes with them ---
 
@@ -77,12 +76,8 @@ class RankLayout:
         return ",".join(f"{a}={n}" for a, n in self.axes.items()) if len(self.axes) > 1 else self.family
 
     @property
-    def options(self) -> list[str]:
-        """The options of a command for it; ``ddp`` and ``single`` need none."""
-        return to_flags(self._asked)
-
-    @property
-    def _asked(self) -> dict[str, object]:
+    def options(self) -> dict[str, object]:
+        """The options of a run for it; ``ddp`` and ``single`` need none."""
         options: dict[str, object] = {} if self.family in ("single", "ddp") else {"strategy": self.family}
         if len(self.axes) > 1:
             options = {"mesh": self.name}
@@ -96,7 +91,7 @@ class RankLayout:
     def in_paceline(self) -> bool:
         """Whether this version can train so."""
         try:
-            config = config_from_mapping(self._asked, "the plan")
+            config = config_from_mapping(self.options, "the plan")
         except ConfigError:
             return False
         return len(self.axes) <= 1 or config.parallel.axes(self.world_size) == self.axes
@@ -203,19 +198,13 @@ def predict_memory(
     """Return the memory of the rank that needs most.
 
     Args:
-        m: the task's.
-        reduction: how gradients are summed.
         num_microbatches: S.
         shared_memory: the ranks are CPU processes of one host, and read each other's gradients.
     """
     of_stages = [
         _of_rank(
-            m,
-            part,
-            layout,
-            reduction,
-            precision,
-            num_microbatches=num_microbatches,
+            *(m, part, layout, reduction, num_microbatches),
+            measured=part.activations[precision],
             in_flight=in_flight(layout, stage, num_microbatches),
             shared_memory=shared_memory,
         )
@@ -239,13 +228,12 @@ def _of_rank(
     part: ModelPart,
     layout: RankLayout,
     reduction: Reduction,
-    precision: Precision,
-    *,
     num_microbatches: int,
+    *,
+    measured: Activations,
     in_flight: int,
     shared_memory: bool,
 ) -> Memory:
-    measured = part.activations[precision]
     saved, peak = measured.saved, measured.peak
     if layout.checkpointing:
         saved, peak = measured.kept, measured.again_peak
@@ -296,7 +284,8 @@ def _fsdp(
     kept = plan.kept_between_micro_steps(layout.data_ranks) if reduction == "exact" else 0
     open_sums = kept * -(-piece // layout.dp)
     around = (0, *part.block_bytes, 0)
-    blocks = max((before + 2 * own + after for before, own, after in _triples(around)), default=0)
+    triples = zip(around, around[1:], around[2:], strict=False)
+    blocks = max((before + 2 * own + after for before, own, after in triples), default=0)
     # New gradients are among what was measured; here they are counted with their blocks.
     without_gradients = max(saved, peak - part.largest_gradient)
     # In a step's first backward, gradients come as activations go; before any later one they are all there.
@@ -333,10 +322,6 @@ def _deepspeed(m: Measurement, part: ModelPart, peak: int, layout: RankLayout) -
         # The step, for which the part's gradients are made flat, comes when the activations are gone.
         temporary=part.buffer_bytes + max(bucket + gathered, own_gradients - peak),
     )
-
-
-def _triples(sizes: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    return [(a, b, c) for (a, b), (_, c) in pairwise(pairwise(sizes))]
 
 
 # --- Communication and time of a step under each strategy: pure functions of sizes and degrees ---
@@ -411,8 +396,6 @@ def predict_timing(
     """Return the time of a step.
 
     Args:
-        m: the task's.
-        reduction: how gradients are summed.
         num_microbatches: S.
         flops_per_s: operations a second that a process really makes.
         bandwidth: bytes a second that a process sends.

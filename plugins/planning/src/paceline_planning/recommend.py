@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.config import to_flags
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
 from paceline_planning.measurement import PRECISIONS, Device, Measurement, measure
@@ -66,14 +67,11 @@ class ClusterSpec:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PlanRow:
     """One way to train, and what it takes of the rank that needs most.
 
     Attributes:
-        layout, reduction, precision: the way.
-        memory: of the rank that needs most.
-        fits: whether the memory suffices.
         in_paceline: False for what is only predicted.
     """
 
@@ -105,9 +103,6 @@ class Plan:
     """The table, and the recommendation.
 
     Attributes:
-        measurement: of the model and a micro-batch.
-        machines: the hardware of the plan.
-        global_batch_size, microbatches: of the run.
         rows: the ways to train, one for each family of layouts, reduction and precision; within a family, the
             one that is preferred is in front.
         chosen: the recommended row; None if nothing fits.
@@ -233,23 +228,10 @@ def _variants(m: Measurement, machines: ClusterSpec, layout: RankLayout, num_mic
         memory = predict_memory(
             m, one, reduction, precision, num_microbatches=num_microbatches, shared_memory=shared_memory
         )
-        timing = predict_timing(
-            m,
-            one,
-            reduction,
-            num_microbatches=num_microbatches,
-            flops_per_s=machines.flops_per_s,
-            bandwidth=machines.bandwidth,
-        )
-        yield PlanRow(
-            layout=one,
-            reduction=reduction,
-            precision=precision,
-            memory=memory,
-            timing=timing,
-            fits=memory.total <= _HEADROOM * machines.memory,
-            in_paceline=one.in_paceline,
-        )
+        speeds = {"flops_per_s": machines.flops_per_s, "bandwidth": machines.bandwidth}
+        timing = predict_timing(m, one, reduction, num_microbatches=num_microbatches, **speeds)
+        fits = memory.total <= _HEADROOM * machines.memory
+        yield PlanRow(one, reduction, precision, memory, timing, fits, one.in_paceline)
 
 
 def choose_plan(rows: Sequence[PlanRow]) -> PlanRow | None:
@@ -275,7 +257,7 @@ def _options(task: Task, machines: ClusterSpec, row: PlanRow, num_microbatches: 
         words += ["--nodes", str(machines.nodes), "--rdzv-endpoint", "HOST:29400"]
     if machines.gpus > 1:
         words += ["--nproc", str(machines.gpus // machines.nodes)]
-    words += row.layout.options
+    words += to_flags(row.layout.options)
     if row.reduction != "exact":
         words += ["--reduction", row.reduction]
     if row.precision != "fp32":
@@ -342,16 +324,13 @@ def _why(m: Measurement, rows: tuple[PlanRow, ...], chosen: PlanRow) -> list[str
     others = {row.layout.family: row for row in reversed(rows) if row.in_paceline and row.fits} | {
         layout.family: chosen
     }
-    said = [f"{layout.name} ({does}) takes {chosen.timing.step_s:.3g} s a step, as predicted; "]
     slower = sorted(
         (row for row in others.values() if row.layout.family != layout.family),
         key=lambda row: row.timing.step_s,
     )
-    said[0] += (
-        "nothing else fits."
-        if not slower
-        else "what else fits: " + ", ".join(f"{row.layout.name} {row.timing.step_s:.3g} s" for row in slower[:4]) + "."
-    )
+    fit = "what else fits: " + ", ".join(f"{row.layout.name} {row.timing.step_s:.3g} s" for row in slower[:4])
+    takes = f"{layout.name} ({does}) takes {chosen.timing.step_s:.3g} s a step, as predicted"
+    said = [f"{takes}; {fit if slower else 'nothing else fits'}."]
     if "tp" in layout.axes:
         said.append("Under tp results are equal within a tolerance, not in their bits.")
     if m.parameters < SHARDING_PAYS:
