@@ -22,7 +22,7 @@ from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import ConfigError, LaunchError, RunDirectoryError
 from paceline.core.owned_names import own_prefix, remove_leftovers
 from paceline.core.stats import percentile
-from paceline.data.audit import AuditReport, audit
+from paceline.data.audit import audit
 from paceline.elastic.control import AgentConnection
 from paceline.runs.directory import RunDirectory
 from paceline.runs.timeline import Timeline, timeline
@@ -162,16 +162,8 @@ def kind_reports(planned: Sequence[Kind], injected: Sequence[tuple[Kind, float |
     for kind in dict.fromkeys(planned):
         times = [seconds for injected_kind, seconds in injected if injected_kind == kind]
         recovered = [seconds for seconds in times if seconds is not None]
-        rows.append(
-            KindReport(
-                kind=kind,
-                planned=planned.count(kind),
-                injected=len(times),
-                recovered=len(recovered),
-                p50_s=percentile(recovered, 50),
-                p99_s=percentile(recovered, 99),
-            )
-        )
+        percentiles = percentile(recovered, 50), percentile(recovered, 99)
+        rows.append(KindReport(kind, planned.count(kind), len(times), len(recovered), *percentiles))
     return tuple(rows)
 
 
@@ -202,11 +194,6 @@ def capacity(clean: Timeline, chaos: Timeline, *, nproc: int, processors: float,
     return Capacity(clean.goodput.active_s, available / min(nproc, processors), faults)
 
 
-def lost_and_duplicated(report: AuditReport) -> tuple[int, int]:
-    """Return the numbers of samples that no step saw, and that several steps saw."""
-    return sum(epoch.never for epoch in report.epochs), sum(epoch.repeated for epoch in report.epochs)
-
-
 # --- Run the task once without and once with faults, and compare ---
 
 
@@ -217,44 +204,34 @@ _CHECKPOINT_EVERY = "25steps"
 _RESTARTS = 8  # per worker, since a fault may end all of them
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChaosRequest:
-    """The settings of a chaos test.
-
-    Attributes:
-        options: of both runs, as for ``paceline train``, without ``recover`` and ``run_dir``.
-        root: a new folder for the directories ``clean`` and ``chaos`` of the runs.
-    """
-
-    options: Mapping[str, Any]
-    root: Path
-    faults: int
-    kinds: tuple[Kind, ...]
-
-
-def run_chaos(request: ChaosRequest, tell: Callable[[str], None]) -> ChaosReport:
+def run_chaos(
+    options: Mapping[str, Any], root: Path, *, faults: int, kinds: tuple[Kind, ...], tell: Callable[[str], None]
+) -> ChaosReport:
     """Train the task without and then with faults, and compare.
 
     Args:
+        options: of both runs, as for ``paceline train``, without ``recover`` and ``run_dir``.
+        root: a new folder for the directories ``clean`` and ``chaos`` of the runs.
         tell: called with lines of progress.
 
     Raises:
         UserError: the options, or these faults with them, cannot work.
         LaunchError: the run without faults failed, or the other one did not start.
     """
-    config, clean_options, chaos_options = _resolve(request)
+    clean, faulty = (RunDirectory(root / name) for name in ("clean", "chaos"))
+    config, clean_options, chaos_options = _resolve(options, faults, kinds)
+    for directory in (clean, faulty):
+        if directory.exists():
+            raise RunDirectoryError(f"{directory.path} already holds a run. Choose another --run-dir DIR.")
     nproc = _nproc(config)
-    request.root.mkdir(parents=True, exist_ok=True)
-    clean, faulty = (RunDirectory(request.root / name) for name in ("clean", "chaos"))
-    tell(f"run without faults: {config.processes.task}, {_workers(nproc)}, in {clean.path}")
+    root.mkdir(parents=True, exist_ok=True)
+    tell(f"run without faults: {config.processes.task}, {nproc} worker{'s' if nproc != 1 else ''}, in {clean.path}")
     with _training(clean, clean_options) as process:
         code = _wait(process)
     result = clean.read_result() if code == 0 else None
     if result is None:
         raise LaunchError(f"the run without faults failed with exit code {code}.{_tail(clean)}", exit_code=code or 1)
-    plan = plan_faults(
-        request.kinds, faults=request.faults, seed=config.training.seed, nproc=nproc, steps=result["steps"]
-    )
+    plan = plan_faults(kinds, faults=faults, seed=config.training.seed, nproc=nproc, steps=result["steps"])
     duration = f"{result['steps']} steps in {result['seconds']:.1f} s"
     tell(f"{duration}; run with {len(plan)} faults, in {faulty.path}")
     with tempfile.TemporaryDirectory(prefix=own_prefix("chaos")) as temporary:
@@ -263,28 +240,25 @@ def run_chaos(request: ChaosRequest, tell: Callable[[str], None]) -> ChaosReport
     return _report(config, clean, faulty, plan, injected, code, leaks)
 
 
-def _resolve(request: ChaosRequest) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
+def _resolve(
+    explicit: Mapping[str, Any], faults: int, kinds: tuple[Kind, ...]
+) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
     """Return the configuration, and the options of the runs without and with faults."""
-    explicit = dict(request.options)
     if explicit.get("recover", "inplace") != "inplace":
         raise ConfigError(
             f"--recover {explicit['recover']}: a run under faults must use inplace. Leave the option out."
         )
-    if request.faults < 1:
-        raise ConfigError(f"--faults must be at least 1, but is {request.faults}.")
-    defaults: dict[str, Any] = {"on": "spawn", "checkpoint_every": (_CHECKPOINT_EVERY,)}
-    config = config_from_mapping(defaults | explicit, "the command line")
-    check_kinds(request.kinds, _nproc(config))
+    if faults < 1:
+        raise ConfigError(f"--faults must be at least 1, but is {faults}.")
+    options = {"on": "spawn", "checkpoint_every": (_CHECKPOINT_EVERY,), **explicit}
+    config = config_from_mapping(options, "the command line")
+    check_kinds(kinds, _nproc(config))
     if config.processes.nodes != (1, 1):
         raise ConfigError(
             f"--nodes {config.values['nodes']}: faults are injected on one node only. Leave the option out."
         )
-    for name in ("clean", "chaos"):
-        if RunDirectory(request.root / name).exists():
-            raise RunDirectoryError(f"{request.root / name} already holds a run. Choose another --run-dir DIR.")
-    clean = defaults | explicit | {"recover": "none"}
-    chaos = {"max_restarts": _RESTARTS * _nproc(config), **defaults, **explicit, "recover": "inplace"}
-    return config, clean, chaos
+    chaos = {"max_restarts": _RESTARTS * _nproc(config), **options, "recover": "inplace"}
+    return config, {**options, "recover": "none"}, chaos
 
 
 def _nproc(config: RunConfig) -> int:
@@ -305,26 +279,18 @@ def _train_under_faults(
     """Train under faults, with a temporary directory; return the injected faults and the exit code."""
     write_faults = WriteFaults(directory.path / "write-faults")
     with _training(directory, options, {**write_faults.environment, "TMPDIR": temporary}) as process:
-        agent = _connect(directory, process)
-        with agent:
+        while not directory.agent.exists():
+            if process.poll() is not None:
+                code = process.returncode or 1
+                raise LaunchError(f"the run ended before it began.{_tail(directory)}", exit_code=code)
+            time.sleep(_POLL_S)
+        with AgentConnection(directory) as agent:
             injector = FaultInjector(
-                directory,
-                agent,
-                plan,
-                steps,
-                write_faults,
+                *(directory, agent, plan, steps, write_faults),
                 lambda text: tell(f"{len(injector.injected):>3}/{len(plan)}  {text}"),
             )
             injector.run()
         return injector.injected, _wait(process)
-
-
-def _connect(directory: RunDirectory, process: subprocess.Popen[bytes]) -> AgentConnection:
-    while not directory.agent.exists():
-        if process.poll() is not None:
-            raise LaunchError(f"the run ended before it began.{_tail(directory)}", exit_code=process.returncode or 1)
-        time.sleep(_POLL_S)
-    return AgentConnection(directory)
 
 
 def _report(
@@ -339,17 +305,20 @@ def _report(
     nproc = _nproc(config)
     expected, result = clean.read_result(), faulty.read_result()
     assert expected is not None
-    ledger_audit, verdict = None, ""
+    audited, verdict = None, ""
     try:
-        ledger_audit = audit(faulty)
-        verdict = ledger_audit.verdict
+        audited = audit(faulty)
+        verdict = audited.verdict
     except RunDirectoryError as error:
         verdict = str(error)
-    lost, duplicated = (0, 0) if ledger_audit is None else lost_and_duplicated(ledger_audit)
-    repeated = 0 if ledger_audit is None else ledger_audit.recomputed_steps
-    history = timeline(faulty.read_events(), repeated_steps=repeated)
-    share = Environment(world_size=nproc, local_world_size=nproc)
-    threads = default_threads(share, config.processes.threads, os.environ)
+    epochs = audited.epochs if audited is not None else ()
+    history = timeline(faulty.read_events(), repeated_steps=audited.recomputed_steps if audited is not None else 0)
+    used = None
+    if result is not None:
+        share = Environment(world_size=nproc, local_world_size=nproc)
+        processors = len(os.sched_getaffinity(0)) / default_threads(share, config.processes.threads, os.environ)
+        undisturbed = timeline(clean.read_events())
+        used = capacity(undisturbed, history, nproc=nproc, processors=processors, faults=len(injected))
     return ChaosReport(
         task=config.processes.task,
         clean_run=str(clean.path),
@@ -360,20 +329,12 @@ def _report(
         steps=expected["steps"],
         kinds=kind_reports([f.kind for f in plan], [(i.fault.kind, i.seconds) for i in injected]),
         repeated_steps=history.goodput.repeated_steps,
-        samples_lost=lost,
-        samples_duplicated=duplicated,
-        audit_clean=ledger_audit is not None and ledger_audit.clean,
+        samples_lost=sum(epoch.never for epoch in epochs),
+        samples_duplicated=sum(epoch.repeated for epoch in epochs),
+        audit_clean=audited is not None and audited.clean,
         audit=verdict,
         leaks=tuple(map(str, leaks)),
-        capacity=None
-        if result is None
-        else capacity(
-            timeline(clean.read_events()),
-            history,
-            nproc=nproc,
-            processors=len(os.sched_getaffinity(0)) / threads,
-            faults=len(injected),
-        ),
+        capacity=used,
         clean_sha256=expected["model_sha256"],
         chaos_sha256=None if result is None else result["model_sha256"],
     )
@@ -387,16 +348,7 @@ def _training(
     document = {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
     request = directory.path.with_suffix(".toml")
     request.write_text(tomli_w.dumps(document), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "train",
-        "--config",
-        str(request),
-        "--run-dir",
-        str(directory.path),
-    ]
+    command = [sys.executable, "-m", "paceline", "train", "--config", str(request), "--run-dir", str(directory.path)]
     with _output(directory).open("wb") as output:
         process = subprocess.Popen(
             [*command, "--quiet"],
@@ -434,7 +386,3 @@ def _tail(directory: RunDirectory) -> str:
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
     text = "".join(f"\n  {line}" for line in lines)
     return f" Its output is in {shlex.quote(str(output))} and ends with:{text}" if lines else ""
-
-
-def _workers(number: int) -> str:
-    return f"{number} worker{'s' if number != 1 else ''}"

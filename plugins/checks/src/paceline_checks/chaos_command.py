@@ -12,11 +12,9 @@ from cyclopts import Parameter
 
 from paceline.cli.options import explicit_options, group, run_options
 from paceline.core.errors import ConfigError
-from paceline_checks.fault_injection import KINDS, Kind
+from paceline_checks.fault_injection import IN_WORDS, KINDS, Kind
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paceline_checks.chaos import ChaosReport
 
 _DEFAULT_KINDS = "kill,stop,leave,join"
@@ -56,16 +54,16 @@ def chaos(
     """
     from paceline.core.job import default_run_path
     from paceline.core.signals import handle_signals
-    from paceline_checks.chaos import ChaosRequest, run_chaos
+    from paceline_checks.chaos import run_chaos
 
-    request = ChaosRequest(
-        options={**explicit_options(options), "task": task},
-        root=run_dir or Path(default_run_path(f"chaos-{task.rpartition(':')[2] or task}")),
-        faults=faults,
-        kinds=_parse_kinds(kinds),
-    )
     with handle_signals((signal.SIGTERM,), signal.default_int_handler):
-        report = run_chaos(request, lambda line: print(f"chaos: {line}", file=sys.stderr, flush=True))
+        report = run_chaos(
+            {**explicit_options(options), "task": task},
+            run_dir or Path(default_run_path(f"chaos-{task.rpartition(':')[2] or task}")),
+            faults=faults,
+            kinds=_parse_kinds(kinds),
+            tell=lambda line: print(f"chaos: {line}", file=sys.stderr, flush=True),
+        )
     if json:
         print(json_module.dumps(report.to_json()))
     else:
@@ -82,10 +80,16 @@ def _parse_kinds(text: str) -> tuple[Kind, ...]:
 
 
 def _print(report: ChaosReport) -> None:
-    from paceline.core.output import Console
+    from paceline.core.output import Console, ListTable
 
+    table = ListTable("kind", ">faults", ">recovered", ">p50", ">p99", "description", folds=("description",))
+    for row in report.kinds:
+        injected = f"{row.injected}" if row.injected == row.planned else f"{row.injected} of {row.planned}"
+        times = _seconds(row.p50_s), _seconds(row.p99_s)
+        style = None if row.planned == row.injected == row.recovered else "red"
+        table.add(row.kind, injected, str(row.recovered), *times, IN_WORDS[row.kind], style=style)
     console = Console(highlight=False)
-    console.print(_table(report))
+    console.print(table)
     for name, value in _facts(report).items():
         console.print(f"{name:16}  {value}", soft_wrap=True, markup=False)
     if report.ok:
@@ -93,28 +97,6 @@ def _print(report: ChaosReport) -> None:
     else:
         problems = f"Problems: {'; '.join(report.problems)}."
         console.print(problems, style="bold red", markup=False, soft_wrap=True)
-
-
-def _table(report: ChaosReport) -> Table:
-    from rich.table import Table
-
-    from paceline_checks.fault_injection import IN_WORDS
-
-    table = Table("kind", "faults", "recovered", "p50", "p99", "description")
-    for column in table.columns[1:-1]:
-        column.justify = "right"
-    for row in report.kinds:
-        is_good = row.planned == row.injected == row.recovered
-        table.add_row(
-            row.kind,
-            f"{row.injected}" if row.injected == row.planned else f"{row.injected} of {row.planned}",
-            str(row.recovered),
-            _seconds(row.p50_s),
-            _seconds(row.p99_s),
-            IN_WORDS[row.kind],
-            style=None if is_good else "red",
-        )
-    return table
 
 
 def _facts(report: ChaosReport) -> dict[str, str]:

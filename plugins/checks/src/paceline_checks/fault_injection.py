@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from paceline.core.errors import ConfigError
-from paceline.core.files import WRITE_FAULTS
+from paceline.core.files import WRITE_FAULTS, write_atomically
 from paceline.elastic.control import AgentConnection, AgentGone, RunStatus, WorkerStatus
+from paceline.runs.checkpoint_store import scan
 from paceline.runs.directory import RunDirectory
 
 # --- Writes that fail, as on a full or broken disk ---
@@ -33,9 +34,7 @@ class WriteFaults:
 
     def arm(self, kind: Literal["enospc", "eio"]) -> None:
         """Make writes fail from now on."""
-        temporary = self.file.with_suffix(".new")
-        temporary.write_text(kind)
-        temporary.replace(self.file)
+        write_atomically(self.file, kind.encode())
 
     def disarm(self) -> None:
         """Let writes succeed again; does nothing if they already do."""
@@ -43,11 +42,6 @@ class WriteFaults:
 
 
 # --- Damage to a run's checkpoints ---
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints with final names, newest first."""
-    return sorted(directory.glob("step-*-v*"), key=lambda path: path.name.rpartition("-v")[2], reverse=True)
 
 
 def identity(checkpoint: Path) -> tuple[str, int]:
@@ -58,7 +52,7 @@ def identity(checkpoint: Path) -> tuple[str, int]:
 def intact(directory: Path, damaged: Collection[tuple[str, int]]) -> list[Path]:
     """Return the checkpoints that were not damaged, newest first."""
     found = []
-    for path in checkpoints(directory):
+    for path in scan(directory):
         with suppress(FileNotFoundError):  # the run may have just deleted it
             if identity(path) not in damaged:
                 found.append(path)
@@ -119,7 +113,6 @@ class Fault:
     """A planned fault.
 
     Attributes:
-        number: from 0, in the order of injection.
         step: injected once this many steps are done.
         choice: a random number that selects the target among those that exist then.
         target: for leave and join, the new number of workers.
@@ -261,9 +254,7 @@ class FaultInjector:
     """A driver that injects planned faults into an active run.
 
     Args:
-        plan: the faults, in order.
         steps: of the whole run, after which no fault is injected.
-        write_faults: makes the workers' writes fail.
         tell: called with a sentence about each fault.
     """
 

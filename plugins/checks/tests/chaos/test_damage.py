@@ -32,7 +32,7 @@ def test_whatever_is_chosen_the_checkpoint_does_not_verify(harm: object, tmp_pat
 
 def test_the_newest_comes_first_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
     paths = [save(tmp_path, step) for step in (9, 10, 100)]
-    assert fault_injection.checkpoints(tmp_path) == paths[::-1]
+    assert fault_injection.intact(tmp_path, ()) == paths[::-1]
     harmed = {fault_injection.identity(paths[2])}
     assert fault_injection.intact(tmp_path, harmed) == [paths[1], paths[0]]
     fault_injection.truncate(paths[2], 7)
