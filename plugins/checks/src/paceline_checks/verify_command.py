@@ -12,20 +12,11 @@ from cyclopts import Parameter
 from paceline.cli.options import explicit_options, group, run_options
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paceline_checks.verify.verify import CaseResult, VerificationReport
 
 Options: Any = run_options()
 RunOptions = Annotated[Options | None, Parameter(name="*")]
 
-_GUARANTEES = {
-    "bits": "bits",
-    "rounding": "rounding",
-    "tolerance": "tolerance",
-    "reference": "own reference",
-    "convergence": "convergence",
-}
 _STYLES = {"equal": "green", "within": "green", "not applicable": "dim"}
 _VERDICTS = {
     ("within", "rounding"): "within rounding",
@@ -87,12 +78,18 @@ def verify(
 
 
 def _print(report: VerificationReport) -> None:
-    from paceline.core.output import Console
+    from paceline.core.output import Console, ListTable
 
+    table = ListTable("strategy", ">processes", "guarantee", "result", "measured", folds=("measured",))
+    for row in report.rows:
+        verdict = _VERDICTS.get((row.verdict, row.guarantee), row.verdict)
+        guarantee = "own reference" if row.guarantee == "reference" else row.guarantee
+        style = _STYLES.get(row.verdict, "red")
+        table.add(row.method, str(row.world_size), guarantee, verdict, _detail(row), style=style)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH)
-    console.print(_table(report))
+    console.print(table)
     console.print(
         f"{report.steps} steps, {report.microbatches} micro-batches, batch {report.global_batch_size}, "
         f"seed {report.seed}; each tolerance is {report.factor:g} times one process's own distance from "
@@ -110,30 +107,10 @@ def _print(report: VerificationReport) -> None:
         console.print(f"These strategies do not meet their guarantee: {wrong}.", style="bold red", soft_wrap=True)
 
 
-def _table(report: VerificationReport) -> Table:
-    from rich.table import Table
-
-    table = Table("strategy", "processes", "guarantee", "result", "measured")
-    table.columns[1].justify = "right"
-    for row in report.rows:
-        verdict = _VERDICTS.get((row.verdict, row.guarantee), row.verdict)
-        table.add_row(
-            row.method,
-            str(row.world_size),
-            _GUARANTEES[row.guarantee],
-            verdict,
-            _detail(row),
-            style=_STYLES.get(row.verdict, "red"),
-        )
-    return table
-
-
 def _detail(row: CaseResult) -> str:
-    from rich.markup import escape
-
     words = [row.detail] if row.detail else []
     if row.divergence is not None:
         words.append(str(row.divergence))
     elif row.distance is not None:
         words.append(f"{row.distance:.1e} of {row.tolerance:.1e}")
-    return escape("; ".join(words))
+    return "; ".join(words)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,9 +42,7 @@ class StrategyCase:
     Attributes:
         name: in ``--strategies``.
         options: of ``paceline train``; a ``*`` in a mesh is the remaining number of processes.
-        guarantee: how its results are judged.
-        least: smallest number of processes.
-        most: largest number of processes.
+        least, most: numbers of processes.
         needs: an optional package that it imports.
         simulation: ``module:function`` of its own reference, or of the plain loop, if that is its guarantee; called
             as :class:`paceline_checks.verify.worker.Simulation`.
@@ -190,12 +187,7 @@ _UNSUPPORTED = dict.fromkeys((*select(lambda its: its.scope in _SCOPES), *FIXED)
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationRequest:
-    """The settings of a verification.
-
-    Attributes:
-        task: as for ``paceline train``.
-        worlds: numbers of processes.
-    """
+    """The settings of a verification; ``worlds`` are numbers of processes."""
 
     task: str
     options: Mapping[str, Any]
@@ -264,7 +256,6 @@ class GroupPlan:
     """The trainings of one group of processes.
 
     Attributes:
-        task: as for ``paceline train``.
         set: fields of the task.
         root: contains the directory of each run.
         least_microbatches: number of micro-batches, unless options or task ask for more.
@@ -276,17 +267,8 @@ class GroupPlan:
     set: tuple[str, ...]
     root: str
     least_microbatches: int
-    trainings: tuple[Training, ...] = field(default=())
+    trainings: tuple[Training, ...] = ()
     lint: bool = False
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> GroupPlan:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        trainings = tuple(Training(**training) for training in document.pop("trainings"))
-        return cls(**{**document, "set": tuple(document["set"]), "trainings": trainings})
 
 
 def directory_of(root: Path, training: Training) -> RunDirectory:

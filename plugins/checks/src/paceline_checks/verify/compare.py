@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.core.files import read_json_lines
 from paceline_checks.verify.cases import Training, forward_path, trace_path
 
 Kind = Literal["gradient", "weight"]
@@ -83,10 +83,9 @@ def read_steps(root: Path, training: Training, *, synchronous: bool = True) -> l
     """Read the recorded steps of all ranks.
 
     Args:
-        root: directory of the training's files.
         synchronous: whether all ranks make each step; else each makes its own, and they are sorted.
     """
-    lines_of_ranks = [_lines(trace_path(root, training, rank)) for rank in range(training.world_size)]
+    lines_of_ranks = [read_json_lines(trace_path(root, training, rank)) for rank in range(training.world_size)]
     lines_of_ranks = [lines for lines in lines_of_ranks if lines]  # a parameter server makes no steps
     if synchronous:
         return [_merge(lines) for lines in zip(*lines_of_ranks, strict=False)]
@@ -95,7 +94,7 @@ def read_steps(root: Path, training: Training, *, synchronous: bool = True) -> l
 
 def read_recorded_steps(metrics: Path) -> list[Step]:
     """Return the losses in a run's ``metrics.jsonl``."""
-    lines = [line for line in _lines(metrics) if line["kind"] == "train"]
+    lines = [line for line in read_json_lines(metrics) if line["kind"] == "train"]
     return [Step(line["step"], line["loss"], (), {kind: {} for kind in KINDS}, {}) for line in lines]
 
 
@@ -105,8 +104,7 @@ def first_difference(steps: Sequence[Step], reference: Sequence[Step]) -> Diverg
         for kind, name in step.unequal.items():
             return _of_tensor(step.number, kind, name, _COPIES)
         if step.rates != expected.rates:
-            detail = f"{_numbers(step.rates)}, but {_numbers(expected.rates)} on one process"
-            return Divergence(step=step.number, what="learning rate", detail=detail)
+            return _of_rates(step, expected)
         if step.loss != expected.loss and not (math.isnan(step.loss) and math.isnan(expected.loss)):
             return Divergence(
                 step=step.number, what="loss", detail=f"{step.loss!r}, but {expected.loss!r} on one process"
@@ -179,8 +177,7 @@ def measure(steps: Sequence[Step], margins: Margins) -> TraceDifference:
     worst, first = (0.0, math.inf), None
     for step, exact, single in zip(steps, margins.double, margins.steps, strict=False):
         if step.rates != single.rates and first is None:
-            detail = f"{_numbers(step.rates)}, but {_numbers(single.rates)} on one process"
-            first = Divergence(step=step.number, what="learning rate", detail=detail)
+            first = _of_rates(step, single)
         candidates: list[tuple[float, float, Divergence]] = []
         distance, allowed = _relative(step.loss, exact), margins.of_loss(step.number)
         candidates.append(
@@ -189,11 +186,10 @@ def measure(steps: Sequence[Step], margins: Margins) -> TraceDifference:
         for kind in KINDS:
             allowed = margins.of_tensors(step.number, kind)
             for name, (_, tensor_distance) in step.tensors[kind].items():
-                distance = math.inf if tensor_distance is None else tensor_distance
                 # A gradient that is zero except for rounding may be absent in float64, and vice versa.
-                if tensor_distance is None:
-                    continue
-                candidates.append((distance, allowed, _of_tensor(step.number, kind, name, _beyond(distance, allowed))))
+                if tensor_distance is not None:
+                    beyond = _of_tensor(step.number, kind, name, _beyond(tensor_distance, allowed))
+                    candidates.append((tensor_distance, allowed, beyond))
         for distance, allowed, divergence in candidates:
             if distance / allowed > worst[0] / worst[1]:
                 worst = distance, allowed
@@ -249,16 +245,14 @@ def first_forward(
     """Return the divergence with the first module whose forward differs.
 
     Args:
-        root: directory of the repeated trainings.
-        training: the run that diverges.
-        alone: the run on one process.
+        training, alone: the repeated run that diverges, and that on one process.
         divergence: what is known so far.
         tolerance: of the outputs; None to compare bits.
     """
     calls: dict[tuple[int, str, int], Mapping[str, Any]] = {}
     for rank in range(training.world_size):
-        calls |= _calls(_lines(forward_path(root, training, rank)))
-    for key, call in _calls(_lines(forward_path(root, alone, 0))).items():
+        calls |= _calls(read_json_lines(forward_path(root, training, rank)))
+    for key, call in _calls(read_json_lines(forward_path(root, alone, 0))).items():
         other = calls.get(key)
         if other is None or other["shape"] != call["shape"]:
             continue  # a part of it on another rank, or a stage without this call
@@ -309,6 +303,11 @@ def _of_tensor(step: int, kind: Kind, name: str, detail: str) -> Divergence:
     return Divergence(step=step, what=kind, module=name.rpartition(".")[0], tensor=name, detail=detail)
 
 
+def _of_rates(step: Step, single: Step) -> Divergence:
+    rates, expected = (", ".join(f"{rate:.6g}" for rate in each.rates) for each in (step, single))
+    return Divergence(step=step.number, what="learning rate", detail=f"{rates}, but {expected} on one process")
+
+
 def _relative(value: float, exact: float) -> float:
     if not math.isfinite(value):
         return math.inf
@@ -317,22 +316,3 @@ def _relative(value: float, exact: float) -> float:
 
 def _beyond(distance: float, allowed: float) -> str:
     return f"{distance:.2e} from float64, where {allowed:.2e} is allowed"
-
-
-def _numbers(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.6g}" for value in values)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return a file's JSON lines, without an incomplete last one."""
-    lines = []
-    try:
-        texts = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    for text in texts:
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import math
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError, UserError
@@ -56,10 +58,9 @@ Verdict = Literal["equal", "within", "diverged", "failed", "not applicable"]
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """The result of one case on one number of processes.
+    """The result of one case, ``method``, on one number of processes.
 
     Attributes:
-        method: name of the case.
         detail: why it is not applicable, or how it failed.
         distance: from float64 (of plain PyTorch, where that is the reference), of the value with the largest share of
             its tolerance.
@@ -88,7 +89,6 @@ class LintWarning:
 
     Attributes:
         lint: name of the check.
-        message: what is wrong, and how to correct it.
         place: FILE:LINE, if known.
     """
 
@@ -105,7 +105,6 @@ class VerificationReport:
     """The report of ``paceline verify``.
 
     Attributes:
-        microbatches: of a global batch.
         global_batch_size: in samples.
         factor: ratio of a tolerance to the float32 run's own distance from float64.
         rows: by number of processes, then in the order of the cases.
@@ -188,7 +187,7 @@ class WorkerGroups:
         )
         self._groups += 1
         path = self._root / f"plan-{self._groups}.json"
-        plan.write(path)
+        path.write_bytes(msgspec.json.encode(plan))
         world_size = trainings[0].world_size
         launcher = get_launcher("spawn")
         rendered = launcher.render(
@@ -206,7 +205,7 @@ class WorkerGroups:
         processes = f"{world_size} process{'' if world_size == 1 else 'es'}"
         self._tell(f"{processes}: {', '.join(training.name for training in trainings)}")
         job = launcher.submit(rendered)
-        with _Progress(self._root, trainings, self._tell):
+        with _progress(self._root, trainings, self._tell):
             code = job.wait()
         if code in (75, 130):
             raise KeyboardInterrupt
@@ -214,28 +213,25 @@ class WorkerGroups:
             self._tell(f"{processes} ended with exit code {code}.{_tail(logs)}")
 
 
-class _Progress:
-    """A reporter of each finished training of a group."""
+@contextmanager
+def _progress(root: Path, trainings: Sequence[Training], tell: Tell) -> Iterator[None]:
+    """Report each finished training of a group."""
+    ended, remaining = threading.Event(), list(trainings)
 
-    def __init__(self, root: Path, trainings: Sequence[Training], tell: Tell) -> None:
-        self._root, self._remaining, self._tell = root, list(trainings), tell
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="paceline-verify-progress", daemon=True)
+    def watch() -> None:
+        has_ended = False
+        while not has_ended:
+            has_ended = ended.wait(_POLL_S)
+            while remaining and done_path(root, remaining[0], 0).exists():
+                tell(f"  {remaining.pop(0).name} has finished")
 
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while True:
-            has_ended = self._ended.wait(_POLL_S)
-            while self._remaining and done_path(self._root, self._remaining[0], 0).exists():
-                self._tell(f"  {self._remaining.pop(0).name} has finished")
-            if has_ended:
-                return
+    thread = threading.Thread(target=watch, name="paceline-verify-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _tail(logs: Sequence[Path]) -> str:
@@ -285,7 +281,7 @@ class _Verification:
     def report(self) -> VerificationReport:
         trainings = self._plan()
         on_one_process = [t for t in trainings if t.simulation is not None or t.world_size == 1]
-        alone, simulated = self._train_on_one_process([t for t in on_one_process if t.name != "single-1"])
+        alone = self._train_on_one_process([t for t in on_one_process if t.name != "single-1"])
         margins = self._margins(alone)
         for world_size in self._request.worlds:
             trainings_of_world = [
@@ -297,7 +293,7 @@ class _Verification:
                 self._groups.train(trainings_of_world)
             for training in trainings_of_world:
                 if training.name != "single-1":
-                    self._judge(training, alone, margins, simulated)
+                    self._judge(training, alone, margins)
         self._locate_divergent_modules(trainings)
         result = json.loads(outcome_path(self._root, self._training(_ALONE)).read_bytes())
         rows = [
@@ -366,7 +362,7 @@ class _Verification:
 
     # Training.
 
-    def _train_on_one_process(self, more: Sequence[Training]) -> tuple[list[Step], dict[str, str]]:
+    def _train_on_one_process(self, more: Sequence[Training]) -> list[Step]:
         """Train on one process: the float64 run, the reference, its repetition, and simulations."""
         double = _in_double(self._training(_DOUBLE))
         alone = self._training(_ALONE, reference=_DOUBLE)
@@ -378,12 +374,7 @@ class _Verification:
         failed = failure(self._root, alone)
         if failed is not None or not outcome_path(self._root, alone).exists():
             _raise(failed)
-        simulated = {}
-        for simulation in (other for other in on_one_process if other.simulation is not None):
-            path = outcome_path(self._root, simulation)
-            if path.exists():
-                simulated[simulation.name] = json.loads(path.read_bytes())["model_sha256"]
-        return read_steps(self._root, alone), simulated
+        return read_steps(self._root, alone)
 
     # Comparison.
 
@@ -415,13 +406,7 @@ class _Verification:
         failed = failure(self._root, self._training(_DOUBLE))
         return "it did not finish" if failed is None else f"{failed.type}: {failed.message}"
 
-    def _judge(
-        self,
-        training: Training,
-        alone: Sequence[Step],
-        margins: Margins | None,
-        simulated: Mapping[str, str],
-    ) -> None:
+    def _judge(self, training: Training, alone: Sequence[Step], margins: Margins | None) -> None:
         case, world_size = self._case_of(training), training.world_size
         failed = failure(self._root, training)
         if failed is not None and failed.user_error:
@@ -439,13 +424,13 @@ class _Verification:
         else:
             steps = read_recorded_steps(directory_of(self._root, training).metrics)
         if case.guarantee == "bits" and not training.noted:
-            self._judge_weights(case, training)
+            self._judge_weights(case, training, self._training(_ALONE), "on one process")
         elif case.guarantee == "bits":
             difference = first_difference(steps, alone)
             verdict = "equal" if difference is None else "diverged"
             self._row(case, world_size, verdict=verdict, divergence=difference)
         elif case.guarantee == "reference":
-            self._judge_simulated(case, training, simulated)
+            self._judge_weights(case, training, self._training(f"{training.name}-simulated"), "simulated")
         elif case.guarantee == "convergence":
             progress = converges(steps, read_steps(self._root, self._training(_LONG)))
             verdict = "within" if progress.ok else "diverged"
@@ -484,63 +469,37 @@ class _Verification:
             tolerance=tolerance,
         )
 
-    def _judge_weights(self, case: StrategyCase, training: Training) -> None:
-        """Compare only the final weights."""
-        paths = (outcome_path(self._root, t) for t in (training, self._training(_ALONE)))
-        actual, expected = (json.loads(path.read_bytes())["model_sha256"] for path in paths)
-        detail = "" if actual == expected else f"weights {actual[:12]}, on one process {expected[:12]}"
-        verdict = "equal" if actual == expected else "diverged"
-        self._row(case, training.world_size, verdict=verdict, detail=detail)
-
-    def _judge_simulated(self, case: StrategyCase, training: Training, simulated: Mapping[str, str]) -> None:
-        expected = simulated.get(f"{training.name}-simulated")
-        sha256 = json.loads(outcome_path(self._root, training).read_bytes())["model_sha256"]
-        if expected is None:
-            failed = failure(self._root, replace(self._training(f"{training.name}-simulated")))
+    def _judge_weights(self, case: StrategyCase, training: Training, reference: Training, where: str) -> None:
+        """Compare only the final weights with those of a run or a simulation."""
+        if not outcome_path(self._root, reference).exists():
+            failed = failure(self._root, reference)
             reason = "" if failed is None else f": {failed.type}: {failed.message}"
-            detail = f"its simulation failed{reason}"
-            self._row(case, training.world_size, verdict="failed", detail=detail)
+            self._row(case, training.world_size, verdict="failed", detail=f"its simulation failed{reason}")
             return
-        detail = "" if sha256 == expected else f"weights {sha256[:12]}, simulated {expected[:12]}"
-        verdict = "equal" if sha256 == expected else "diverged"
+        paths = (outcome_path(self._root, each) for each in (training, reference))
+        actual, expected = (json.loads(path.read_bytes())["model_sha256"] for path in paths)
+        detail = "" if actual == expected else f"weights {actual[:12]}, {where} {expected[:12]}"
+        verdict = "equal" if actual == expected else "diverged"
         self._row(case, training.world_size, verdict=verdict, detail=detail)
 
     def _locate_divergent_modules(self, trainings: Sequence[Training]) -> None:
         """Train again up to the first step whose loss differs, and find the module."""
-        wrong: list[tuple[Training, CaseResult]] = []
-        for training in trainings:
-            row = (
-                self._rows.get((training.world_size, self._case_of(training).name))
-                if (training.simulation is None)
-                else None
-            )
-            if row is not None and row.divergence is not None and row.divergence.what == "loss":
-                wrong.append((training, row))
-        if not wrong:
-            return
         references: dict[int, Training] = {}
-        repetitions: dict[int, list[tuple[Training, CaseResult]]] = {}
-        for training, row in wrong:
-            assert row.divergence is not None
-            step = row.divergence.step
-            repeated = replace(training, name=f"{training.name}-forward", reference=None, forward_step=step)
-            repetitions.setdefault(training.world_size, []).append((repeated, row))
-            if step not in references:
-                alone = self._training(f"{_ALONE}-forward-{step}")
-                references[step] = replace(alone, forward_step=step)
+        repetitions: dict[int, list[tuple[Training, CaseResult, Divergence]]] = {}
+        for training in (each for each in trainings if each.simulation is None):
+            row = self._rows.get((training.world_size, self._case_of(training).name))
+            if row is not None and row.divergence is not None and row.divergence.what == "loss":
+                step = row.divergence.step
+                repeated = replace(training, name=f"{training.name}-forward", reference=None, forward_step=step)
+                repetitions.setdefault(training.world_size, []).append((repeated, row, row.divergence))
+                references[step] = self._training(f"{_ALONE}-forward-{step}", forward_step=step)
         self._groups.train([*references.values()])
         for trainings_of_world in repetitions.values():
-            self._groups.train([training for training, _ in trainings_of_world])
-            for training, row in trainings_of_world:
-                assert row.divergence is not None
-                located = first_forward(
-                    self._root,
-                    training,
-                    references[row.divergence.step],
-                    row.divergence,
-                    tolerance=row.tolerance,
-                )
-                self._rows[row.world_size, row.method] = dataclasses.replace(row, divergence=located)
+            self._groups.train([training for training, _, _ in trainings_of_world])
+            for training, row, divergence in trainings_of_world:
+                alone = references[divergence.step]
+                located = first_forward(self._root, training, alone, divergence, tolerance=row.tolerance)
+                self._rows[row.world_size, row.method] = replace(row, divergence=located)
 
     def _warnings(self) -> list[LintWarning]:
         path = lints_path(self._root)

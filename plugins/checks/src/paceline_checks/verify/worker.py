@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib
 import json
 import logging
 import math
@@ -15,8 +14,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from io import StringIO
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, Protocol
 
+import msgspec
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -30,6 +30,7 @@ from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import LaunchError, StopRequested
 from paceline.core.files import write_atomically
 from paceline.core.job import WorkerConfig
+from paceline.core.plugins import import_object
 from paceline.core.signals import dump_stacks_on_signal
 from paceline.core.task import Loss, Task
 from paceline.core.task_loading import TaskReference, parse_assignments
@@ -69,7 +70,7 @@ def to_float64(module: nn.Module) -> nn.Module:
     """Convert a module to float64, such that its submodules accept inputs of lower precision."""
     module.double()
     for child in module.modules():
-        child.register_forward_pre_hook(_cast_inputs_hook, with_kwargs=True)
+        child.register_forward_pre_hook(lambda _, *inputs: cast_inputs(inputs), with_kwargs=True)
     return module
 
 
@@ -96,10 +97,6 @@ class Float64Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _cast_inputs_hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return cast_inputs(args), cast_inputs(kwargs)
-
-
 # --- The tensors of a reference run on disk, and the distance of other runs from them ---
 
 
@@ -110,21 +107,23 @@ class ReferenceWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._tensors: dict[str, torch.Tensor] = {}
-        self._squares: dict[str, float] = {}
-        self._numels: dict[str, int] = {}
 
     def add(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor of the step: a "gradient" or a "weight"."""
         value = tensor.detach().cpu().double().clone(memory_format=torch.contiguous_format)
         self._tensors[f"{kind}/{name}"] = value
-        self._squares[kind] = self._squares.get(kind, 0.0) + float(value.square().sum())
-        self._numels[kind] = self._numels.get(kind, 0) + value.numel()
 
     def end_step(self, step: int) -> None:
-        """Write the step's tensors."""
-        rms = {kind: repr(math.sqrt(square / max(1, self._numels[kind]))) for kind, square in self._squares.items()}
+        """Write the step's tensors, and the root mean square of each kind."""
+        kinds: dict[str, list[torch.Tensor]] = {}
+        for key, value in self._tensors.items():
+            kinds.setdefault(key.partition("/")[0], []).append(value)
+        rms = {
+            kind: repr(math.sqrt(sum(float(v.square().sum()) for v in values) / max(1, sum(v.numel() for v in values))))
+            for kind, values in kinds.items()
+        }
         save_file(self._tensors, self._directory / f"step-{step}.safetensors", metadata=rms)
-        self._tensors, self._squares, self._numels = {}, {}, {}
+        self._tensors = {}
 
 
 class ReferenceReader:
@@ -233,11 +232,7 @@ class Instrumentation:
 def instrument(task: Task, watch: Instrumentation) -> Task:
     """Return the same task as an instance of a subclass that records its computation."""
     task_class = type(task)
-    names = {
-        "__module__": task_class.__module__,
-        "__qualname__": task_class.__qualname__,
-        "__doc__": task_class.__doc__,
-    }
+    names = {name: getattr(task_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     instrumented = copy.copy(task)
     object.__setattr__(instrumented, "__class__", type(task_class.__name__, (_InstrumentedTask, task_class), names))
     object.__setattr__(instrumented, "_watch", watch)
@@ -310,14 +305,8 @@ class Recorder(Callback):
         weights = self._digests("weight", self._module.state_dict())
         self._inner.on_step_end(step, loss)
         rates = [group["lr"] for optimizer in self._watch.optimizers for group in optimizer.param_groups]
-        line = {
-            "step": step,
-            "loss": loss,
-            "rates": [float(rate) for rate in rates],
-            "gradient": self._gradients,
-            "weight": weights,
-        }
-        self._watch.trace.write(json.dumps(line) + "\n")
+        line = {"step": step, "loss": loss, "rates": [float(rate) for rate in rates]}
+        self._watch.trace.write(json.dumps({**line, "gradient": self._gradients, "weight": weights}) + "\n")
         self._watch.trace.flush()
         if self._watch.writer is not None:
             self._watch.writer.end_step(step)
@@ -342,20 +331,15 @@ class Recorder(Callback):
         return digests
 
     def _forward(self, name: str, output: Any) -> None:
-        batch_info, watch = self._watch.place, self._watch
-        if (
-            batch_info is None
-            or batch_info.split != "train"
-            or not batch_info.samples
-            or batch_info.step + 1 != watch.forward_step
-        ):
+        info, watch = self._watch.place, self._watch
+        if info is None or info.split != "train" or not info.samples or info.step + 1 != watch.forward_step:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.is_floating_point():
                 self._calls += 1
                 value = gather_full(leaf.detach())
                 line = {
-                    "microbatch": batch_info.number,
+                    "microbatch": info.number,
                     "call": self._calls,
                     "module": name,
                     "shape": list(value.shape),
@@ -391,18 +375,7 @@ class Simulation(Protocol):
     """A function that trains in this process like several ranks, one rank's part after the other."""
 
     def __call__(self, run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
-        """Return the model's state after the last step, as one process would save it.
-
-        Args:
-            run: the training, with the options of the real run.
-            world_size: number of ranks to simulate.
-        """
-
-
-def load_simulation(path: str) -> Simulation:
-    """Import the function at ``module:function``."""
-    module, _, name = path.partition(":")
-    return cast(Simulation, getattr(importlib.import_module(module), name))
+        """Return the model's state after the last step of the real run, as one process would save it."""
 
 
 # --- A rank of a group that trains one run after another: ``python -m paceline_checks.verify.worker
@@ -421,7 +394,7 @@ _log = logging.getLogger(__name__)
 def main(argv: list[str]) -> int:
     """Run the plan; return 0 whatever the results of the runs, or 130 or 75 after a stop request."""
     dump_stacks_on_signal()
-    plan = GroupPlan.read(Path(argv[0]))
+    plan = msgspec.json.decode(Path(argv[0]).read_bytes(), type=GroupPlan)
     environment = detect_environment()
     root = Path(plan.root)
     reference = TaskReference(plan.task, parse_assignments(plan.set))
@@ -469,7 +442,7 @@ def _train(plan: GroupPlan, training: Training, task: Task, environment: Environ
 
 def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
     assert training.simulation is not None
-    simulate = load_simulation(training.simulation)
+    simulate: Simulation = import_object(training.simulation)
     root = Path(plan.root)
     config = _config(plan, training, task)
     directory = directory_of(root, training)
