@@ -32,8 +32,6 @@ class ReportTable:
     """A table whose cells are ready to print.
 
     Attributes:
-        headings: of the columns.
-        rows: as many cells each.
         title: above the table, bold in a document; "": no line.
         subtitle: follows the title.
         left: columns that are aligned to the left; the others to the right.
@@ -58,7 +56,9 @@ class ReportTable:
         if self.bars is not None:
             table.add_column("")
         for number, cells in enumerate(self.rows):
-            bar = [] if self.bars is None else [_bar(self.bars[number])]
+            bar = []
+            if self.bars is not None:
+                bar = [ProgressBar(1.0, self.bars[number], width=20, complete_style="cyan", finished_style="cyan")]
             table.add_row(*map(escape, cells), *bar, style="red" if number in self.failed else None)
         return table
 
@@ -71,21 +71,14 @@ class ReportTable:
         return "\n".join([*lines, ""])
 
 
-def _bar(part: float) -> ProgressBar:
-    return ProgressBar(1.0, part, width=20, complete_style="cyan", finished_style="cyan")
-
-
 class Report(Protocol):
-    """What a benchmark found."""
+    """What a benchmark found; the notes are lines below the tables."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return everything, with the machine."""
+    def as_json(self) -> dict[str, Any]: ...
 
-    def tables(self) -> Sequence[ReportTable]:
-        """Return what people read."""
+    def tables(self) -> Sequence[ReportTable]: ...
 
-    def notes(self) -> Sequence[str]:
-        """Return the lines below the tables."""
+    def notes(self) -> Sequence[str]: ...
 
 
 def print_report(report: Report, *, json: bool = False, markdown: bool = False) -> None:
@@ -169,24 +162,18 @@ def line_chart(
 
     Args:
         series: points by name, each with x above 0.
-        title: above the chart.
-        x_label: below it.
-        y_label: of the vertical axis.
-        x_text: how a number on the horizontal axis is written.
-        y_text: how one on the vertical axis is.
+        x_text, y_text: how a number on an axis is written.
     """
     xs = sorted({x for points in series.values() for x, _ in points})
     top = _round_up(max((y for points in series.values() for _, y in points), default=1.0))
     low, high = math.log2(xs[0]), math.log2(xs[-1])
 
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+
     def place(x: float, y: float) -> tuple[float, float]:
         along = (math.log2(x) - low) / (high - low) if high > low else 0.5
-        return (
-            _LEFT + along * (_WIDTH - _LEFT - _RIGHT),
-            _HEIGHT - _BOTTOM - y / top * (_HEIGHT - _TOP - _BOTTOM),
-        )
+        return _LEFT + along * (right - _LEFT), bottom - y / top * (bottom - _TOP)
 
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         'font-family="sans-serif" font-size="12">',

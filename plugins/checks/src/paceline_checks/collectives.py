@@ -11,7 +11,7 @@ import dataclasses
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,7 +43,6 @@ class Collective:
     """One operation of ``size`` bytes over n ranks.
 
     Attributes:
-        op: its name.
         divided: the size is that of n equal parts, of which each rank gives or receives one.
         in_place: it works on one buffer.
     """
@@ -78,12 +77,7 @@ class Collective:
         return elements // ranks if self.op == "reduce_scatter" else elements
 
     def given(self, base: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return a rank's values: a pattern that is shifted by its number.
-
-        Args:
-            base: the pattern of this repetition, of :meth:`source_elements`.
-            rank: the giver.
-        """
+        """Return a rank's values: the repetition's pattern, of :meth:`source_elements`, shifted by its number."""
         return base + rank
 
     def expected(self, base: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -138,13 +132,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     first, last = _bytes(least, text), _bytes(most if colon else least, text)
     if not 0 < first <= last:
         raise ConfigError(f"--sizes must go from a smaller size to a larger one, but is {text!r}.")
-    return tuple(_doubled(first, last))
-
-
-def _doubled(first: int, last: int) -> Iterator[int]:
-    while first <= last:
-        yield first
-        first *= 2
+    return tuple(first << power for power in range((last // first).bit_length()))
 
 
 def _bytes(word: str, text: str) -> int:
@@ -161,18 +149,7 @@ def parse_size(text: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationPlan:
-    """What is measured.
-
-    Attributes:
-        backend: what carries the data.
-        mode: how ranks are driven.
-        ops: the collectives.
-        sizes: bytes of each.
-        nproc: ranks of this machine.
-        iterations: timed repetitions.
-        warmup: repetitions before.
-        interface: the network interface between machines.
-    """
+    """What is measured; see the options of ``paceline bench comm``."""
 
     backend: Backend
     mode: Mode
@@ -200,8 +177,6 @@ class CommunicationPlan:
 
 # --- what the link between the ranks is able to do, as far as it is known ---
 
-_NETWORK = Path("/sys/class/net")
-
 
 @dataclass(frozen=True)
 class LinkSpeed:
@@ -224,7 +199,6 @@ def find_link(link_gbps: float | None, *, one_machine: bool, interface: str | No
     """Return the user's limit, else the kernel's speed of the network interface between machines.
 
     Args:
-        link_gbps: ``--link-gbps``, in 10^9 bits a second.
         one_machine: all ranks are on it, so no interface is between them.
         interface: the network interface; default: that of the default route.
 
@@ -253,7 +227,7 @@ def default_interface(routes: Path = Path("/proc/net/route")) -> str | None:
     return next((row[0] for row in rows if len(row) > 7 and row[1] == "00000000" == row[7]), None)
 
 
-def interface_speed_gbps(name: str, network: Path = _NETWORK) -> float | None:
+def interface_speed_gbps(name: str, network: Path = Path("/sys/class/net")) -> float | None:
     """Gbit/s of an interface; None where it does not know, as virtual ones often do not."""
     try:
         megabits = int((network / name / "speed").read_text())
@@ -270,13 +244,11 @@ class CollectiveTiming:
     """One operation at one size.
 
     Attributes:
-        op: its name.
         size: bytes, as nccl-tests counts them: the whole buffer, over all its parts.
         time_us: mean of a call, over repetitions and ranks.
         algbw_gbps: size over time, in GB/s (10^9 bytes).
         busbw_gbps: that times the operation's factor.
         wrong: elements with another value than they must have, over all repetitions and ranks.
-        checked: number of checked elements.
     """
 
     op: Op
@@ -297,11 +269,8 @@ class CommunicationReport:
 
     Attributes:
         carrier: what carried the data, with its version.
-        mode: how the ranks were driven.
         ranks: over all nodes.
-        machines: how many.
         link: what the bus bandwidths are compared with.
-        results: in the order in which they were measured.
     """
 
     carrier: str
@@ -320,11 +289,7 @@ class CommunicationReport:
         """Everything, with the machine and its software."""
         return {
             "machine": {**describe_machine(), "host": socket.gethostname()},
-            "carrier": self.carrier,
-            "mode": self.mode,
-            "ranks": self.ranks,
-            "machines": self.machines,
-            "link": dataclasses.asdict(self.link),
+            **dataclasses.asdict(self),
             "results": [
                 {**dataclasses.asdict(result), "share_of_link": self.link.share(result.busbw_gbps)}
                 for result in self.results
@@ -334,9 +299,10 @@ class CommunicationReport:
     def tables(self) -> list[ReportTable]:
         """Return one table for each operation."""
         top = max((result.busbw_gbps for result in self.results), default=0.0)
+        link = [] if self.link.gbytes_per_s is None else ["of link"]
         return [
             ReportTable(
-                headings=self._columns(),
+                headings=["size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", *link, "wrong"],
                 rows=[self._cells(result) for result in results],
                 title=op,
                 subtitle=self._who(),
@@ -360,11 +326,8 @@ class CommunicationReport:
 
     def chart(self) -> str:
         """Bus bandwidth over size as SVG."""
-        series: dict[str, list[tuple[float, float]]] = {
-            op: [(float(r.size), r.busbw_gbps) for r in results] for op, results in self._by_op().items()
-        }
         return line_chart(
-            series,
+            {op: [(float(r.size), r.busbw_gbps) for r in results] for op, results in self._by_op().items()},
             title=f"Bus bandwidth: {self._who()}",
             x_label="size",
             y_label="GB/s",
@@ -381,10 +344,6 @@ class CommunicationReport:
         machines = f", {self.machines} machines" if self.machines > 1 else ""
         return f"{self.carrier}, {self.ranks} ranks{machines}, {self.mode}"
 
-    def _columns(self) -> list[str]:
-        link = [] if self.link.gbytes_per_s is None else ["of link"]
-        return ["size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", *link, "wrong"]
-
     def _cells(self, result: CollectiveTiming) -> list[str]:
         share = self.link.share(result.busbw_gbps)
         return [
@@ -397,9 +356,9 @@ class CommunicationReport:
         ]
 
 
-def size_text(size: int) -> str:
+def size_text(size: float, digits: int = 4) -> str:
     """``8 B``, ``1 KiB``, ``1.5 MiB``."""
     power = 0
     while size >= 1024 ** (power + 1) and power < len(_SIZE_UNITS) - 1:
         power += 1
-    return f"{size / 1024**power:.4g} {_SIZE_UNITS[power]}"
+    return f"{size / 1024**power:.{digits}g} {_SIZE_UNITS[power]}"

@@ -189,7 +189,7 @@ def _check_with_launcher(launcher: Launcher, spec: LaunchSpec, options: Any) -> 
         raise
     try:
         return read_report(file)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         lines = [line for line in islice(handle.logs(), 10_000) if line.strip()][-_LAST_LINES:]
         output = "".join(f"\n  {line}" for line in lines) + ("\n" if lines else "")
         raise LaunchError(

@@ -58,8 +58,6 @@ def run_plan(
     """Measure, as one of the job's processes; return what carried the data, and the number of ranks.
 
     Args:
-        plan: the same in all processes.
-        place: which of them this is.
         report: called with each result, in the process of rank 0 alone.
 
     Raises:
@@ -142,19 +140,12 @@ def _store(place: Environment, interface: str | None) -> Iterator[Store]:
 def require_gpus(plan: CommunicationPlan, local_world_size: int) -> None:
     """Refuse NCCL where a rank would have no GPU of its own.
 
-    Args:
-        plan: what is measured.
-        local_world_size: processes of this machine.
-
     Raises:
         ConfigError: torch sees fewer.
     """
-    if plan.backend != "nccl":
-        return
     there = torch.cuda.device_count()
-    of_each = {"process-per-device": 1, "one-process": plan.nproc, "threads-per-device": plan.nproc}
-    wanted = local_world_size * of_each[plan.mode]
-    if there < wanted:
+    wanted = local_world_size * (1 if plan.mode == "process-per-device" else plan.nproc)
+    if plan.backend == "nccl" and there < wanted:
         raise ConfigError(
             f"--backend nccl, --mode {plan.mode} needs {wanted} GPUs on this machine, one for each rank, but "
             f"torch sees {there}. On CPUs use --backend gloo, with --mode process-per-device or "
@@ -168,12 +159,9 @@ def require_gpus(plan: CommunicationPlan, local_world_size: int) -> None:
 def measure(
     engine: CollectiveEngine, ops: Sequence[Op], sizes: Sequence[int], *, iterations: int, warmup: int
 ) -> Iterator[CollectiveTiming]:
-    """Measure all operations at all sizes; every driver calls it alike and gets the same.
+    """Measure all operations at all sizes, in bytes; every driver calls it alike and gets the same.
 
     Args:
-        engine: this driver's.
-        ops: what to run.
-        sizes: bytes.
         iterations: timed repetitions of each; all are checked.
         warmup: repetitions before those.
     """
@@ -228,16 +216,13 @@ class _BufferSlot:
     """The buffers of one repetition, for the ranks of one driver."""
 
     def __init__(self, engine: CollectiveEngine, collective: Collective, elements: int) -> None:
-        self._engine = engine
-        self._collective = collective
+        self._engine, self._collective = engine, collective
         self._given = collective.source_elements(elements, engine.ranks)
         received = collective.target_elements(elements, engine.ranks)
         self._targets = [torch.empty(received, device=device) for device in engine.devices]
-        self._sources = (
-            self._targets
-            if collective.in_place
-            else [torch.empty(self._given, device=device) for device in engine.devices]
-        )
+        self._sources = self._targets
+        if not collective.in_place:
+            self._sources = [torch.empty(self._given, device=device) for device in engine.devices]
         self._repetition = 0
 
     def fill(self, repetition: int) -> None:
@@ -288,7 +273,6 @@ class CollectiveEngine(ABC):
         """Run one collective, or enqueue it.
 
         Args:
-            op: which.
             sources: what each local rank gives; not used in place.
             targets: where each receives; in place what it gives, too.
         """
@@ -303,9 +287,8 @@ class CollectiveEngine(ABC):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most have nothing to give back
         """Give connections back."""
-        return None
 
 
 class GroupEngine(CollectiveEngine):
@@ -315,12 +298,8 @@ class GroupEngine(CollectiveEngine):
     """
 
     def __init__(self, group: Any, rank: int, ranks: int, device: torch.device, title: str) -> None:
-        self._group = group
-        self._rank = rank
-        self.ranks = ranks
-        self.local = (rank,)
-        self.devices = (device,)
-        self.title = title
+        self._group, self.ranks, self.title = group, ranks, title
+        self.local, self.devices = (rank,), (device,)
 
     @classmethod
     def gloo(cls, store: Store, rank: int, ranks: int, *, one_machine: bool, interface: str | None) -> GroupEngine:
@@ -353,7 +332,8 @@ class GroupEngine(CollectiveEngine):
                 self._exchange(source, target)
 
     def _exchange(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        after, before = (self._rank + 1) % self.ranks, (self._rank - 1) % self.ranks
+        [rank] = self.local
+        after, before = (rank + 1) % self.ranks, (rank - 1) % self.ranks
         if self.ranks == 1:
             target.copy_(source)
             return
@@ -383,11 +363,8 @@ class MpiEngine(CollectiveEngine):
     """MPI by mpi4py, one rank for each process, data on the CPU."""
 
     def __init__(self, comm: MPI.Comm, title: str) -> None:
-        self._comm = comm
-        self.ranks = comm.Get_size()
-        self.local = (comm.Get_rank(),)
-        self.devices = (torch.device("cpu"),)
-        self.title = title
+        self._comm, self.ranks, self.title = comm, comm.Get_size(), title
+        self.local, self.devices = (comm.Get_rank(),), (torch.device("cpu"),)
 
     @classmethod
     def world(cls) -> MpiEngine:
@@ -431,7 +408,6 @@ class MpiEngine(CollectiveEngine):
         from mpi4py import MPI
 
         summed = np.array(values, dtype=np.float64)
-
         self._comm.Allreduce(MPI.IN_PLACE, summed)
         return [float(value) for value in summed]
 

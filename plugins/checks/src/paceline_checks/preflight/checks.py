@@ -6,11 +6,13 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
 from paceline.runs.file_system import NODE_LOCKS, Lack
+from paceline_checks.collectives import size_text
 from paceline_checks.preflight.spec import CHECKS, Check, PreflightReport, PreflightSpec, Status
 
 Pair = tuple[int, int]
@@ -22,7 +24,6 @@ class Results:
     """The collected facts, by node number.
 
     Attributes:
-        spec: requirements of the job.
         nodes: number of nodes of the job, including those that never connected.
         facts: those of :func:`~paceline_checks.preflight.facts.collect`, with ``host``, ``address``, ``interface`` and
             ``address_problem``.
@@ -30,9 +31,7 @@ class Results:
         clock_s: how far a node's clock is ahead of node 0's.
         flows: streams over the interface that will be used, in bytes/s, or the error of the connection.
         other_flows: those over other interfaces, by name.
-        storage: of the run's directory.
-        all_reduce: its speed or its error; empty if it was not run, for the reason in ``obstacle`` or because there is
-            one rank.
+        all_reduce: its speed or its error; empty for one rank, or if it was not run for the reason in ``obstacle``.
     """
 
     spec: PreflightSpec
@@ -63,9 +62,16 @@ class Results:
         return ", ".join(parts)
 
     @property
+    def faster_interface(self) -> str | None:
+        """The interface over which all nodes reach each other much faster than over their own, if any."""
+        speeds = {name: _slowest(flows) for name, flows in self.other_flows.items()}
+        best = max(speeds, key=speeds.__getitem__, default=None)
+        return best if best is not None and speeds[best] > _MIN_INTERFACE_RATIO * _slowest(self.flows) else None
+
+    @property
     def chosen_interface(self) -> str | None:
         """The faster interface, if the following job will use it because it names none of its own."""
-        return faster_interface(self) if self.spec.before_job and self.spec.interface is None else None
+        return self.faster_interface if self.spec.before_job and self.spec.interface is None else None
 
 
 def judge(results: Results) -> PreflightReport:
@@ -136,7 +142,7 @@ def _compare(results: Results, id: str, values: dict[int, str], status: Status) 
 def _libraries(results: Results) -> Check:
     """Check the installed versions: Paceline's own dependencies must be equal; other differences are warnings."""
     installed = {node: own["libraries"] for node, own in results.facts.items()}
-    names = sorted({name for libraries in installed.values() for name in libraries})
+    names = sorted(set().union(*installed.values()))
     needed = {"paceline", *results.facts[min(installed)]["needed"]}
     # These communicate with their counterparts on other nodes, or come from torch's wheel.
     communicating = ("ray", "horovod", "tensorflow", "mpi4py", "deepspeed", "accelerate", "lightning", "nvidia-")
@@ -159,11 +165,11 @@ def _libraries(results: Results) -> Check:
 
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_UNITS = ((_GIB, "GiB"), (_MIB, "MiB"), (1 << 10, "KiB"))
 _BUSY_MIB = 1024
 _CHECKPOINT_FACTOR = 3  # a checkpoint holds the weights and up to two optimizer moments of each
 _SHM_MIN, _SHM_RECOMMENDED = 16 * _MIB, 64 * _MIB  # per process
 _CLOCK_WARNS_S, _CLOCK_FAILS_S = 1.0, 10.0
+_size = partial(size_text, digits=3)
 
 
 def _node(results: Results, node: int) -> Iterator[Check]:
@@ -320,10 +326,6 @@ def _cores(own: Mapping[str, Any], nproc: int, threads: int) -> Check:
     return Check("cpus", "", "warn", found, advice)
 
 
-def _size(count: float) -> str:
-    return next((f"{count / size:.3g} {unit}" for size, unit in _UNITS if count >= size), f"{count:g} bytes")
-
-
 # --- The network: addresses, connections, speed, an all-reduce ---
 
 
@@ -341,21 +343,15 @@ def common_interfaces(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[
     return {name: own for name, own in common.items() if len(set(own.values())) == len(facts)}
 
 
-def is_slow(rate: float, best: float) -> bool:
-    """Return whether a link is slow, absolutely or relative to the fastest; in bytes/s."""
-    return rate < _MIN_RATE or rate < 0.25 * best
-
-
 def known_rates(flows: Mapping[Pair, float | str]) -> dict[Pair, float]:
     """Return the measured bandwidths, in bytes/s."""
     return {pair: flow for pair, flow in flows.items() if not isinstance(flow, str)}
 
 
-def faster_interface(results: Results) -> str | None:
-    """Return the interface over which all nodes reach each other much faster than over their own, if any."""
-    speeds = {name: _slowest(flows) for name, flows in results.other_flows.items()}
-    best = max(speeds, key=lambda name: speeds[name], default=None)
-    return best if best is not None and speeds[best] > _MIN_INTERFACE_RATIO * _slowest(results.flows) else None
+def slow_links(flows: Mapping[Pair, float | str]) -> list[tuple[float, Pair]]:
+    """Return the bandwidths, in bytes/s, that are low absolutely or relative to the highest; the lowest first."""
+    rates = known_rates(flows)
+    return sorted((rate, pair) for pair, rate in rates.items() if rate < max(_MIN_RATE, 0.25 * max(rates.values())))
 
 
 def _network(results: Results) -> Iterator[Check]:
@@ -366,7 +362,7 @@ def _network(results: Results) -> Iterator[Check]:
         advice = f"Give --interface one of: {names}" if names else "Leave out --interface"
         yield Check("interface", results.name(node), "fail", own["address_problem"].rstrip("."), advice)
     used = ", ".join(sorted({str(own["interface"]) for own in results.facts.values()}))
-    if (best := faster_interface(results)) is not None:
+    if (best := results.faster_interface) is not None:
         speeds = _rate(_slowest(results.flows)), _rate(_slowest(results.other_flows[best]))
         found = f"{used} would be used, at {speeds[0]}; {best} has {speeds[1]}"
         yield Check("interface", "all", "warn", found, f"Give --interface {best}")
@@ -374,30 +370,28 @@ def _network(results: Results) -> Iterator[Check]:
         yield Check("interface", "all", "pass", used)
     if not results.flows:
         return
-    errors = {pair: flow for pair, flow in results.flows.items() if isinstance(flow, str)}
-    for pair, error in errors.items():
-        advice = "Open TCP ports 1024-65535 between the nodes of a job, or choose another network with --interface"
-        found = f"a port that the kernel chose at {results.facts[pair[1]]['address']}: {error}"
-        yield Check("ports", _pair(results, pair), "fail", found, advice)
-    if not errors:
-        yield Check(
-            "ports", "all", "pass", "the nodes reach node 0's store, and each other on ports of the kernel's choice"
-        )
+    for pair, flow in results.flows.items():
+        if isinstance(flow, str):
+            advice = "Open TCP ports 1024-65535 between the nodes of a job, or choose another network with --interface"
+            found = f"a port that the kernel chose at {results.facts[pair[1]]['address']}: {flow}"
+            yield Check("ports", _pair(results, pair), "fail", found, advice)
+    if len(known_rates(results.flows)) == len(results.flows):
+        found = "the nodes reach node 0's store, and each other on ports of the kernel's choice"
+        yield Check("ports", "all", "pass", found)
     worst = max(abs(ahead_s) for ahead_s in results.clock_s.values())
     if worst <= _CLOCK_WARNS_S:
         yield Check("clock", "all", "pass", f"within {worst * 1e3:.0f} ms")
     interface = results.chosen_interface
-    rates = known_rates(results.flows if interface is None else results.other_flows[interface])
-    slow = sorted((rate, pair) for pair, rate in rates.items() if is_slow(rate, max(rates.values())))
+    flows = results.flows if interface is None else results.other_flows[interface]
+    rates = sorted(known_rates(flows).values())
+    slow = slow_links(flows)
     for rate, pair in slow:
-        best_rate = max(rates.values())
-        found = f"{_rate(rate)}; the fastest link has {_rate(best_rate)}"
+        found = f"{_rate(rate)}; the fastest link has {_rate(rates[-1])}"
         advice = "Check the cable, the switch port, its negotiated speed (ethtool) and other traffic"
-        is_very_slow = rate < _MIN_RATE or rate < 0.1 * best_rate
+        is_very_slow = rate < max(_MIN_RATE, 0.1 * rates[-1])
         yield Check("bandwidth", _pair(results, pair), "fail" if is_very_slow else "warn", found, advice)
     if rates and not slow:
-        low, high, median = min(rates.values()), max(rates.values()), statistics.median(rates.values())
-        found = f"{_rate(low)} to {_rate(high)}, median {_rate(median)}, one TCP stream"
+        found = f"{_rate(rates[0])} to {_rate(rates[-1])}, median {_rate(statistics.median(rates))}, one TCP stream"
         yield Check("bandwidth", "all", "pass", found)
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.file_lock import lock_now
 from paceline.core.gpus import visible_gpus
 from paceline.core.sockets import LOOPBACK, address_towards, interface_address, interface_of, is_ours
+from paceline.core.task_loading import load_task_class
 from paceline.runs.checkpoint_admin import entries
 from paceline.runs.directory import RunDirectory
 from paceline.runs.file_system import probe
@@ -31,7 +33,6 @@ from paceline_checks.preflight.spec import PreflightSpec
 
 T = TypeVar("T")
 
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MARK_BYTES = 1 << 20
 
 
@@ -43,21 +44,21 @@ def collect(spec: PreflightSpec) -> dict[str, Any]:
     """
     import torch
 
-    gpus, gpu_error = _gpus()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (
+        None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     return {
         "python": platform.python_version(),
         **_libraries(),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()},
         "visible_gpus": visible_gpus(),
         "task": _task_facts(spec.task) if spec.task else None,
-        "gpus": gpus,
-        "gpu_error": gpu_error,
+        **_gpus(),
         "interfaces": interfaces(),
         "named": _known(lambda: sorted(set(socket.gethostbyname_ex(socket.gethostname())[2]))) or [],
-        "open_files": None if soft == resource.RLIM_INFINITY else soft,
-        "most_open_files": None if hard == resource.RLIM_INFINITY else hard,
-        "shm_free": _known(lambda: _free("/dev/shm")),
+        "open_files": soft,
+        "most_open_files": hard,
+        "shm_free": _known(lambda: shutil.disk_usage("/dev/shm").free),
         "cores": os.cpu_count() or 1,
         "core_quota": _known(_core_quota),
     }
@@ -79,8 +80,6 @@ def _libraries() -> dict[str, Any]:
 def _task_facts(spec: str) -> dict[str, Any]:
     """Return the bytes of the task's model, or the error of its import."""
     import torch
-
-    from paceline.core.task_loading import load_task_class
 
     model_bytes = None
     with contextlib.redirect_stdout(sys.stderr):
@@ -104,14 +103,9 @@ def _known(read: Callable[[], T]) -> T | None:
     return None
 
 
-def _free(path: str | Path) -> int:
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
-
-
 def _core_quota() -> float:
     """Return the core quota of a container by its control group (version 2)."""
-    quota, period = _CPU_QUOTA.read_text().split()
+    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     return int(quota) / int(period)
 
 
@@ -126,21 +120,22 @@ _FIELDS = (
     *("ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active"),
 )
 _SLOWED = {0x08: "hardware slowdown", 0x20: "thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
-_TIME_LIMIT_S = 60
 
 
-def _gpus() -> tuple[list[dict[str, Any]], str | None]:
-    """Query nvidia-smi, if it is installed; return its GPUs, and its error, if any."""
-    command = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+def _gpus() -> dict[str, Any]:
+    """Query nvidia-smi, if it is installed."""
+    error = None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S)
+        query = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+        if not done.returncode:
+            return {"gpus": parse_gpus(done.stdout), "gpu_error": None}
+        error = (done.stdout + done.stderr).strip().partition("\n")[0] or f"exit code {done.returncode}"
     except FileNotFoundError:
-        return [], None
-    except (OSError, subprocess.SubprocessError) as error:
-        return [], str(error)
-    if done.returncode:
-        return [], (done.stdout + done.stderr).strip().partition("\n")[0] or f"exit code {done.returncode}"
-    return parse_gpus(done.stdout), None
+        pass
+    except (OSError, subprocess.SubprocessError) as failure:
+        error = str(failure)
+    return {"gpus": [], "gpu_error": error}
 
 
 def parse_gpus(table: str) -> list[dict[str, Any]]:
@@ -175,27 +170,25 @@ def interfaces() -> list[dict[str, Any]]:
 def choose_address(interface: str | None, environment: Environment) -> dict[str, Any]:
     """Return the ``address`` and ``interface`` towards the other nodes, and the ``address_problem``, if any."""
     problem, master = None, environment.master_addr or LOOPBACK
-
-    def chosen(address: str, name: str) -> dict[str, Any]:
-        return {"address": address, "interface": name, "address_problem": problem}
-
-    if interface is not None:
-        try:
-            return chosen(interface_address(interface), interface)
-        except ConfigError as error:
-            problem = str(error)
+    address, name = LOOPBACK, "lo"
+    try:
+        if interface is not None:
+            return {"address": interface_address(interface), "interface": interface, "address_problem": None}
+    except ConfigError as error:
+        problem = str(error)
     if environment.nodes > 1:
+        for other in interfaces()[:1]:  # any other address will do for the remaining checks
+            address, name = other["address"], other["name"]
         try:
             own = environment.node_rank == 0 and is_ours(master)
             host = socket.gethostbyname(master) if own else address_towards(master, environment.master_port or 1)
             if not is_loopback(host) or is_loopback(master):
-                return chosen(host, interface_of(host))
-            problem = problem or f"{master}, the name of node 0, is a loopback address on this node: {host}"
+                address, name = host, interface_of(host)
+            else:
+                problem = problem or f"{master}, the name of node 0, is a loopback address on this node: {host}"
         except ConfigError as error:
             problem = problem or str(error)
-        for other in interfaces():  # any other address will do for the remaining checks
-            return chosen(other["address"], other["name"])
-    return chosen(LOOPBACK, "lo")
+    return {"address": address, "interface": name, "address_problem": problem}
 
 
 # --- Storage ---
@@ -213,9 +206,12 @@ def inspect_storage(run: Path) -> dict[str, Any]:
     """Return the free bytes, the sizes of the run's checkpoints, and what the file system lacks."""
     directory = nearest_existing(run)
     checkpoints = _known(lambda: entries(RunDirectory(run).checkpoints, None)) or []
-    sizes = [entry.size_bytes for entry in checkpoints if entry.problem is None]
-    lacks = _known(lambda: probe(directory)) or []
-    return {"path": str(directory), "free": _known(lambda: _free(directory)), "checkpoints": sizes, "lacks": lacks}
+    return {
+        "path": str(directory),
+        "free": _known(lambda: shutil.disk_usage(directory).free),
+        "checkpoints": [entry.size_bytes for entry in checkpoints if entry.problem is None],
+        "lacks": _known(lambda: probe(directory)) or [],
+    }
 
 
 def leave_mark(path: Path, stack: ExitStack) -> str | None:

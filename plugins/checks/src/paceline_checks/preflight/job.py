@@ -59,7 +59,6 @@ def local_ranks(spec: LaunchSpec, command: tuple[str, ...], options: RendezvousO
     """Return a job that checks this node, and all nodes of the same job, by as many ranks as it has.
 
     Args:
-        spec: the job.
         command: of each rank.
         options: have the place of this node; default: the job has.
 
@@ -97,14 +96,7 @@ def check_locally(spec: LaunchSpec) -> tuple[int, PreflightReport | None]:
 
 
 def run_before(spec: LaunchSpec) -> tuple[int, str | None]:
-    """Check this node before a job; return the exit code, not 0 if the job must not start, and its interface, if any.
-
-    Args:
-        spec: of :func:`local_ranks`.
-
-    Raises:
-        LaunchError: the ranks could not be started.
-    """
+    """See :meth:`paceline.launch.preflight.Preflight.run_before`."""
     code, report = check_locally(spec)
     if report is None:
         return code or 1, None

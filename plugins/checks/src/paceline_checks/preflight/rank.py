@@ -33,9 +33,9 @@ from paceline_checks.preflight.checks import (
     Results,
     all_reduce_obstacle,
     common_interfaces,
-    is_slow,
     judge,
     known_rates,
+    slow_links,
 )
 from paceline_checks.preflight.spec import PreflightReport, PreflightSpec
 
@@ -212,9 +212,7 @@ def _measure_links(results: Results, me: int, gather: Gather) -> None:
     powers = [1 << power for power in range((results.nodes - 1).bit_length())]
     for distance in range(1, results.nodes) if results.nodes <= _ALL_PAIRS else powers:
         results.flows |= send(neighbours(distance), used)
-    rates = known_rates(results.flows)
-    slow = sorted((rate, pair) for pair, rate in rates.items() if is_slow(rate, max(rates.values())))
-    for rate, (source, to) in slow[:_REPEATED]:  # once more, alone, in case of other traffic
+    for rate, (source, to) in slow_links(results.flows)[:_REPEATED]:  # once more, alone, in case of other traffic
         again = known_rates(send({source: to}, used))
         results.flows[source, to] = max(rate, *again.values())
     for name, addresses in common_interfaces(results.facts).items():
