@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
+from paceline_checks.bench_report import size_text
 from paceline_checks.collectives import (
     COLLECTIVES,
     CommunicationPlan,
@@ -25,7 +26,6 @@ from paceline_checks.collectives import (
     find_link,
     interface_speed_gbps,
     parse_sizes,
-    size_text,
 )
 from paceline_checks.run_collectives import GroupEngine, measure, run_plan
 

@@ -97,6 +97,17 @@ def print_report(report: Report, *, json: bool = False, markdown: bool = False) 
             console.print(note, style="bold red" if alarming else "dim", markup=False, highlight=False)
 
 
+_SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(size: float, digits: int = 4) -> str:
+    """``8 B``, ``1 KiB``, ``1.5 MiB``."""
+    power = 0
+    while size >= 1024 ** (power + 1) and power < len(_SIZE_UNITS) - 1:
+        power += 1
+    return f"{size / 1024**power:.{digits}g} {_SIZE_UNITS[power]}"
+
+
 # --- the machine ---
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import ConfigError
-from paceline_checks.bench_report import ReportTable, describe_machine, line_chart
+from paceline_checks.bench_report import ReportTable, describe_machine, line_chart, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -260,9 +260,6 @@ class CollectiveTiming:
     checked: int
 
 
-_SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
 @dataclass
 class CommunicationReport:
     """The results of one call.
@@ -354,11 +351,3 @@ class CommunicationReport:
             *([] if share is None else [f"{share:.1%}"]),
             str(result.wrong),
         ]
-
-
-def size_text(size: float, digits: int = 4) -> str:
-    """``8 B``, ``1 KiB``, ``1.5 MiB``."""
-    power = 0
-    while size >= 1024 ** (power + 1) and power < len(_SIZE_UNITS) - 1:
-        power += 1
-    return f"{size / 1024**power:.{digits}g} {_SIZE_UNITS[power]}"

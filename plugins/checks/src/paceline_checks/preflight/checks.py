@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from paceline.runs.file_system import NODE_LOCKS, Lack
-from paceline_checks.collectives import size_text
+from paceline_checks.bench_report import size_text
 from paceline_checks.preflight.spec import CHECKS, Check, PreflightReport, PreflightSpec, Status
 
 Pair = tuple[int, int]
