@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from paceline.cli.byte_progress import byte_progress
+from paceline.cli.progress import progress_bar
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.runs import checkpoint_admin
 from paceline.runs.directory import RunDirectory, backup_path
@@ -46,7 +46,7 @@ def verify(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
     The exit code is 0 only if there is a checkpoint and all of them verify.
     """
     directory, backup = _directories(run, backup_to)
-    with byte_progress("verifying", quiet=json) as on_read:
+    with progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
         checked = checkpoint_admin.check(checkpoint_admin.entries(directory.checkpoints, backup), on_read)
     if json:
         print(json_module.dumps([{**_record(entry), "problems": problems} for entry, problems in checked]))
@@ -84,10 +84,10 @@ def prune(
     if keep < 1:
         raise ConfigError(f"--keep must be at least 1, but is {keep}.")
     if dry_run:
-        with byte_progress("verifying", quiet=json) as on_read:
+        with progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
             removals = checkpoint_admin.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
     else:
-        with directory.locked(), byte_progress("verifying", quiet=json) as on_read:
+        with directory.locked(), progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
             removals = checkpoint_admin.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
             checkpoint_admin.remove_checkpoints(directory.checkpoints, removals.removed)
     if json:

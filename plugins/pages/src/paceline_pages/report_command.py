@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json as json_module
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from paceline.cli.progress import progress_bar
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import write_atomically
 from paceline.runs.checkpoint_manifest import MANIFEST
@@ -88,7 +86,7 @@ def report(
     require_matplotlib()  # before the long evaluation, not after it
     analyses = []
     for path in paths:
-        with evaluating(str(path), quiet=json) as on_progress:
+        with progress_bar(f"evaluating {path}", quiet=json) as on_progress:
             directory = RunDirectory(path)
             analyses.append(analyse(directory, split=split, checkpoint=checkpoint, task=task, on_progress=on_progress))
     report_data = make_report(analyses)
@@ -109,7 +107,7 @@ def report(
 def _check(subject: Path, task: str, tolerance: float, *, trust: bool, json: bool) -> int:
     """Print what holds of a run's or package's record; return the exit code."""
     directory = RunDirectory(subject)
-    with evaluating(str(subject), quiet=json) as on_progress:
+    with progress_bar(f"evaluating {subject}", quiet=json) as on_progress:
         if directory.exists() or (subject.is_dir() and not (subject / MANIFEST).is_file()):
             # Imported here so that --help does not wait for torch.
             from paceline_pages.recorded_metrics import check_run
@@ -152,23 +150,6 @@ def _print_check(result: RecordCheck, subject: Path) -> None:
         f"does not hold: {wrong} of {len(result.findings)} differ." if wrong else f"holds after step {result.step:,}."
     )
     console.print(Text(f"{subject} {found}", style="bold red" if wrong else "green"), soft_wrap=True)
-
-
-@contextmanager
-def evaluating(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on a terminal, counted in samples."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from paceline.core.output import Console
-
-    columns = (TextColumn("evaluating " + escape(name)), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _print(report_data: RunReport, target: Path) -> None:

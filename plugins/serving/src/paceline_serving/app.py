@@ -28,7 +28,15 @@ from paceline_serving.access import AccessPolicy
 from paceline_serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
 from paceline_serving.connection import JSON_TYPE, Answer, ClientGone, Request, error_answer
 from paceline_serving.encodings import Categories, Dates
-from paceline_serving.model import DATATYPES, ModelLocation, ModelSpec, ServedModel, ServingOptions, make_spec
+from paceline_serving.model import (
+    DATATYPES,
+    ModelLocation,
+    ModelSpec,
+    ServedModel,
+    ServingOptions,
+    describe_sizes,
+    make_spec,
+)
 from paceline_serving.openapi import describe
 from paceline_serving.package_inputs import NOT_JSON, read_inputs
 from paceline_serving.protocol import (
@@ -294,7 +302,7 @@ def _describe_tensor(spec: TensorSpec | None) -> str:
     """Describe dtype and shape; a value out of an input's range would fail anyway."""
     if spec is None:
         return "absent"
-    shape = ", ".join("any" if size is None else str(size) for size in (None, *spec.shape))
+    shape = describe_sizes((None, *spec.shape))
     columns = f" of {', '.join(spec.columns)}" if spec.columns else ""
     return f"{DATATYPES[spec.dtype]} [{shape}]{columns}"
 

@@ -28,7 +28,16 @@ from paceline.core.files import fsync_directory, rename, write_atomically
 from paceline.core.inference import TensorSpec
 from paceline_serving.batching import RequestFailure
 from paceline_serving.client import Client
-from paceline_serving.model import Array, Arrays, ModelSpec, ServedModel, ServingOptions, rows_of
+from paceline_serving.model import (
+    Array,
+    Arrays,
+    ModelSpec,
+    ServedModel,
+    ServingOptions,
+    describe_sizes,
+    fits_shape,
+    rows_of,
+)
 from paceline_serving.replica_process import ReplicaStarter
 from paceline_serving.replicas import LocalDeployment
 from paceline_serving.table_files import (
@@ -292,10 +301,7 @@ def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
     sizes = tensor.shape
     if array.ndim == 2 and None not in sizes and array.shape[1] == math.prod(size or 0 for size in sizes):
         array = array.reshape(len(array), *(size for size in sizes if size is not None))
-    fits = array.ndim == 1 + len(sizes) and all(
-        expected in (None, actual) for expected, actual in zip(sizes, array.shape[1:], strict=True)
-    )
-    if not fits:
+    if not fits_shape(array.shape, (None, *sizes)):
         raise DataError(f"{path}: {name} must be {_describe(tensor)}, but has the shape {array.shape}.")
     if array.dtype != np.dtype(tensor.dtype):
         with np.errstate(invalid="ignore", over="ignore"):
@@ -317,7 +323,7 @@ def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
 
 
 def _describe(tensor: TensorSpec) -> str:
-    sizes = ", ".join("any" if size is None else str(size) for size in tensor.shape)
+    sizes = describe_sizes(tensor.shape)
     kind = "texts" if tensor.dtype == "str" else tensor.dtype
     return f"{kind} of (rows, {sizes})" if sizes else f"{kind} of (rows,)"
 
@@ -473,7 +479,8 @@ def fingerprint(arrays: Arrays) -> str:
 
 Predict = Callable[[Arrays], Awaitable[dict[str, Array]]]
 PredictionEngine = AbstractAsyncContextManager[Predict]
-OnRows = Callable[[int], None]
+OnRows = Callable[[int, int], None]
+"""Receives the progress: rows predicted, and rows in total."""
 
 
 @asynccontextmanager
@@ -518,14 +525,17 @@ async def predict_into(
     store: PredictionStore, arrays: Arrays, engine: PredictionEngine, concurrency: int, on_rows: OnRows
 ) -> None:
     """Compute the missing chunks of a job, several concurrently."""
-    on_rows(sum(store.chunks[number][1] - store.chunks[number][0] for number in store.done))
+    done, total = sum(store.chunks[number][1] - store.chunks[number][0] for number in store.done), rows_of(arrays)
+    on_rows(done, total)
     missing = iter([n for n in range(len(store.chunks)) if n not in store.done])
 
     async def predict_chunks(predict: Predict) -> None:
+        nonlocal done
         for number in missing:
             start, stop = store.chunks[number]
             store.write(number, await predict(_piece(arrays, start, stop)))
-            on_rows(stop - start)
+            done += stop - start
+            on_rows(done, total)
 
     async with engine as predict, asyncio.TaskGroup() as group:
         for _ in range(concurrency):
@@ -538,10 +548,10 @@ def _piece(arrays: Arrays, start: int, stop: int) -> Arrays:
 
 async def predict_all(arrays: Arrays, engine: PredictionEngine, chunk_rows: int, on_rows: OnRows) -> dict[str, Array]:
     """Predict all rows and return the outputs, without storing chunks."""
-    answers = []
+    answers, total = [], rows_of(arrays)
+    on_rows(0, total)
     async with engine as predict:
-        for start in range(0, rows_of(arrays), chunk_rows):
-            inputs = _piece(arrays, start, start + chunk_rows)
-            answers.append(await predict(inputs))
-            on_rows(rows_of(inputs))
+        for start in range(0, total, chunk_rows):
+            answers.append(await predict(_piece(arrays, start, start + chunk_rows)))
+            on_rows(min(start + chunk_rows, total), total)
     return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}

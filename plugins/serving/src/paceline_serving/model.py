@@ -187,7 +187,7 @@ class InputField:
         """The datatype and shape for people."""
         if self.datatype == "BYTES":
             kind = _FORMATS[self.format] if self.format else "category" if self.choices else "text"
-            return ", ".join(filter(None, (kind, _sizes_text(self.shape))))
+            return ", ".join(filter(None, (kind, describe_sizes(self.shape, " x "))))
         return _number_text(self.datatype, self.shape)
 
     @property
@@ -234,12 +234,25 @@ class OutputField:
 
 def _number_text(datatype: str, shape: Sequence[int]) -> str:
     if shape:
-        return f"{datatype.lower()}, {_sizes_text(shape)}"
+        return f"{datatype.lower()}, {describe_sizes(shape, ' x ')}"
     return "true or false" if datatype == "BOOL" else "number" if "F" in datatype else "whole number"
 
 
-def _sizes_text(shape: Sequence[int]) -> str:
-    return " x ".join("any" if size == -1 else str(size) for size in shape)
+def describe_sizes(shape: Sequence[int | None], separator: str = ", ") -> str:
+    """Return the sizes of a shape for people; one that is variable is -1 for clients, and None in a signature."""
+    return separator.join("any" if size in (None, -1) else str(size) for size in shape)
+
+
+def fits_shape(actual: Sequence[int], expected: Sequence[int | None]) -> bool:
+    """Return whether an array's sizes are those of a signature."""
+    return len(actual) == len(expected) and all(
+        size in (None, given) for given, size in zip(actual, expected, strict=True)
+    )
+
+
+def client_shape(shape: Sequence[int | None]) -> tuple[int, ...]:
+    """Return a signature's shape as clients get it: a variable size is -1."""
+    return tuple(-1 if size is None else size for size in shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +324,7 @@ class ModelSpec:
                 input=name,
                 name=column,
                 datatype=DATATYPES[tensor.dtype],
-                shape=() if columns else tuple(-1 if size is None else size for size in tensor.shape),
+                shape=() if columns else client_shape(tensor.shape),
                 unit=tensor.columns.get(column, tensor.unit),
                 minimum=tensor.minimum,
                 maximum=tensor.maximum,
@@ -331,7 +344,7 @@ class ModelSpec:
                 output=name,
                 name=each,
                 datatype=DATATYPES[tensor.dtype],
-                shape=() if tensor.columns else tuple(-1 if size is None else size for size in tensor.shape),
+                shape=() if tensor.columns else client_shape(tensor.shape),
                 unit=tensor.columns.get(each, tensor.unit),
             )
             for name, tensor in self.outputs.items()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from paceline.cli.progress import progress_bar
 from paceline.core.errors import ConfigError
 from paceline_serving.libraries import require_libraries
 
@@ -114,7 +114,7 @@ def predict(
     rows = read_rows(inputs, spec)
     if output is not None:
         check_columns(rows, str(output), rows.suffix if is_piped else output.suffix)
-    with _progress(len(rows.names), quiet=json) as on_rows:
+    with progress_bar("predicting", quiet=json) as on_rows:
         if output is not None and not is_piped:
             _write_output(output, rows, spec, engine, job, chunk, 2 * nproc, on_rows)
         else:
@@ -169,7 +169,7 @@ def _write_output(
     job: Mapping[str, Any],
     chunk: int,
     concurrency: int,
-    on_rows: Callable[[int], None],
+    on_rows: Callable[[int, int], None],
 ) -> None:
     import asyncio
 
@@ -186,21 +186,6 @@ def _write_output(
                 first = first.exceptions[0]
             raise first from None
         journal.finish(spec, rows)
-
-
-@contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    if quiet or not sys.stderr.isatty():
-        yield lambda rows: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from paceline.core.output import Console
-
-    columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=total)
-        yield lambda rows: progress.advance(bar, rows)
 
 
 def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: bool) -> None:

@@ -15,7 +15,7 @@ import orjson
 from paceline.core.inference import TensorSpec
 from paceline_serving.batching import InvalidRequest, RequestFailure
 from paceline_serving.connection import JSON_TYPE, Headers
-from paceline_serving.model import DATATYPES, Array, Arrays, ModelSpec
+from paceline_serving.model import DATATYPES, Array, Arrays, ModelSpec, client_shape, describe_sizes, fits_shape
 from paceline_serving.package_inputs import NOT_JSON
 from paceline_serving.replicas import Deployment
 from paceline_serving.request_bodies import LARGE_BYTES
@@ -290,13 +290,9 @@ def _shape(spec: TensorSpec, entry: InputEntry) -> tuple[int, ...]:
         )
     if len(shape) > _MAX_DIMENSIONS or any(size < 0 for size in shape):
         raise InvalidRequest(f"input {name}: shape must be a list of sizes.")
-    fits = len(shape) == 1 + len(spec.shape) and all(
-        expected_size is None or size == expected_size
-        for size, expected_size in zip(shape[1:], spec.shape, strict=True)
-    )
-    if not fits:
-        expected_shape = ", ".join("any" if size is None else str(size) for size in (None, *spec.shape))
-        raise InvalidRequest(f"input {name} must have the shape [{expected_shape}], not {shape}.")
+    expected_shape = (None, *spec.shape)
+    if not fits_shape(shape, expected_shape):
+        raise InvalidRequest(f"input {name} must have the shape [{describe_sizes(expected_shape)}], not {shape}.")
     largest = spec.max_size
     if largest is not None and any(
         size > largest for size, expected in zip(shape[1:], spec.shape, strict=True) if expected is None
@@ -596,11 +592,7 @@ def model_metadata(deployment: Deployment) -> dict[str, Any]:
     spec = deployment.spec
     tensors = {
         side: [
-            {
-                "name": name,
-                "datatype": DATATYPES[tensor.dtype],
-                "shape": [-1, *(-1 if size is None else size for size in tensor.shape)],
-            }
+            {"name": name, "datatype": DATATYPES[tensor.dtype], "shape": [-1, *client_shape(tensor.shape)]}
             for name, tensor in specs.items()
         ]
         for side, specs in (("inputs", spec.inputs), ("outputs", spec.outputs))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from paceline.cli.byte_progress import byte_progress
+from paceline.cli.progress import progress_bar
 from paceline.core.errors import PackageError
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def pull(package: PackageName, source: str, *, json: Json = False) -> int:
 def _copy(package: str, source: str | Path, to: str | Path, *, json: bool) -> int:
     from paceline_serving.package_transfer import copy_package, open_registry
 
-    with byte_progress("copying", quiet=json) as on_bytes:
+    with progress_bar("copying", quiet=json, in_bytes=True) as on_bytes:
         digest, reference, size = copy_package(package, open_registry(source), open_registry(to), on_bytes)
     path = str(Path(to) / "packages" / digest)
     name = None if reference is None else str(reference)

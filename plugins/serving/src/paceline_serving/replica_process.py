@@ -31,20 +31,11 @@ class Process(Protocol):
         """Return when it has ended."""
 
     def kill(self) -> None:
-        """End it now; nothing happens where it has ended."""
+        """End it now.
 
-
-class _Fresh:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.pid = process.pid
-
-    async def wait(self) -> object:
-        return await self._process.wait()
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)
+        Raises:
+            ProcessLookupError: it has ended.
+        """
 
 
 class _Forked:
@@ -67,8 +58,7 @@ class _Forked:
 
     def kill(self) -> None:
         if not self._ended.is_set():
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 _PYTHON = (sys.executable, "-P", "-m")  # -P: no library comes from the current directory
@@ -96,15 +86,13 @@ class ReplicaStarter:
             ServingError: no process could be forked.
         """
         if source.kind == "onnx" or device != "cpu" or not hasattr(os, "pidfd_open"):
-            return _Fresh(
-                await asyncio.create_subprocess_exec(
-                    *(*_PYTHON, "paceline_serving.replica", str(channel.fileno())),
-                    pass_fds=(channel.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    env=self._env(),
-                    # A Ctrl-C in the terminal is for the server alone, which drains.
-                    start_new_session=True,
-                )
+            return await asyncio.create_subprocess_exec(
+                *(*_PYTHON, "paceline_serving.replica", str(channel.fileno())),
+                pass_fds=(channel.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                env=self._env(),
+                # A Ctrl-C in the terminal is for the server alone, which drains.
+                start_new_session=True,
             )
         for _ in range(2):
             with suppress(ConnectionError):
@@ -366,7 +354,8 @@ class ReplicaProcess:
         await self._gone.wait()
 
     def kill(self) -> None:
-        self._process.kill()
+        with suppress(ProcessLookupError):  # it has ended
+            self._process.kill()
 
     async def end(self) -> None:
         """Close the channel, upon which the process ends; kill it if it does not within some seconds."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.inference import TensorSpec
 from paceline_serving.encodings import MAX_TEXT_LENGTH, EncodingError, compose
-from paceline_serving.model import Array, Arrays, ModelSpec
+from paceline_serving.model import Array, Arrays, ModelSpec, describe_sizes, fits_shape
 
 # --- From columns to a model's inputs ---
 
@@ -138,15 +138,12 @@ def _convert_column(column: str, cells: Sequence[Any], tensor: TensorSpec, is_te
 
 
 def _convert_list(row: int, column: str, cell: Any, tensor: TensorSpec, is_text: bool) -> Array:
-    expected = "[" + ", ".join("any" if size is None else str(size) for size in tensor.shape) + "]"
+    expected = f"[{describe_sizes(tensor.shape)}]"
     try:
         values = np.asarray(load_json(cell) if is_text else cell, dtype=object)
     except (ValueError, RecursionError):
         raise CellError(row, column, f"must be a list of the shape {expected}, but is {_show(cell, is_text)}") from None
-    fits = len(values.shape) == len(tensor.shape) and all(
-        size in (None, actual) for size, actual in zip(tensor.shape, values.shape, strict=True)
-    )
-    if not fits or values.size == 0:
+    if not fits_shape(values.shape, tensor.shape) or values.size == 0:
         raise CellError(row, column, f"must be a list of the shape {expected}, but is {_show(cell, is_text)}")
     if tensor.max_size is not None and max(values.shape) > tensor.max_size:
         raise CellError(row, column, f"has more than {tensor.max_size} elements, the model's most")
