@@ -23,11 +23,6 @@ def is_cross_site(host: str, origin: str | None, fetch_site: str | None) -> bool
     ``Sec-Fetch-Site`` decides where the browser sends it, since a proxy may change the host's name; otherwise
     ``Origin`` must name the requested host. Programs other than browsers send neither. The rule is that of Go's
     ``http.CrossOriginProtection``: https://words.filippo.io/csrf/
-
-    Args:
-        host: the header ``Host``.
-        origin: the header ``Origin``, if any.
-        fetch_site: the header ``Sec-Fetch-Site``, if any.
     """
     if fetch_site is not None:
         return fetch_site not in ("same-origin", "none")

@@ -44,7 +44,6 @@ from paceline_serving.protocol import (
     build_response,
     exact_headers,
     example_request,
-    find_deployment,
     model_metadata,
     parse_request,
     parse_rows,
@@ -211,6 +210,19 @@ class Models:
     def ready(self) -> bool:
         """Whether every model has a ready replica."""
         return all(deployment.ready_replicas for deployment in self.deployments.values())
+
+    def find(self, name: str, version: str | None = None) -> Deployment:
+        """Return the model of this name, and of this version if given.
+
+        Raises:
+            RequestFailure: it does not exist; names the existing ones.
+        """
+        deployment = self.deployments.get(name)
+        if deployment is None:
+            raise RequestFailure(404, f"unknown model {name!r:.80}. This server has: {', '.join(self.deployments)}.")
+        if version not in (None, deployment.spec.version):
+            raise RequestFailure(404, f"{name} has the version {deployment.spec.version} only.")
+        return deployment
 
     async def start(self, opened: Sequence[ServedModel]) -> None:
         """Load all models, or none if one fails.
@@ -468,7 +480,7 @@ class App:
         if rest[:1] == ["versions"]:
             version = rest[1] if len(rest) > 1 else ""
             rest = rest[2:]
-        deployment = self._deployment(name, version)
+        deployment = self._models.find(name, version)
         match rest:
             case ["infer"]:
                 _only(request, "POST")
@@ -484,31 +496,26 @@ class App:
                 return _read(request, lambda: _json({"name": name, "ready": ready}, 200 if ready else 503))
         raise RequestFailure(404, "a model has the addresses /ready, /example and /infer only.")
 
-    def _deployment(self, name: str, version: str | None) -> Deployment:
-        return find_deployment(self._models.deployments, name, version)
-
     async def _infer(self, request: Request, name: str, version: str | None) -> Answer:
         headers = request.headers
-        self._check_head(headers, self._deployment(name, version))
-        timeout_s = _timeout_of(headers)
+        self._check_head(headers, self._models.find(name, version))
+        timeout_s = self._timeout_s(headers)
         length = headers.get(b"inference-header-content-length")
         json_length = None if length is None else length.decode("latin-1")
         bodies = self._models.bodies
         with bodies.hold() as held:
             body = await read_body(request, self._options.max_body_bytes, held)
             # Look it up again: the package may have been replaced while the client sent the body.
-            deployment = self._deployment(name, version)
+            deployment = self._models.find(name, version)
             is_large = takes_long(deployment.spec, len(body))
             if is_large:
                 parsing = bodies.run(parse_request, deployment.spec, body, json_length)
-                time_left_s = min(self._options.timeout_s, timeout_s or math.inf)
-                inference = await _await_result(time_left_s, parsing, request)
+                inference = await _await_result(timeout_s, parsing, request)
             else:
                 inference = parse_request(deployment.spec, body, json_length)
             del body  # JSON is needed no more
-            times = [t for t in (timeout_s, inference.timeout_s, self._options.timeout_s) if t is not None]
-            future = deployment.batcher.submit(inference.inputs)
-            outputs = await _await_result(min(times), future, request)
+            limit_s = min(timeout_s, inference.timeout_s or math.inf)
+            outputs = await _await_result(limit_s, deployment.batcher.submit(inference.inputs), request)
             if is_large or sum(array.nbytes for array in outputs.values()) > LARGE_BYTES:
                 return 200, *await bodies.run(build_response, deployment, inference, outputs)
             return 200, *build_response(deployment, inference, outputs)
@@ -519,20 +526,29 @@ class App:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise RequestFailure(415, "compressed bodies are not supported.")
 
+    def _timeout_s(self, headers: Mapping[bytes, bytes]) -> float:
+        """Return the time limit of a request: the server's, or a shorter one of its own."""
+        text = headers.get(b"request-timeout-ms")
+        if text is None:
+            return self._options.timeout_s
+        if not text.isdigit() or not 0 < int(text[:12]) <= 86_400_000 or len(text) > 12:
+            raise InvalidRequest("Request-Timeout-Ms must be a whole number of milliseconds, 1 to 86400000.")
+        return min(self._options.timeout_s, int(text) / 1000)
+
     def _named(self, rest: Sequence[str]) -> str:
         """Return the model of ``/predict/NAME``, or of ``/predict`` the only one."""
         names = list(self._models.deployments)
         if rest or len(names) == 1:
-            return self._deployment(rest[0] if rest else names[0], None).spec.name
+            return self._models.find(rest[0] if rest else names[0]).spec.name
         raise RequestFailure(404, f"this server has several models. Send it to /predict/NAME: {', '.join(names)}.")
 
     async def _predict_rows(self, request: Request, name: str) -> Answer:
         headers = request.headers
-        self._check_head(headers, self._deployment(name, None))
-        timeout_s = min(self._options.timeout_s, _timeout_of(headers) or math.inf)
+        self._check_head(headers, self._models.find(name))
+        timeout_s = self._timeout_s(headers)
         with self._models.bodies.hold() as held:
             body = await read_body(request, min(LARGE_BYTES, self._options.max_body_bytes), held)
-            deployment = self._deployment(name, None)
+            deployment = self._models.find(name)
             if takes_long(deployment.spec, len(body)):
                 parsing = self._models.bodies.run(parse_rows, deployment.spec, body)
                 inputs, other_columns = await _await_result(timeout_s, parsing, request)
@@ -590,15 +606,6 @@ async def _await_result(timeout_s: float, future: asyncio.Future[Any], request: 
     finally:
         request.waiting.discard(future)
         timer.cancel()
-
-
-def _timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
-    text = headers.get(b"request-timeout-ms")
-    if text is None:
-        return None
-    if not text.isdigit() or not 0 < int(text[:12]) <= 86_400_000 or len(text) > 12:
-        raise InvalidRequest("Request-Timeout-Ms must be a whole number of milliseconds, 1 to 86400000.")
-    return int(text) / 1000
 
 
 def _only(request: Request, *methods: str) -> None:

@@ -77,8 +77,7 @@ _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 def read_rows(paths: Sequence[Path], spec: ModelSpec) -> Rows:
     """Read files, concatenate their rows, and check them against the model's inputs.
 
-    Args:
-        paths: of the files; ``-`` is a table on standard input.
+    ``-`` is a table on standard input.
 
     Raises:
         DataError: a file cannot be read, or does not match the inputs; says what the model takes.

@@ -162,7 +162,6 @@ class Batcher:
     """A queue of a model's requests that forms batches and sends them to replicas.
 
     Attributes:
-        replicas: that are ready.
         waiting_rows: rows that were not sent to a replica yet.
     """
 

@@ -31,16 +31,9 @@ def read_bearer_token(path: Path) -> str:
     Raises:
         ConfigError: others may read it, or it holds no token.
     """
-    try:
-        content = read_checked(path, 4096, _check_closed)
-    except OSError as error:
-        raise ConfigError(f"--token-file {path} cannot be read: {error.strerror}.") from error
-    token = content.decode("ascii", "replace").strip()
+    token = _read(path).strip()
     if not _is_bearer_token(token):
-        raise ConfigError(
-            f"--token-file {path} must hold one token of at least {_SHORTEST_BEARER_TOKEN} letters and digits. "
-            f"Make one: (umask 077; openssl rand -hex 32 > {path})"
-        )
+        raise _no_token(path, "one token")
     return token
 
 
@@ -53,9 +46,6 @@ class BearerTokens:
 
     Each line of the file is a token, or a client's name and its token; empty lines and those that begin with ``#`` do
     not count. If the changed file is invalid, the last valid tokens stay, and a message says so.
-
-    Args:
-        path: the file, which only its owner may read.
 
     Raises:
         ConfigError: others may read it, or a line holds no token.
@@ -99,12 +89,8 @@ def _stamp_of(path: Path) -> tuple[int, ...] | None:
 
 def _read_bearer_tokens(path: Path) -> dict[str, str]:
     """Return the name of each token."""
-    try:
-        text = read_checked(path, _MAX_TOKENS_BYTES, _check_closed, os.O_NONBLOCK).decode("ascii", "replace")
-    except OSError as error:
-        raise ConfigError(f"--token-file {path} cannot be read: {error.strerror}.") from error
     names: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(_read(path).splitlines(), 1):
         words = line.split()
         if not words or line.startswith("#"):
             continue
@@ -116,11 +102,22 @@ def _read_bearer_tokens(path: Path) -> dict[str, str]:
             )
         names[token] = name[0] if name else ""
     if not names:
-        raise ConfigError(
-            f"--token-file {path} must hold a token of at least {_SHORTEST_BEARER_TOKEN} letters and digits. "
-            f"Make one: (umask 077; openssl rand -hex 32 > {path})"
-        )
+        raise _no_token(path, "a token")
     return names
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_checked(path, _MAX_TOKENS_BYTES, _check_closed, os.O_NONBLOCK).decode("ascii", "replace")
+    except OSError as error:
+        raise ConfigError(f"--token-file {path} cannot be read: {error.strerror}.") from error
+
+
+def _no_token(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"--token-file {path} must hold {what} of at least {_SHORTEST_BEARER_TOKEN} letters and digits. "
+        f"Make one: (umask 077; openssl rand -hex 32 > {path})"
+    )
 
 
 def _is_bearer_token(token: str) -> bool:

@@ -31,7 +31,6 @@ from paceline_serving.protocol import (
     check_document,
     decode_text,
     describe_exact,
-    find_deployment,
     model_metadata,
     takes_long,
 )
@@ -296,7 +295,7 @@ class Service:
         return service_pb2.ServerReadyResponse(ready=self._models.ready and not self._is_draining())
 
     async def _model_ready(self, message: Any, context: Any) -> Any:
-        deployment = find_deployment(self._models.deployments, message.name, message.version or None)
+        deployment = self._models.find(message.name, message.version or None)
         ready = bool(deployment.ready_replicas) and not self._is_draining()
         return service_pb2.ModelReadyResponse(ready=ready)
 
@@ -304,13 +303,13 @@ class Service:
         return service_pb2.ServerMetadataResponse(name=SERVER_NAME, version=__version__)
 
     async def _model_metadata(self, message: Any, context: Any) -> Any:
-        deployment = find_deployment(self._models.deployments, message.name, message.version or None)
+        deployment = self._models.find(message.name, message.version or None)
         document = model_metadata(deployment)
         document.pop("parameters")  # which only the JSON form has
         return service_pb2.ModelMetadataResponse(**document)
 
     async def _model_infer(self, message: Any, context: Any) -> Any:
-        deployment = find_deployment(self._models.deployments, message.model_name, message.model_version or None)
+        deployment = self._models.find(message.model_name, message.model_version or None)
         with self._models.metrics.counting(deployment.spec.name):
             deployment.batcher.check_room()
             bodies = self._models.bodies

@@ -53,7 +53,6 @@ class ServingOptions:
     """The options of ``paceline serve`` that several parts share.
 
     Attributes:
-        replicas: processes per model.
         devices: of the replicas, in turn.
         max_batch: rows of a batch.
         max_wait_s: how long a batch may wait to fill while every replica is busy. It never waits for an idle
@@ -62,11 +61,9 @@ class ServingOptions:
             further rows are refused with 429.
         timeout_s: time limit of a request, unless the request sets a shorter one.
         receive_timeout_s: how long a client may take to send one request.
-        max_body_bytes: of a request.
         drain_delay_s: after SIGTERM, how long to report "not ready" before connections are refused.
         startup_timeout_s: how long a replica may take to load its model.
         hang_timeout_s: a replica that computes one batch for longer is killed.
-        threads: CPU threads of a replica.
         exact: answer a row with the same bits whatever else is in its batch.
     """
 
@@ -145,6 +142,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_CHOICES = 1000
 _FORMATS = {"date": "date", "date-time": "date and time"}
 _MAX_NAMED = 8  # choices, for people
+_EXAMPLE_SIZE = 8  # of a dimension of any size
 _MAX_EXAMPLE = 1000  # characters of a value that is shown in a list
 
 
@@ -153,13 +151,8 @@ class InputField:
     """A value of a row: an input, or one of its columns.
 
     Attributes:
-        input: the input's name.
-        name: the column's name, or the input's.
-        datatype: the protocol's.
+        name: the column's, or the input's.
         shape: of the value; -1 is a variable size.
-        unit: of its numbers, or "".
-        minimum: smallest valid number, or None.
-        maximum: largest valid number, or None.
         observed: the smallest and largest number that the export saw, or None.
         choices: the categories, if it has some and they are few.
         is_open: whether it takes other texts than the choices.
@@ -213,11 +206,8 @@ class OutputField:
     """A value of a prediction: an output, or one of its elements that has a name.
 
     Attributes:
-        output: the output's name.
-        name: the element's name, or the output's.
-        datatype: the protocol's.
+        name: the element's, or the output's.
         shape: of the value; -1 is a variable size.
-        unit: of its numbers, or "".
     """
 
     output: str
@@ -263,11 +253,9 @@ class ModelSpec:
         name: in the server's addresses.
         version: in the server's addresses; the start of the package's digest.
         inputs: by name; shapes are of one row, without the batch. Texts have the dtype "str".
-        outputs: by name.
         labels: names of the classes, by index.
         probabilities: name of the output with the classes' probabilities.
         label: name of the output with the most likely class.
-        platform: of the protocol's metadata.
         encodings: of those inputs that are texts, by name; a client of another server has none.
         ranges: the smallest and largest number that the export saw, by input or column.
         example: a row, by input; empty if there is none.
@@ -382,7 +370,7 @@ class ModelLocation:
     """The location of a replica's model; JSON, since it is sent to another process.
 
     Attributes:
-        package: the package's directory.
+        package: its directory.
         digest: of the opened package; another one in its place is refused.
         kind: ``pt2`` a torch.export program, ``onnx`` a model for onnxruntime, ``task`` weights with the task's
             own code.
@@ -455,8 +443,8 @@ def client_specs(tensors: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpe
     return inputs, encodings
 
 
-def example(spec: TensorSpec, rows: int, *, default_size: int = 8) -> Array:
-    """Return ``rows`` valid rows, of zeros if possible; dimensions of any size have at most ``default_size``."""
-    size_of_any = default_size if spec.max_size is None else min(default_size, spec.max_size)
+def example(spec: TensorSpec, rows: int) -> Array:
+    """Return ``rows`` valid rows, of zeros if possible; dimensions of any size are short."""
+    size_of_any = _EXAMPLE_SIZE if spec.max_size is None else min(_EXAMPLE_SIZE, spec.max_size)
     value = max(0, spec.minimum or 0) if spec.maximum is None else min(max(0, spec.minimum or 0), spec.maximum)
     return np.full((rows, *(size_of_any if size is None else size for size in spec.shape)), value, dtype=spec.dtype)

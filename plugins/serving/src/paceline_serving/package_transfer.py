@@ -46,9 +46,6 @@ def copy_package(
 
     Args:
         what: ``NAME@TAG``, ``NAME``, a digest or a prefix of one.
-        source: has the package.
-        target: gets it.
-        on_bytes: receives the progress.
 
     Raises:
         PackageError: it is missing or damaged at the source, or the target cannot be written; then no part of it is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from paceline.core.inference import TensorSpec
-from paceline_serving.batching import InvalidRequest, RequestFailure
+from paceline_serving.batching import InvalidRequest
 from paceline_serving.connection import JSON_TYPE, Headers
 from paceline_serving.model import DATATYPES, Array, Arrays, ModelSpec, client_shape, describe_sizes, fits_shape
 from paceline_serving.package_inputs import NOT_JSON
@@ -101,7 +101,6 @@ class InferRequest:
     """A valid request for a model.
 
     Attributes:
-        id: the client's own, returned in the answer.
         inputs: of the model's program by name, rows first.
         outputs: requested name -> whether in binary.
     """
@@ -570,21 +569,6 @@ def exact_headers(deployment: Deployment) -> Headers:
     """Return the header of responses that tells the sizes; none without ``--exact``."""
     sizes = describe_exact(deployment)
     return [(EXACT_HEADER, sizes.encode())] if sizes else []
-
-
-def find_deployment(deployments: Mapping[str, Deployment], name: str, version: str | None = None) -> Deployment:
-    """Return the model of this name, and of this version if given.
-
-    Raises:
-        RequestFailure: it does not exist; names the existing ones.
-    """
-    deployment = deployments.get(name)
-    if deployment is None:
-        raise RequestFailure(404, f"unknown model {name!r:.80}. This server has: {', '.join(deployments)}.")
-    spec = deployment.spec
-    if version not in (None, spec.version):
-        raise RequestFailure(404, f"{spec.name} has the version {spec.version} only.")
-    return deployment
 
 
 def model_metadata(deployment: Deployment) -> dict[str, Any]:

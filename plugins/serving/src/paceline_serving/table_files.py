@@ -30,7 +30,6 @@ class Table:
     """A file's columns.
 
     Attributes:
-        columns: cells by name.
         places: where each row is, such as "line 2"; None: its number.
     """
 
@@ -248,8 +247,7 @@ def table_records(
 
     Args:
         outputs: the rows of each output, as :func:`plain_lists` or as arrays, whose elements then stay as they are.
-        other_columns: by name, of all rows.
-        first: the number of the first row in them.
+        first: the number of the first row in ``other_columns``.
     """
     for i in range(len(next(iter(outputs.values())))):
         predicted = {**{name: values[i] for name, values in outputs.items()}, **_label(outputs, spec, i)}

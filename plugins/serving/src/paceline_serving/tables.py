@@ -24,7 +24,6 @@ class CellError(Exception):
 
     Attributes:
         row: its number from 0; None if a whole column is wrong.
-        column: its name.
         problem: says what is wrong, without the place.
     """
 
