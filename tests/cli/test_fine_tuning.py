@@ -23,7 +23,7 @@ from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import PackageManifest, Provenance
 from paceline.training import state_manager
-from paceline.training.fine_tuning import find_pretrained
+from paceline.training.pretrained import PretrainedWeights
 
 TASKS = """
 from dataclasses import dataclass
@@ -140,7 +140,7 @@ def test_the_model_is_built_once(here: Path) -> None:
 
 def test_a_checkpoints_directory_will_do(here: Path) -> None:
     path = select_checkpoint(here / "parent" / "checkpoints", "last")
-    assert find_pretrained(str(path)).record["step"] == 4
+    assert PretrainedWeights.find(str(path)).record["step"] == 4
 
 
 @pytest.mark.integration
@@ -200,7 +200,7 @@ def test_adapters_are_merged_for_a_child_and_in_a_package(here: Path, capfd: pyt
 def test_the_average_is_what_a_child_of_it_begins_with(here: Path) -> None:
     assert _paceline([*_train("averaged", "--ema", "0.5"), *STEPS]) == 0
     state = load(select_checkpoint(Path("averaged/checkpoints"), "last")).state
-    weights = find_pretrained("averaged@last").weights
+    weights = PretrainedWeights.find("averaged@last").weights
     assert all(torch.equal(value, state["ema"][f"module.{name}"]) for name, value in weights.items())
     assert not torch.equal(weights["0.weight"], state["model"]["0.weight"])
 

@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.logs import logs
+from paceline.cli.logs import logs, merge_rank_lines
 from paceline.cli.runs import find_runs, runs
 from paceline.core.errors import ConfigError, LaunchError, PeerLostError, RunDirectoryError
-from paceline.launch.job_logs import merge_rank_lines
 from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, add_record
 from paceline.runs.directory import RunDirectory

@@ -20,13 +20,9 @@ from paceline.core.built_in import (
     FRAMEWORKS,
     LAUNCHER_OPTIONS,
     NAMES,
-    NODE_COMMANDS,
     PARTS,
-    PREFLIGHT,
     RANK_DETECTORS,
-    SCRIPT_WARNINGS,
     SLURM_BODIES,
-    VALUES,
     VERIFIED,
 )
 
@@ -98,14 +94,12 @@ def test_what_is_in_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
 
 
 def test_every_place_of_the_tables_exists() -> None:
-    places = [command.place for command in COMMANDS.values()] + [*LAUNCHER_OPTIONS.values(), *NODE_COMMANDS.values()]
+    places = [command.place for command in COMMANDS.values()] + [*LAUNCHER_OPTIONS.values()]
     places += [
         *NAMES.values(),
         *PARTS.values(),
-        *VALUES.values(),
         *VERIFIED,
         *(place for table in (SLURM_BODIES, FRAMEWORKS, RANK_DETECTORS) for place in table.values()),
-        *(PREFLIGHT, SCRIPT_WARNINGS),
         *(place for group in BUILT_IN.values() for place in group.values()),
     ]
     assert [place for place in places if importlib.util.find_spec(place.partition(":")[0]) is None] == []

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from paceline.core.option_sets import configuration
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import TensorBoardWriter
-from paceline.runs.status import configuration
 
 
 def make_run(

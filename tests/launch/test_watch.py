@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import LaunchError
-from paceline.launch import job_logs
+from paceline.launch import status_poller
 from paceline.launch.launcher import JobHandle, JobStatus
 from paceline.launch.slurm import SlurmJob
 from paceline.launch.submit import JobRecord, finish, read_records
@@ -41,7 +41,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(job_logs, "time", clock)
+    monkeypatch.setattr(status_poller, "time", clock)
     return clock
 
 
@@ -107,7 +107,7 @@ def test_logs_are_followed_while_the_system_is_away(
     job = handle(kind, tmp_path)
     asked = answering(AWAY, RUNNING, AWAY, SUCCEEDED)
     module = {"kubernetes": "paceline_kubernetes.api", "sagemaker": "paceline_clouds.sagemaker"}.get(kind)
-    monkeypatch.setattr(f"{module or 'paceline.launch.job_logs'}.time", clock)
+    monkeypatch.setattr(f"{module or 'paceline.launch.status_poller'}.time", clock)
     monkeypatch.setattr(type(job), "status", asked)
     if kind == "kubernetes":
         monkeypatch.setattr("paceline_kubernetes.api._POLL_S", 0.0)
@@ -124,7 +124,7 @@ def test_a_job_of_another_machine_is_followed_to_its_end(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = JobStatus(state="unknown", detail="it runs on node7")
-    monkeypatch.setattr("paceline.launch.job_logs.time", clock)
+    monkeypatch.setattr("paceline.launch.status_poller.time", clock)
     monkeypatch.setattr(SubmititJob, "status", answering(elsewhere, elsewhere, SUCCEEDED))
     (tmp_path / "7_0_log.out").write_text("last words\n")
     reference = {"id": "7", "folder": str(tmp_path), "tasks": 1, "is_command": True, "executor": "local"}
@@ -158,7 +158,7 @@ def test_no_library_comes_of_waiting(clock: Clock) -> None:
     missing = LaunchError("Install it.")
     missing.__cause__ = ImportError("boto3")
     with pytest.raises(LaunchError, match="Install it"):
-        job_logs.StatusPoller(answering(missing)).wait()
+        status_poller.StatusPoller(answering(missing)).wait()
 
 
 def test_an_end_that_cannot_be_asked_for_again_is_still_an_end(

@@ -11,7 +11,8 @@ from tests.training.states import newest
 
 from paceline.core.config import config_from_mapping
 from paceline.runs.directory import RunDirectory
-from paceline.training.fine_tuning import load_pretrained_copy, merge_adapters
+from paceline.training.fine_tuning import merge_adapters
+from paceline.training.pretrained import PretrainedWeights
 
 pytestmark = pytest.mark.matrix
 
@@ -149,7 +150,7 @@ def test_the_parent_is_recorded_and_copied(on_one: Any) -> None:
     assert manifest["parent"]["run"] == parent["id"]
     assert manifest["parent"]["step"] == 5
     assert manifest["parent"]["model_sha256"] == results["conv"]["model_sha256"]
-    copy = load_pretrained_copy(RunDirectory(on_one.run("whole"))).weights
+    copy = PretrainedWeights.load_copy(RunDirectory(on_one.run("whole"))).weights
     assert all(torch.equal(copy[name], value) for name, value in newest(on_one.run("conv"))["model"].items())
 
 

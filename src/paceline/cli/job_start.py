@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,42 @@ from paceline.core.option_values import flag
 from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher, refuse_gpu_type, refuse_torchrun_options
 from paceline.launch.local_run import check_task
 from paceline.launch.preflight import find_preflight
+from paceline.launch.registry import make_options
 from paceline.launch.submit import (
     JobRecord,
     finish,
     make_directory,
     nodes_python,
     read_records,
+    remote_task,
     submit,
     task_job,
 )
+
+
+def start_task(
+    config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool, quiet: bool
+) -> int:
+    """Have a launcher start ``paceline train`` on its nodes; ``own`` are the launcher's own options."""
+    launcher = get_launcher(config.processes.on)
+    launcher_options = make_options(launcher, own)
+    if launcher.files == "uploaded":
+        task = remote_task(config.processes.task, partial(launcher.remote_path, options=launcher_options))
+        config = config.replace(task=task)
+    spec = task_spec(launcher, config, launcher_options, options)
+    if quiet:
+        spec = dataclasses.replace(spec, command=(*spec.command, "--quiet"))
+    return start(
+        launcher,
+        spec,
+        launcher_options,
+        options,
+        dry_run=dry_run,
+        json=json,
+        task=config.processes.task,
+        keep=config.records.keep_checkpoints,
+        init_timeout_s=config.processes.init_timeout,
+    )
 
 
 def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptions) -> LaunchSpec:

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
-from paceline.core.built_in import SCRIPT_WARNINGS
+from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.option_values import parse_nodes, parse_nproc, parse_walltime_s
@@ -120,7 +120,8 @@ def launch(
             "python": interpreter,
         }
     )
-    if find_spec(SCRIPT_WARNINGS.partition(".")[0]) is not None:  # the core alone has no plug-in for other frameworks
-        for warning in import_object(SCRIPT_WARNINGS)(spec, on):
+    script_warnings = PARTS["launch"]
+    if find_spec(script_warnings.partition(".")[0]) is not None:  # the core alone has no plug-in for other frameworks
+        for warning in import_object(script_warnings)(spec, on):
             print(f"paceline: {warning}", file=sys.stderr)
     return start(launcher, spec, own, job, dry_run=dry_run, json=json)

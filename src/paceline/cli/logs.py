@@ -7,8 +7,11 @@ import re
 import signal
 import sys
 import time
+from bisect import insort
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +19,8 @@ from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.printable import printable_output
-from paceline.launch.job_logs import StatusPoller, Tail, merge_rank_lines
+from paceline.launch.job_logs import Tail
+from paceline.launch.status_poller import StatusPoller
 from paceline.launch.submit import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import describe, read_failure
@@ -221,3 +225,50 @@ def _compress_ranks(ranks: Sequence[int]) -> str:
         else:
             parts.append([number])
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def merge_rank_lines(lines: Mapping[int, Sequence[str]]) -> Iterator[tuple[tuple[int, ...], str, int]]:
+    """Merge lines of several ranks: yield a line's ranks, the line, and its number of repetitions.
+
+    The lines of each rank keep their order. A line that other ranks print later is delayed while something else
+    can be printed first, so that a line of all ranks is yielded once.
+    """
+    pending = {rank: deque(_repeats(own)) for rank, own in sorted(lines.items()) if own}
+    counts = {rank: Counter(own) for rank, own in pending.items()}
+    num_ranks_with = Counter(line for own in counts.values() for line in own)
+    ranks_at: dict[tuple[str, int], list[int]] = {}
+    for rank, own in pending.items():
+        ranks_at.setdefault(own[0], []).append(rank)
+    # Order by how many ranks print a line later, then by the lowest rank that prints it now. Entries with outdated
+    # numbers are skipped.
+    order = [(num_ranks_with[line] - len(ranks), ranks[0], line) for line, ranks in ranks_at.items()]
+    heapify(order)
+    while order:
+        later, lowest, chosen = heappop(order)
+        ranks = ranks_at.get(chosen, [])
+        if not ranks or (later, lowest) != (num_ranks_with[chosen] - len(ranks), ranks[0]):
+            continue
+        yield tuple(ranks), *chosen
+        changed = {chosen}
+        for rank in ranks_at.pop(chosen):
+            own = pending[rank]
+            counts[rank][own.popleft()] -= 1
+            num_ranks_with[chosen] -= counts[rank][chosen] == 0
+            if own:
+                insort(ranks_at.setdefault(own[0], []), rank)
+                changed.add(own[0])
+        for line in changed:
+            if ranks := ranks_at.get(line, []):
+                heappush(order, (num_ranks_with[line] - len(ranks), ranks[0], line))
+
+
+def _repeats(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield each line with the number of its consecutive repetitions."""
+    last, count = lines[0], 0
+    for line in lines:
+        if line == last:
+            count += 1
+        else:
+            yield last, count
+            last, count = line, 1
+    yield last, count

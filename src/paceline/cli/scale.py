@@ -17,7 +17,8 @@ from paceline.launch.submit import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from paceline.elastic.control import AgentConnection, RunStatus
+    from paceline.elastic.agent_connection import AgentConnection
+    from paceline.elastic.control import RunStatus
 
 _POLL_S = 0.1
 
@@ -46,7 +47,7 @@ def scale(
     json
         Print the new state as one line of JSON.
     """
-    from paceline.elastic.control import AgentConnection
+    from paceline.elastic.agent_connection import AgentConnection
 
     if (nproc is None) == (nodes is None):
         raise ConfigError("give exactly one of --nproc N and --nodes N.")

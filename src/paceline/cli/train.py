@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +14,15 @@ from cyclopts import Parameter
 from paceline.cli.job_options import JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, explicit_options, group, run_options
-from paceline.core.config import RunConfig, all_options, config_from_mapping, read_config_file
+from paceline.core.built_in import PARTS
+from paceline.core.config import all_options, config_from_mapping, read_config_file
 from paceline.core.errors import ConfigError
 from paceline.core.files import parse_toml
 from paceline.core.option_sets import resumed_options
+from paceline.core.plugins import import_object
 
 if TYPE_CHECKING:
-    from paceline.launch.launcher import Command, LaunchSpec
+    from paceline.core.launch_spec import Command, LaunchSpec
     from paceline.launch.local_run import LocalRun
 
 _COMMON_OF_RESUME = ("epochs", "max_steps", "nproc", "nodes", "on", "strategy", "device", "checkpoint_every")
@@ -146,7 +147,8 @@ def _start(
 
     config = config_from_mapping(values, "the command line")
     if config.processes.on not in _LOCAL_LAUNCHERS:
-        return _submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json, quiet=quiet)
+        submit: Callable[..., int] = import_object(PARTS["train --on"])
+        return submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json, quiet=quiet)
     preflight = explicit_options(job_options) == {"preflight": True}
     if own or not (job_options is None or preflight):
         refuse_job_options(config.processes.on, job_options, own)
@@ -219,36 +221,6 @@ def _preflight(run: LocalRun, nproc: tuple[int, ...] | None) -> LaunchSpec | Non
         agents=run.launcher.name == "spawn" and spec.recovery.recover != "none",
     )
     return checks
-
-
-def _submit(
-    config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool, quiet: bool
-) -> int:
-    """Have a launcher start ``paceline train`` on its nodes."""
-    from paceline.cli.job_start import start, task_spec
-    from paceline.launch.launcher import get_launcher
-    from paceline.launch.registry import make_options
-    from paceline.launch.submit import remote_task
-
-    launcher = get_launcher(config.processes.on)
-    launcher_options = make_options(launcher, own)
-    if launcher.files == "uploaded":
-        task = remote_task(config.processes.task, partial(launcher.remote_path, options=launcher_options))
-        config = config.replace(task=task)
-    spec = task_spec(launcher, config, launcher_options, options)
-    if quiet:
-        spec = dataclasses.replace(spec, command=(*spec.command, "--quiet"))
-    return start(
-        launcher,
-        spec,
-        launcher_options,
-        options,
-        dry_run=dry_run,
-        json=json,
-        task=config.processes.task,
-        keep=config.records.keep_checkpoints,
-        init_timeout_s=config.processes.init_timeout,
-    )
 
 
 def _recorded_task(run_toml: Path) -> dict[str, Any]:

@@ -202,9 +202,6 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
 }
 """The class of each name of ours, as an entry point's value: ``module:Class``."""
 
-VALUES: Mapping[str, str] = {"pipedream": "paceline_more_strategies.pipedream:PipeDream"}
-"""What a plug-in does for a value of an option of the core, as ``module:Class``."""
-
 ENGINE_PARTS = ("powersgd",)
 """Parts of a checkpoint that the engine of a plug-in adds."""
 
@@ -249,18 +246,21 @@ TRAITS: Mapping[str, str] = {
 }
 """What further strategies can do, which ``--help`` and checks import without the strategy."""
 
-NODE_COMMANDS: Mapping[str, str] = {"ray": "paceline_ray.node:ray_node_command"}
-"""What returns the command of each node, for a rank launcher (``--rank-launcher``) that the core does not have."""
-
 PARTS: Mapping[str, str] = {
     "--coordinator": "paceline_etcd.membership:EtcdMembership",
+    "--init-from": "paceline.training.pretrained:PretrainedWeights",
+    "--pp-schedule pipedream": "paceline_more_strategies.pipedream:PipeDream",
+    "--preflight": "paceline_checks.preflight.job",
+    "--rank-launcher ray": "paceline_ray.node:ray_node_command",
     "--strategy auto": "paceline_planning.auto:choose_by_plan",
     "SageMaker's nodes": "paceline_clouds.nodes:sagemaker_node",
     "Vertex AI's nodes": "paceline_clouds.nodes:vertex_node",
     "export": "paceline_serving.observed_inputs:observe_inputs",
+    "launch": "paceline_frameworks.script_warnings:script_warnings",
+    "train --on": "paceline.cli.job_start:start_task",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
 }
-"""What a plug-in does for an option or a command of the core, as ``module:name``."""
+"""What an option or a command needs and few jobs use, as ``module:name``, imported when it is used."""
 
 SLURM_BODIES: Mapping[RankLauncher, str] = {"horovod": "paceline_frameworks.horovod:slurm_body"}
 """The shell code of rank launchers that the core does not have, in the script of a Slurm job."""
@@ -271,21 +271,11 @@ FRAMEWORKS: Mapping[EnvStyle, str] = {"tensorflow": "paceline_frameworks.tensorf
 RANK_DETECTORS: Mapping[str, str] = {"HOROVOD_RANK": "paceline_frameworks.horovod_environment:detect_horovod"}
 """What returns the rank of a process, by the environment variable that its launcher sets."""
 
-PREFLIGHT = "paceline_checks.preflight.job"
-"""The module that checks a job's nodes first; see :class:`paceline.launch.preflight.Preflight`."""
-
-SCRIPT_WARNINGS = "paceline_frameworks.script_warnings:script_warnings"
-"""What warns of a script of another framework that would not train as one job."""
-
 PACKAGES = frozenset(
     place.partition(":")[0].partition(".")[0]
     for place in (
         *(command.place for command in COMMANDS.values()),
-        *(
-            place
-            for places in (NAMES, VALUES, PARTS, LAUNCHER_OPTIONS, *BUILT_IN.values())
-            for place in places.values()
-        ),
+        *(place for places in (NAMES, PARTS, LAUNCHER_OPTIONS, *BUILT_IN.values()) for place in places.values()),
     )
 )
 """The core and its plug-ins, as packages to import."""

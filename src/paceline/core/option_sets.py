@@ -1,4 +1,4 @@
-"""Sets of options by their classification, and the merged options of a resumed run."""
+"""Sets of options by their classification, a run's configuration, and the merged options of a resumed run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,27 @@ from paceline.core.options import Option
 def select(predicate: Callable[[Option], bool]) -> tuple[str, ...]:
     """Return the names of the options that satisfy ``predicate``, in the order of the fields."""
     return tuple(name for name, its in all_options().items() if predicate(its))
+
+
+# --- What a run computes ---
+
+
+NOT_COMPARED = select(lambda its: its.scope in ("place", "task"))
+"""Options that say where a run was, and the task, which a configuration names separately."""
+
+
+def configuration(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that decides what a run computes, by name: the task, its fields and all options.
+
+    A field that has the name of an option is ``task.NAME``.
+
+    Args:
+        manifest: the content of ``run.toml``.
+    """
+    task, config = manifest.get("task", {}), manifest.get("config", {})
+    options = {name: value for name, value in config.items() if name not in NOT_COMPARED}
+    fields = {f"task.{name}" if name in config else name: value for name, value in task.get("fields", {}).items()}
+    return {"task": task.get("spec", ""), **fields, **options}
 
 
 # --- The options of a resumed run: the current ones and those with which it was created ---

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.option_sets import configuration
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import (
     FOREIGN,
     RunSummary,
-    configuration,
     final_metrics,
     is_search,
     last_records,

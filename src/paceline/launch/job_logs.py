@@ -1,24 +1,15 @@
-"""Reading and following the logs of a job from any process."""
+"""Following the log files of a job, several files as one stream."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from bisect import insort
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
-from paceline.core.errors import LaunchError
 from paceline.core.files import open_regular
-from paceline.launch.launcher import JobStatus
-
-# --- Following log files: several files as one stream, with equal lines of ranks merged ---
-
 
 _POLL_S = 0.2
 _BLOCK_BYTES = 64 * 1024
@@ -108,53 +99,6 @@ def follow_files(find: Callable[[], Sequence[Path]], *, ended: Callable[[], bool
                 yield prefixes.get(path, "") + rest
 
 
-def merge_rank_lines(lines: Mapping[int, Sequence[str]]) -> Iterator[tuple[tuple[int, ...], str, int]]:
-    """Merge lines of several ranks: yield a line's ranks, the line, and its number of repetitions.
-
-    The lines of each rank keep their order. A line that other ranks print later is delayed while something else
-    can be printed first, so that a line of all ranks is yielded once.
-    """
-    pending = {rank: deque(_repeats(own)) for rank, own in sorted(lines.items()) if own}
-    counts = {rank: Counter(own) for rank, own in pending.items()}
-    num_ranks_with = Counter(line for own in counts.values() for line in own)
-    ranks_at: dict[tuple[str, int], list[int]] = {}
-    for rank, own in pending.items():
-        ranks_at.setdefault(own[0], []).append(rank)
-    # Order by how many ranks print a line later, then by the lowest rank that prints it now. Entries with outdated
-    # numbers are skipped.
-    order = [(num_ranks_with[line] - len(ranks), ranks[0], line) for line, ranks in ranks_at.items()]
-    heapify(order)
-    while order:
-        later, lowest, chosen = heappop(order)
-        ranks = ranks_at.get(chosen, [])
-        if not ranks or (later, lowest) != (num_ranks_with[chosen] - len(ranks), ranks[0]):
-            continue
-        yield tuple(ranks), *chosen
-        changed = {chosen}
-        for rank in ranks_at.pop(chosen):
-            own = pending[rank]
-            counts[rank][own.popleft()] -= 1
-            num_ranks_with[chosen] -= counts[rank][chosen] == 0
-            if own:
-                insort(ranks_at.setdefault(own[0], []), rank)
-                changed.add(own[0])
-        for line in changed:
-            if ranks := ranks_at.get(line, []):
-                heappush(order, (num_ranks_with[line] - len(ranks), ranks[0], line))
-
-
-def _repeats(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield each line with the number of its consecutive repetitions."""
-    last, count = lines[0], 0
-    for line in lines:
-        if line == last:
-            count += 1
-        else:
-            yield last, count
-            last, count = line, 1
-    yield last, count
-
-
 def _displayed(line: bytes) -> str:
     """Return a line as a terminal displays it, without text that a progress bar has overwritten."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
@@ -179,82 +123,3 @@ def _start_of_last_lines(file: BinaryIO, count: int) -> int:
                 return position + newline + 1
         searched_to = position
     return 0
-
-
-# --- Following a job whose cluster may be unavailable for a while ---
-
-
-_MAX_SILENCE_S = 600.0
-"""How long a cluster may be unavailable while a command waits for a job."""
-
-_T = TypeVar("_T")
-
-
-class StatusPoller:
-    """A poller of a job's status that tolerates a cluster that is unavailable for a while.
-
-    Args:
-        intervals_s: the first and the longest polling interval.
-        logs: location of the job's logs, for a message if the cluster no longer knows the job.
-    """
-
-    def __init__(
-        self,
-        status: Callable[[], JobStatus],
-        intervals_s: tuple[float, float] = (0.5, 10.0),
-        *,
-        logs: str = "",
-    ) -> None:
-        self._status = status
-        self._interval_s, self._last_s = intervals_s
-        self._logs = logs
-        self._next = 0.0
-        self._silent_since: float | None = None
-
-    def ended(self) -> bool:
-        """Return whether the job is known to have ended; query only when the interval has passed.
-
-        Raises:
-            LaunchError: the cluster no longer knows the job, or has been unavailable for too long.
-        """
-        return time.monotonic() >= self._next and self._end() is not None
-
-    def wait(self) -> JobStatus:
-        """Return the job's final status once it has ended.
-
-        Raises:
-            LaunchError: the cluster no longer knows the job, or has been unavailable for too long.
-        """
-        while (end := self._end()) is None:
-            time.sleep(max(0.0, self._next - time.monotonic()))
-        return end
-
-    def answer(self, question: Callable[[], _T]) -> _T | None:
-        """Return the result of a query; None if the cluster is unavailable, but only for a while so far.
-
-        Raises:
-            LaunchError: the cluster has been unavailable for too long, or the client library is not installed.
-        """
-        try:
-            answer = question()
-        except LaunchError as error:
-            if isinstance(error.__cause__, ImportError):  # waiting does not install a library
-                raise
-            now = time.monotonic()
-            if self._silent_since is None:
-                self._silent_since = now
-                print(f"paceline: {error} Retrying for {_MAX_SILENCE_S / 60:.0f} min.", file=sys.stderr)
-            if now - self._silent_since > _MAX_SILENCE_S:
-                raise
-            return None
-        self._silent_since = None
-        return answer
-
-    def _end(self) -> JobStatus | None:
-        """Query the job; return its final status, if it has ended."""
-        self._next = time.monotonic() + self._interval_s
-        self._interval_s = min(self._last_s, self._interval_s * 1.3)
-        status = self.answer(self._status)
-        if status is not None and status.state == "unknown":
-            raise LaunchError(f"{status.detail}. Its logs: {self._logs}" if self._logs else status.detail)
-        return status if status is not None and status.ended else None

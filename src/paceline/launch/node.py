@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from paceline.core.built_in import FRAMEWORKS, NODE_COMMANDS
+from paceline.core.built_in import FRAMEWORKS, PARTS
 from paceline.core.environment import NodeEnvironment, detect_node
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.launch_spec import Placement, RecoveryPolicy
@@ -46,8 +46,8 @@ _ENDED_BY_SIGNAL = (*STOPPED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 def node_command(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the command that a launcher starts on each node of a job."""
-    if spec.rank_launcher in NODE_COMMANDS:
-        command: tuple[str, ...] = import_object(NODE_COMMANDS[spec.rank_launcher])(spec)
+    if (place := PARTS.get(f"--rank-launcher {spec.rank_launcher}")) is not None:
+        command: tuple[str, ...] = import_object(place)(spec)
         return command
     least, most = spec.nodes
     options: list[str] = ["--rank-launcher", spec.rank_launcher]

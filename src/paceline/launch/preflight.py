@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from paceline.core.built_in import PREFLIGHT
+from paceline.core.built_in import PARTS
 from paceline.core.launch_spec import LaunchSpec
 
 
@@ -54,4 +54,4 @@ class Preflight(Protocol):
 
 def find_preflight() -> Preflight:
     """Return the plug-in's module."""
-    return cast("Preflight", import_module(PREFLIGHT))
+    return cast("Preflight", import_module(PARTS["--preflight"]))

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from paceline.core.environment import allocation_nodes, allocation_tasks, expand_hosts
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.launch.job_logs import StatusPoller, follow_files
+from paceline.launch.job_logs import follow_files
 from paceline.launch.launcher import (
     ENDED,
     Command,
@@ -42,6 +42,7 @@ from paceline.launch.slurm_script import (
     log_pattern,
     needs_login_shell,
 )
+from paceline.launch.status_poller import StatusPoller
 from paceline.launch.supervisor import EXIT_CODE, BackgroundJob, ForegroundJob, RankStarter, SupervisedJob
 
 # --- Slurm's own commands, and what their refusals mean for our options ---

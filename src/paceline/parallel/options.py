@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from paceline.core.built_in import VALUES
+from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.options import Changes, OptionGroup, Requirement, option
 
@@ -155,7 +155,7 @@ class PipelineOptions(OptionGroup):
 
     def changes(self, config: RunConfig) -> Changes:
         """PipeDream is a strategy of its own."""
-        return Changes(strategy=VALUES["pipedream"] if self.pp_schedule == "pipedream" else None)
+        return Changes(strategy=PARTS["--pp-schedule pipedream"] if self.pp_schedule == "pipedream" else None)
 
     def check(self, config: RunConfig) -> None:
         """Reject axes that a pipeline does not work with, and with PipeDream what waits for all stages' gradients."""

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tomli_w
 
@@ -333,6 +333,42 @@ class RunDirectory:
         with closing(RunLock(self)) as lock:
             lock.take()
             yield
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a run was forked from another one.
+
+    Attributes:
+        run: the id of the other run.
+        step: the steps that both have in common.
+        version: the state version of the checkpoint.
+        changed: the other run's values of the fields that differ, by name.
+    """
+
+    run: str
+    path: str
+    step: int
+    version: int
+    changed: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> Self | None:
+        """Return the fork that ``run.toml`` records; None if the run began at step 0.
+
+        Raises:
+            RunDirectoryError: the record is damaged.
+        """
+        record = manifest.get("forked")
+        if record is None:
+            return None
+        try:
+            fork = cls(**record)
+            if type(fork.step) is int and type(fork.version) is int and isinstance(fork.changed, Mapping):
+                return fork
+        except TypeError:
+            pass
+        raise RunDirectoryError("the table [forked] of run.toml is damaged. Restore the file from a copy.")
 
 
 def in_use(lock: Path) -> RunInUseError:

@@ -12,9 +12,9 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from paceline.core.errors import CheckpointError, ConfigError, RunDirectoryError
 from paceline.core.files import rename
@@ -22,44 +22,8 @@ from paceline.core.task_loading import TaskReference, recorded_spec, task_fields
 from paceline.data.ledger import copy_until
 from paceline.runs.checkpoint_manifest import CheckpointInfo, temporary_directory, verify
 from paceline.runs.checkpoint_store import copy, find_version, newest_verified, parse_name, remove_stale, scan
-from paceline.runs.directory import RunDirectory
+from paceline.runs.directory import Fork, RunDirectory
 from paceline.runs.metric_writers import keep_until
-
-
-@dataclass(frozen=True)
-class Fork:
-    """Where a run was forked from another one.
-
-    Attributes:
-        run: the id of the other run.
-        step: the steps that both have in common.
-        version: the state version of the checkpoint.
-        changed: the other run's values of the fields that differ, by name.
-    """
-
-    run: str
-    path: str
-    step: int
-    version: int
-    changed: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, manifest: Mapping[str, Any]) -> Self | None:
-        """Return the fork that ``run.toml`` records; None if the run began at step 0.
-
-        Raises:
-            RunDirectoryError: the record is damaged.
-        """
-        record = manifest.get("forked")
-        if record is None:
-            return None
-        try:
-            fork = cls(**record)
-            if type(fork.step) is int and type(fork.version) is int and isinstance(fork.changed, Mapping):
-                return fork
-        except TypeError:
-            pass
-        raise RunDirectoryError("the table [forked] of run.toml is damaged. Restore the file from a copy.")
 
 
 def fork_run(source: RunDirectory, target: RunDirectory, fields: Mapping[str, Any], *, step: int | None = None) -> Fork:

@@ -9,7 +9,9 @@ from time import perf_counter
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.option_sets import configuration
 from paceline.runs.directory import RunDirectory
+from paceline.runs.heartbeat import Heartbeat
 from paceline.runs.metric_writers import (
     JsonlWriter,
     RankStatus,
@@ -21,7 +23,6 @@ from paceline.runs.metric_writers import (
     keep_until,
 )
 from paceline.runs.phases import PhaseTimer
-from paceline.runs.status import Heartbeat, configuration
 from paceline.runs.trackers import TrackerWriter
 
 if TYPE_CHECKING:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from paceline.core.built_in import PARTS
 from paceline.core.errors import CheckpointError
+from paceline.core.plugins import import_object
 from paceline.parallel.sharded_state import load_module
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import World
@@ -20,7 +22,6 @@ from paceline.runs.checkpointer import load
 from paceline.runs.metric_writers import finite
 from paceline.runs.phases import OUTSIDE_STEPS
 from paceline.training.evaluation import EvaluationStopped
-from paceline.training.fine_tuning import drift, load_pretrained_copy
 from paceline.training.group_context import GroupContext
 from paceline.training.trainer import Trainer
 
@@ -120,7 +121,7 @@ def _drift(trainer: Trainer, group: GroupContext) -> dict[str, Any] | None:
     if world.rank == 0:
         group.monitor.set_status("comparing with the parent")
         try:
-            found = drift(run, load_pretrained_copy(run.directory), weights)
+            found = import_object(PARTS["--init-from"]).load_copy(run.directory).drift(run, weights)
         except CheckpointError as error:
             problem = str(error)  # the training is done, and its result stands
             _log.warning("no drift: %s", error)

@@ -27,8 +27,7 @@ from paceline.parallel.strategy import (
 )
 from paceline.parallel.strategy_selection import build_layout, build_strategy
 from paceline.parallel.world import ParallelDims, World
-from paceline.runs.directory import RunDirectory, backup_path
-from paceline.runs.fork import Fork
+from paceline.runs.directory import Fork, RunDirectory, backup_path
 from paceline.runs.monitor import Monitor
 from paceline.runs.purity import PurityRecord
 from paceline.runs.trackers import RunInfo, TrackerWriter, load_tracker

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,6 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import has_tensorboard
 from paceline.runs.trackers import require
 from paceline.torch_internals import describe_untested
-from paceline.training.fine_tuning import PretrainedWeights, save_pretrained_copy
 from paceline.training.reproducibility import configure_numerics, fix_cublas_workspace, numerics_fingerprint
 from paceline.training.resolve import (
     DataSetup,
@@ -44,6 +43,9 @@ from paceline.training.resolve import (
 from paceline.training.run_context import RunContext
 from paceline.training.schedule import Deadline
 from paceline.training.stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from paceline.training.pretrained import PretrainedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,7 @@ def create(run: RunContext, run_id: str, parent: PretrainedWeights | None) -> No
     """Write ``run.toml``, and what the run begins with; rank 0 does, once."""
     document = {"id": run_id, **_manifest(run.config, run.task, run.data, run.device)}
     if parent is not None:
-        document["parent"] = save_pretrained_copy(run.directory, parent)
+        document["parent"] = parent.save_copy(run.directory)
     save_lengths(run.directory.sample_lengths, run.data.order)
     run.directory.write_manifest(document)
     run.manifest.update(document)

@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.built_in import PARTS
 from paceline.core.errors import CheckpointError
 from paceline.core.files import look_anew, see_listed, wait_to_see
+from paceline.core.plugins import import_object
 from paceline.data.ledger import LedgerEntry, last_recorded_version
 from paceline.elastic.state_transfer import StateSource, elect_source, transfer_state
 from paceline.parallel.device import why_idle
@@ -22,11 +24,11 @@ from paceline.runs.checkpoint_manifest import CheckpointInfo, differences, requi
 from paceline.runs.checkpoint_store import holds_version, newest_verified
 from paceline.runs.checkpointer import Checkpoint, Checkpointer, load
 from paceline.training import run_setup
-from paceline.training.fine_tuning import read_pretrained
 from paceline.training.reproducibility import compare_numerics, numerics_fingerprint
 from paceline.training.run_context import RunContext
 
 if TYPE_CHECKING:
+    from paceline.training.pretrained import PretrainedWeights
     from paceline.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -55,7 +57,9 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     new = not run.manifest
     run_id = str(world.broadcast_object(secrets.token_hex(8) if new else run.run_id))
     saved = newest_checkpoint(run, world, run_id)
-    parent = read_pretrained(run, world) if saved is None else None
+    parent: PretrainedWeights | None = None
+    if saved is None and (source := run.config.fine_tuning.init_from) is not None:
+        parent = import_object(PARTS["--init-from"]).read(run, source, world)
     if saved is None:
         trainer.states.begin(mesh, None if parent is None else parent.weights)
         trainer.states.state.require_storable()

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, TypeVar
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.signals import interrupt_at_exit
-from paceline.launch.job_logs import StatusPoller
 from paceline.launch.launcher import (
     FileSharing,
     JobHandle,
@@ -31,6 +30,7 @@ from paceline.launch.launcher import (
 )
 from paceline.launch.node import node_command
 from paceline.launch.rendering import refuse_secrets
+from paceline.launch.status_poller import StatusPoller
 from paceline_clouds.options import DISTRIBUTIONS, SageMakerOptions
 from paceline_clouds.rendered import copied_path, fixed_nodes, without_shared_directory
 

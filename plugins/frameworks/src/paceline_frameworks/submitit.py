@@ -19,12 +19,13 @@ import psutil
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.option_values import flag
-from paceline.launch.job_logs import StatusPoller, follow_files
+from paceline.launch.job_logs import follow_files
 from paceline.launch.launcher import Command, JobHandle, JobStatus, Launcher, LaunchSpec, RenderedJob
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
 from paceline.launch.registry import option
 from paceline.launch.slurm import SlurmJob, refusal
+from paceline.launch.status_poller import StatusPoller
 from paceline.launch.supervisor import ended_status, process_reference, process_status, process_to_end
 from paceline_frameworks.submitit_running import PREEMPT_SIGNAL, exit_code_file, make_private
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.user_directories import home_directory
-from paceline.launch.job_logs import StatusPoller
 from paceline.launch.launcher import JobHandle, JobStatus
+from paceline.launch.status_poller import StatusPoller
 from paceline_kubernetes.manifests import CONTAINER, Manifest
 
 # --- Requests: create, read, change and delete objects; read the output of pods ---

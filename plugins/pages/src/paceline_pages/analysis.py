@@ -20,10 +20,10 @@ from paceline.core.config import config_from_mapping, to_flags
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import read_json_lines
 from paceline.core.inference import TensorSpec, name_with_unit
+from paceline.core.option_sets import NOT_COMPARED, configuration
 from paceline.core.stats import Estimate, Floats
 from paceline.data.samples import MicroBatch
 from paceline.runs.directory import RunDirectory
-from paceline.runs.status import NOT_COMPARED, configuration
 from paceline.runs.timeline import Timeline, timeline
 from paceline.torch_internals import tree_leaves
 from paceline.training.loaded_model import LoadedModel, load_trained_model, make_evaluator

@@ -25,6 +25,7 @@ from paceline import __version__
 from paceline.core.access import is_loopback
 from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDirectoryError
 from paceline.core.files import open_regular, read_document
+from paceline.core.option_sets import configuration
 from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, read_records
 from paceline.runs.checkpoint_admin import entries
@@ -32,7 +33,6 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import finite
 from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
-from paceline.runs.status import configuration
 from paceline.runs.timeline import timeline
 from paceline_pages.run_index import Curves, Index, read_beats
 from paceline_serving.access import is_cross_site

@@ -19,9 +19,9 @@ from paceline.core.errors import RunDirectoryError
 from paceline.core.files import open_regular, parse_json, read_document
 from paceline.insight.indexed_search import IndexedSearch, file_signature, page_name
 from paceline.runs.directory import RunDirectory
+from paceline.runs.heartbeat import HeartbeatRecord
 from paceline.runs.status import (
     FOREIGN,
-    HeartbeatRecord,
     RunSummary,
     damaged,
     last_deciding,

@@ -1,0 +1,282 @@
+"""``--init-from``: the weights of another run that a new one begins with, and how far it has moved from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.core.config import config_from_mapping
+from paceline.core.errors import CheckpointError, ConfigError, PacelineError, PackageError
+from paceline.core.files import write_atomically
+from paceline.core.fine_tuning_config import Lora
+from paceline.core.task import Task
+from paceline.data.loader import EvalBatches
+from paceline.elastic.state_transfer import StateSource, transfer_state
+from paceline.parallel.world import World
+from paceline.runs.checkpoint_admin import is_checkpoint, select_checkpoint
+from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors
+from paceline.runs.checkpointer import load
+from paceline.runs.directory import RunDirectory
+from paceline.runs.package import open_package
+from paceline.training.fine_tuning import evaluated_weights, reinitialized_parameters
+from paceline.training.reproducibility import build_split
+from paceline.training.run_context import RunContext
+
+COMPARED_SAMPLES = 2048
+"""About so many samples of the test split, evenly spaced, are predicted by both models."""
+
+_BLOCK = 64  # samples
+
+
+@dataclass(frozen=True)
+class PretrainedWeights:
+    """What a run begins with: a run's weights, a checkpoint's or a package's.
+
+    The run reads them once, when it is created, and keeps a copy in its directory.
+
+    Attributes:
+        record: where it comes from, as ``run.toml`` has it.
+        weights: by the names of the task's model, on the CPU or on this rank's device.
+    """
+
+    record: Mapping[str, Any]
+    weights: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def read(cls, run: RunContext, source: str, world: World) -> PretrainedWeights:
+        """Read them from the run's own copy if that exists, else from ``source``; all ranks call this together.
+
+        Rank 0 reads them and sends them to the others, which may be on nodes without them.
+
+        Raises:
+            ConfigError: it is not there, or damaged; on all ranks.
+            PeerLostError: a rank is gone.
+        """
+        parent, problem = None, None
+        if world.rank == 0:
+            try:
+                parent = cls.load_copy(run.directory) if run.manifest else cls.find(source)
+            except PacelineError as error:
+                problem = str(error)
+        problem = world.broadcast_object(problem)
+        if problem is not None:
+            raise ConfigError(problem)
+        given = {} if parent is None else {"record": dict(parent.record), "weights": dict(parent.weights)}
+        behind = tuple(range(1, world.world_size))
+        received = transfer_state(world, StateSource(0, 0, behind), given)
+        if received is not None:
+            parent = cls(received["record"], received["weights"])
+        assert parent is not None
+        return parent
+
+    @classmethod
+    def find(cls, source: str) -> PretrainedWeights:
+        """Resolve ``--init-from``: a run, ``RUN@best``, ``RUN@last``, ``RUN@STEP``, a checkpoint, a package.
+
+        Raises:
+            ConfigError: there is no such thing.
+            CheckpointError: it does not verify.
+        """
+        path, which = _parsed(source)
+        if RunDirectory(path).exists():
+            directory = RunDirectory(path)
+            checkpoint = select_checkpoint(directory.checkpoints, which)
+        elif which is None and is_checkpoint(path):
+            directory, checkpoint = RunDirectory(path.absolute().parent.parent), path
+        else:
+            return cls(*_of_package(source))
+        saved = load(checkpoint)
+        info = saved.manifest.info
+        entries = evaluated_weights(saved.state, _adapters_of(directory))
+        weights = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+        record = {
+            "source": source,
+            "path": str(checkpoint.absolute()),
+            "run": info.run,
+            "task": info.task,
+            "step": info.step,
+            "version": info.state_version,
+            "model_sha256": model_sha256(weights),
+        }
+        return cls(record, weights)
+
+    def save_copy(self, directory: RunDirectory) -> dict[str, Any]:
+        """Copy them into the run that begins with them, before it exists; rank 0 does.
+
+        Returns:
+            The record, with the copy's SHA-256.
+
+        Raises:
+            RunDirectoryError: the directory cannot be written.
+        """
+        snapshot = Snapshot()
+        snapshot.capture({directory.initial.name: self.weights})
+        ((_, parts),) = snapshot.contents()
+        content = b"".join(parts)
+        try:
+            write_atomically(directory.initial, content)
+        except OSError as error:
+            raise directory.unwritable(error) from error
+        return {**self.record, "copy_sha256": hashlib.sha256(content).hexdigest()}
+
+    @classmethod
+    def load_copy(cls, directory: RunDirectory) -> PretrainedWeights:
+        """Read the copy that :meth:`save_copy` made.
+
+        Raises:
+            CheckpointError: it is damaged, or gone.
+        """
+        record = directory.read_complete_manifest().get("parent", {})
+        try:
+            content = directory.initial.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"the run's first weights cannot be read: {error}.") from error
+        if hashlib.sha256(content).hexdigest() != record.get("copy_sha256"):
+            raise CheckpointError(
+                f"{directory.initial} is not what the run began with: its SHA-256 is not that in run.toml. "
+                "Restore it from a copy, or start a new run."
+            )
+        return cls({n: v for n, v in record.items() if n != "copy_sha256"}, read_tensors(content))
+
+    def drift(self, run: RunContext, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the entry of ``result.json`` about the drift from parent to child, without training.
+
+        Args:
+            weights: the child's, of the task's model without adapters.
+
+        Returns:
+            ``relative_l2``, the 2-norm of the change over that of the parent's weights, over all parameters that
+            began with the parent's; ``modules``, the same for each module that has parameters of its own;
+            ``agreement``, the share of ``samples`` test samples that both give the same class, None where the
+            task predicts no classes or its last layer was reinitialized.
+        """
+        child = run.task.build_model()
+        anew = reinitialized_parameters(child, run.config)
+        parameters = [name for name, _ in child.named_parameters() if name not in anew]
+        whole, modules = relative_l2(parameters, self.weights, weights)
+        agreement, samples = None, 0
+        if not anew:
+            agreement, samples = _agreement(run, child, self.weights, weights)
+        return {
+            "relative_l2": whole,
+            "modules": modules,
+            "agreement": agreement,
+            "samples": samples,
+            "new": sorted(anew),
+        }
+
+
+def _of_package(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the record and the weights of a package, from its directory or the user's registry."""
+    try:
+        package = open_package(source)
+    except PackageError as error:
+        raise ConfigError(
+            f"--init-from {source}: this is neither a run (it has no run.toml) nor a checkpoint. As a package: {error}"
+        ) from error
+    manifest = package.manifest
+    if manifest.quantization == "int8":
+        raise ConfigError(
+            f"--init-from {source}: the package's weights are int8, which cannot be trained. Use the run "
+            f"{manifest.provenance.run} that it was exported from, or a package without --quantize."
+        )
+    made_by = manifest.provenance
+    weights = read_tensors(package.read_weights())
+    record = {
+        "source": source,
+        "path": str(package.path.absolute()),
+        "package": package.digest,
+        "run": made_by.run,
+        "task": made_by.task,
+        "step": made_by.step,
+        "version": made_by.state_version,
+        "model_sha256": model_sha256(weights),
+    }
+    return record, weights
+
+
+def _parsed(source: str) -> tuple[Path, str | None]:
+    """Return the path, and the selected checkpoint in it."""
+    before, at, which = source.rpartition("@")
+    if not at or Path(source).exists():
+        return Path(source).expanduser(), None
+    return Path(before).expanduser(), which
+
+
+def _adapters_of(directory: RunDirectory) -> Lora | None:
+    """Return the parent's ``--lora``; that of a checkpoint alone is unknown."""
+    if not directory.exists():
+        return None
+    return config_from_mapping(directory.read_complete_manifest()["config"], "run.toml").fine_tuning.lora
+
+
+def relative_l2(
+    names: Sequence[str], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> tuple[float | None, dict[str, float | None]]:
+    """Return the relative 2-norm of the change over all of these parameters, and over those of each module.
+
+    None where the parent's weights are all zero.
+    """
+    squares: dict[str, list[tuple[float, float]]] = {}
+    for name in names:
+        old, new = before[name].detach().cpu().double(), after[name].detach().cpu().double()
+        pair = float((new - old).square().sum()), float(old.square().sum())
+        squares.setdefault(name.rpartition(".")[0], []).append(pair)
+    everywhere = [pair for pairs in squares.values() for pair in pairs]
+    return _ratio(everywhere), {module: _ratio(pairs) for module, pairs in squares.items()}
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
+    change, size = (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    return (change / size) ** 0.5 if size else None
+
+
+def _agreement(
+    run: RunContext, model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> tuple[float | None, int]:
+    task = run.task
+    dataset = build_split(task, run.config.training.seed, "test")
+    inference = task.inference_signature(model.eval())
+    if dataset is None or inference is None or inference.label is None:
+        return None, 0
+    batches = EvalBatches(
+        dataset,
+        _BLOCK,
+        seed=run.config.training.seed,
+        device=torch.device("cpu"),
+        workers=0,
+        collate=task.collate,
+        split="test",
+    )
+    with closing(batches):
+        count = min(batches.num_batches, max(1, COMPARED_SAMPLES // _BLOCK))
+        blocks = np.linspace(0, batches.num_batches - 1, count).astype(int).tolist()
+        said = [_predictions(task, model, weights, batches, blocks) for weights in (before, after)]
+    return float((said[0] == said[1]).double().mean()), len(said[0])
+
+
+@torch.no_grad()
+def _predictions(
+    task: Task,
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    batches: EvalBatches,
+    blocks: Sequence[int],
+) -> torch.Tensor:
+    """Return the class of each sample, (N,), by a model with these weights."""
+    model.load_state_dict(dict(weights))
+    inference = task.inference_signature(model.eval())
+    assert inference is not None
+    assert inference.label is not None
+    module = inference.module.eval()
+    return torch.cat(
+        [module(*task.inference_batch(batch.batch)[0])[inference.label].reshape(-1) for batch in batches.read(blocks)]
+    )
