@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
 
 from paceline.core.errors import CheckpointError, PackageError
 from paceline.core.inference import TensorSpec
@@ -15,106 +17,37 @@ from paceline.runs.checkpoint_manifest import MANIFEST, MAX_MANIFEST_BYTES, File
 INFERRED = "inferred_signature"
 """In ``provenance.data``: true if the task declares no signature, and the export inferred it."""
 
-# --- Checked access to the fields of an untrusted JSON document ---
+# --- Checked parsing of an untrusted JSON document ---
 
 
-_MAX_TEXT = 65_536
+Text = Annotated[str, msgspec.Meta(max_length=65_536)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Number = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
+_T = TypeVar("_T")
 
 
-class JsonReader:
-    """The fields of a JSON object, each taken once; :meth:`end` rejects the rest.
-
-    Args:
-        document: the parsed JSON.
-        where: its path in the whole document, for messages.
-
-    Raises:
-        PackageError: it is not an object; all methods raise it for an invalid value.
-    """
-
-    def __init__(self, document: Any, where: str) -> None:
-        if not isinstance(document, dict):
-            raise PackageError(f"{where} must be a JSON object, but is {document!r:.80}")
-        self._remaining: dict[str, Any] = dict(document)
-        self._where = where
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._remaining
-
-    def take(self, name: str) -> Any:
-        """Return the value of a required field."""
-        if name not in self._remaining:
-            raise PackageError(f"{self._where} has no field {name!r}")
-        return self._remaining.pop(name)
-
-    def text(self, name: str) -> str:
-        """Return a text of at most 65,536 characters."""
-        return _text(self.take(name), f"{self._where}.{name}")
-
-    def optional_text(self, name: str) -> str | None:
-        value = self.take(name)
-        return None if value is None else _text(value, f"{self._where}.{name}")
-
-    def count(self, name: str) -> int:
-        """Return a whole number of at least 0."""
-        value = self.take(name)
-        if type(value) is not int or not 0 <= value < 2**63:
-            raise PackageError(f"{self._where}.{name} must be an integer from 0 to 2**63 - 1, but is {value!r:.80}")
-        return value
-
-    def number(self, name: str) -> float:
-        return _number(self.take(name), f"{self._where}.{name}")
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        return tuple(_text(item, f"{self._where}.{name}") for item in self.items(name))
-
-    def items(self, name: str) -> list[Any]:
-        value = self.take(name)
-        if not isinstance(value, list):
-            raise PackageError(f"{self._where}.{name} must be a list, but is {value!r:.80}")
-        return value
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        value = self.take(name)
-        if not isinstance(value, dict):
-            raise PackageError(f"{self._where}.{name} must be a JSON object, but is {value!r:.80}")
-        return value
-
-    def numbers(self, name: str) -> dict[str, float]:
-        return {key: _number(v, f"{self._where}.{name}.{key}") for key, v in self.mapping(name).items()}
-
-    def named_texts(self, name: str) -> dict[str, str]:
-        return {key: _text(v, f"{self._where}.{name}.{key}") for key, v in self.mapping(name).items()}
-
-    def end(self) -> None:
-        """Reject remaining fields."""
-        if self._remaining:
-            raise PackageError(f"{self._where} has an unknown field {min(self._remaining)!r:.80}")
+class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON object with these fields and no others."""
 
 
-def parse_object(content: bytes, where: str) -> JsonReader:
-    """Parse a JSON object strictly: no NaN, no duplicate keys, no nesting beyond Python's stack.
+def parse_document(content: bytes, where: str, document_type: type[_T]) -> _T:
+    """Parse JSON strictly: the fields of a type, no NaN, no duplicate keys, no nesting beyond Python's stack.
 
     Raises:
-        PackageError: it is not such JSON.
+        PackageError: it is something else; names the field.
     """
     try:
-        return JsonReader(parse_json(content, where), where)
+        document = parse_json(content, where)
     except CheckpointError as error:
         raise PackageError(str(error)) from error
+    return _convert(document, where, document_type)
 
 
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise PackageError(f"{where} must be a text of at most {_MAX_TEXT:,} characters, but is {value!r:.80}")
-    return value
-
-
-def _number(value: Any, where: str) -> float:
-    # An integer too large for a float would raise at its first use.
-    if type(value) not in (int, float) or not abs(value) < 1e300:
-        raise PackageError(f"{where} must be a number, but is {value!r:.80}")
-    return value if isinstance(value, float) else float(value)
+def _convert(document: Any, where: str, document_type: type[_T]) -> _T:
+    try:
+        return msgspec.convert(document, document_type)
+    except (CheckpointError, msgspec.ValidationError) as error:
+        raise PackageError(f"{where}: {error}") from error
 
 
 # --- ``manifest.json``: a package's signature, its provenance, and the SHA-256 of each of its files ---
@@ -126,17 +59,18 @@ FORMAT = 1
 PROGRAMS = ("pt2", "onnx")
 """The formats that run without the task's code."""
 
-DTYPES = (
-    *("float64", "float32", "float16", "bfloat16"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
-)
+Dtype = Literal[
+    "float64", "float32", "float16", "bfloat16",
+    "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
+]  # fmt: skip
 """The dtypes of inputs and outputs, by torch's names."""
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Valid names of packages and tags, which become file names and parts of URLs."""
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_Limit = Annotated[int, msgspec.Meta(ge=1 - 2**63, le=2**63 - 1)]
 
 
 FLOAT_WEIGHTS_BYTES = "float_weights_bytes"
@@ -160,16 +94,16 @@ class Provenance:
         purity: whether the run was checked by the purity guard, and what it found; None if unknown.
     """
 
-    run: str
-    task: str
+    run: Text
+    task: Text
     fields: Mapping[str, Any]
-    step: int
-    state_version: int
-    model_sha256: str
+    step: Count
+    state_version: Count
+    model_sha256: _Sha256
     data: Mapping[str, Any]
-    versions: Mapping[str, str]
-    code_sha256: str | None = None
-    purity: str | None = None
+    versions: Mapping[str, Text]
+    code_sha256: Text | None = None
+    purity: Text | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +116,48 @@ class FormatDifference:
         samples: number of samples compared.
     """
 
-    largest: float
-    equal_labels: float | None
-    samples: int
+    largest: Number
+    equal_labels: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+    samples: Count
+
+
+class _Tensor(StrictStruct, frozen=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=65_536)]
+    dtype: Dtype
+    shape: tuple[Annotated[int, msgspec.Meta(ge=1, lt=2**40)] | None, ...]
+    minimum: _Limit | None = None
+    maximum: _Limit | None = None
+    max_size: _Limit | None = None
+
+
+class _Column(StrictStruct, frozen=True):
+    name: Text
+    unit: Text
+
+
+class _Output(_Tensor, frozen=True):
+    unit: Text = ""
+    columns: tuple[_Column, ...] = ()
+
+
+class _Document(StrictStruct, frozen=True):
+    """The fields of ``manifest.json``; :class:`PackageManifest` describes them."""
+
+    format: int
+    name: Text
+    created: Text
+    inputs: tuple[_Tensor, ...]
+    outputs: tuple[_Output, ...]
+    provenance: Provenance
+    files: dict[str, FileRecord]
+    labels: tuple[Text, ...]
+    probabilities: Text | None
+    label: Text | None
+    metrics: dict[str, Number]
+    weights: Text
+    programs: dict[str, Text]
+    quantization: Text | None
+    differences: dict[str, FormatDifference]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,26 +244,18 @@ class PackageManifest:
         """
         if len(content) > MAX_MANIFEST_BYTES:
             raise PackageError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
-        fields = parse_object(content, MANIFEST)
-        if (version := fields.take("format")) != FORMAT:
+        untrusted = parse_document(content, MANIFEST, dict[str, Any])
+        if (version := untrusted.get("format")) != FORMAT:
             raise PackageError(f"{MANIFEST} has format {version!r:.80}; this version of Paceline reads {FORMAT}")
-        manifest = cls(
-            name=plain_name(fields.text("name"), f"{MANIFEST}.name"),
-            created=fields.text("created"),
-            inputs=_specs(fields, "inputs"),
-            outputs=_specs(fields, "outputs"),
-            provenance=_provenance(JsonReader(fields.take("provenance"), f"{MANIFEST}.provenance")),
-            files={name: _record(name, v) for name, v in fields.mapping("files").items()},
-            labels=fields.texts("labels"),
-            probabilities=fields.optional_text("probabilities"),
-            label=fields.optional_text("label"),
-            metrics=fields.numbers("metrics"),
-            weights=fields.text("weights"),
-            programs=fields.named_texts("programs"),
-            quantization=fields.optional_text("quantization"),
-            differences={name: _difference(name, v) for name, v in fields.mapping("differences").items()},
-        )
-        fields.end()
+        document = _convert(untrusted, MANIFEST, _Document)
+        plain_name(document.name, f"{MANIFEST}.name")
+        for name in document.files:
+            if not _FILE.fullmatch(name) or name == MANIFEST:
+                raise PackageError(f"{MANIFEST}.files has {name!r:.200}, which is not a plain file name")
+        fields = msgspec.structs.asdict(document)
+        del fields["format"]
+        specs = {side: _specs(fields[side], side) for side in ("inputs", "outputs")}
+        manifest = cls(**{**fields, **specs})
         manifest._check_references()
         if manifest.to_bytes() != content:
             raise PackageError(f"{MANIFEST} is not in its canonical form, so it was edited")
@@ -339,86 +304,19 @@ def _output_document(spec: TensorSpec) -> dict[str, Any]:
     return {**_spec_document(spec), **{name: value for name, value in names.items() if value}}
 
 
-def _specs(fields: JsonReader, side: str) -> dict[str, TensorSpec]:
+def _specs(tensors: Sequence[_Tensor], side: str) -> dict[str, TensorSpec]:
     specs: dict[str, TensorSpec] = {}
-    for number, item in enumerate(fields.items(side)):
-        entry = JsonReader(item, f"{MANIFEST}.{side}[{number}]")
-        name, dtype, shape = entry.text("name"), entry.text("dtype"), entry.items("shape")
-        limits = {limit: entry.take(limit) for limit in _LIMITS if limit in entry}
-        is_output = side == "outputs"
-        unit = entry.text("unit") if is_output and "unit" in entry else ""
-        columns = _columns(entry, f"{MANIFEST}.{side}[{number}].columns") if is_output and "columns" in entry else {}
-        entry.end()
-        if not all(type(value) is int and abs(value) < 2**63 for value in limits.values()):
-            raise PackageError(f"{MANIFEST}.{side}: {name!r:.80} has the limits {limits!r:.200}")
-        if dtype not in DTYPES:
-            raise PackageError(f"{MANIFEST}.{side}: {name!r:.80} is of {dtype!r:.80}, which is not a dtype")
-        if not all(size is None or (type(size) is int and 0 < size < 2**40) for size in shape):
-            raise PackageError(f"{MANIFEST}.{side}: {name!r:.80} has the shape {shape!r:.80}")
-        if not name or name in specs:
-            raise PackageError(f"{MANIFEST}.{side} names {name!r:.80} twice or not at all")
-        if columns and list(shape) != [len(columns)]:
+    for tensor in tensors:
+        fields = msgspec.structs.asdict(tensor)
+        name, listed = fields.pop("name"), fields.pop("columns", ())
+        columns = {column.name: column.unit for column in listed}
+        if name in specs or len(columns) < len(listed):
+            raise PackageError(f"{MANIFEST}.{side} names {name!r:.80}, or a column of it, twice")
+        if columns and tensor.shape != (len(columns),):
             raise PackageError(
-                f"{MANIFEST}.{side}: {name!r:.80} has {len(columns)} columns, but the shape {shape!r:.80}"
+                f"{MANIFEST}.{side}: {name!r:.80} has {len(columns)} columns, but the shape {tensor.shape!r:.80}"
             )
-        specs[name] = TensorSpec(dtype=dtype, shape=tuple(shape), unit=unit, columns=columns, **limits)
+        specs[name] = TensorSpec(**fields, columns=columns)
     if not specs:
         raise PackageError(f"{MANIFEST}.{side} is empty")
     return specs
-
-
-def _columns(fields: JsonReader, where: str) -> dict[str, str]:
-    columns: dict[str, str] = {}
-    for item in fields.items("columns"):
-        column = JsonReader(item, where)
-        name, unit = column.text("name"), column.text("unit")
-        column.end()
-        if name in columns:
-            raise PackageError(f"{where} names {name!r:.80} twice")
-        columns[name] = unit
-    return columns
-
-
-def _provenance(fields: JsonReader) -> Provenance:
-    provenance = Provenance(
-        run=fields.text("run"),
-        task=fields.text("task"),
-        fields=fields.mapping("fields"),
-        step=fields.count("step"),
-        state_version=fields.count("state_version"),
-        model_sha256=_sha256(fields.text("model_sha256"), "provenance.model_sha256"),
-        data=fields.mapping("data"),
-        versions=fields.named_texts("versions"),
-        code_sha256=fields.optional_text("code_sha256"),
-        purity=fields.optional_text("purity") if "purity" in fields else None,
-    )
-    fields.end()
-    return provenance
-
-
-def _difference(name: str, document: Any) -> FormatDifference:
-    fields = JsonReader(document, f"{MANIFEST}.differences.{name}")
-    share = fields.take("equal_labels")
-    if share is not None and not (type(share) in (int, float) and 0 <= share <= 1):
-        raise PackageError(f"{MANIFEST}.differences.{name}.equal_labels must be between 0 and 1, but is {share!r:.80}")
-    difference = FormatDifference(largest=fields.number("largest"), equal_labels=share, samples=fields.count("samples"))
-    fields.end()
-    return difference
-
-
-def _record(name: str, document: Any) -> FileRecord:
-    if not _FILE.fullmatch(name) or name == MANIFEST:
-        raise PackageError(f"{MANIFEST}.files has {name!r:.200}, which is not a plain file name")
-    fields = JsonReader(document, f"{MANIFEST}.files.{name}")
-    size, sha256 = fields.count("size"), fields.text("sha256")
-    fields.end()
-    try:
-        return FileRecord(size, sha256)
-    except CheckpointError as error:
-        raise PackageError(f"{MANIFEST}.files.{name}: {error}") from error
-
-
-def _sha256(text: str, what: str) -> str:
-    if not _SHA256.fullmatch(text):
-        raise PackageError(f"{MANIFEST}.{what} must be 64 hexadecimal digits, but is {text!r:.80}")
-    return text

@@ -28,7 +28,7 @@ from paceline.runs.checkpoint_manifest import (
     write_file,
 )
 from paceline.runs.checkpoint_store import remove_stale
-from paceline.runs.package_manifest import PackageManifest, parse_object, plain_name
+from paceline.runs.package_manifest import PackageManifest, StrictStruct, parse_document, plain_name
 
 LATEST = "latest"
 MAX_TAG_BYTES = 2**20
@@ -48,8 +48,7 @@ class PackageReference(NamedTuple):
         return f"{self.name}@{self.tag}"
 
 
-@dataclass(frozen=True)
-class Tag:
+class Tag(StrictStruct, frozen=True):
     """The package of a tag.
 
     Attributes:
@@ -70,9 +69,7 @@ class Tag:
         Raises:
             PackageError: it is malformed.
         """
-        fields = parse_object(content, where)
-        tag = cls(fields.text("digest"), fields.texts("earlier"))
-        fields.end()
+        tag = parse_document(content, where, cls)
         for digest in (tag.digest, *tag.earlier):
             if not is_digest(digest):
                 raise PackageError(f"{where} contains {digest!r:.80}, which is not a digest.")
