@@ -1,8 +1,7 @@
-"""Access to a server: loopback addresses, and tokens in files that only their owner can read. No torch."""
+"""Tokens of 32 random bytes, in hexadecimal digits, in files that only their owner can read. No torch."""
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import secrets
@@ -11,20 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is this node's own; a name other than localhost is not."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-# --- A token that a node makes: 32 random bytes, in hexadecimal digits ---
-
 
 TOKEN_BYTES = 32
 _HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * TOKEN_BYTES))

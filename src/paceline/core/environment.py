@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paceline.core.access import is_loopback
 from paceline.core.built_in import PARTS, RANK_DETECTORS
 from paceline.core.errors import ConfigError
 from paceline.core.plugins import import_object
@@ -362,6 +362,16 @@ def _job_cpus(environment: Environment, environ: Mapping[str, str]) -> int:
     if environment.source == "slurm":
         return integer_of(environ, "SLURM_CPUS_ON_NODE", len(own))
     return len(own)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is this node's own; a name other than localhost is not."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def parse_endpoint(text: str, name: str) -> tuple[str, int]:

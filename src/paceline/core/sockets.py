@@ -9,7 +9,7 @@ import socket
 
 import psutil
 
-from paceline.core.access import is_loopback
+from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"

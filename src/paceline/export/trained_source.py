@@ -24,13 +24,13 @@ from paceline.data.samples import MicroBatch
 from paceline.export.inferred_signature import infer_signature
 from paceline.runs.directory import RunDirectory
 from paceline.runs.purity import read_purity
-from paceline.training.evaluation import MetricIntervals
 from paceline.training.loaded_model import (
     EvaluableModel,
     LoadedModel,
     load_trained_model,
     make_evaluator,
 )
+from paceline.training.metric_intervals import MetricIntervals
 
 EVALUATION = "evaluation"
 """In a package's ``provenance.data``: options of the run that decide its evaluation."""

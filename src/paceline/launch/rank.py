@@ -16,13 +16,13 @@ from importlib import import_module
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, cast, get_args
 
-from paceline.core.access import is_loopback
 from paceline.core.built_in import FRAMEWORKS
 from paceline.core.environment import (
     Environment,
     default_threads,
     detect_environment,
     detect_node,
+    is_loopback,
 )
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.launch_spec import LaunchSpec

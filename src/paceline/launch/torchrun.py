@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from paceline.core.access import is_loopback
-from paceline.core.environment import parse_endpoint
+from paceline.core.environment import is_loopback, parse_endpoint
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import Command, LaunchSpec, split_python
 from paceline.core.sockets import address_beside, interface_of

@@ -21,8 +21,7 @@ from typing import Any
 
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
-from paceline.core.access import is_loopback
-from paceline.core.environment import Environment, parse_endpoint
+from paceline.core.environment import Environment, is_loopback, parse_endpoint
 from paceline.core.errors import ConfigError, PeerLostError
 from paceline.core.files import write_atomically
 from paceline.core.sockets import LOOPBACK, bound_socket, inherited_socket, job_port, meeting_address

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.access import is_loopback
+from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.sockets import address_towards
 from paceline.launch.launcher import (

@@ -18,7 +18,7 @@ from paceline.core.stats import Floats
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
 from paceline.torch_internals import tree_leaves
-from paceline.training.evaluation import MetricIntervals
+from paceline.training.metric_intervals import MetricIntervals
 from paceline_serving.encodings import Categories, Dates
 
 MISTAKES = 12

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from paceline.core.access import is_loopback
+from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError
 from paceline_serving.batching import RequestFailure
 from paceline_serving.bearer_tokens import BearerTokens

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.access import is_loopback
+from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError
 from paceline_serving.access import AccessPolicy, check_cors_origins
 from paceline_serving.app import App, DeploymentFactory, Models

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from paceline.core.access import is_loopback
-from paceline.core.environment import Environment
+from paceline.core.environment import Environment, is_loopback
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.file_lock import lock_now
 from paceline.core.gpus import visible_gpus
