@@ -107,7 +107,7 @@ def test_logs_are_followed_while_the_system_is_away(
     job = handle(kind, tmp_path)
     asked = answering(AWAY, RUNNING, AWAY, SUCCEEDED)
     module = {"kubernetes": "paceline_kubernetes.api", "sagemaker": "paceline_clouds.sagemaker"}.get(kind)
-    monkeypatch.setattr(f"{module or 'paceline.launch.status_poller'}.time", clock)
+    monkeypatch.setattr(f"{module or 'paceline.launch.job_logs'}.time", clock)
     monkeypatch.setattr(type(job), "status", asked)
     if kind == "kubernetes":
         monkeypatch.setattr("paceline_kubernetes.api._POLL_S", 0.0)
@@ -124,7 +124,7 @@ def test_a_job_of_another_machine_is_followed_to_its_end(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = JobStatus(state="unknown", detail="it runs on node7")
-    monkeypatch.setattr("paceline.launch.status_poller.time", clock)
+    monkeypatch.setattr("paceline.launch.job_logs.time", clock)
     monkeypatch.setattr(SubmititJob, "status", answering(elsewhere, elsewhere, SUCCEEDED))
     (tmp_path / "7_0_log.out").write_text("last words\n")
     reference = {"id": "7", "folder": str(tmp_path), "tasks": 1, "is_command": True, "executor": "local"}
