@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +14,10 @@ from cyclopts import Parameter
 from paceline.cli.job_options import JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, explicit_options, group, run_options
-from paceline.core.built_in import PARTS
 from paceline.core.config import all_options, config_from_mapping, read_config_file
 from paceline.core.errors import ConfigError
 from paceline.core.files import parse_toml
 from paceline.core.option_sets import resumed_options
-from paceline.core.plugins import import_object
 
 if TYPE_CHECKING:
     from paceline.core.launch_spec import Command, LaunchSpec
@@ -147,8 +145,9 @@ def _start(
 
     config = config_from_mapping(values, "the command line")
     if config.processes.on not in _LOCAL_LAUNCHERS:
-        submit: Callable[..., int] = import_object(PARTS["train --on"])
-        return submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json, quiet=quiet)
+        from paceline.cli.job_start import start_task
+
+        return start_task(config, job_options or JobOptions(), own, dry_run=dry_run, json=json, quiet=quiet)
     preflight = explicit_options(job_options) == {"preflight": True}
     if own or not (job_options is None or preflight):
         refuse_job_options(config.processes.on, job_options, own)

@@ -248,7 +248,6 @@ TRAITS: Mapping[str, str] = {
 
 PARTS: Mapping[str, str] = {
     "--coordinator": "paceline_etcd.membership:EtcdMembership",
-    "--init-from": "paceline.training.pretrained:PretrainedWeights",
     "--pp-schedule pipedream": "paceline_more_strategies.pipedream:PipeDream",
     "--preflight": "paceline_checks.preflight.job",
     "--rank-launcher ray": "paceline_ray.node:ray_node_command",
@@ -257,10 +256,9 @@ PARTS: Mapping[str, str] = {
     "Vertex AI's nodes": "paceline_clouds.nodes:vertex_node",
     "export": "paceline_serving.observed_inputs:observe_inputs",
     "launch": "paceline_frameworks.script_warnings:script_warnings",
-    "train --on": "paceline.cli.job_start:start_task",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
 }
-"""What an option or a command needs and few jobs use, as ``module:name``, imported when it is used."""
+"""What a plug-in does for an option or a command of the core, as ``module:name``."""
 
 SLURM_BODIES: Mapping[RankLauncher, str] = {"horovod": "paceline_frameworks.horovod:slurm_body"}
 """The shell code of rank launchers that the core does not have, in the script of a Slurm job."""

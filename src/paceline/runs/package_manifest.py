@@ -140,7 +140,7 @@ class _Output(_Tensor, frozen=True):
     columns: tuple[_Column, ...] = ()
 
 
-class _Document(StrictStruct, frozen=True):
+class _ManifestDocument(StrictStruct, frozen=True):
     """The fields of ``manifest.json``; :class:`PackageManifest` describes them."""
 
     format: int
@@ -247,7 +247,7 @@ class PackageManifest:
         untrusted = parse_document(content, MANIFEST, dict[str, Any])
         if (version := untrusted.get("format")) != FORMAT:
             raise PackageError(f"{MANIFEST} has format {version!r:.80}; this version of Paceline reads {FORMAT}")
-        document = _convert(untrusted, MANIFEST, _Document)
+        document = _convert(untrusted, MANIFEST, _ManifestDocument)
         plain_name(document.name, f"{MANIFEST}.name")
         for name in document.files:
             if not _FILE.fullmatch(name) or name == MANIFEST:

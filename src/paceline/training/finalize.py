@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.built_in import PARTS
 from paceline.core.errors import CheckpointError
-from paceline.core.plugins import import_object
 from paceline.parallel.sharded_state import load_module
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import World
@@ -116,12 +114,14 @@ def _drift(trainer: Trainer, group: GroupContext) -> dict[str, Any] | None:
     run, world = trainer.run, group.world
     if run.config.fine_tuning.init_from is None:
         return None
+    from paceline.training.pretrained import PretrainedWeights
+
     weights = trainer.states.full_evaluated_weights(world)
     found, problem = None, None
     if world.rank == 0:
         group.monitor.set_status("comparing with the parent")
         try:
-            found = import_object(PARTS["--init-from"]).load_copy(run.directory).drift(run, weights)
+            found = PretrainedWeights.load_copy(run.directory).drift(run, weights)
         except CheckpointError as error:
             problem = str(error)  # the training is done, and its result stands
             _log.warning("no drift: %s", error)

@@ -10,10 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.built_in import PARTS
 from paceline.core.errors import CheckpointError
 from paceline.core.files import look_anew, see_listed, wait_to_see
-from paceline.core.plugins import import_object
 from paceline.data.ledger import LedgerEntry, last_recorded_version
 from paceline.elastic.state_transfer import StateSource, elect_source, transfer_state
 from paceline.parallel.device import why_idle
@@ -59,7 +57,9 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     saved = newest_checkpoint(run, world, run_id)
     parent: PretrainedWeights | None = None
     if saved is None and (source := run.config.fine_tuning.init_from) is not None:
-        parent = import_object(PARTS["--init-from"]).read(run, source, world)
+        from paceline.training.pretrained import PretrainedWeights
+
+        parent = PretrainedWeights.read(run, source, world)
     if saved is None:
         trainer.states.begin(mesh, None if parent is None else parent.weights)
         trainer.states.state.require_storable()
