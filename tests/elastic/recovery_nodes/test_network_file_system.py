@@ -117,7 +117,7 @@ def test_a_silent_file_system_removes_no_leading_node(shared: SharedRun, undistu
     assert [process.wait(180) for process in processes] == [0, 0], [process.text for process in processes]
     assert shared.result()["model_sha256"] == undisturbed
     kinds = [event["event"] for event in shared.directory.read_events()]
-    assert kinds.count("fault") == 1
+    assert kinds.count("fault") == 1, (kinds, [process.text for process in processes])
     assert not {"node lost", "takeover", "paused"} & set(kinds), kinds
 
 
