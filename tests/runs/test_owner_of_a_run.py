@@ -111,6 +111,7 @@ def wait_for_checkpoint(directory: RunDirectory, trains: subprocess.Popen[str]) 
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_where_locks_hold_within_a_node(machines: Sequence[Machine]) -> None:
     a, b = machines
     directory = RunDirectory(b.path / "run")

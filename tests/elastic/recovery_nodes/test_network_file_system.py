@@ -121,6 +121,7 @@ def test_a_silent_file_system_removes_no_leading_node(shared: SharedRun, undistu
     assert not {"node lost", "takeover", "paused"} & set(kinds), kinds
 
 
+@pytest.mark.slow
 def test_a_slow_file_system_removes_no_node(shared: SharedRun, undisturbed: str) -> None:
     """Each operation on a name takes longer than on NFS across a continent; a silent node is lost after two seconds."""
     for mount in shared.mounts.values():
