@@ -145,11 +145,11 @@ class Terminal:
         return self._steps_per_epoch is not None and (step % self._steps_per_epoch == 0 or step == self._total_steps)
 
     def _samples_per_s(self) -> float | None:
-        last = self._history[-1][1]
-        # The first report counts from the process's start.
-        samples, training_s = self._history[0][1][3:] if len(self._history) > 1 else (0, 0.0)
-        seconds = last.training_s - training_s
-        return (last.samples - samples) / seconds if seconds > 0 else None
+        (_, first), (_, last) = self._history[0], self._history[-1]
+        if first is last:  # the first report counts from the process's start
+            return last.samples / last.training_s if last.training_s > 0 else None
+        seconds = last.training_s - first.training_s
+        return (last.samples - first.samples) / seconds if seconds > 0 else None
 
     def _time_left(self, step: int) -> str:
         (then, first), (now, last) = self._history[0], self._history[-1]
