@@ -92,7 +92,7 @@ def test_a_task_has_the_same_bits_on_any_number_of_processes_and_after_a_kill(
 @pytest.mark.parametrize(
     "task",
     [
-        pytest.param(task, marks=[] if number % 8 == 0 else [pytest.mark.matrix])
+        pytest.param(task, marks=[] if number % 8 == 0 else [pytest.mark.slow if number % 2 else pytest.mark.matrix])
         for number, task in enumerate([*QUICK, *OTHERS])
     ],
 )
