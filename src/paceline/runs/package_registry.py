@@ -57,7 +57,7 @@ class Tag(StrictStruct, frozen=True):
     """
 
     digest: str
-    earlier: tuple[str, ...] = ()
+    earlier: tuple[str, ...]
 
     def to_bytes(self) -> bytes:
         return canonical_json({"digest": self.digest, "earlier": self.earlier})

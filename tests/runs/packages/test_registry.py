@@ -126,6 +126,9 @@ def test_a_damaged_tag_is_refused(registry: Registry, two: tuple[str, str]) -> N
     file.write_text('{"digest": "../../x", "earlier": []}')
     with pytest.raises(PackageError, match="is not a digest"):
         registry.resolve("demo@prod")
+    file.write_text(f'{{"digest": "{two[0]}"}}')
+    with pytest.raises(PackageError, match="earlier"):
+        registry.resolve("demo@prod")
 
 
 def test_a_draft_that_is_not_committed_leaves_nothing(registry: Registry) -> None:
