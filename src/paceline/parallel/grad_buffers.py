@@ -259,9 +259,9 @@ class MicrobatchBuffers:
         """Set the buffers to the step's values."""
         if not self._places:
             return
-        first = 1
-        for group in self._floats:
-            is_changed = group.of_elements(sums.counts[first : (first := first + len(group.places))] > 0)
+        changed = (sums.counts[1:] > 0).split_with_sizes([len(group.places) for group in self._floats])
+        for group, of_buffers in zip(self._floats, changed, strict=True):
+            is_changed = group.of_elements(of_buffers)
             if is_changed.numel():
                 group.set(torch.where(is_changed, sums.floats[group.dtype].div_(samples), group.base))
         if self.integers:

@@ -161,10 +161,10 @@ def initialise(module: nn.Module, config: RunConfig, weights: Mapping[str, torch
     Raises:
         ConfigError: the weights do not fit, an option matches nothing, or nothing is left to train.
     """
-    anew = reinitialized_parameters(module, config)
+    fresh = reinitialized_parameters(module, config)
     if weights is not None:
         assert config.fine_tuning.init_from is not None
-        _load(module, weights, config.fine_tuning.init_from, anew, config.fine_tuning.reset)
+        _load(module, weights, config.fine_tuning.init_from, fresh, config.fine_tuning.reset)
     if config.fine_tuning.lora is not None:
         seed_adapters(config.training.seed)
         add_adapters(module, config.fine_tuning.lora)
@@ -179,21 +179,21 @@ def reinitialized_parameters(module: nn.Module, config: RunConfig) -> set[str]:
         ConfigError: there is no such layer, or the last one shares its weights.
     """
     state = module.state_dict()
-    anew = {name for name in state for pattern in config.fine_tuning.reset if matches(pattern, name)}
+    fresh = {name for name in state for pattern in config.fine_tuning.reset if matches(pattern, name)}
     if config.fine_tuning.reset_head:
         head = last_layer(module)
-        anew |= {name for name in state if name.rpartition(".")[0] == head}
+        fresh |= {name for name in state if name.rpartition(".")[0] == head}
         shared = [
             name
             for name, parameter in module.named_parameters(remove_duplicate=False)
-            if name not in anew and any(parameter is module.get_parameter(own) for own in anew & _own(module))
+            if name not in fresh and any(parameter is module.get_parameter(own) for own in fresh & _own(module))
         ]
         if shared:
             raise ConfigError(
                 f"--reset-head: the last layer ({head}) shares its weights with {join_names(shared)}. Name "
                 "the parameters to reinitialize with --reset."
             )
-    return anew
+    return fresh
 
 
 def last_layer(module: nn.Module) -> str:
@@ -210,7 +210,7 @@ def _load(
     module: nn.Module,
     weights: Mapping[str, torch.Tensor],
     source: str,
-    anew: set[str],
+    fresh: set[str],
     reset: Sequence[str],
 ) -> None:
     """Copy the weights of another run, except the reinitialized ones."""
@@ -219,7 +219,7 @@ def _load(
         require_match("--reset", pattern, module, others=weights)
     weights = rename_entries(weights, state)
     unused = {name for name in weights for pattern in reset if matches(pattern, name)}
-    wanted = [name for name in state if name not in anew]
+    wanted = [name for name in state if name not in fresh]
     missing = [name for name in wanted if name not in weights]
     unexpected = [name for name in weights if name not in state and name not in unused]
     reshaped = [n for n in wanted if n in weights and weights[n].shape != state[n].shape]

@@ -159,18 +159,18 @@ class PretrainedWeights:
             task predicts no classes or its last layer was reinitialized.
         """
         child = run.task.build_model()
-        anew = reinitialized_parameters(child, run.config)
-        parameters = [name for name, _ in child.named_parameters() if name not in anew]
+        fresh = reinitialized_parameters(child, run.config)
+        parameters = [name for name, _ in child.named_parameters() if name not in fresh]
         whole, modules = relative_l2(parameters, self.weights, weights)
         agreement, samples = None, 0
-        if not anew:
+        if not fresh:
             agreement, samples = _agreement(run, child, self.weights, weights)
         return {
             "relative_l2": whole,
             "modules": modules,
             "agreement": agreement,
             "samples": samples,
-            "new": sorted(anew),
+            "new": sorted(fresh),
         }
 
 

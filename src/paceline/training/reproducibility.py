@@ -117,7 +117,10 @@ def configure_numerics(config: RunConfig, threads: int, device: torch.device) ->
         fix_cublas_workspace()
         ones = torch.ones(2, 2, device=device)
         # At its first multiplication torch notes for good whether the workspace suits: also for a later training.
-        _require_cublas_workspace(ones) if exact else torch.mm(ones, ones)
+        if exact:
+            _require_cublas_workspace(ones)
+        else:
+            torch.mm(ones, ones)
 
 
 def _require_cublas_workspace(ones: torch.Tensor) -> None:
