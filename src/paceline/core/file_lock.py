@@ -156,7 +156,8 @@ class FileLock:
         """
         if self.held:
             return True
-        self.rival, self.is_certain = None, True
+        self.rival = None
+        self.is_certain = True
         try:
             has_locks = lock_now(self._descriptor)
         except BlockingIOError:
@@ -238,7 +239,8 @@ class FileLock:
             if is_alive is None:
                 is_alive = self._is_beating(claim)
             if is_alive is not False:
-                self.rival, self.is_certain = claim, is_alive is True
+                self.rival = claim
+                self.is_certain = is_alive is True
                 return False
         return True
 

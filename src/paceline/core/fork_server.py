@@ -166,7 +166,9 @@ class ForkServerProcess:
     """
 
     def __init__(self, requests: socket.socket, prepare: PrepareChild, *, kill_groups: bool = True) -> None:
-        self._requests, self._prepare, self._kill_groups = requests, prepare, kill_groups
+        self._requests = requests
+        self._prepare = prepare
+        self._kill_groups = kill_groups
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ)
         self._pids: dict[int, int] = {}  # by pidfd

@@ -315,7 +315,9 @@ class LedgerWriter:
         self._written = 0  # bytes of the tail that were written without an fsync
         self._file: int | None = None
         self._exists = self._in_directory = self._closed = self._failed = False
-        self._appending, self._writing, self._syncing = Lock(), Lock(), Lock()
+        self._appending = Lock()
+        self._writing = Lock()
+        self._syncing = Lock()
 
     @property
     def unsure(self) -> int:
@@ -367,7 +369,8 @@ class LedgerWriter:
         except OSError as error:
             # The kernel drops pages that it could not write, so a second fsync would succeed without them.
             with self._writing:
-                self._written, self._failed = 0, True
+                self._written = 0
+                self._failed = True
                 self._drop_file()
             raise self._failure(error) from error
 
@@ -417,7 +420,8 @@ class LedgerWriter:
             with self._appending:
                 synced = until - self._synced
                 del self._tail[:synced]
-                self._synced, self._written = until, max(0, self._written - synced)
+                self._synced = until
+                self._written = max(0, self._written - synced)
 
     def _read_back(self, until: int) -> None:
         """Require that the file holds the entries that the next accounting drops from memory."""

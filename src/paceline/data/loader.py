@@ -99,7 +99,9 @@ class TensorLoader:
             stop = max(stop, min(start + self._CHUNK, self._order.num_samples))
         self._numbers = self._order.indices(epoch, start, stop)
         self._rows = self._gather.locate(self._numbers)
-        self._epoch, self._start, self._stop = epoch, start, stop
+        self._epoch = epoch
+        self._start = start
+        self._stop = stop
 
 
 class SampleLoader:
@@ -169,7 +171,8 @@ class SampleLoader:
                     yield ReadRequest(e, numbers, rows)
 
     def _take_check(self, check: SampleCheck) -> None:
-        self.checked, self._checking = check, False
+        self.checked = check
+        self._checking = False
         self._next_check = time.monotonic() + max(_CHECK_EVERY_S, _CHECK_SHARE * check.seconds)
 
 

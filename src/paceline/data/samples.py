@@ -396,7 +396,8 @@ class SampleSource:
         self, dataset: Any, *, seed: int, device: torch.device, workers: int, collate: Collate, split: str
     ) -> None:
         self._reader = SampleReader(dataset, collate=collate, seed=seed, split=split)
-        self._dataset, self._collate = dataset, collate
+        self._dataset = dataset
+        self._collate = collate
         self._device = device
         self._split = split
         self._num_workers = workers
@@ -414,7 +415,8 @@ class SampleSource:
             ahead: minimum number of requests in flight.
         """
         self._pending.clear()
-        self._requests, self._ahead = requests, ahead
+        self._requests = requests
+        self._ahead = ahead
         if self._num_workers == 0:
             return
         if self._workers is None:

@@ -82,7 +82,9 @@ class _EveryNth:
     """Items ``first``, ``first + step``, ... of an iterable, all drawn with keyed randomness."""
 
     def __init__(self, dataset: IterableDataset[Any], first: int, step: int, key: int) -> None:
-        self._first, self._step, self._key = first, step, key
+        self._first = first
+        self._step = step
+        self._key = key
         self._consumed = 0
         self._drawn = 0
         seed_everything(key)

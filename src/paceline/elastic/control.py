@@ -205,7 +205,10 @@ class ControlApi:
     """
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, controller: Controller, node: NodeWorkers) -> None:
-        self._spec, self._directory, self._controller, self._node = spec, directory, controller, node
+        self._spec = spec
+        self._directory = directory
+        self._controller = controller
+        self._node = node
 
     def status(self) -> RunStatus:
         """Return the job's status.

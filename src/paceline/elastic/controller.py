@@ -184,7 +184,9 @@ class Shutdown:
     """
 
     def __init__(self, spec: LaunchSpec, workforce: WorkerPool, coordinator: Coordinator) -> None:
-        self._spec, self._pool, self._coordinator = spec, workforce, coordinator
+        self._spec = spec
+        self._pool = workforce
+        self._coordinator = coordinator
         # Ctrl-C may reach the agents of all nodes.
         self._requests = StopRequests(ECHO_S if spec.nodes[1] > 1 else 0.0)
         self.requested: int | None = None
@@ -278,8 +280,11 @@ class JobController:
         *,
         follows: bool = False,
     ) -> None:
-        self._spec, self._directory, self._quorum = spec, directory, quorum
-        self._here, self._address = here, address
+        self._spec = spec
+        self._directory = directory
+        self._quorum = quorum
+        self._here = here
+        self._address = address
         self._pool = WorkerPool(coordinator)
         self.shutdown = Shutdown(spec, self._pool, coordinator)
         self.recovery_log = RecoveryLog(directory, first=-1 if follows else coordinator.generation + 1)

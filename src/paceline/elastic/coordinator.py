@@ -154,14 +154,17 @@ class Coordinator:
         self._next_worker = first_worker
         if not has_begun:
             return
-        self._vacant, self.initial_nodes = places, self.min_nodes
-        self.group, self._invalid_view = WorkerGroup(self.generation, (), 0), self.generation
+        self._vacant = places
+        self.initial_nodes = self.min_nodes
+        self.group = WorkerGroup(self.generation, (), 0)
+        self._invalid_view = self.generation
 
     def observe_view(self, generation: int) -> None:
         """Record another leader's group; later ones get higher numbers."""
         if generation > self.generation:
             if self.group is not None and self._invalid_view == self.group.generation:
-                self.group, self._invalid_view = WorkerGroup(generation, self.group.members, 0), generation
+                self.group = WorkerGroup(generation, self.group.members, 0)
+                self._invalid_view = generation
             self.generation = generation
 
     def waits(self, worker: int) -> list[Action]:

@@ -134,7 +134,8 @@ class RestartBudget:
         """Report the steps that a worker has done; -1: unknown."""
         if step > self.step:
             self.first = step if self.first is None else self.first
-            self.step, self.spent = step, 0
+            self.step = step
+            self.spent = 0
 
     def spend(self) -> bool:
         """Use one replacement; return False if none is left."""
@@ -159,7 +160,8 @@ class FailurePolicy:
     """
 
     def __init__(self, directory: RunDirectory, budget: RestartBudget) -> None:
-        self._directory, self.budget = directory, budget
+        self._directory = directory
+        self.budget = budget
         self.recoveries = 0
         self.reason = ""
         self._exits: list[ProcessExit] = []  # exits that determine the job's exit code

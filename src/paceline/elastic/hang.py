@@ -290,7 +290,8 @@ class HangDetector:
     """
 
     def __init__(self, directory: RunDirectory, do: Callable[[Callable[[], None]], object]) -> None:
-        self._directory, self._do = directory, do
+        self._directory = directory
+        self._do = do
         self._view: WorkerGroup | None = None
         self._nodes: dict[int, str] = {}  # by rank
         self._finished: set[int] = set()
@@ -307,11 +308,14 @@ class HangDetector:
     def forms(self, view: WorkerGroup, nodes: Sequence[str]) -> None:
         """Watch this group from now on; ``nodes`` are its members'."""
         self.forget()
-        self._view, self._nodes = view, dict(enumerate(nodes))
+        self._view = view
+        self._nodes = dict(enumerate(nodes))
 
     def forget(self) -> None:
         """Stop watching a broken group."""
-        self._view, self._answers, self._due = None, None, math.inf
+        self._view = None
+        self._answers = None
+        self._due = math.inf
         self._finished.clear()
 
     def finishes(self, worker: int) -> None:
@@ -337,10 +341,13 @@ class HangDetector:
         if self._view is None or now < self._due:
             return None
         if self._answers is None:
-            self._answers, self._due = {}, now + _ANSWER_S
+            self._answers = {}
+            self._due = now + _ANSWER_S
             return AskWorkers(self._view.members)
         members, answers = self._view.members, self._answers
-        self._answers, self._due, self._patient_until = None, math.inf, now + _PAUSE_S
+        self._answers = None
+        self._due = math.inf
+        self._patient_until = now + _PAUSE_S
         reports = [
             answers.get(worker) or (ExitedRank(rank) if worker in self._finished else NoResponse(rank))
             for rank, worker in enumerate(members)
@@ -407,7 +414,9 @@ class Watchdog:
     ) -> None:
         self._activity = activity
         self._directory = directory
-        self._rank, self._world_size, self._generation = rank, world_size, generation
+        self._rank = rank
+        self._world_size = world_size
+        self._generation = generation
         self._one_host = one_host
         self._tell = tell
         self._request_file = directory.logs / f"hang-asked-{generation}"

@@ -118,7 +118,8 @@ class WorkerProcess:
     """
 
     def __init__(self, number: int, local_index: int) -> None:
-        self.number, self.local_index = number, local_index
+        self.number = number
+        self.local_index = local_index
         self.pid: int | None = None
         self.pidfd: int | None = None
         self.step = -1
@@ -130,7 +131,9 @@ class WorkerProcess:
         self.retired = False
         self.failure: FailureRecord | None = None
         self.announced_code = -int(signal.SIGKILL)
-        self._expected, self._limit_s, self._expected_by = "start", math.inf, math.inf
+        self._expected = "start"
+        self._limit_s = math.inf
+        self._expected_by = math.inf
         self._leave_by = math.inf
         self.status: Status = "starting"
         self.generation = -1
@@ -164,14 +167,17 @@ class WorkerProcess:
 
     def runs(self, pid: int, pidfd: int) -> None:
         """Record that it was forked; takes over ``pidfd``."""
-        self.pid, self.pidfd = pid, pidfd
+        self.pid = pid
+        self.pidfd = pidfd
         self._child_ends.close()
         self.expect("say anything", _START_S)
 
     def expect(self, what: str, limit_s: float) -> None:
         """Set the next deadline."""
-        self._expected, self._limit_s = what, limit_s
-        self._expected_by, self._leave_by = time.monotonic() + limit_s, math.inf
+        self._expected = what
+        self._limit_s = limit_s
+        self._expected_by = time.monotonic() + limit_s
+        self._leave_by = math.inf
 
     def heard(self, heartbeat_s: float) -> None:
         """Record a message."""
@@ -180,12 +186,14 @@ class WorkerProcess:
 
     def _extend_deadline(self, heartbeat_s: float) -> None:
         if self.beats and not self.ending and not self.killed:
-            self._expected, self._limit_s = "answer", heartbeat_s if self.status == "member" else _START_S
+            self._expected = "answer"
+            self._limit_s = heartbeat_s if self.status == "member" else _START_S
             self._expected_by = time.monotonic() + self._limit_s
 
     def enter_group(self, generation: int, heartbeat_s: float) -> None:
         """Record that it is in a group, where others wait for it."""
-        self.status, self.generation = "member", generation
+        self.status = "member"
+        self.generation = generation
         self._leave_by = math.inf
         self._extend_deadline(heartbeat_s)
 
@@ -261,8 +269,13 @@ class NodeWorkers:
         inherited: tuple[int, ...] = (),
         interface: str = "",
     ) -> None:
-        self._rendered, self._job_file, self._directory, self._selector = fork_server, job_file, directory, selector
-        self._heartbeat_s, self._grace_s, self._inherited = heartbeat_s, grace_s, inherited
+        self._rendered = fork_server
+        self._job_file = job_file
+        self._directory = directory
+        self._selector = selector
+        self._heartbeat_s = heartbeat_s
+        self._grace_s = grace_s
+        self._inherited = inherited
         self._interface = interface
         self.files = files
         self._workers: dict[int, WorkerProcess] = {}

@@ -25,7 +25,8 @@ class RecoveryLog:
     """
 
     def __init__(self, directory: RunDirectory, first: int) -> None:
-        self._directory, self._first = directory, first
+        self._directory = directory
+        self._first = first
         self._lost_at: float | None = None  # when the group being replaced was broken or left
         self._hit = False  # whether a worker or node was lost since the current group was formed
         self._asked_to_reform = -1  # the generation whose members got the order to leave it
@@ -77,7 +78,8 @@ class RecoveryLog:
                 seconds=self._since_loss(),
             )
         self._joined.clear()
-        self._why, self._hit = "", False
+        self._why = ""
+        self._hit = False
 
     def joined(self, view: WorkerGroup, worker: int, step: int) -> None:
         """Record that a member of the current group has its state."""

@@ -83,7 +83,8 @@ def _run(directory: RunDirectory) -> Artifact:
     try:
         manifest = directory.read_complete_manifest()
         source = dict(manifest.get("parent", {}))
-        run.group, run.identity = summary.task or "", str(manifest["id"])
+        run.group = summary.task or ""
+        run.identity = str(manifest["id"])
         run.sources = tuple(str(source[kind]) for kind in ("run", "package") if source.get(kind))
         metrics = dict((directory.read_result() or {}).get("metrics", {}))
     except (RunDirectoryError, OSError, TypeError, ValueError):
@@ -133,7 +134,8 @@ def _package(path: Path, digest: str, reason: str | None) -> Artifact:
     origin = manifest.provenance
     evaluation = origin.data.get("evaluation")
     best = evaluation.get("best_metric") if isinstance(evaluation, dict) else None
-    package.name, package.group = f"{manifest.name} {digest[:12]}", manifest.name
+    package.name = f"{manifest.name} {digest[:12]}"
+    package.group = manifest.name
     package.sources = (origin.run,)
     package.score, package.criterion = _score(best, {str(origin.data.get("compared_split", "test")): manifest.metrics})
     return package

@@ -67,7 +67,8 @@ class TreeReduceScatter(_PlainMemoryReduceScatter):
     """
 
     def __init__(self, num_microbatches: int, data: World, copies: World) -> None:
-        self._data, self._copies = data, copies
+        self._data = data
+        self._copies = copies
         self._plan = ReductionPlan(num_microbatches, 1)
         self._grad_buffers: dict[int, torch.Tensor] = {}
         self._micro_steps: list[list[int | None]] = []

@@ -299,11 +299,13 @@ class _Joined:
     """
 
     def __init__(self, dtype: torch.dtype, places: Sequence[_Place]) -> None:
-        self.dtype, self.places = dtype, places
+        self.dtype = dtype
+        self.places = places
         self.base = torch.empty(0, dtype=dtype)
         self._base_parts: Sequence[torch.Tensor] | None = None
         buffers = [_as_real(buffer) for _, _, buffer in places]
-        self._shapes, self._sizes = [b.shape for b in buffers], [b.numel() for b in buffers]
+        self._shapes = [b.shape for b in buffers]
+        self._sizes = [b.numel() for b in buffers]
         # On a CPU it is faster to compare each buffer; on a GPU each comparison would be a wait.
         self._on_gpu = any(buffer.is_cuda for buffer in buffers)
         self._numbers = torch.tensor(self._sizes, dtype=torch.int64, device=buffers[0].device if buffers else None)

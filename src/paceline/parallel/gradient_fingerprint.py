@@ -56,7 +56,8 @@ class ScratchGradient:
     """
 
     def __init__(self, layout: FlatLayout, like: GradBuffer) -> None:
-        self._layout, self._like = layout, like
+        self._layout = layout
+        self._like = like
         self.flat_buffers: GradBuffer = {}
 
     def views(self) -> list[torch.Tensor]:

@@ -45,7 +45,8 @@ class PendingMessages:
     """
 
     def __init__(self, works: Sequence[dist.Work], staged: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-        self._works, self._staged = works, staged
+        self._works = works
+        self._staged = staged
 
     def wait(self) -> None:
         """Wait for the messages: with NCCL it is the current stream that waits, with gloo the calling thread.

@@ -69,7 +69,9 @@ class ProgressTracker:
 
     def join(self) -> None:
         """Begin a world and reset the exchange numbers."""
-        self.exchange, self.collective_seq, self.left = "", 0, 0
+        self.exchange = ""
+        self.collective_seq = 0
+        self.left = 0
         self.begin("joining")
 
     def begin(self, stage: Stage) -> None:

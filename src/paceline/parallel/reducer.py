@@ -153,9 +153,12 @@ class GradientReducer:
         self._sums = []
         self._used = 0
         self._grad_buffer = -1  # unused parameters have none, and user code may have set some to None
-        self._missing, self._merges = [], ()
+        self._missing = []
+        self._merges = ()
         self._next_bucket = 0
-        self._watch, self._check, self.watched = None, None, 0
+        self._watch = None
+        self._check = None
+        self.watched = 0
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise TaskError(
@@ -179,7 +182,8 @@ class GradientReducer:
                 with +0, ``a + (0 + g)`` is ``a + g``.
             check: called with each rank's row before the sums are used; a collective.
         """
-        self._watch, self._check = microbatch, check
+        self._watch = microbatch
+        self._check = check
 
     def recompute(
         self, forward_backward: Callable[[], tuple[torch.Tensor, torch.Tensor | float]], checksum: int

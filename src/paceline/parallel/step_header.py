@@ -84,7 +84,9 @@ class StepHeader:
     """
 
     def __init__(self, plan: ReductionPlan, rank: int, row_length: int, num_parameters: int) -> None:
-        self._plan, self._rank, self._num_parameters = plan, rank, num_parameters
+        self._plan = plan
+        self._rank = rank
+        self._num_parameters = num_parameters
         self._row = slice(1, 1 + row_length)  # after the first bad micro-batch
         self._used = slice(self._row.stop, self._row.stop + set_length(num_parameters))  # the nodes' sums follow
         self.length = self._used.stop + _NODE_LENGTH * max(len(nodes) for nodes in plan.subtrees)

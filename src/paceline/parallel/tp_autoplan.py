@@ -171,7 +171,8 @@ class _Flow:
         return found_pairs
 
     def _follow(self) -> None:
-        self._rows, self._values = {}, {}
+        self._rows = {}
+        self._values = {}
         for node in self._graph.nodes:
             split = self._propagate(node)
             if split is not None:

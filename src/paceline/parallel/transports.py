@@ -315,7 +315,8 @@ class SharedMemoryTransport:
         headers = [
             words[headers_at + r * header_bytes :][: header_length * 8].cast("d") for r in range(2 * world.world_size)
         ]
-        self._headers, self._next_headers = headers[: world.world_size], headers[world.world_size :]
+        self._headers = headers[: world.world_size]
+        self._next_headers = headers[world.world_size :]
         all_buffers: list[list[GradBuffer]] = []
         offset = buffers_at
         for num_buffers in plan.num_grad_buffers:

@@ -122,7 +122,10 @@ class Snapshot:
 
     def _allocate(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
         # Free the old buffer first: two would be a second copy of the model.
-        self._layout, self._views, self._chunks, self._files = [], [], [], {}
+        self._layout = []
+        self._views = []
+        self._chunks = []
+        self._files = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         places: list[_TensorReference] = []
         offset = 0

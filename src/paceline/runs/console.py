@@ -187,7 +187,8 @@ class _Bar:
         if not self._live.is_started:
             self._redirect_above_bar()
             self._live.start()
-        status.no_wrap, status.overflow = True, "ellipsis"
+        status.no_wrap = True
+        status.overflow = "ellipsis"
         self._status = status
         self._progress.update(self._row, description=description, completed=step, note=note)
         self._live.refresh()

@@ -62,8 +62,10 @@ class Heartbeat:
     def __init__(self, directory: RunDirectory, *, rank: int, world_size: int, step: int) -> None:
         self.step = step
         self._path = directory.heartbeats / f"rank-{rank}.json"
-        self._rank, self._world_size = rank, world_size
-        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._rank = rank
+        self._world_size = world_size
+        self._host = socket.gethostname()
+        self._pid = os.getpid()
         self._last: HeartbeatRecord | None = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="paceline-heartbeat", daemon=True)

@@ -78,7 +78,8 @@ class TensorBoardWriter:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
+        self._event = Event
+        self._summary = Summary
         # TensorBoard reads the files of a directory in the order of their names.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = ResilientAppendFile(directory / name, _log.warning)
@@ -285,8 +286,11 @@ class Telemetry:
             memory_bytes=self._memory_bytes(),
             utilisation=self._utilisation(cpu_s - self._cpu_s, wall_s - self._wall_s),
         )
-        self._step, self._training_s, self._waiting_s = step, training_s, waiting_s
-        self._wall_s, self._cpu_s = wall_s, cpu_s
+        self._step = step
+        self._training_s = training_s
+        self._waiting_s = waiting_s
+        self._wall_s = wall_s
+        self._cpu_s = cpu_s
         return status
 
     def _memory_bytes(self) -> float:

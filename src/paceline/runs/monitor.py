@@ -185,7 +185,8 @@ class Monitor:
     ) -> None:
         assert len(rows) in (0, self._world_size), f"{len(rows)} rows for {self._world_size} ranks"
         samples, seconds = self._samples - self._recorded_samples, training_s - self._recorded_s
-        self._recorded_samples, self._recorded_s = self._samples, training_s
+        self._recorded_samples = self._samples
+        self._recorded_s = training_s
         slowest = imbalance(rows[: self._computing])
         self._terminal.imbalance(slowest)
         record: dict[str, Any] = {

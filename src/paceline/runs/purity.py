@@ -37,7 +37,8 @@ class PurityClock:
     """When a check is due: the ``first`` times at once, and then so rarely that checks take little of the time."""
 
     def __init__(self, first: int) -> None:
-        self._first, self._next = first, 0.0
+        self._first = first
+        self._next = 0.0
 
     def is_due(self) -> bool:
         """Return whether a check is due."""
@@ -64,7 +65,8 @@ class PurityRecord:
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
-        self.steps, self.replicas = PurityClock(first=2), PurityClock(first=1)
+        self.steps = PurityClock(first=2)
+        self.replicas = PurityClock(first=1)
         self.checks: Counter[str] = Counter()
         self._known: dict[tuple[str, str], Impurity] = {}
         self._pending: dict[tuple[str, str], Impurity] = {}

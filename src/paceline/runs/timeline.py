@@ -210,7 +210,9 @@ class _TimelineReader:
                 self._cause = "re-forming"
             else:
                 self._cause = "joining" if len(members) > before else "leaving"
-        self._members, self._causes, self._gathering = members, [], False
+        self._members = members
+        self._causes = []
+        self._gathering = False
         self._computing = int(event.get("computing", len(members)))
         self._forming = int(event["generation"])
 

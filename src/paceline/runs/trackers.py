@@ -143,7 +143,10 @@ class TrackerWriter:
     """
 
     def __init__(self, name: str, tracker: Tracker, run: RunInfo, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._name, self._tracker, self._run, self._earlier = name, tracker, run, earlier
+        self._name = name
+        self._tracker = tracker
+        self._run = run
+        self._earlier = earlier
         self._path = run.directory.path / "trackers" / f"{name}.json"
         self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
         self._result: Mapping[str, Any] | None = None

@@ -74,7 +74,10 @@ class Follower:
     """
 
     def __init__(self, nproc: int, node: NodeWorkers, company: PeerDirectory, clear: Callable[[Term], None]) -> None:
-        self._nproc, self._node, self._peers, self._clear = nproc, node, company, clear
+        self._nproc = nproc
+        self._node = node
+        self._peers = company
+        self._clear = clear
         self._followed: Term | None = None  # the term whose orders are obeyed
         self._fenced: Term | None = None  # the term whose node waits until no worker here acts
         self._buffered: list[Ended] = []
@@ -94,7 +97,8 @@ class Follower:
 
     def fence(self, term: Term) -> None:
         """Make this node's workers leave their group; the term's node waits for the report."""
-        self._fenced, self._followed = term, None
+        self._fenced = term
+        self._followed = None
         for worker, (generation, seat) in self._node.seats.items():
             if seat.status == "member":
                 self._node.send(worker, GroupBroken(generation))
@@ -158,7 +162,9 @@ class AgentController:
         discovery: DiscoveryInfo,
         selector: selectors.BaseSelector,
     ) -> None:
-        self._spec, self._directory, self._node = spec, directory, node
+        self._spec = spec
+        self._directory = directory
+        self._node = node
         self.name = discovery.name
         self._network = PeerNetwork(
             selector, discovery.listener, discovery.token, discovery.hello, self, spec.recovery.heartbeat_s
@@ -642,7 +648,8 @@ class AgentController:
                 self._start_by = min(self._start_by, time.monotonic() + self._spec.recovery.init_timeout_s)
             self._directory.queue_event("takeover", node=self.name, term=term.number)
         self.nodes = node_set.nodes
-        self._links, self._told = LinkMap(self.name), {}
+        self._links = LinkMap(self.name)
+        self._told = {}
         self.leader = JobController(
             self._spec, self._directory, coordinator, self, self._node, self._peers.address, follows=has_begun
         )

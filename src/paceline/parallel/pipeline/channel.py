@@ -334,7 +334,8 @@ class FrameReader:
 
     def __init__(self, frame: torch.Tensor, first: int = 0) -> None:
         self._frame = frame
-        self._place, self._alignment = first, _ALIGNMENT[frame.is_cuda]
+        self._place = first
+        self._alignment = _ALIGNMENT[frame.is_cuda]
 
     def next(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """Return the next tensor, in the frame's memory."""

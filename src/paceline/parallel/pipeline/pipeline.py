@@ -246,7 +246,8 @@ class PipelineLayout:
             )
         self._mesh = mesh
         self._part = mesh.submesh(_AXES)
-        self._schedule, self._how = schedule, how
+        self._schedule = schedule
+        self._how = how
         self._microbatches = microbatches
         self._example_batch = example_batch
         self._splitting = splitting
@@ -395,7 +396,8 @@ class ActionClock:
 
     def begin_step(self, *, recorded: bool) -> None:
         """Forget the last step; times are only taken in a step that is recorded."""
-        self._is_running, self._actions = recorded, []
+        self._is_running = recorded
+        self._actions = []
 
     def begin(self) -> None:
         """Begin an action; called again once its input has arrived, to exclude the waiting."""
@@ -641,14 +643,16 @@ class Pipeline:
             loss_sum = flight.loss.sum.detach()
             # Not a number on a GPU, for which the CPU would have to wait.
             flight.loss_sum = loss_sum if loss_sum.is_cuda else loss_sum.item()
-            flight.roots, flight.gradients = [root], [torch.ones_like(root)]
+            flight.roots = [root]
+            flight.gradients = [torch.ones_like(root)]
             flight.loss = None
             return
         answer = self._receive(stage.number + 1, MessageAddress(stage.number, BACKWARD, k))
         flight.weight, flight.loss_sum, *gradients = answer
         outputs = [tensor for tensor in _tensors(flight.turn.left) if tensor.requires_grad]
         pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
-        flight.roots, flight.gradients = [t for t, _ in pairs], [g for _, g in pairs]
+        flight.roots = [t for t, _ in pairs]
+        flight.gradients = [g for _, g in pairs]
         flight.turn.left = []
 
     def _send_back(self, stage: Stage, k: int, flight: _InFlightMicrobatch) -> None:
