@@ -14,8 +14,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import wait_to_see
 from paceline.core.job import WorkerConfig
 from paceline.core.option_sets import select
+from paceline.core.standard_streams import print_status
 from paceline.elastic.consensus.discovery import read_agents
-from paceline.elastic.recovery_log import print_status
 from paceline.launch.local_run import launch
 from paceline.runs.directory import RunDirectory
 

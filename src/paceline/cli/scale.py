@@ -17,8 +17,7 @@ from paceline.launch.submit import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from paceline.elastic.agent_connection import AgentConnection
-    from paceline.elastic.control import RunStatus
+    from paceline.elastic.control import AgentConnection, RunStatus
 
 _POLL_S = 0.1
 
@@ -47,7 +46,7 @@ def scale(
     json
         Print the new state as one line of JSON.
     """
-    from paceline.elastic.agent_connection import AgentConnection
+    from paceline.elastic.control import AgentConnection
 
     if (nproc is None) == (nodes is None):
         raise ConfigError("give exactly one of --nproc N and --nodes N.")

@@ -9,7 +9,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
 _STREAMS = {"stdout": 1, "stderr": 2}
@@ -93,3 +93,9 @@ def lasting_streams() -> Iterator[None]:
     open_closed_streams()
     with redirect_stdout(lasting(sys.stdout)), redirect_stderr(lasting(sys.stderr)):
         yield
+
+
+def print_status(sentence: str) -> None:
+    """Print a message for the user; stderr may be a file on a full disk."""
+    with suppress(OSError):
+        print(f"paceline: {sentence}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """The agent: starts a job's workers on this node, and replaces those that die or restarts all of them. No torch.
 
 One loop drives two parts: :class:`~paceline.elastic.node.NodeWorkers`, which owns the workers, and a
-:class:`~paceline.elastic.controller.Controller`, which decides for them. On one node that is a
-:class:`~paceline.elastic.controller.SingleNodeController`. Agents of several nodes first agree on the one that
+:class:`~paceline.elastic.leader.Controller`, which decides for them. On one node that is a
+:class:`~paceline.elastic.leader.SingleNodeLeader`. Agents of several nodes first agree on the one that
 decides: :mod:`paceline.elastic.consensus`, which is imported there only.
 """
 
@@ -23,11 +23,10 @@ from paceline.core.errors import LaunchError, RunDirectoryError
 from paceline.core.launch_spec import Command, LaunchSpec
 from paceline.core.owned_names import remove_leftovers
 from paceline.core.signals import STOP_SIGNALS, handle_signals
+from paceline.core.standard_streams import print_status
 from paceline.elastic.control import ControlApi, ControlSocket
-from paceline.elastic.controller import Controller, SingleNodeController
-from paceline.elastic.file_work import FileWork
-from paceline.elastic.node import NodeWorkers
-from paceline.elastic.recovery_log import print_status
+from paceline.elastic.leader import Controller, SingleNodeLeader
+from paceline.elastic.node import FileWork, NodeWorkers
 from paceline.runs.directory import RunDirectory, RunLock
 from paceline.runs.file_system import probe
 
@@ -153,7 +152,7 @@ class Agent:
     def _build_controller(self, spec: LaunchSpec, node: NodeWorkers, discovery: DiscoveryInfo | None) -> Controller:
         """Return what decides for the workers: alone on one node, by consensus on several."""
         if discovery is None:
-            return SingleNodeController(spec, self._directory, node)
+            return SingleNodeLeader(spec, self._directory, node)
         from paceline.elastic.consensus.agent_controller import AgentController
 
         return AgentController(spec, self._directory, node, discovery, self._selector)

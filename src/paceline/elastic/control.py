@@ -1,4 +1,4 @@
-"""The agent's control socket, for `paceline scale`, `runs` and other commands."""
+"""The agent's control socket: its server, and the client for `paceline scale` and other commands."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ import selectors
 import shutil
 import socket
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
 
 from paceline.core.errors import ConfigError, PacelineError, RunDirectoryError
 from paceline.core.files import parse_json, read_document, write_atomically
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.owned_names import make_directory
-from paceline.elastic.controller import Controller, JobController
-from paceline.elastic.node import NodeWorkers
 from paceline.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from paceline.elastic.leader import Controller, JobLeader
+    from paceline.elastic.node import NodeWorkers
 
 # --- The protocol: a Unix socket that only its own user can reach
 #
@@ -29,9 +35,9 @@ from paceline.runs.directory import RunDirectory
 # bytes, which run directories often exceed, so the socket is in a private directory. No torch.
 
 
-LONGEST = 131072  # bytes per packet; a member takes about a hundred
+_LONGEST = 131072  # bytes per packet; a member takes about a hundred
 _MOST_CLIENTS = 16
-ANSWER_S = 10.0
+_ANSWER_S = 10.0
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _NAME = "agent"
 
@@ -138,7 +144,7 @@ class ControlSocket:
     def _on_client(self) -> None:
         with suppress(BlockingIOError, ConnectionError):
             client, _ = self._listener.accept()
-            if len(self._clients) >= _MOST_CLIENTS or user_of(client) != os.geteuid():
+            if len(self._clients) >= _MOST_CLIENTS or _user_of(client) != os.geteuid():
                 client.close()
                 return
             client.setblocking(False)
@@ -147,7 +153,7 @@ class ControlSocket:
 
     def _on_request(self, client: socket.socket) -> None:
         try:
-            content = client.recv(LONGEST)
+            content = client.recv(_LONGEST)
             if content:
                 client.send(json.dumps(self._answer(content)).encode(), socket.MSG_NOSIGNAL)
                 return
@@ -179,7 +185,7 @@ class ControlSocket:
         return asdict(self._controlled.status())
 
 
-def user_of(connection: socket.socket) -> int:
+def _user_of(connection: socket.socket) -> int:
     """Return the user at the other end, from the kernel."""
     content = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(content)[1]
@@ -192,6 +198,91 @@ def _private_directory() -> Path:
         return make_directory("agent", longest=len(f"/{_NAME}"), parents=(os.environ.get("XDG_RUNTIME_DIR"),))
     except OSError as error:
         raise RunDirectoryError(f"the agent's socket cannot be created: {error}.") from error
+
+
+# --- A command's side ---
+
+
+class AgentConnection:
+    """A command's connection to the agent of an active run.
+
+    Raises:
+        RunDirectoryError: no agent is active on this run.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(_ANSWER_S)
+        try:
+            path = parse_json(read_document(directory.agent))["socket"]
+            self._socket.connect(path)
+            if _user_of(self._socket) != os.geteuid():
+                raise PermissionError("it is another user's")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._socket.close()
+            raise RunDirectoryError(_describe_no_agent(directory, error)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close()
+
+    def status(self) -> RunStatus:
+        """Return the job's status.
+
+        Raises:
+            AgentGone: the job has ended.
+        """
+        return self._ask({"status": {}})
+
+    def scale(self, **wanted: int) -> RunStatus:
+        """Request another ``nproc`` or number of ``nodes``; return at once, with the new target.
+
+        Raises:
+            ConfigError: the number is not possible.
+            AgentGone: the job has ended.
+        """
+        return self._ask({"scale": wanted})
+
+    def gather(self) -> RunStatus:
+        """Make training wait, after the step, until all wanted workers take part.
+
+        Raises:
+            AgentGone: the job has ended.
+        """
+        return self._ask({"gather": {}})
+
+    def _ask(self, request: Mapping[str, Any]) -> RunStatus:
+        try:
+            self._socket.send(json.dumps(request).encode(), socket.MSG_NOSIGNAL)
+            content = self._socket.recv(_LONGEST)
+        except TimeoutError:
+            raise PacelineError(f"the run's agent did not answer within {_ANSWER_S:g} s.") from None
+        except ConnectionError:
+            content = b""
+        if not content:
+            raise AgentGone("the job ended.")
+        answer = json.loads(content)
+        if "error" in answer:
+            raise ConfigError(answer["error"])
+        return msgspec.convert(answer, RunStatus)
+
+
+class AgentGone(PacelineError):
+    """The job, and its agent with it, has ended."""
+
+
+def _describe_no_agent(directory: RunDirectory, error: Exception) -> str:
+    if not directory.exists() and not directory.path.is_dir():
+        return f"there is no run {directory.path}."
+    if directory.is_running() and isinstance(error, FileNotFoundError):
+        return f"{directory.path} is running, but without an agent. Only runs with --recover inplace have one."
+    if directory.is_running():
+        return f"the agent of {directory.path} cannot be reached: {error}."
+    return f"{directory.path} is not running. Continue it with: paceline resume {directory.path}"
 
 
 # --- The leading agent's answers. No torch ---
@@ -297,7 +388,7 @@ class ControlApi:
         """
         self._leader().gather()
 
-    def _leader(self) -> JobController:
+    def _leader(self) -> JobLeader:
         if self._controller.leader is None:
             raise ConfigError("another node's agent leads the run now. Repeat the command there.")
         return self._controller.leader

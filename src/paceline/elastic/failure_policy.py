@@ -1,10 +1,10 @@
-"""The policy after a failure: a replacement, a rejection, or the end of the job."""
+"""The policy after a failure: a replacement, a rejection, or the end of the job; and the record of recoveries."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ from paceline.core.errors import (
 from paceline.core.signals import WORKER_STOP_SIGNALS
 from paceline.data.balanced_order import with_saved_lengths
 from paceline.data.ledger import read_ledger
-from paceline.elastic.coordinator import WorkerGroup
+from paceline.elastic.group_planner import WorkerGroup
 from paceline.elastic.node import Ended
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.runs.directory import RunDirectory
@@ -270,3 +270,120 @@ def describe_end(end: Ended) -> str:
     if end.killed or end.code >= 0:
         return end.killed or f"exited with status {end.code}"
     return f"was killed by {signal.Signals(-end.code).name if -end.code in signal.valid_signals() else -end.code}"
+
+
+# --- Restart recovery: the loss of one member ends all members of a group. No torch ---
+
+
+_WITH_PEERS = "ended with its peers"
+
+
+class RestartAllPolicy:
+    """Ends the members of a group together, and groups their exits into one fault.
+
+    Args:
+        kill: ends workers, with a reason.
+    """
+
+    def __init__(self, kill: Callable[[Iterable[int], str], None]) -> None:
+        self._kill = kill
+        self._generation = -1  # the generation being killed and restarted
+        self._counted = -1  # the generation whose fault was counted
+
+    def end(self, generation: int, members: Iterable[int]) -> None:
+        """Kill these members of a group, so that none survives into the next one."""
+        self._generation = generation
+        self._kill(members, _WITH_PEERS)
+
+    def shares_fault(self, end: Ended, generation: int) -> bool:
+        """Return whether a worker ended because another member of the current group was lost."""
+        with_peers = end.killed == _WITH_PEERS or (end.failure is not None and end.failure.victim)
+        return self._generation == generation and with_peers
+
+    def counts(self, generation: int) -> bool:
+        """Return whether a fault of this group is its first; further exits belong to the same restart."""
+        first = self._counted != generation
+        self._counted = generation
+        return first
+
+
+# --- The record of a run's recoveries: the end of each group, and the time that the next one took. No torch ---
+
+
+class RecoveryLog:
+    """Records the groups that one leader forms.
+
+    Args:
+        first: the job's first generation, which replaces no other; -1 if another agent has led before.
+    """
+
+    def __init__(self, directory: RunDirectory, first: int) -> None:
+        self._directory = directory
+        self._first = first
+        self._lost_at: float | None = None  # when the group being replaced was broken or left
+        self._hit = False  # whether a worker or node was lost since the current group was formed
+        self._asked_to_reform = -1  # the generation whose members got the order to leave it
+        self._why = ""  # the reason from the first member that left the current group
+        self._joined: set[int] = set()  # members of the current group that have its state
+
+    def record(self, kind: str, **fields: object) -> None:
+        self._directory.queue_event(kind, **fields)
+
+    def lost(self, since: float | None = None) -> None:
+        """Record that the group is broken or left, now or at ``since`` by the monotonic clock."""
+        since = time.monotonic() if since is None else since
+        self._lost_at = since if self._lost_at is None else min(since, self._lost_at)
+
+    def hit(self) -> None:
+        """Record the loss of a worker or node."""
+        self._hit = True
+
+    def left(self, why: str) -> None:
+        """Record that a worker has left its group, and why."""
+        self._why = self._why or why
+
+    def asked_to_reform(self, generation: int) -> None:
+        """Record that the members of this group got the order to leave it."""
+        self._asked_to_reform = generation
+
+    def was_asked_to_reform(self, generation: int) -> bool:
+        """Return whether the members of this group got the order to leave it."""
+        return self._asked_to_reform == generation
+
+    def formed(self, view: WorkerGroup, local_indices: Sequence[int], nodes: Sequence[str], step: int) -> None:
+        """Record a new group.
+
+        Args:
+            nodes: its members' nodes.
+            step: their step; -1 if unknown yet.
+        """
+        if view.generation > self._first:
+            self.record(
+                "view",
+                generation=view.generation,
+                members=list(local_indices),
+                world_size=len(view.members),
+                computing=view.active,
+                nodes=len(set(nodes)),
+                why=self._why,
+                recovery=self._hit or self._asked_to_reform != view.generation - 1,
+                step=step,
+                seconds=self._since_loss(),
+            )
+        self._joined.clear()
+        self._why = ""
+        self._hit = False
+
+    def joined(self, view: WorkerGroup, worker: int, step: int) -> None:
+        """Record that a member of the current group has its state."""
+        self._joined.add(worker)
+        if self.is_whole(view) and view.generation > self._first:
+            self.record("joined", generation=view.generation, step=step, seconds=self._since_loss())
+            self._lost_at = None
+
+    def is_whole(self, view: WorkerGroup | None) -> bool:
+        """Return whether all members of the current group have its state."""
+        return view is not None and self._joined >= set(view.members)
+
+    def _since_loss(self) -> float | None:
+        return None if self._lost_at is None else round(time.monotonic() - self._lost_at, 4)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import select
 import selectors
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 import msgspec
 
@@ -21,9 +25,7 @@ from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
 from paceline.core.hash_seed import with_hash_seed
 from paceline.core.launch_spec import Command
 from paceline.core.stack_dump import describe_unresponsive
-from paceline.elastic.coordinator import Status, WorkerSlot
-from paceline.elastic.file_work import FileWork
-from paceline.elastic.rendezvous_store import STORE_HOST, RendezvousStores
+from paceline.elastic.group_planner import Status, WorkerState
 from paceline.elastic.worker_channel import (
     Assignment,
     ChannelError,
@@ -43,7 +45,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import FailureRecord, read_failure
 
 if TYPE_CHECKING:
-    from paceline.elastic.controller import Controller
+    from paceline.elastic.leader import Controller
 
 # --- A leader's commands to nodes, and their reports. No torch ---
 
@@ -226,6 +228,153 @@ class WorkerProcess:
             self.pidfd = None
 
 
+# --- The rendezvous stores of a node, one per generation; a host process that ends or hangs is replaced ---
+
+
+STORE_HOST = -1
+"""The number of the store host among what a fork server forks; workers' are 0 and above."""
+
+_LONGEST_ANSWER = 4096
+_SERVED_S = 2.0  # how long the store host may take to open or close a store: milliseconds, unless it hangs
+
+
+class RendezvousStores:
+    """The rendezvous stores of one node, which a process of its own serves; see :mod:`paceline.elastic.forkserver`.
+
+    Args:
+        selector: of the agent's loop; handlers are the registered data.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._host: socket.socket | None = None  # it reads an end of file when the host has ended
+        self._pidfd: int | None = None
+        self._owed = 0  # commands that were not answered yet
+        self._patience_ends = math.inf
+
+    def open(self, generation: int, address: str, fork_server: ForkServer) -> int:
+        """Serve a store at this node's ``address``, in a host that ``fork_server`` forks if there is none.
+
+        Returns:
+            The port, to which members may connect at once.
+        """
+        if self._host is None:
+            self._host, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                fork_server.fork(STORE_HOST, [theirs.fileno()])
+            self._owed = 0
+            self._selector.register(self._host, selectors.EVENT_READ, partial(self._on_host, self._host))
+        with socket.create_server((address, 0), backlog=128) as listener:
+            self._tell({"open": generation}, [listener.fileno()])
+            port: int = listener.getsockname()[1]
+        return port
+
+    def close(self, generation: int) -> None:
+        """Close the store of a generation, which frees members that wait in it: their connections are reset."""
+        self._tell({"close": generation}, [])
+
+    def forked(self, pidfd: int) -> None:
+        """Register the forked host; takes over ``pidfd``."""
+        if self._host is None:
+            os.close(pidfd)
+            return
+        self._pidfd = pidfd
+        self._patience_ends = time.monotonic() + _SERVED_S
+
+    @property
+    def deadline(self) -> float:
+        """When :meth:`expire` is due, by the monotonic clock."""
+        return self._patience_ends if self._owed and self._pidfd is not None else math.inf
+
+    def expire(self, now: float) -> None:
+        """Replace a host that did not answer in time."""
+        if now >= self.deadline:
+            self.end()
+
+    def end(self) -> None:
+        """End the host, even where it hangs.
+
+        Its clients lose it, request a new group, and meet in the store of the next host.
+        """
+        if self._host is not None:
+            self._selector.unregister(self._host)
+            self._host.close()
+            self._host = None
+        if self._pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _on_host(self, host: socket.socket) -> None:
+        if host is not self._host:
+            return
+        content = b""
+        with suppress(ConnectionError):
+            content = host.recv(_LONGEST_ANSWER)
+        if content:
+            self._owed -= 1
+        else:
+            self.end()
+
+    def _tell(self, command: Mapping[str, int], descriptors: Sequence[int]) -> None:
+        if self._host is None:
+            return
+        self._patience_ends = time.monotonic() + _SERVED_S
+        self._owed += 1
+        # Where the host has died, the members' connections are refused, and they ask again.
+        with suppress(ConnectionError):
+            socket.send_fds(self._host, [json.dumps(command).encode()], list(descriptors))
+
+
+# --- A node's work on the run's files, in a thread of its own ---
+
+
+T = TypeVar("T")
+
+
+class FileWork:
+    """Works on files in the order in which that is asked for, while the agent's loop continues.
+
+    A network file system may take seconds for what a disk does at once. An agent that is silent for as long is lost to
+    the others, and its workers are lost to it.
+
+    Args:
+        wake: wakes the loop, which then calls :meth:`deliver`; thread-safe.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-files")
+        self._done: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._last: dict[Callable[[], object], Future[Any]] = {}  # of :meth:`do_again`
+
+    def do(self, work: Callable[[], T], then: Callable[[T], object] | None = None) -> Future[T]:
+        """Have ``work`` done, and ``then`` called in the loop with its result; an exception is raised there."""
+        future = self._thread.submit(work)
+        if then is not None:
+            future.add_done_callback(partial(self._on_done, then))
+        return future
+
+    def do_again(self, work: Callable[[], T], then: Callable[[T], object] | None = None) -> None:
+        """Have work done that is asked for again and again, unless it still waits for the disk."""
+        if work not in self._last or self._last[work].done():
+            self._last[work] = self.do(work, then)
+
+    def deliver(self) -> None:
+        """Call the follow-ups of all work that is done."""
+        while not self._done.empty():  # no other thread takes any
+            self._done.get()()
+
+    def close(self) -> None:
+        """Finish the work; nothing follows it any more."""
+        self._thread.shutdown()
+
+    def _on_done(self, then: Callable[[T], object], future: Future[T]) -> None:
+        self._done.put(lambda: then(future.result()))
+        self._wake()
+
+
 # --- This node's workers: started, watched and fenced by orders of the leader ---
 #
 # One thread and one selector, shared with the owner of the node: workers' channels and pidfds, the fork server and the
@@ -293,9 +442,9 @@ class NodeWorkers:
         return tuple(w.pid for w in self._workers.values() if w.pid is not None)
 
     @property
-    def seats(self) -> dict[int, tuple[int, WorkerSlot]]:
+    def seats(self) -> dict[int, tuple[int, WorkerState]]:
         """All workers by number, with their last generation and current status."""
-        return {w.number: (w.generation, WorkerSlot(w.local_index, w.status)) for w in self._workers.values()}
+        return {w.number: (w.generation, WorkerState(w.local_index, w.status)) for w in self._workers.values()}
 
     def pid_of(self, number: int) -> int | None:
         """Return a worker's process id, or None if it is not on this node or not forked yet."""

@@ -19,7 +19,7 @@ from paceline.core.files import write_atomically
 from paceline.core.fine_tuning_config import Lora
 from paceline.core.task import Task
 from paceline.data.loader import EvalBatches
-from paceline.elastic.state_transfer import StateSource, transfer_state
+from paceline.elastic.group_formation import StateSource, transfer_state
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_admin import is_checkpoint, select_checkpoint
 from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors

@@ -16,8 +16,8 @@ import torch
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, PeerLostError, RunDirectoryError, StopRequested, TaskError
 from paceline.core.plugins import import_object
+from paceline.elastic.group_formation import open_process_group
 from paceline.elastic.worker_channel import AgentClient, Assignment
-from paceline.elastic.worker_group import open_process_group
 from paceline.parallel.auto_strategy import memory_per_process, require_replaceable
 from paceline.parallel.device import LocalDevice, gpu_identity
 from paceline.parallel.progress import note_progress

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import CheckpointError
 from paceline.core.files import look_anew, see_listed, wait_to_see
 from paceline.data.ledger import LedgerEntry, last_recorded_version
-from paceline.elastic.state_transfer import StateSource, elect_source, transfer_state
+from paceline.elastic.group_formation import StateSource, elect_source, transfer_state
 from paceline.parallel.device import why_idle
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import ParallelDims, World

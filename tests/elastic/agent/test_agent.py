@@ -21,7 +21,7 @@ from paceline.core.launch_spec import LaunchSpec, Placement
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory, record_agents
 from paceline.elastic.consensus.messages import NodeSet
 from paceline.elastic.consensus.witness import FileWitness
-from paceline.elastic.file_work import FileWork
+from paceline.elastic.node import FileWork
 from paceline.runs.directory import RunDirectory
 
 DRIVER = Path(__file__).with_name("driver.py")
@@ -146,7 +146,7 @@ def test_a_worker_for_which_there_is_no_log_prints_to_the_terminal(job: Job) -> 
 
 @pytest.mark.integration
 def test_a_stderr_on_a_full_disk_does_not_end_the_agent() -> None:
-    says = "from paceline.elastic.recovery_log import print_status; print_status('the run continues.')"
+    says = "from paceline.core.standard_streams import print_status; print_status('the run continues.')"
     program = f"{says}; print('so does the agent')"
     with open("/dev/full", "w") as full:
         popen = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full)

@@ -16,9 +16,8 @@ import pytest
 
 from paceline.core import owned_names
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.elastic import agent_connection, control
-from paceline.elastic.agent_connection import AgentConnection, AgentGone
-from paceline.elastic.control import ControlSocket, RunStatus, WorkerStatus
+from paceline.elastic import control
+from paceline.elastic.control import AgentConnection, AgentGone, ControlSocket, RunStatus, WorkerStatus
 from paceline.runs.directory import RunDirectory
 
 STATUS = RunStatus(
@@ -127,8 +126,7 @@ def test_another_users_process_is_not_answered(
     job: Job, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = json.loads(directory.agent.read_bytes())["socket"]
-    for module in (control, agent_connection):
-        monkeypatch.setattr(module, "user_of", lambda connection: os.geteuid() + 1)
+    monkeypatch.setattr(control, "_user_of", lambda connection: os.geteuid() + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(10)
         stranger.connect(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.elastic.file_work import FileWork
+from paceline.elastic.node import FileWork
 
 
 class Loop:

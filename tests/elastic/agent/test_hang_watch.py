@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.elastic import hang as hang_watch
-from paceline.elastic.coordinator import WorkerGroup
+from paceline.elastic.group_planner import WorkerGroup
 from paceline.elastic.hang import AskWorkers, Hang, HangDetector
 from paceline.elastic.worker_channel import StallSnapshot
 from paceline.runs.directory import RunDirectory

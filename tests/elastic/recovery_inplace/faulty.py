@@ -31,7 +31,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paceline
 from paceline.core.callback import BatchInfo
-from paceline.elastic import state_transfer, worker_group
+from paceline.elastic import group_formation
 from paceline.elastic.worker_channel import AgentClient
 from paceline.runs import checkpoint_store
 
@@ -108,7 +108,7 @@ harm = Harm()
 
 def _hooked() -> None:
     """Know the rank, and reach places inside the engine: forming a view, copying a state, saving."""
-    form, send, receive = worker_group.form_group, state_transfer.send_tensor, state_transfer.receive_tensor
+    form, send, receive = group_formation.form_group, group_formation.send_tensor, group_formation.receive_tensor
     write, publish = checkpoint_store.write_file, checkpoint_store._publish
     given, copied = itertools.count(), itertools.count(1)
     asked_to_reform = AgentClient.should_reform
@@ -152,7 +152,7 @@ def _hooked() -> None:
             awaited.unlink(missing_ok=True)
         return asked_to_reform(member, generation)
 
-    worker_group.form_group, state_transfer.send_tensor, state_transfer.receive_tensor = formed, sent, received
+    group_formation.form_group, group_formation.send_tensor, group_formation.receive_tensor = formed, sent, received
     checkpoint_store.write_file, checkpoint_store._publish = written, published
     AgentClient.should_reform = should_reform  # type: ignore[method-assign]
 

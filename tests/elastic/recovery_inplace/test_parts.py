@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.data.ledger import LedgerWriter, last_recorded_version, ledger_path
 from paceline.data.order import DeterministicSampler
-from paceline.elastic.state_transfer import StateSource, elect_source
+from paceline.elastic.group_formation import StateSource, elect_source
 from paceline.elastic.worker_channel import (
     AgentClient,
     Assignment,

@@ -13,8 +13,7 @@ from tests.lab.etcd import EtcdCluster
 from tests.lab.machines import Lab, Node, NodeProcess
 
 from paceline.data.audit import audit
-from paceline.elastic.agent_connection import AgentConnection
-from paceline.elastic.control import RunStatus
+from paceline.elastic.control import AgentConnection, RunStatus
 from paceline.runs.directory import RunDirectory
 
 TASK = '''

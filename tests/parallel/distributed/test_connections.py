@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.elastic.worker_group import GroupSockets
+from paceline.elastic.group_formation import GroupSockets
 
 PEER = """
 import os, sys, torch
@@ -104,7 +104,7 @@ WAITS = """
 import os, signal, socket, subprocess, sys, threading, torch
 from datetime import timedelta
 from torch import distributed as dist
-from paceline.elastic.worker_group import GroupSockets
+from paceline.elastic.group_formation import GroupSockets
 
 listener = socket.create_server(("127.0.0.1", 0))
 port = listener.getsockname()[1]

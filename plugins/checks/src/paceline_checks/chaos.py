@@ -23,7 +23,7 @@ from paceline.core.errors import ConfigError, LaunchError, RunDirectoryError
 from paceline.core.owned_names import own_prefix, remove_leftovers
 from paceline.core.stats import percentile
 from paceline.data.audit import audit
-from paceline.elastic.agent_connection import AgentConnection
+from paceline.elastic.control import AgentConnection
 from paceline.runs.directory import RunDirectory
 from paceline.runs.timeline import Timeline, timeline
 from paceline_checks.fault_injection import Fault, FaultInjector, Injection, Kind, WriteFaults, check_kinds, plan_faults

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError
-from paceline.elastic.state_transfer import StateSource, transfer_state
+from paceline.elastic.group_formation import StateSource, transfer_state
 from paceline.parallel.microbatches import MicrobatchStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import ReductionPlan

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from paceline.elastic.state_transfer import StateSource, transfer_state
+from paceline.elastic.group_formation import StateSource, transfer_state
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World

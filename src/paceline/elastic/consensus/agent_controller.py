@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.plugins import import_object
 from paceline.core.signals import ECHO_S, StopRequests
+from paceline.core.standard_streams import print_status
 from paceline.data.ledger import last_generation
 from paceline.elastic.consensus.connectivity import LinkMap
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory
@@ -54,9 +55,8 @@ from paceline.elastic.consensus.messages import (
 )
 from paceline.elastic.consensus.paxos import PaxosMembership
 from paceline.elastic.consensus.transport import PeerNetwork
-from paceline.elastic.controller import JobController, make_coordinator
+from paceline.elastic.leader import JobLeader, make_planner
 from paceline.elastic.node import Ended, NodeWorkers, Said
-from paceline.elastic.recovery_log import print_status
 from paceline.elastic.worker_channel import GroupBroken
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, NodeRemovedError
@@ -127,7 +127,7 @@ class Follower:
 # --- The controller of one agent. No torch ---
 #
 # It executes the actions of a :class:`~paceline.elastic.consensus.membership.Membership`. If this agent leads, a
-# :class:`~paceline.elastic.controller.JobController` decides for the workers of all nodes; if another one leads, this
+# :class:`~paceline.elastic.leader.JobLeader` decides for the workers of all nodes; if another one leads, this
 # node's reports are forwarded to it, and its orders are obeyed.
 # :class:`~paceline.elastic.consensus.discovery.PeerDirectory` knows the peers.
 
@@ -180,7 +180,7 @@ class AgentController:
         self._told: dict[str, tuple[str, ...]] = {}  # the last messages: excluded nodes, and which they cannot reach
         self._tell_at = math.inf
         self._start_by = math.inf
-        self.leader: JobController | None = None
+        self.leader: JobLeader | None = None
         self._follower = Follower(spec.local_world_size, node, self._peers, partial(self._cleared, self.name))
         self.nodes: tuple[str, ...] = (self.name,)
         self._is_joining = spec.place.joins
@@ -640,7 +640,7 @@ class AgentController:
         has_begun = max(known, -1 if last is None else last) > self._earlier_generation
         if last is None:  # then a number that no group of an earlier leader has
             last = known + _GENERATIONS_A_LEADER
-        coordinator = make_coordinator(self._spec, last, seats.values())
+        coordinator = make_planner(self._spec, last, seats.values())
         if follows:
             places = self._spec.local_world_size * len(node_set.nodes)
             coordinator.take_over(term.number * _NUMBERS_A_TERM, places, has_begun=has_begun)
@@ -650,7 +650,7 @@ class AgentController:
         self.nodes = node_set.nodes
         self._links = LinkMap(self.name)
         self._told = {}
-        self.leader = JobController(
+        self.leader = JobLeader(
             self._spec, self._directory, coordinator, self, self._node, self._peers.address, follows=has_begun
         )
         self._peers.add_self()

@@ -32,11 +32,11 @@ from paceline.core.sockets import (
     is_ours,
     meeting_address,
 )
+from paceline.core.standard_streams import print_status
 from paceline.elastic.consensus.messages import AddressBook, Message, NodeSet, write
 from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork, agent_name, is_agent
 from paceline.elastic.consensus.witness import FileWitness
-from paceline.elastic.file_work import FileWork
-from paceline.elastic.recovery_log import print_status
+from paceline.elastic.node import FileWork
 from paceline.runs.directory import RunDirectory
 
 # --- Discovery by an address, a shared directory and a secret in it. No torch

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.core.errors import PacelineError
-from paceline.elastic.coordinator import WorkerSlot
+from paceline.elastic.group_planner import WorkerState
 from paceline.elastic.node import Ended, NodeCommands, Order, Said
 
 # --- Node sets and quorums. No torch ---
@@ -221,7 +221,7 @@ class WorkerList(AgentMessage, frozen=True, tag="workers"):
     """
 
     nproc: int
-    workers: tuple[tuple[int, int, WorkerSlot], ...]
+    workers: tuple[tuple[int, int, WorkerState], ...]
 
 
 class Quiesced(AgentMessage, frozen=True, tag="clear"):

@@ -326,7 +326,7 @@ class Proposer(Acceptor):
 # Each agent has one :class:`Leadership`. It is Paxos with one instance for each node set: the acceptors of node set
 # *g + 1* are the nodes of node set *g* (L. Lamport, D. Malkhi, L. Zhou, "Reconfiguring a State Machine", 2010, with a
 # window of one). It only decides which nodes are in the job, a few times an hour; the leader's
-# :class:`~paceline.elastic.coordinator.Coordinator` decides on the workers.
+# :class:`~paceline.elastic.group_planner.GroupPlanner` decides on the workers.
 #
 # - *Claim.* A node that has lost the leader, and is the first in the list that it can reach, claims a term; a quorum
 # must promise to follow no lower one. The claimant proposes again, in its own term, an accepted node set that may be

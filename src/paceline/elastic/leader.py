@@ -15,22 +15,22 @@ from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.launch_spec import LaunchSpec
 from paceline.core.signals import ECHO_S, StopRequests, forwarded_signal
 from paceline.core.sockets import LOOPBACK
+from paceline.core.standard_streams import print_status
 from paceline.data.ledger import last_generation
-from paceline.elastic.coordinator import (
+from paceline.elastic.failure_policy import FailurePolicy, RecoveryLog, RestartAllPolicy, RestartBudget, describe_end
+from paceline.elastic.group_planner import (
     Action,
     BreakGroup,
-    Coordinator,
     FormGroup,
+    GroupPlanner,
     RequestReform,
     Start,
     StopWorker,
     WorkerGroup,
-    WorkerSlot,
+    WorkerState,
 )
-from paceline.elastic.failure_policy import FailurePolicy, RestartBudget, describe_end
 from paceline.elastic.hang import AskWorkers, Hang, HangDetector
 from paceline.elastic.node import Ended, NodeCommands, NodeWorkers, Order, Said
-from paceline.elastic.recovery_log import RecoveryLog, print_status
 from paceline.elastic.worker_channel import (
     Assignment,
     ExitRequest,
@@ -47,7 +47,7 @@ from paceline.runs.directory import RunDirectory
 if TYPE_CHECKING:
     from paceline.elastic.consensus.agent_controller import AgentController
 
-Controller: TypeAlias = "SingleNodeController | AgentController"
+Controller: TypeAlias = "SingleNodeLeader | AgentController"
 """What decides for an agent's workers, or obeys the decisions of another node's agent."""
 
 # --- The worker pool: orders to the workers of all nodes. No torch ---
@@ -63,12 +63,12 @@ class WorkerPool:
         nodes: the nodes that have joined, by name.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: GroupPlanner) -> None:
         self._coordinator = coordinator
         self.nodes: dict[str, NodeCommands] = {}
         self._took_part: set[str] = set()  # nodes whose workers were in a group
 
-    def joins(self, name: str, node: NodeCommands, seats: Iterable[WorkerSlot]) -> None:
+    def joins(self, name: str, node: NodeCommands, seats: Iterable[WorkerState]) -> None:
         """Add a node, with its workers."""
         self.nodes[name] = node
         if any(seat.status != "starting" for seat in seats):
@@ -137,37 +137,6 @@ class WorkerPool:
         return self.nodes[self._coordinator.node(worker)]
 
 
-# --- Restart recovery: the loss of one member ends all members of a group. No torch ---
-
-
-_WITH_PEERS = "ended with its peers"
-
-
-class RestartAllPolicy:
-    """Ends the members of a group together, and groups their exits into one fault."""
-
-    def __init__(self, workforce: WorkerPool) -> None:
-        self._pool = workforce
-        self._generation = -1  # the generation being killed and restarted
-        self._counted = -1  # the generation whose fault was counted
-
-    def end(self, generation: int, members: Iterable[int]) -> None:
-        """Kill these members of a group, so that none survives into the next one."""
-        self._generation = generation
-        self._pool.kill(members, _WITH_PEERS)
-
-    def shares_fault(self, end: Ended, generation: int) -> bool:
-        """Return whether a worker ended because another member of the current group was lost."""
-        with_peers = end.killed == _WITH_PEERS or (end.failure is not None and end.failure.victim)
-        return self._generation == generation and with_peers
-
-    def counts(self, generation: int) -> bool:
-        """Return whether a fault of this group is its first; further exits belong to the same restart."""
-        first = self._counted != generation
-        self._counted = generation
-        return first
-
-
 # --- Early shutdown. No torch ---
 
 
@@ -183,7 +152,7 @@ class Shutdown:
         deadline: when :meth:`expire` is due, by the monotonic clock.
     """
 
-    def __init__(self, spec: LaunchSpec, workforce: WorkerPool, coordinator: Coordinator) -> None:
+    def __init__(self, spec: LaunchSpec, workforce: WorkerPool, coordinator: GroupPlanner) -> None:
         self._spec = spec
         self._pool = workforce
         self._coordinator = coordinator
@@ -249,11 +218,11 @@ class Shutdown:
 
 # --- The leading agent ---
 #
-# The :class:`~paceline.elastic.coordinator.Coordinator` decides on the groups; this class turns its actions into orders
-# to the nodes, and the nodes' reports into its events.
+# The :class:`~paceline.elastic.group_planner.GroupPlanner` decides on the groups; this class turns its actions into
+# orders to the nodes, and the nodes' reports into its events.
 
 
-class JobController:
+class JobLeader:
     """Leads the workers of a job.
 
     Args:
@@ -273,7 +242,7 @@ class JobController:
         self,
         spec: LaunchSpec,
         directory: RunDirectory,
-        coordinator: Coordinator,
+        coordinator: GroupPlanner,
         quorum: Controller,
         here: NodeWorkers,
         address: str,
@@ -294,14 +263,14 @@ class JobController:
         )
         self.beats: dict[int, WorkerHeartbeat] = {}
         self._hangs = HangDetector(directory, here.files.do)
-        self._restart = RestartAllPolicy(self._pool)
+        self._restart = RestartAllPolicy(self._pool.kill)
         self._knows_microbatches = False  # whether the run is created
         self._culprit_is_to_come = False  # the job ends, and the root cause has not been reported yet
         coordinator.hold()
 
     # Nodes.
 
-    def node_joins(self, name: str, node: NodeCommands, nproc: int, seats: Mapping[int, WorkerSlot]) -> None:
+    def node_joins(self, name: str, node: NodeCommands, nproc: int, seats: Mapping[int, WorkerState]) -> None:
         """Add a node, with its workers."""
         self._pool.joins(name, node, seats.values())
         self.learn_microbatches()
@@ -536,14 +505,14 @@ class JobController:
         self._pool.place(view, self._address, port)
 
 
-def make_coordinator(spec: LaunchSpec, generation: int, seats: Iterable[tuple[int, WorkerSlot]]) -> Coordinator:
+def make_planner(spec: LaunchSpec, generation: int, seats: Iterable[tuple[int, WorkerState]]) -> GroupPlanner:
     """Make a coordinator without nodes, which continues after the last group of the run.
 
     Args:
         generation: of that group.
         seats: the running workers, each with the generation of its last group.
     """
-    return Coordinator(
+    return GroupPlanner(
         nodes={},
         max_workers=spec.local_world_size * spec.nodes[0],
         generation=max([generation, *(generation for generation, _ in seats)]),
@@ -556,18 +525,18 @@ def make_coordinator(spec: LaunchSpec, generation: int, seats: Iterable[tuple[in
 # --- What an agent does for its job: lead it alone, where there is one node, or with the agents of other nodes ---
 
 
-class SingleNodeController(JobController):
+class SingleNodeLeader(JobLeader):
     """Leads a job that has this node only, from its start to its end."""
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, node: NodeWorkers) -> None:
-        coordinator = make_coordinator(spec, last_generation(directory.ledger), ())
+        coordinator = make_planner(spec, last_generation(directory.ledger), ())
         super().__init__(spec, directory, coordinator, self, node, LOOPBACK)
         self._nproc = spec.local_world_size
         self.name = socket.gethostname()
         self.nodes = (self.name,)
 
     @property
-    def leader(self) -> JobController:
+    def leader(self) -> JobLeader:
         """What decides for all workers: itself."""
         return self
 

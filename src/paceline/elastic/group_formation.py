@@ -1,14 +1,15 @@
-"""A worker's process group."""
+"""The workers' side of a new group: its process group, and the transfer of the state."""
 
 from __future__ import annotations
 
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -17,8 +18,10 @@ from paceline.core.errors import PeerLostError
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.parallel.device import LocalDevice
 from paceline.parallel.peer_errors import translate_peer_errors
+from paceline.parallel.point_to_point import describe_tensor, empty_tensor, receive_tensor, send_tensor
 from paceline.parallel.process_group import form_group
 from paceline.parallel.world import World
+from paceline.runs.checkpoint_state import flatten, unflatten
 from paceline.torch_internals import PrefixStore, Store, TCPStore, restart_group_names
 
 # --- Shutting down a process group's sockets ---
@@ -179,3 +182,79 @@ def _connect_to_store(place: Assignment, timeout_s: float) -> Store:
     )
     store.set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(f"gen{place.generation}", store)
+
+
+# --- The state of a new group, and its transfer ---
+#
+# A version identifies a state, because a run is a pure function of its options. The members therefore compare versions
+# only: the highest valid one wins, and is copied from the lowest rank that has it. Only tensors and JSON are sent.
+
+
+class StateSource(NamedTuple):
+    """The source of a group's state.
+
+    Attributes:
+        source: the lowest rank with the highest version; None if no rank has a state.
+        version: that version; -1 without one.
+        behind: the ranks without it.
+    """
+
+    source: int | None
+    version: int
+    behind: tuple[int, ...]
+
+
+def elect_source(world: World, *, valid: bool, version: int) -> StateSource:
+    """Compare the states of all ranks; a collective.
+
+    Args:
+        valid: whether this rank's state is complete.
+        version: its version.
+
+    Raises:
+        PeerLostError: a rank is gone.
+    """
+    versions: list[int] = world.all_gather_object(version if valid else -1)
+    highest = max(versions)
+    if highest < 0:
+        return StateSource(None, -1, ())
+    behind = tuple(rank for rank, held in enumerate(versions) if held != highest)
+    return StateSource(versions.index(highest), highest, behind)
+
+
+def transfer_state(world: World, agreement: StateSource, state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Copy the source's state to the ranks that lack it; a collective.
+
+    Args:
+        agreement: source and receivers.
+        state: the source's, as for ``flatten``; ignored elsewhere.
+
+    Returns:
+        The state, with tensors of its own, on ranks that lacked it; None on the others.
+
+    Raises:
+        PeerLostError: a rank is gone; a partial state is dropped.
+    """
+    source, behind = agreement.source, agreement.behind
+    if source is None or not behind:
+        return None
+    tensors: dict[str, torch.Tensor] = {}
+    content: dict[str, Any] = {}
+    if world.rank == source:
+        assert state is not None
+        tensors, skeleton = flatten(state)
+        descriptions = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
+        content = {"skeleton": skeleton, "tensors": descriptions}
+    content = world.broadcast_object(content, source)
+    world.progress_tracker.begin_collective("hand-over")
+    received: dict[str, torch.Tensor] | None = None
+    if world.rank == source:
+        for tensor in tensors.values():
+            send_tensor(world, tensor, behind)
+    elif world.rank in behind:
+        received = {}
+        for name, description in content["tensors"].items():
+            received[name] = empty_tensor(description, world.device)
+            receive_tensor(world, received[name], source)
+    world.progress_tracker.end_collective()
+    return None if received is None else dict(unflatten(received, content["skeleton"]))

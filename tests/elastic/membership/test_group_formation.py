@@ -12,9 +12,9 @@ import torch
 from torch import distributed as dist
 
 from paceline.core.errors import ConfigError, PeerLostError
-from paceline.elastic import worker_group
+from paceline.elastic import group_formation
+from paceline.elastic.group_formation import open_process_group
 from paceline.elastic.worker_channel import AgentClient, Assignment
-from paceline.elastic.worker_group import open_process_group
 from paceline.parallel.device import LocalDevice
 from paceline.parallel.progress import ProgressTracker
 
@@ -48,9 +48,9 @@ def test_only_a_peers_absence_forms_another_group(
         raise raised
         yield
 
-    monkeypatch.setattr(worker_group, "form_group", fail)
-    monkeypatch.setattr(worker_group, "_connect_to_store", lambda place, timeout_s: None)
-    monkeypatch.setattr(worker_group, "_set_rank_variables", lambda place: None)
+    monkeypatch.setattr(group_formation, "form_group", fail)
+    monkeypatch.setattr(group_formation, "_connect_to_store", lambda place, timeout_s: None)
+    monkeypatch.setattr(group_formation, "_set_rank_variables", lambda place: None)
     member = SimpleNamespace(progress_tracker=ProgressTracker(), broken=lambda generation: False)
     member.when_broken = lambda generation, shutdown: None
     local = LocalDevice(device=torch.device("cpu"), backend="gloo")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# --- Worker groups, and the actions of a :class:`~paceline.elastic.coordinator.Coordinator`. No torch ---
+# --- Worker groups, and the actions of a :class:`~paceline.elastic.group_planner.GroupPlanner`. No torch ---
 
 
 Status = Literal["starting", "waiting", "member"]
@@ -70,7 +70,7 @@ Action = Start | FormGroup | RequestReform | BreakGroup | StopWorker
 
 
 @dataclass(frozen=True)
-class WorkerSlot:
+class WorkerState:
     """A worker's place on its node, and its status."""
 
     local_index: int
@@ -104,7 +104,7 @@ class _Worker:
 
 
 @dataclass
-class Coordinator:
+class GroupPlanner:
     """Decides which workers start, form a group or end.
 
     Attributes:
@@ -185,7 +185,7 @@ class Coordinator:
         self.may_spawn = False
         return self._decide()
 
-    def node_joins(self, node: str, nproc: int, seats: Mapping[int, WorkerSlot] | None = None) -> list[Action]:
+    def node_joins(self, node: str, nproc: int, seats: Mapping[int, WorkerState] | None = None) -> list[Action]:
         """Add a node.
 
         Args:
