@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 from paceline.cli import app
 from paceline.cli.options import GROUPS
 from paceline.core.config import all_options
-from paceline.core.option_values import flag
+from paceline.core.options import flag
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -15,7 +15,7 @@ def main() -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a parent has it ignored, exit codes of children are lost
     try:
         if sys.argv[1:2] and sys.argv[1] in COMMANDS and COMMANDS[sys.argv[1]].trains:
-            from paceline.core.hash_seed import restart_with_hash_seed
+            from paceline.core.environment import restart_with_hash_seed
 
             restart_with_hash_seed()
         # Imported here, so that little is imported twice, and Ctrl-C meanwhile prints no traceback.

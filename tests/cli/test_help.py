@@ -16,7 +16,7 @@ from cyclopts import App
 from paceline.cli import app, main
 from paceline.cli.launcher_options import relevant_launchers
 from paceline.core.config import all_options
-from paceline.core.option_values import flag
+from paceline.core.options import flag
 from paceline.launch.registry import LAUNCHER_NAMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.cold]

@@ -25,10 +25,10 @@ runpy.run_module("paceline", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("module", ["paceline.core.hash_seed", "paceline.cli", "cyclopts"])
+@pytest.mark.parametrize("module", ["paceline.core.environment", "paceline.cli", "cyclopts"])
 def test_ctrl_c_while_it_imports_prints_nothing(module: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    if module != "paceline.core.hash_seed":
+    if module != "paceline.core.environment":
         environ["PYTHONHASHSEED"] = "0"
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, module, "train", "--help"],

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.config import RunConfig, all_options, config_from_mapping, read_config_file
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import (
+from paceline.core.options import (
     Interval,
     Shuffle,
     flag,

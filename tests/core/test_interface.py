@@ -12,7 +12,7 @@ from cyclopts import App
 from paceline.cli import app
 from paceline.core.built_in import BUILT_IN, COMMANDS
 from paceline.core.config import all_options
-from paceline.core.option_values import flag
+from paceline.core.options import flag
 from paceline.launch.registry import option_names
 
 ROOT = Path(__file__).parents[2]

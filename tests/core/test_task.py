@@ -14,13 +14,13 @@ import pytest
 import tomli_w
 
 from paceline.core.errors import TaskError
-from paceline.core.field_values import is_same
 from paceline.core.files import parse_toml
 from paceline.core.task import Task
 from paceline.core.task_loading import (
     BUILT_IN_TASKS,
     TaskReference,
     build_task,
+    is_same,
     load_task_class,
     parse_assignments,
     task_fields,

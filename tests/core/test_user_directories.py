@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.user_directories import private_directory, user_directory
+from paceline.core.files import private_directory, user_directory
 
-_ASK = "from paceline.core.user_directories import user_directory as u; print(u('data')); print(u('config'))"
+_ASK = "from paceline.core.files import user_directory as u; print(u('data')); print(u('config'))"
 _NAMELESS = ("unshare", "--user", "--map-user=12345", "--map-group=12345")
 
 

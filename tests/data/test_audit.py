@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cli.audit import audit as audit_command
 from paceline.core.errors import RunDirectoryError
-from paceline.core.option_values import Shuffle
+from paceline.core.options import Shuffle
 from paceline.data.audit import audit
 from paceline.data.ledger import LedgerWriter, ledger_path
 from paceline.data.order import DeterministicSampler

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import DataError, RunDirectoryError
-from paceline.core.option_values import Shuffle
+from paceline.core.options import Shuffle
 from paceline.data.balanced_order import (
     BalancedOrder,
     assign_by_length,

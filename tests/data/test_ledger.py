@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import RunDirectoryError, RunDirectoryWriteError
-from paceline.core.option_values import Shuffle
+from paceline.core.options import Shuffle
 from paceline.data.ledger import Ledger, LedgerEntry, LedgerWriter, ledger_path, read_ledger
 from paceline.data.order import DeterministicSampler
 

@@ -30,7 +30,7 @@ from tests.processes import runs
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from paceline.core.errors import DataError
-from paceline.core.option_values import Shuffle
+from paceline.core.options import Shuffle
 from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class
 from paceline.data.loader import EvalBatches, TensorLoader, auto_workers, build_loader, resolve_workers

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.core.option_values import Shuffle
+from paceline.core.options import Shuffle
 from paceline.data.order import (
     MAX_SIZE,
     DeterministicSampler,

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from paceline.core.option_sets import configuration
+from paceline.core.config import configuration
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import TensorBoardWriter
 

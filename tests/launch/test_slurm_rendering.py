@@ -13,7 +13,7 @@ from tests.launch.slurm_specs import SCRIPT, TASK, joined, text
 
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import RecoveryPolicy
-from paceline.core.option_values import parse_gpus
+from paceline.core.options import parse_gpus
 from paceline.launch.launcher import LaunchSpec, get_launcher, refuse_gpu_type
 from paceline.launch.options import SlurmOptions
 

@@ -70,7 +70,7 @@ def test_processes_number_classes_of_a_set_alike(run_processes: Any, tmp_path: P
 
 
 def test_a_seed_of_the_user_is_kept(run_processes: Any) -> None:
-    code = "from paceline.core.hash_seed import restart_with_hash_seed as restart\n"
+    code = "from paceline.core.environment import restart_with_hash_seed as restart\n"
     code += "restart(); import os; print(os.environ['PYTHONHASHSEED'], hash('a'))"
     printed = [
         run_processes.run(

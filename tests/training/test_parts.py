@@ -21,9 +21,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 from torch.utils.data import TensorDataset
 
 from paceline.core.callback import RunSchedule
-from paceline.core.config import ResolvedConfig, RunConfig
+from paceline.core.config import ResolvedConfig, RunConfig, resumed_options
 from paceline.core.errors import CheckpointError, ConfigError, DataError, TaskError
-from paceline.core.option_sets import resumed_options
 from paceline.core.task import Defaults, Loss, Task
 from paceline.data.loader import EvalBatches
 from paceline.parallel.options import FsdpOptions

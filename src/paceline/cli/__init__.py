@@ -29,7 +29,7 @@ from paceline import __version__
 from paceline.core.built_in import COMMANDS, PACKAGES
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import FULL, check_path
-from paceline.core.printable import PrintableStream, escape_controls
+from paceline.core.standard_streams import PrintableStream, escape_controls
 
 
 def _check_paths(kind: object, value: object) -> None:

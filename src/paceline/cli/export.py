@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.core.printable import escape_controls
+from paceline.core.standard_streams import escape_controls
 
 if TYPE_CHECKING:
     from paceline.runs.package import Package

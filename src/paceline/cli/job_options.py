@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from paceline.cli.options import explicit_options, group
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import flag, parse_gpus
+from paceline.core.options import flag, parse_gpus
 from paceline.launch.registry import LAUNCHER_NAMES, EnvStyle, RankLauncher
 
 LOCAL_LAUNCHERS = ("inprocess", "spawn", "torchrun")

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import flag
+from paceline.core.options import flag
 from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher, refuse_gpu_type, refuse_torchrun_options
 from paceline.launch.local_run import check_task
 from paceline.launch.preflight import find_preflight

@@ -16,7 +16,7 @@ from paceline.cli.options import explicit_options
 from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import RecoveryPolicy
-from paceline.core.option_values import parse_nodes, parse_nproc, parse_walltime_s
+from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.plugins import import_object
 
 LauncherOptions: Any = launchers_options()

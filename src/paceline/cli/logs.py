@@ -18,7 +18,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.printable import printable_output
+from paceline.core.standard_streams import printable_output
 from paceline.launch.job_logs import Tail
 from paceline.launch.status_poller import StatusPoller
 from paceline.launch.submit import JobRecord, find_record, read_records

@@ -14,10 +14,9 @@ from cyclopts import Parameter
 from paceline.cli.job_options import JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, explicit_options, group, run_options
-from paceline.core.config import all_options, config_from_mapping, read_config_file
+from paceline.core.config import all_options, config_from_mapping, read_config_file, resumed_options
 from paceline.core.errors import ConfigError
 from paceline.core.files import parse_toml
-from paceline.core.option_sets import resumed_options
 
 if TYPE_CHECKING:
     from paceline.core.launch_spec import Command, LaunchSpec

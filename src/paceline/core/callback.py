@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.option_values import Interval
+from paceline.core.options import Interval
 
 if TYPE_CHECKING:
     import torch

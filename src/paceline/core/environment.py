@@ -1,10 +1,11 @@
-"""The rank of this process and of this node, from the environment variables of launchers."""
+"""Environment variables: the rank of this process and of this node, as launchers set them, and the seed of hashes."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -590,3 +591,22 @@ def detect_node(environ: Mapping[str, str] = os.environ) -> NodeEnvironment:
             f"the node rank from {place.source} is {place.node_rank}, but must be between 0 and {place.nodes - 1}."
         )
     return place
+
+
+# --- The seed of Python's hashes, which decides the order of a set of strings: the same in every process of a run ---
+#
+# Python reads the seed when it starts, so a process that trains and has no seed restarts itself with one. A seed that
+# the user has set stays, and so does ``random``.
+
+_HASH_SEED = "PYTHONHASHSEED"
+
+
+def with_hash_seed(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a process that trains, or that forks such processes."""
+    return {_HASH_SEED: "0", **environ}  # as Python documents it: no randomization
+
+
+def restart_with_hash_seed() -> None:
+    """Start this program again, in this process, unless its hashes have a seed; call this before anything has begun."""
+    if _HASH_SEED not in os.environ and sys.executable:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], with_hash_seed(os.environ))

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import check_path
-from paceline.core.option_values import at_least
-from paceline.core.options import OptionGroup, Requirement, option
+from paceline.core.options import OptionGroup, Requirement, at_least, option
 
 if TYPE_CHECKING:
     from paceline.core.config import RunConfig

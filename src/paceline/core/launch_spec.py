@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.core.environment import Environment, EtcdEndpoints, default_threads
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import flag
+from paceline.core.options import flag
 from paceline.core.process_config import EnvStyle, RankLauncher
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from paceline.core.printable import escape_controls
+from paceline.core.standard_streams import escape_controls
 
 _PIPE_COLUMNS = 250
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.core import plugins
 from paceline.core.built_in import TRAITS
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import parse_mesh
-from paceline.core.options import Capability, OptionGroup, option
+from paceline.core.options import Capability, OptionGroup, option, parse_mesh
 from paceline.core.plugins import StrategyPlugin, names_type
 
 if TYPE_CHECKING:

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.core.environment import EtcdEndpoints, parse_coordinator
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import (
+from paceline.core.options import (
     Duration,
     NodeRange,
+    OptionGroup,
+    option,
     parse_duration_s,
     parse_hang_timeout,
     parse_nodes,
     parse_nproc,
     parse_walltime_s,
 )
-from paceline.core.options import OptionGroup, option
 from paceline.core.plugins import LauncherPlugin, names_type
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from paceline.core.own_code import is_own_file
+from paceline.core.plugins import is_own_file
 
 # --- Stacks of this process's threads, and of another process even while a C call holds its interpreter ---
 #

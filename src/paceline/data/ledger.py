@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from paceline.core.errors import RunDirectoryError, RunDirectoryWriteError, UserError
 from paceline.core.files import fsync_directory, open_regular, see_listed
-from paceline.core.option_values import Shuffle
+from paceline.core.options import Shuffle
 from paceline.data.order import DeterministicSampler
 
 # --- The format ---

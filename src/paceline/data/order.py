@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.core.option_values import Shuffle
+from paceline.core.options import Shuffle
 
 # --- A keyed permutation of any range in constant memory, and the integer hash of its keys ---
 #

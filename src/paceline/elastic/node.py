@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 import msgspec
 
+from paceline.core.environment import with_hash_seed
 from paceline.core.errors import LaunchError
 from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
-from paceline.core.hash_seed import with_hash_seed
 from paceline.core.launch_spec import Command
 from paceline.core.stack_dump import describe_unresponsive
 from paceline.elastic.group_planner import Status, WorkerState

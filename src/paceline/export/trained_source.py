@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from paceline.core.config import all_options
+from paceline.core.config import all_options, select
 from paceline.core.errors import ExportError
 from paceline.core.inference import InferenceSignature
-from paceline.core.option_sets import select
 from paceline.core.stats import Estimate
 from paceline.core.task import Task
 from paceline.data.loader import EvalBatches

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.core.config import configuration
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.option_sets import configuration
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import (
     FOREIGN,

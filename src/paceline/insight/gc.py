@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from paceline.core.errors import ConfigError, PackageError, RunDirectoryError, UserError
 from paceline.core.files import fsync_directory, remove_directory, rename
-from paceline.core.option_values import parse_best
+from paceline.core.options import parse_best
 from paceline.runs.checkpoint_manifest import temporary_directory
 from paceline.runs.checkpoint_store import remove_stale
 from paceline.runs.directory import RunDirectory

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import Command as Command
 from paceline.core.launch_spec import LaunchSpec as LaunchSpec
-from paceline.core.option_values import flag
+from paceline.core.options import flag
 from paceline.launch.options import TORCHRUN_EQUALS, TORCHRUN_OTHERS
 from paceline.launch.registry import EnvStyle as EnvStyle
 from paceline.launch.registry import RankLauncher as RankLauncher

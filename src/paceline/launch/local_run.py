@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.core.config import RunConfig, config_from_mapping
+from paceline.core.config import RunConfig, config_from_mapping, merge_resumed_options
 from paceline.core.environment import Environment, without_rank_variables
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.gpus import preferred_device, visible_gpus
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.launch_spec import Placement, Recovery, RecoveryPolicy
-from paceline.core.option_sets import merge_resumed_options
 from paceline.core.sockets import require_loopback
 from paceline.core.standard_streams import lasting_streams
 from paceline.core.task_loading import check_spec

@@ -21,7 +21,7 @@ from paceline.core.built_in import FRAMEWORKS, PARTS
 from paceline.core.environment import NodeEnvironment, detect_node
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.launch_spec import Placement, RecoveryPolicy
-from paceline.core.option_values import parse_nodes, parse_nproc
+from paceline.core.options import parse_nodes, parse_nproc
 from paceline.core.plugins import import_object
 from paceline.core.sockets import job_port
 from paceline.launch.launcher import LaunchSpec, get_launcher

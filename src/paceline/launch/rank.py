@@ -26,7 +26,7 @@ from paceline.core.environment import (
 )
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.launch_spec import LaunchSpec
-from paceline.core.option_values import parse_nproc
+from paceline.core.options import parse_nproc
 from paceline.core.parent_death import die_with_parent
 from paceline.core.process_config import EnvStyle
 from paceline.core.sockets import job_port

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.built_in import BUILT_IN, LAUNCHER_OPTIONS
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import flag
+from paceline.core.options import flag
 from paceline.core.plugins import import_object, load
 from paceline.core.process_config import EnvStyle as EnvStyle
 from paceline.core.process_config import RankLauncher as RankLauncher

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.core.built_in import SLURM_BODIES
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import parse_duration_s
+from paceline.core.options import parse_duration_s
 from paceline.core.plugins import import_object
 from paceline.launch.launcher import LaunchSpec, RankLauncher
 from paceline.launch.mpi import command_of_a_rank, mpirun_in_allocation

@@ -18,14 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from paceline.core.config import RunConfig, to_flags
+from paceline.core.config import RunConfig, select, to_flags
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.files import parse_json, read_document, write_atomically
+from paceline.core.files import parse_json, read_document, user_directory, write_atomically
 from paceline.core.job import default_run_path
 from paceline.core.launch_spec import RecoveryPolicy
-from paceline.core.option_sets import select
 from paceline.core.task_loading import split_spec
-from paceline.core.user_directories import user_directory
 from paceline.launch.launcher import (
     EnvStyle,
     JobHandle,

@@ -23,9 +23,8 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from paceline.core.environment import Environment, is_loopback, parse_endpoint
 from paceline.core.errors import ConfigError, PeerLostError
-from paceline.core.files import write_atomically
+from paceline.core.files import private_directory, write_atomically
 from paceline.core.sockets import LOOPBACK, bound_socket, inherited_socket, job_port, meeting_address
-from paceline.core.user_directories import private_directory
 from paceline.torch_internals import PrefixStore, Store, TCPStore
 
 _TOKEN = "paceline/job"

@@ -9,7 +9,7 @@ from time import perf_counter
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.option_sets import configuration
+from paceline.core.config import configuration
 from paceline.runs.directory import RunDirectory
 from paceline.runs.heartbeat import Heartbeat
 from paceline.runs.metric_writers import (

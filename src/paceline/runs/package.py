@@ -13,9 +13,8 @@ from pathlib import Path
 
 from paceline.core.errors import PackageError, UntrustedError
 from paceline.core.file_lock import locked
-from paceline.core.files import open_regular
-from paceline.core.printable import escape_controls
-from paceline.core.user_directories import user_directory
+from paceline.core.files import open_regular, user_directory
+from paceline.core.standard_streams import escape_controls
 from paceline.runs.checkpoint_manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,

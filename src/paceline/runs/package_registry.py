@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from paceline.core.errors import PackageError
 from paceline.core.file_lock import locked
-from paceline.core.files import fsync_directory, open_regular, rename, write_atomically
-from paceline.core.user_directories import user_directory
+from paceline.core.files import fsync_directory, open_regular, rename, user_directory, write_atomically
 from paceline.runs.checkpoint_manifest import (
     MANIFEST,
     canonical_json,

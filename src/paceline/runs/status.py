@@ -14,7 +14,7 @@ import msgspec
 
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import open_regular, parse_json, parse_json_records, read_document
-from paceline.core.option_values import parse_best
+from paceline.core.options import parse_best
 from paceline.runs.directory import RunDirectory
 
 State = Literal["running", "finished", "stopped", "failed", "crashed", "damaged"]

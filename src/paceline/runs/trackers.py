@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from paceline.core.built_in import BUILT_IN
+from paceline.core.config import select
 from paceline.core.errors import ConfigError
 from paceline.core.files import rename
-from paceline.core.option_sets import select
 from paceline.core.plugins import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import final_scalars, scalars

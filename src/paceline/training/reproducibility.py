@@ -19,9 +19,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from paceline.core.config import RunConfig
+from paceline.core.config import RunConfig, select
 from paceline.core.errors import ConfigError, TaskError
-from paceline.core.option_sets import select
 from paceline.core.task import Task
 from paceline.data.order import derive_key
 from paceline.parallel.world import World

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline import __version__
-from paceline.core.config import ResolvedConfig, RunConfig, all_options, config_from_mapping
+from paceline.core.config import ResolvedConfig, RunConfig, all_options, config_from_mapping, resumed_options
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import see_listed
 from paceline.core.job import WorkerConfig
-from paceline.core.option_sets import resumed_options
 from paceline.core.task import Task
 from paceline.core.task_loading import (
     TaskReference,

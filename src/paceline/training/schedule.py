@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import BestMetric, Direction, Interval
+from paceline.core.options import BestMetric, Direction, Interval
 from paceline.training.resolve import DataSetup
 from paceline.training.state import TrainProgress
 

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.environment import Environment, default_threads, detect_environment
+from paceline.core.environment import Environment, default_threads, detect_environment, restart_with_hash_seed
 from paceline.core.errors import RunInUseError
-from paceline.core.hash_seed import restart_with_hash_seed
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.owned_names import name_multiprocessing, remove_leftovers
 from paceline.core.signals import WORKER_STOP_SIGNALS, die_with_parent, dump_stacks_on_signal, handle_signals

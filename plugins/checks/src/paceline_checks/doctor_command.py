@@ -16,7 +16,7 @@ from paceline.cli.job_options import LOCAL_LAUNCHERS, parse_env
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.option_values import parse_duration_s, parse_nodes, parse_nproc, parse_walltime_s
+from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.task_loading import check_spec
 from paceline.launch.launcher import Launcher, LaunchSpec, get_launcher
 from paceline.launch.registry import make_options

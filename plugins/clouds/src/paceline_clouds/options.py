@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import parse_duration_s
+from paceline.core.options import parse_duration_s
 from paceline.launch.registry import option
 
 DISTRIBUTIONS = {

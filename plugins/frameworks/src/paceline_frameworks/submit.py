@@ -14,10 +14,9 @@ from typing import Any, Literal, overload
 from paceline.api import Result, task_spec
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError, TaskError
-from paceline.core.field_values import convert, is_same
-from paceline.core.option_values import parse_walltime_s
+from paceline.core.options import parse_walltime_s
 from paceline.core.task import Task
-from paceline.core.task_loading import check_spec, parse_assignments, task_fields
+from paceline.core.task_loading import check_spec, convert, is_same, parse_assignments, task_fields
 from paceline.launch.launcher import JobHandle, JobStatus, LaunchSpec, get_launcher, job_name
 from paceline.launch.registry import make_options, option_names
 from paceline.launch.submit import JobRecord, finish, job_directory, record_id, remember, room_for_record, task_job

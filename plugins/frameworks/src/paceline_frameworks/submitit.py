@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import psutil
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.option_values import flag
+from paceline.core.options import flag
 from paceline.launch.job_logs import follow_files
 from paceline.launch.launcher import Command, JobHandle, JobStatus, Launcher, LaunchSpec, RenderedJob
 from paceline.launch.node import node_command

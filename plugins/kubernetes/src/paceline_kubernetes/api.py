@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.user_directories import home_directory
+from paceline.core.files import home_directory
 from paceline.launch.launcher import JobHandle, JobStatus
 from paceline.launch.status_poller import StatusPoller
 from paceline_kubernetes.manifests import CONTAINER, Manifest

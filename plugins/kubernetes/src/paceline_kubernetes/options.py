@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import parse_duration_s
+from paceline.core.options import parse_duration_s
 from paceline.launch.registry import option
 
 KINDS = ("trainjob", "jobset", "job")

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.core.callback import Callback
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
-from paceline.core.option_values import Interval
+from paceline.core.options import Interval
 from paceline.data.stream import StreamLoader
 from paceline.parallel.reducer import StepSums
 from paceline.training.control import ControlFlags, StopCause

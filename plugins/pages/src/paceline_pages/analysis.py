@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.config import config_from_mapping, to_flags
+from paceline.core.config import config_from_mapping, configuration, incomparable_options, to_flags
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import read_json_lines
 from paceline.core.inference import TensorSpec, name_with_unit
-from paceline.core.option_sets import NOT_COMPARED, configuration
 from paceline.core.stats import Estimate, Floats
 from paceline.data.samples import MicroBatch
 from paceline.runs.directory import RunDirectory
@@ -125,7 +124,7 @@ class Record:
         words = ["paceline", "train", str(self.manifest["task"]["spec"])]
         for name, value in self.fields.items():
             words += ["--set", f"{name}={value}"]
-        words += to_flags(config.non_defaults(), leave_out=NOT_COMPARED)
+        words += to_flags(config.non_defaults(), leave_out=incomparable_options())
         return shlex.join(words)
 
 

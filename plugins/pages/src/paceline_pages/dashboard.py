@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from paceline import __version__
+from paceline.core.config import configuration
 from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDirectoryError
 from paceline.core.files import open_regular, read_document
-from paceline.core.option_sets import configuration
 from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, read_records
 from paceline.runs.checkpoint_admin import entries

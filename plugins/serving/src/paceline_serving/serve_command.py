@@ -16,8 +16,8 @@ from cyclopts import Parameter
 
 from paceline.cli.options import ARGUMENTS, COMMON, explicit_options, group
 from paceline.core.errors import ConfigError
-from paceline.core.option_values import parse_duration_s
-from paceline.core.printable import escape_controls
+from paceline.core.options import parse_duration_s
+from paceline.core.standard_streams import escape_controls
 from paceline_serving.kserve_options import KServeOptions, print_service
 from paceline_serving.libraries import require_libraries
 

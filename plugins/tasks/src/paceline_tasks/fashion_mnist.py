@@ -27,11 +27,10 @@ from torch.utils.data import TensorDataset
 
 from paceline.core.errors import DataError
 from paceline.core.file_lock import locked
-from paceline.core.files import fsync_directory, rename
+from paceline.core.files import fsync_directory, rename, user_directory
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.output import Console
 from paceline.core.task import Defaults, Task
-from paceline.core.user_directories import user_directory
 
 # --- Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, https://arxiv.org/abs/1708.07747): find it, fetch it, read
 #     it

@@ -16,9 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from paceline.core.config import config_from_mapping, to_flags
+from paceline.core.config import config_from_mapping, select, to_flags
 from paceline.core.files import ResilientAppendFile, read_json_lines, write_atomically
-from paceline.core.option_sets import select
 from paceline.launch.submit import task_command
 from paceline.runs.directory import RunDirectory
 from paceline_tune.search import Search, SearchCost, SearchDirectory

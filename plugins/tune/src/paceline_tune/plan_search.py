@@ -18,19 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.config import all_options
+from paceline.core.config import all_options, select
 from paceline.core.errors import ConfigError, LaunchError, PacelineError, TaskError
-from paceline.core.field_values import convert
 from paceline.core.files import read_json_lines
 from paceline.core.job import default_run_path
-from paceline.core.option_sets import select
-from paceline.core.option_values import Interval, flag, parse_best
-from paceline.core.options import check_bounds
+from paceline.core.options import Interval, check_bounds, flag, parse_best
 from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.sockets import require_loopback
 from paceline.core.task import Task
-from paceline.core.task_loading import build_task, load_task_class, parse_assignments, split_spec
+from paceline.core.task_loading import build_task, convert, load_task_class, parse_assignments, split_spec
 from paceline.launch.launcher import Command, LaunchSpec
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.core.config import config_from_mapping
-from paceline.core.environment import variables_of_another_job
+from paceline.core.environment import variables_of_another_job, with_hash_seed
 from paceline.core.errors import LaunchError, PacelineError
 from paceline.core.files import read_json_lines, write_atomically
 from paceline.core.fork_server import (
@@ -32,7 +32,6 @@ from paceline.core.fork_server import (
     restore_stop_signals,
     run_fork_server,
 )
-from paceline.core.hash_seed import with_hash_seed
 from paceline.core.job import WorkerConfig
 from paceline.core.owned_names import make_directory
 from paceline.core.parent_death import die_with_parent, kill_with_parent_command

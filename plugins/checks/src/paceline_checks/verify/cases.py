@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.built_in import VERIFIED
-from paceline.core.config import config_from_mapping
+from paceline.core.config import config_from_mapping, select
 from paceline.core.errors import ConfigError
-from paceline.core.option_sets import select
-from paceline.core.option_values import flag, parse_mesh
+from paceline.core.options import flag, parse_mesh
 from paceline.core.plugins import import_object
 from paceline.core.task_loading import check_spec
 from paceline.runs.directory import RunDirectory

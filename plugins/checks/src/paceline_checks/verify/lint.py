@@ -28,7 +28,7 @@ from torch.utils.data import Subset
 from paceline.core.callback import BatchInfo, RunSchedule
 from paceline.core.config import ResolvedConfig
 from paceline.core.impurities import Impurity, impurity
-from paceline.core.own_code import is_own_file, own_folders
+from paceline.core.plugins import is_own_file, own_folders
 from paceline.core.task import Loss, Task
 from paceline.data.order import derive_key
 from paceline.data.sample_check import MOST_SAMPLES, check_samples, digest_of, generator_digests

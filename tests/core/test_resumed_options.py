@@ -7,15 +7,15 @@ import typing
 import pytest
 
 from paceline.core.built_in import TRAITS
-from paceline.core.config import RunConfig, all_options
-from paceline.core.errors import ConfigError
-from paceline.core.option_sets import (
+from paceline.core.config import (
+    RunConfig,
+    all_options,
     merge_resumed_options,
     require_unchanged,
     select,
 )
-from paceline.core.option_values import flag
-from paceline.core.options import Bits, Capability, Resume, Scope, option
+from paceline.core.errors import ConfigError
+from paceline.core.options import Bits, Capability, Resume, Scope, flag, option
 from paceline.core.parallel_config import STRATEGIES
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from paceline.cli import main
 from paceline.core.output import Console
-from paceline.core.printable import PrintableStream, escape_controls, printable_output
+from paceline.core.standard_streams import PrintableStream, escape_controls, printable_output
 from paceline_serving.serve_command import _LogFormatter
 
 HOSTILE = "a\x1b[2K\x1b]0;t\x07\r\x9b1m\u202eb\u2066\u2028\x7f\U000e0041"
