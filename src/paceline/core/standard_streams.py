@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
 # --- Streams that the parent has closed, or that are lost with a terminal or the reader of a pipe ---
@@ -95,6 +95,12 @@ def lasting_streams() -> Iterator[None]:
     open_closed_streams()
     with redirect_stdout(lasting(sys.stdout)), redirect_stderr(lasting(sys.stderr)):
         yield
+
+
+def print_status(sentence: str) -> None:
+    """Print a message for the user; stderr may be a file on a full disk."""
+    with suppress(OSError):
+        print(f"paceline: {sentence}", file=sys.stderr, flush=True)
 
 
 # --- Text of others: control and bidirectional characters are shown as escape sequences ---
