@@ -51,7 +51,7 @@ def test_a_warm_process_says_of_itself_what_a_cold_one_does(tmp_path: Path) -> N
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "about.py").write_text(ABOUT)
     options = {"cwd": tmp_path, "env": {**os.environ, "GREETING": "hello", "OMP_NUM_THREADS": "1"}}
-    for argv in ([script, "a", "b"], ["-c", ABOUT, "a"], ["-m", "package.about", "--a"]):
+    for argv in ([script, "a", "b"], ["-c", ABOUT, "a"], ["-m", "package.about", "--a"], ["-P", script, "a"]):
         warm = about(argv, **options)
         with _warm_starts.resting():
             cold = about(argv, **options)
@@ -206,6 +206,8 @@ TETHER = parent_death.__file__
         (["-I", "-S", TETHER, "9", "1", "true"], None),
         (["-u", "s.py", "-u"], Program("script", "s.py", ["-u"], unbuffered=True)),
         (["-u", "-I", "s.py"], None),
+        (["-P", "-m", "m", "-P"], Program("module", "m", ["-P"], safe_path=True)),
+        (["-P", "-u", "s.py"], Program("script", "s.py", [], unbuffered=True, safe_path=True)),
         (["-I", "-m", "m"], None),
         (["-X", "importtime", "-c", "pass"], None),
         (["s.py"], Program("script", "s.py", [])),

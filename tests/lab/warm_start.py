@@ -95,6 +95,7 @@ class Program:
     arguments: Sequence[str]
     tether: Sequence[int] = ()  # a signal, and the process with whose end it comes
     unbuffered: bool = False  # ``-u``
+    safe_path: bool = False  # ``-P``
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,11 @@ def parse(argv: Sequence[str]) -> Program | None:
         return replace(inner, tether=(int(words[1]), int(words[2])))
     if isolated or not words:
         return None
-    if words[0] == "-u":
+    if words[0] in ("-u", "-P"):
         inner = parse([sys.executable, *words[1:]])
-        return None if inner is None or inner.tether else replace(inner, unbuffered=True)
+        if inner is None or inner.tether:
+            return None
+        return replace(inner, unbuffered=True) if words[0] == "-u" else replace(inner, safe_path=True)
     if words[0] == "-m" and len(words) > 1:
         return Program("module", words[1], words[2:])
     if words[0] == "-c" and len(words) > 1:
@@ -615,9 +618,10 @@ def _run(program: Program) -> None:
         parent_death.die_with_parent(number, parent)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
-    first = {"module": os.getcwd(), "code": "", "script": os.path.dirname(os.path.realpath(program.name))}
+    of_kind = {"module": os.getcwd(), "code": "", "script": os.path.dirname(os.path.realpath(program.name))}
+    first = [] if program.safe_path else [of_kind[program.kind]]
     python_path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = [first[program.kind], *python_path, *(entry for entry in _PATH if entry not in python_path)]
+    sys.path[:] = [*first, *python_path, *(entry for entry in _PATH if entry not in python_path)]
     for entry in python_path:  # what the interpreter imports as it starts
         if (site := Path(entry) / "sitecustomize.py").exists():
             runpy.run_path(str(site))
