@@ -50,7 +50,10 @@ def test_a_warm_process_says_of_itself_what_a_cold_one_does(tmp_path: Path) -> N
     script.write_text(ABOUT)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "about.py").write_text(ABOUT)
-    options = {"cwd": tmp_path, "env": {**os.environ, "GREETING": "hello", "OMP_NUM_THREADS": "1"}}
+    options = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "GREETING": "hello", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    }
     for argv in ([script, "a", "b"], ["-c", ABOUT, "a"], ["-m", "package.about", "--a"], ["-P", script, "a"]):
         warm = about(argv, **options)
         with _warm_starts.resting():
@@ -114,14 +117,15 @@ def test_it_ends_as_the_interpreter_does(code: str, status: int, error: str) -> 
     assert done.stdout == ("done\n" if "done" in code else "")
 
 
-@pytest.mark.parametrize("options", [[], ["-u"]])
-def test_a_killed_program_has_printed_what_a_cold_one_has(options: list[str]) -> None:
+@pytest.mark.parametrize(("options", "variable"), [([], ""), (["-u"], ""), ([], "1")])
+def test_a_killed_program_has_printed_what_a_cold_one_has(options: list[str], variable: str) -> None:
     code = "import os, sys; print('a', end=''); sys.stdout.write('b'); os.kill(os.getpid(), 9)"
     command = [sys.executable, *options, "-c", code]
-    warm = subprocess.run(command, stdout=subprocess.PIPE, timeout=60).stdout
+    env = {**os.environ, "PYTHONUNBUFFERED": variable}
+    warm = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, env=env).stdout
     with _warm_starts.resting():
-        cold = subprocess.run(command, stdout=subprocess.PIPE, timeout=60).stdout
-    assert warm == cold == (b"ab" if options else b"")
+        cold = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, env=env).stdout
+    assert warm == cold == (b"ab" if options or variable else b"")
 
 
 def test_output_that_cannot_be_written_fails_it_at_its_end_as_a_cold_one() -> None:

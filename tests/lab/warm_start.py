@@ -83,7 +83,7 @@ _READ_AT_LOADING = (
     "OPENBLAS_",
     "TORCHDYNAMO_",
 )
-_READ_LATER = {"PYTHONPATH"}
+_READ_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 
 
 @dataclass(frozen=True)
@@ -555,7 +555,7 @@ class _Server:
         if signal.SIGINT not in start.ignored:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.stdin = sys.__stdin__ = _text(0, "r", line_buffering=False)
-        unbuffered = bool(start.program["unbuffered"])
+        unbuffered = bool(start.program["unbuffered"] or start.env.get("PYTHONUNBUFFERED"))
         sys.stdout = sys.__stdout__ = _text(1, "w", unbuffered, line_buffering=os.isatty(1))
         sys.stderr = sys.__stderr__ = _text(2, "w", unbuffered, line_buffering=True, errors="backslashreplace")
         _seed_and_count(start)
