@@ -66,23 +66,28 @@ def _take_counts():
 
 def _find_steps():
     """From the first step on, write a line for each, as soon as it has ended."""
-    engine = getattr(sys.modules.get("paceline.training.trainer"), "SyncEngine", None)
-    if engine is None or hasattr(engine._step, "__wrapped__"):
+    step = getattr(sys.modules.get("paceline.training.train_step"), "SyncStep", None)
+    if step is None or hasattr(step.__init__, "__wrapped__"):
         return
-    step = engine._step
+    opened, group_context = step.__init__, sys.modules["paceline.training.group_context"].GroupContext
+    commit, before = group_context.commit, {}
 
-    @functools.wraps(step)
-    def counted(self, group):
+    @functools.wraps(opened)
+    def counted(self, *args):
+        before.update(_take_counts())
+        opened(self, *args)
+
+    @functools.wraps(commit)
+    def committed(self, *args, **options):
         number = self._states.state.progress.step
-        before = _take_counts()
-        result = step(self, group)
+        result = commit(self, *args, **options)
         run = str(self._run.directory.path.resolve())
-        line = {"run": run, "rank": group.world.rank, "step": number, "before": before["device"], **_take_counts()}
+        line = {"run": run, "rank": self.world.rank, "step": number, "before": before["device"], **_take_counts()}
         with (FOLDER / f"{os.getpid()}.waits").open("a") as report:
             report.write(json.dumps(line) + "\n")
         return result
 
-    engine._step = counted
+    step.__init__, group_context.commit = counted, committed
 
 
 # --- torch.cuda ---

@@ -116,8 +116,8 @@ class SecondOrder(QuasiNewton):
 
 
 MISTAKES: list[tuple[str, Callable[[paceline.TrainStep], object]]] = [
-    (r"must call step\.backward or step\.backward_over_batch in each step", lambda step: None),
-    ("updates 'critic', but build_optimizer returned main", lambda step: step.update("critic")),
+    (r"each step must call step\.backward or step\.backward_over_batch", lambda step: None),
+    ("updates 'critic', but the optimizers are main", lambda step: step.update("critic")),
     (
         "a tensor with one row for each of its 6 samples",
         lambda step: step.backward_over_batch(lambda model, batch: model(batch[0]).sum(), torch.sum),

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,10 @@ class WorkerConfig:
     device: Literal["cpu", "cuda"] | None = None
     started: float = field(default_factory=time.time)
     trial_scheduler: str | None = None
+
+    def with_run_dir(self, path: Path) -> WorkerConfig:
+        """Return the configuration of the run in another directory."""
+        return replace(self, config=self.config.replace(run_dir=str(path)))
 
     def to_toml(self) -> str:
         """Return the job as text."""

@@ -78,14 +78,15 @@ class TrainStep(Protocol):
             TaskError: ``embed`` returns no tensor with a row for each sample, or ``loss`` no scalar with a gradient.
         """
 
-    def update(self, *names: str, closure: Callable[[], float] | None = None) -> None:
+    def update(self, *names: str, clip_norm: float | None = None, closure: Callable[[], float] | None = None) -> None:
         """Step optimizers with the gradients as they are now.
 
-        ``--clip-norm`` clips the gradients of these optimizers' parameters. Learning-rate schedules and the moving
-        average follow once, at the end of the step.
+        Learning-rate schedules and the moving average follow once, at the end of the step.
 
         Args:
             names: of the optimizers, in this order; by default all of them.
+            clip_norm: the 2-norm to which the gradients of these optimizers' parameters are scaled down; by default
+                ``--clip-norm``.
             closure: computes the loss again, by :meth:`backward`, for optimizers that need it, such as ``LBFGS``.
         """
 

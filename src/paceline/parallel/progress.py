@@ -18,10 +18,11 @@ from typing import Literal
 
 from paceline.core.errors import PacelineError, PeerLostError
 
-Stage = Literal["waiting", "joining", "first step", "step", "evaluation", "checkpoint"]
+Stage = Literal["waiting", "script", "joining", "first step", "step", "evaluation", "checkpoint"]
 
 FLOOR_S: dict[Stage, float] = {
     "waiting": math.inf,  # no world yet, so no rank waits for this one
+    "script": math.inf,  # a script's own code between the parts of a step
     "joining": 600.0,
     "first step": 300.0,  # it may compile, and fill caches
     "step": 30.0,
@@ -57,6 +58,7 @@ class ProgressTracker:
         self._took_s: dict[Stage, deque[float]] = {stage: deque(maxlen=_RECENT) for stage in FLOOR_S}
         self.helpers: Callable[[], Sequence[int]] = tuple
         self.step = -1
+        self._suspended: tuple[Stage, float] = ("step", 0.0)
         self.join()
 
     def limit_steps_to(self, limit_s: float | None) -> None:
@@ -83,6 +85,29 @@ class ProgressTracker:
         """End the stage, learn its duration, and begin a step."""
         self._took_s[self.stage].append(monotonic() - self.since)
         self.begin("step")
+
+    def suspend(self) -> None:
+        """Stop the clock of the stage: the script's own code runs."""
+        self._suspended = (self.stage, monotonic() - self.since)
+        self.begin("script")
+
+    def resume(self) -> None:
+        """Go on with the stage that :meth:`suspend` left."""
+        stage, spent_s = self._suspended
+        self.begin(stage)
+        self.since -= spent_s
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Let the clock of the stage run within the context, where a script's own code is around it."""
+        if self.stage != "script":
+            yield
+            return
+        self.resume()
+        try:
+            yield
+        finally:
+            self.suspend()
 
     def move(self, phase: str) -> None:
         """Enter a phase."""

@@ -180,6 +180,7 @@ class Evaluator:
         device: the model's.
         batches: the split.
         autocast: the precision to evaluate in.
+        with_loss: add the task's loss to the metrics, where these do not have one.
     """
 
     def __init__(
@@ -191,8 +192,10 @@ class Evaluator:
         seed: int,
         autocast: Autocast,
         split: str = "val",
+        with_loss: bool = True,
     ) -> None:
         self._task = task
+        self._with_loss = with_loss
         self._batches = batches
         self._seed = seed
         self._autocast = autocast
@@ -285,7 +288,7 @@ class Evaluator:
         values = self._task.metrics(module, batch)
         pairs = {n: self._pair(n, v, samples) for n, v in values.items() if n not in self._whole.names}
         arguments = {name: value for name, value in values.items() if name in self._whole.names}
-        if "loss" not in values:
+        if self._with_loss and "loss" not in values:
             loss = as_loss(self._task, self._task.loss(module, batch), samples)
             pairs["loss"] = (_number(loss.sum), _number(loss.weight))
         if observe is not None:

@@ -30,7 +30,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
     """Evaluate on the test split; return the content of ``result.json``, the same on every rank.
 
     Args:
-        trainer: after its ``fit``. Its model becomes the best one.
+        trainer: after its last step. Its model becomes the best one.
         group: the ranks.
         started: ``time.perf_counter()`` when this process began.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.core.callback import RankInfo
 from paceline.data.workers import data_workers
@@ -50,6 +50,18 @@ class Carryover:
     speed: Speed | None = None
 
 
+class Step(Protocol):
+    """A step that an engine has opened; it is committed when its caller asks for the next one."""
+
+    def compute(self) -> None:
+        """Compute it as the task says.
+
+        Raises:
+            NonFiniteLossError: a loss or gradient was NaN or infinite.
+            PeerLostError: a rank is gone.
+        """
+
+
 class Engine:
     """Computes and applies the steps of a run in one group; the strategy names its own, if it has one.
 
@@ -90,8 +102,10 @@ class Engine:
         record(self._states.state.progress, epoch, step_in_epoch, sums)
         return sums
 
-    def run_interval(self, group: GroupContext) -> ControlFlags:
-        """Compute and apply steps until all ranks hold the same state again; all ranks call this together.
+    def steps(self, group: GroupContext) -> Generator[Step, None, ControlFlags]:
+        """Yield steps for the caller to compute, until all ranks hold the same state again.
+
+        All ranks go through it together. An engine that computes steps in an order of its own yields none.
 
         Returns:
             The requests of all ranks, merged; the same on all of them.

@@ -18,6 +18,7 @@ from paceline.core.task import Task
 from paceline.data.loader import EvalBatches, build_loader, resolve_workers
 from paceline.data.samples import Loader
 from paceline.data.stream import StreamLoader
+from paceline.data.train_val_split import Split
 from paceline.parallel.strategy import (
     AMP_DTYPES,
     ExampleBatchProvider,
@@ -173,10 +174,25 @@ class RunContext:
             DataError: the dataset cannot be read.
         """
         batches = self.build_eval_batches(split)
-        if batches is None:
-            return None
+        return None if batches is None else self._evaluator(batches, split, self.task)
+
+    def evaluator_of(self, dataset: Any, split: str, task: Task, *, with_loss: bool) -> Evaluator:
+        """Build the evaluator of a dataset that is not the task's own.
+
+        Args:
+            split: what it is called.
+            task: its metrics are computed.
+            with_loss: and its loss.
+
+        Raises:
+            DataError: the dataset cannot be read.
+        """
+        return self._evaluator(self._eval_batches(dataset, split), split, task, with_loss=with_loss)
+
+    def _evaluator(self, batches: EvalBatches, split: str, task: Task, *, with_loss: bool = True) -> Evaluator:
+        seed = self.config.training.seed
         return Evaluator(
-            self.task, self.device, batches, seed=self.config.training.seed, autocast=self.autocast, split=split
+            task, self.device, batches, seed=seed, autocast=self.autocast, split=split, with_loss=with_loss
         )
 
     @property
@@ -190,20 +206,21 @@ class RunContext:
         Raises:
             DataError: the dataset cannot be read.
         """
-        data, task, index_map = self.data, self.task, None
+        data = self.data
         if split == "val" and data.train_val_split is not None:
-            dataset, index_map = data.train, data.train_val_split.val
-        else:
-            dataset = data.val if split == "val" else build_split(task, self.config.training.seed, split)
-        if dataset is None:
-            return None
+            return self._eval_batches(data.train, split, data.train_val_split.val)
+        dataset = data.val if split == "val" else build_split(self.task, self.config.training.seed, split)
+        return None if dataset is None else self._eval_batches(dataset, split)
+
+    def _eval_batches(self, dataset: Any, split: str, index_map: Split | None = None) -> EvalBatches:
+        collate = self.task.collate
         return EvalBatches(
             dataset,
             self.eval_batch_size,
             seed=self.config.training.seed,
             device=self.device,
-            workers=resolve_workers(dataset, task.collate, self.config.data.num_workers, self.processes),
-            collate=task.collate,
+            workers=resolve_workers(dataset, collate, self.config.data.num_workers, self.processes),
+            collate=collate,
             index_map=index_map,
             split=split,
         )

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.training import run_setup
 from paceline.training.checkpoint_manager import retry
 from paceline.training.finalize import conclude
-from paceline.training.group_context import Engine
+from paceline.training.group_context import Engine, GroupContext
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
 from paceline.training.state_agreement import agree_on_state
@@ -81,9 +81,26 @@ def _train(request: RunRequest, groups: Groups, directory: RunDirectory, signals
         if groups.announces:
             _log.info("%s has finished; nothing is left to train.", directory.path)
         return dict(found["result"])
+    trainer, notes = open_trainer(request, groups, found["manifest"], directory, signals)
+    with trainer:
+        return groups.train(trainer, partial(train_in_group, trainer, notes, started))
+
+
+def open_trainer(
+    request: RunRequest,
+    groups: Groups,
+    manifest: Mapping[str, Any] | None,
+    directory: RunDirectory,
+    signals: StopSignals,
+) -> tuple[Trainer, list[str]]:
+    """Set up the run, and build its trainer; return lines to print when the run is created, too.
+
+    Raises:
+        UserError: options, task or data cannot work; the run is as it was.
+    """
     run, notes = run_setup.setup_run(
         request,
-        found["manifest"],
+        manifest,
         directory,
         signals,
         device=groups.device,
@@ -93,8 +110,7 @@ def _train(request: RunRequest, groups: Groups, directory: RunDirectory, signals
     )
     if groups.member is not None:
         require_replaceable(run.config, request.job.config)
-    with build_trainer(run, groups.world_size, groups.member) as trainer:
-        return groups.train(trainer, partial(train_in_group, trainer, notes, started))
+    return build_trainer(run, groups.world_size, groups.member), notes
 
 
 def build_trainer(run: RunContext, world_size: int, member: AgentClient | None = None) -> Trainer:
@@ -120,21 +136,31 @@ def train_in_group(
         PeerLostError: a rank is gone.
         PacelineError: as :func:`train` says.
     """
-    run = trainer.run
     with note_progress(world.progress_tracker):
-        mesh = run.build_mesh(world)
-        agree_on_state(trainer, mesh, notes)
-        group = trainer.join_group(mesh)
+        group = enter_group(trainer, world, notes)
         joined()
-        if not trainer.fit(group):
-            return None
-        result = conclude(trainer, group, started)
-        if world.rank == 0:
-            retry(partial(run.directory.write_result, result))
-            run.directory.append_event("finished")
-        group.monitor.finish(result)
-        trainer.leave_group()
-        world.barrier()
+        for step in trainer.steps(group):  # evaluations, commits, saves and stops are in here
+            step.compute()
+        return conclude_run(trainer, group, started) if trainer.finished else None
+
+
+def enter_group(trainer: Trainer, world: World, notes: list[str]) -> GroupContext:
+    """Agree on the state, and enter the group; all ranks of ``world`` do so together."""
+    mesh = trainer.run.build_mesh(world)
+    agree_on_state(trainer, mesh, notes)
+    return trainer.join_group(mesh)
+
+
+def conclude_run(trainer: Trainer, group: GroupContext, started: float) -> dict[str, Any]:
+    """Record the result of a finished run, and leave the group together; return the result."""
+    run, world = trainer.run, group.world
+    result = conclude(trainer, group, started)
+    if world.rank == 0:
+        retry(partial(run.directory.write_result, result))
+        run.directory.append_event("finished")
+    group.monitor.finish(result)
+    trainer.leave_group()
+    world.barrier()
     return result
 
 

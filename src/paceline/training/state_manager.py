@@ -112,12 +112,17 @@ class StateManager:
             )
         return module
 
+    def invalidate(self) -> None:
+        """Mark the state as invalid, until :meth:`mutating` ends."""
+        self.valid = False
+
     @contextmanager
     def mutating(self) -> Iterator[None]:
         """Mark the state as invalid within the context, and after an error."""
-        self.valid = False
+        self.invalidate()
         yield
-        self.valid, self._copy = True, None
+        self.valid = True
+        self._copy = None
 
     def begin(self, mesh: ParallelDims, weights: Mapping[str, Tensor] | None = None) -> None:
         """Begin a new run; all ranks call this together.
@@ -214,13 +219,16 @@ class StateManager:
         clip = None if clip_norm is None else partial(self.clip_gradients, clip_norm)
         self.state.update(clip, finite=finite)
 
-    def apply_gradients(self, names: Sequence[str], closure: Callable[[], float] | None = None) -> None:
+    def apply_gradients(
+        self, names: Sequence[str], clip_norm: float | None, closure: Callable[[], float] | None
+    ) -> None:
         """Clip the gradients of some optimizers' parameters, and step these; all ranks call this together.
 
         Args:
+            clip_norm: the 2-norm to which the gradients are scaled down; None: that of ``--clip-norm``, if it is set.
             closure: computes the loss and the gradients again, for optimizers that need it.
         """
-        clip_norm = self._run.config.training.clip_norm
+        clip_norm = self._run.config.training.clip_norm if clip_norm is None else clip_norm
         clip = None if clip_norm is None else partial(self._clip_only, names, clip_norm)
         self.state.apply_gradients(names, clip, closure)
 

@@ -97,11 +97,11 @@ class Pass:
     number: int = 0
 
 
-_ONLY_PASS = Pass()
+ONLY_PASS = Pass()
 
 
 def microbatch_loss(
-    run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch, current_pass: Pass = _ONLY_PASS
+    run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch, current_pass: Pass = ONLY_PASS
 ) -> Loss:
     """Run a micro-batch's forward, with the random keys of this step, pass and micro-batch.
 
@@ -127,9 +127,7 @@ def announce_microbatch(run: RunContext, step: int, microbatch: MicroBatch) -> N
     )
 
 
-def _loss(
-    run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch, current_pass: Pass = _ONLY_PASS
-) -> Loss:
+def _loss(run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch, current_pass: Pass = ONLY_PASS) -> Loss:
     announce_microbatch(run, step, microbatch)
     own = current_pass.loss
     with run.autocast():
@@ -152,7 +150,7 @@ class MicrobatchRunner:
     """
 
     def __init__(self, run: RunContext, state: TrainingState, activity: ProgressTracker, timer: PhaseTimer) -> None:
-        self.current_pass = _ONLY_PASS
+        self.current_pass = ONLY_PASS
         self._run, self._state, self._activity, self._timer = run, state, activity, timer
 
     def forward(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 0) -> Loss:

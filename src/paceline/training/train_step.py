@@ -1,33 +1,39 @@
-"""A step that the task computes itself, with :meth:`Task.train_step`: passes over the micro-batches, and updates."""
+"""A step of synchronous training: the task's loss and one update, or passes and updates that the task composes."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.core.callback import Callback
 from paceline.core.errors import ConfigError, TaskError
 from paceline.core.task import Loss, Task
 from paceline.core.train_step import LossFunction, TrainStep
 from paceline.data.samples import MicroBatch
+from paceline.data.stream import StreamLoader
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
+from paceline.training.control import ControlFlags
 from paceline.training.group_context import GroupContext
 from paceline.training.reproducibility import (
     deterministic_kernels,
     seed_between_passes,
     seed_microbatch,
+    seed_step,
     seed_update,
 )
 from paceline.training.run_context import RunContext
+from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
-from paceline.training.step import Pass, announce_microbatch
+from paceline.training.step import ONLY_PASS, Pass, announce_microbatch, require_finite
 
 _STRATEGIES = frozenset({"single", "ddp", "zero1", "fsdp"})
 
@@ -62,23 +68,15 @@ def require_train_step_support(run: RunContext) -> None:
         )
 
 
-class _Reduce(Protocol):
-    def __call__(
-        self, group: GroupContext, microbatches: Sequence[MicroBatch], *, is_first: bool
-    ) -> tuple[Sequence[float], StepSums]: ...
+class SyncStep:
+    """A step that all ranks compute together, and every one applies: the task's loss, and one update.
 
-
-class ComposedStep(TrainStep):
-    """One step of a task that overrides ``train_step``.
-
-    Attributes:
-        logged: what the step adds to the metrics.
-        updated_before_pass: whether an update came before a pass, so that a pass that fails leaves half a step.
+    The engine opens it with its data. Its caller computes it, and asks the engine for the next step; then it is
+    committed.
 
     Args:
         states: this rank's copy of the state.
-        microbatches: this rank's.
-        reduce: runs one pass: forward and backward of the micro-batches, and the sums over all ranks.
+        update: applies the gradients if those of all ranks are finite; None: to the whole state.
     """
 
     def __init__(
@@ -86,37 +84,140 @@ class ComposedStep(TrainStep):
         run: RunContext,
         states: StateManager,
         group: GroupContext,
-        microbatches: Sequence[MicroBatch],
-        reduce: _Reduce,
+        update: Callable[[bool], None] | None = None,
     ) -> None:
-        self._run, self._states, self._group = run, states, group
-        self._microbatches, self._reduce = microbatches, reduce
+        self._run = run
+        self._states = states
+        self._group = group
+        self._update = states.update if update is None else update
+        self._sums: StepSums | None = None
+        self._row: Sequence[float] = ()
+        progress, timer, tracker = states.state.progress, group.monitor.timer, group.world.progress_tracker
+        self._begin_callbacks(progress)
+        tracker.move("data")
+        self._microbatches = group.fetch(progress.epoch, progress.step_in_epoch, group.strategy.microbatches)
+        timer.mark("data")
+
+    def _begin_callbacks(self, progress: TrainProgress) -> None:
+        callback = self._states.state.callback
+        if type(callback) is not Callback:
+            seed_step(self._run.config.training.seed, progress.step)
+        if progress.step_in_epoch == 0:
+            callback.on_epoch_begin(progress.epoch)
+        callback.on_step_begin(progress.step, progress.step_in_epoch)
+
+    def compute(self) -> None:
+        """Run forward and backward, reduce, and update; afterwards the state is invalid until the commit."""
+        run, group, states = self._run, self._group, self._states
+        step = states.state.progress.step
+        self._sums = self._reduce()
+        group.world.progress_tracker.move("optimizer")
+        seed_update(run.config.training.seed, step)  # an optimizer or callback may add noise
+        self.logged: Mapping[str, float] = states.state.callback.on_gradients_reduced(
+            due=group.monitor.is_due(step + 1)
+        )
+        states.invalidate()
+        with deterministic_kernels(run.config, run.device):
+            self._update(self._sums.finite)
+        group.monitor.timer.mark("optimizer")
+
+    def commit(self) -> StepSums:
+        """Make the computed step count; return its sums, with the rows of all ranks."""
+        assert self._sums is not None, "a step is computed before it is committed"
+        return self._group.commit(self._sums, self._row, self.logged)
+
+    def _reduce(self, current_pass: Pass = ONLY_PASS) -> StepSums:
+        """Run forward and backward, and reduce; this rank's row travels with the first pass of a step."""
+        run, group, state = self._run, self._group, self._states.state
+        strategy, microbatches = group.strategy, self._microbatches
+        strategy.begin_step([microbatch.index for microbatch in microbatches])
+        group.runner.current_pass = current_pass
+        with deterministic_kernels(run.config, run.device):
+            for hook in group.hooks:
+                hook.before_microbatches(strategy, microbatches)
+            strategy.run_microbatches(microbatches, group.runner)
+            for hook in group.hooks:
+                hook.after_microbatches(strategy, microbatches)
+
+        group.world.progress_tracker.move("reduction")
+        if current_pass.number == 0:
+            self._row = self._own_row()
+        sums = strategy.reduce(self._row if current_pass.number == 0 else ControlFlags().row())
+        for hook in group.hooks:
+            sums = hook.after_reduce(sums)
+        group.monitor.timer.mark("reduction")
+        require_finite(run, state.progress, sums, state.scaler)
+        return sums
+
+    def _own_row(self) -> Sequence[float]:
+        """Return the row that travels with the step's sums: control flags, and this rank's status and speed if due."""
+        run, group, progress = self._run, self._group, self._states.state.progress
+        strategy, loader, monitor = group.strategy, self._states.loader, group.monitor
+        has_next_batch = not (isinstance(loader, StreamLoader) and loader.exhausted(strategy.microbatches))
+        evaluates = run.deadline.is_set and run.schedule.evaluation_follows(progress, has_next_batch=has_next_batch)
+        flags = ControlFlags(
+            stop=group.stop_reason(evaluates=evaluates),
+            save=group.checkpoint_manager.is_due_by_clock(),
+            has_next_batch=has_next_batch,
+            reform=group.should_reform,
+        )
+        for hook in group.hooks:
+            flags = hook.report(flags)
+        step = progress.step + 1
+        # If steps overlap, the rows that arrive with a step are those of the previous one.
+        due = monitor.is_due(step) or (strategy.overlaps_steps and monitor.is_due(step + 1))
+        return flags.row(monitor.status(step) if due else None, group.balancer.row(progress.step))
+
+
+class ComposedStep(SyncStep, TrainStep):
+    """A step of passes and updates, which a task's ``train_step`` or a script's own loop puts together.
+
+    Attributes:
+        updated_before_pass: whether an update came before a pass, so that a pass that fails leaves half a step.
+
+    Args:
+        keeps_copy: copy the state first if ranks may be lost: a pass may fail after an update.
+    """
+
+    def __init__(self, run: RunContext, states: StateManager, group: GroupContext, *, keeps_copy: bool) -> None:
+        super().__init__(run, states, group)
+        if keeps_copy and group.can_lose_ranks:
+            states.keep_copy()
+        states.invalidate()
         progress, data = states.state.progress, run.data
-        self.module, self.optimizers = states.state.module, states.state.optimizers
+        self.module = states.state.module
+        self.optimizers = states.state.optimizers
         self.step = progress.step
         self.epoch = None if data.steps_per_epoch is None else self.step // data.steps_per_epoch
         self.progress = None if data.total_steps is None else self.step / data.total_steps
-        self.logged: dict[str, float] = {}
         self.updated_before_pass = False
-        self._first: StepSums | None = None
-        self._passes = self._updates = 0
-        self._last_loss = 0.0
+        self.logged: dict[str, float] = {}
+        self._passes = 0
+        self._updates = 0
+        self._loss = 0.0
+        seed_between_passes(run.config.training.seed, self.step, 0)
 
-    def run(self) -> StepSums:
-        """Let the task compute the step; return its sums.
+    def compute(self) -> None:
+        """Let the task compute the step."""
+        loss = self._run.task.train_step(self)
+        if loss is not None:
+            self._loss = float(loss)
+
+    def commit(self) -> StepSums:
+        """Make the step count.
 
         Raises:
-            TaskError: the task made no pass over the micro-batches.
+            TaskError: it made no pass over the micro-batches.
         """
-        task = self._run.task
-        seed_between_passes(self._run.config.training.seed, self.step, 0)
-        loss = task.train_step(self)
-        if self._first is None:
+        if self._sums is None:
             raise TaskError(
-                f"{type(task).__name__}.train_step must call step.backward or step.backward_over_batch in each step: "
-                "the ranks agree there whether to save, to stop or to continue."
+                "each step must call step.backward or step.backward_over_batch: the ranks agree there whether to save, "
+                "to stop or to continue."
             )
-        return replace(self._first, loss=self._last_loss if loss is None else float(loss))
+        with warnings.catch_warnings():  # about a schedule whose optimizer the task has not stepped yet
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            self._states.state.advance()
+        return self._group.commit(replace(self._sums, loss=self._loss), (), self.logged)
 
     def backward(self, loss: LossFunction) -> float:
         return self._run_pass(lambda model, microbatch: loss(model, microbatch.batch))
@@ -142,22 +243,19 @@ class ComposedStep(TrainStep):
             return Loss(product.sum(), float(microbatch.num_samples))
 
         self._run_pass(loss_by_chain_rule)
-        self._last_loss = value
+        self._loss = value
         return value
 
-    def update(self, *names: str, closure: Callable[[], float] | None = None) -> None:
+    def update(self, *names: str, clip_norm: float | None = None, closure: Callable[[], float] | None = None) -> None:
         state, monitor = self._states.state, self._group.monitor
         if unknown := [name for name in names if name not in self.optimizers]:
-            raise TaskError(
-                f"{type(self._run.task).__name__}.train_step updates {unknown[0]!r}, but build_optimizer returned "
-                f"{', '.join(self.optimizers)}."
-            )
+            raise TaskError(f"the step updates {unknown[0]!r}, but the optimizers are {', '.join(self.optimizers)}.")
         self._group.world.progress_tracker.move("optimizer")
         seed_update(self._run.config.training.seed, self.step, self._updates)
         self._updates += 1
         self.logged |= state.callback.on_gradients_reduced(due=monitor.is_due(self.step + 1))
         with deterministic_kernels(self._run.config, self._run.device):
-            self._states.apply_gradients(names or tuple(self.optimizers), closure)
+            self._states.apply_gradients(names or tuple(self.optimizers), clip_norm, closure)
         monitor.timer.mark("optimizer")
 
     def log(self, **values: float) -> None:
@@ -165,13 +263,16 @@ class ComposedStep(TrainStep):
 
     def _run_pass(self, loss: Callable[[nn.Module, MicroBatch], torch.Tensor | Loss]) -> float:
         self.updated_before_pass |= self._updates > 0
-        self._group.runner.current_pass = Pass(loss, self._passes)
-        _, sums = self._reduce(self._group, self._microbatches, is_first=self._first is None)
-        self._first = self._first or sums
+        sums = self._reduce(Pass(loss, self._passes))
+        self._sums = self._sums or sums
         self._passes += 1
-        self._last_loss = sums.loss
-        seed_between_passes(self._run.config.training.seed, self.step, self._passes)
+        self._loss = sums.loss
+        self.align_random_numbers()
         return sums.loss
+
+    def align_random_numbers(self) -> None:
+        """Let all ranks draw the same numbers from here on, after each has drawn for its own micro-batches."""
+        seed_between_passes(self._run.config.training.seed, self.step, self._passes)
 
     def _embed(
         self, strategy: ReducerStrategy, embed: Callable[[nn.Module, Any], torch.Tensor]

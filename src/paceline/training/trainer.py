@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import cached_property
 from typing import Any, NoReturn, Self
 
 import torch
 
-from paceline.core.callback import Callback
 from paceline.core.errors import CheckpointError, ConfigError, PeerLostError, StopRequested
-from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
-from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.failures import describe_stop
@@ -24,15 +20,14 @@ from paceline.training import control
 from paceline.training.checkpoint_manager import open_checkpointer
 from paceline.training.control import ControlFlags, StopCause
 from paceline.training.evaluation import EvaluationStopped, Validation
-from paceline.training.group_context import Carryover, Engine, GroupContext
+from paceline.training.group_context import Carryover, Engine, GroupContext, Step
 from paceline.training.purity import watch_evaluation
-from paceline.training.reproducibility import deterministic_kernels, seed_step, seed_transition, seed_update
+from paceline.training.reproducibility import seed_transition
 from paceline.training.run_context import RunContext
 from paceline.training.sdc import require_verifiable
 from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
-from paceline.training.step import require_finite
-from paceline.training.train_step import ComposedStep, overrides_train_step, require_train_step_support
+from paceline.training.train_step import ComposedStep, SyncStep, overrides_train_step, require_train_step_support
 from paceline.training.trial_scheduler import TrialSchedulerClient
 
 # --- The step, computed by all ranks together ---
@@ -53,17 +48,23 @@ class SyncEngine(Engine):
         update: Callable[[bool], None] | None = None,
     ) -> None:
         super().__init__(run, states, world)
-        self._update = states.update if update is None else update
-        self._composed = overrides_train_step(run.task)
+        self._update = update
+        self._is_composed = overrides_train_step(run.task)
         self._keeps_copies = True
         self._speeds: Sequence[Sequence[float]] = ()
 
-    def run_interval(self, group: GroupContext) -> ControlFlags:
-        """Run one step, or those up to the next synchronization."""
+    def steps(self, group: GroupContext) -> Generator[SyncStep, None, ControlFlags]:
+        """Open one step, or those up to the next synchronization; commit each when the next thing is asked for."""
         began = time.monotonic()
+        progress = self._states.state.progress
         while True:
-            sums = self._step(group)
-            progress = self._states.state.progress
+            step = self._open(group)
+            yield step
+            with self._states.mutating():
+                sums = step.commit()
+            if isinstance(step, ComposedStep):
+                # A copy is of use only if the step can fail after an update; steps of a task are alike.
+                self._keeps_copies = step.updated_before_pass
             if self._run.schedule.sync_schedule.is_sync_step(progress):
                 break
             if group.profiler is not None:
@@ -76,6 +77,11 @@ class SyncEngine(Engine):
         progress.epoch_ended = not flags.has_next_batch
         return flags
 
+    def _open(self, group: GroupContext) -> SyncStep:
+        if self._is_composed:
+            return ComposedStep(self._run, self._states, group, keeps_copy=self._keeps_copies)
+        return SyncStep(self._run, self._states, group, self._update)
+
     def end_interval(self, group: GroupContext) -> None:
         """Count the step for the profiler, and rebalance micro-batches if ranks differ in speed."""
         step = self._states.state.progress.step
@@ -83,92 +89,6 @@ class SyncEngine(Engine):
             group.profiler.on_step_end(step)
         if group.balancer.observe(self._speeds, step):
             group.rebalance()
-
-    def _step(self, group: GroupContext) -> StepSums:
-        """Fetch, forward and backward, reduce, update, commit, log."""
-        state, strategy = self._states.state, group.strategy
-        progress, callback = state.progress, state.callback
-        mark, move = group.monitor.timer.mark, group.world.progress_tracker.move
-        if type(callback) is not Callback:
-            seed_step(self._run.config.training.seed, progress.step)
-        if progress.step_in_epoch == 0:
-            callback.on_epoch_begin(progress.epoch)
-        callback.on_step_begin(progress.step, progress.step_in_epoch)
-
-        move("data")
-        microbatches = group.fetch(progress.epoch, progress.step_in_epoch, strategy.microbatches)
-        mark("data")
-
-        if self._composed:
-            return self._run_composed_step(group, microbatches)
-        row, sums = self._reduce(group, microbatches)
-        move("optimizer")
-        seed_update(self._run.config.training.seed, progress.step)  # an optimizer or callback may add noise
-        logged = callback.on_gradients_reduced(due=group.monitor.is_due(progress.step + 1))
-        with self._states.mutating():
-            with deterministic_kernels(self._run.config, self._run.device):
-                self._update(sums.finite)
-            mark("optimizer")
-            return group.commit(sums, row, logged)
-
-    def _reduce(
-        self, group: GroupContext, microbatches: Sequence[MicroBatch], *, is_first: bool = True
-    ) -> tuple[Sequence[float], StepSums]:
-        """Run forward and backward, and reduce; return this rank's row and the sums.
-
-        The row travels with the first pass of a step.
-        """
-        state, strategy = self._states.state, group.strategy
-        strategy.begin_step([microbatch.index for microbatch in microbatches])
-        with deterministic_kernels(self._run.config, self._run.device):
-            for hook in group.hooks:
-                hook.before_microbatches(strategy, microbatches)
-            strategy.run_microbatches(microbatches, group.runner)
-            for hook in group.hooks:
-                hook.after_microbatches(strategy, microbatches)
-
-        group.world.progress_tracker.move("reduction")
-        row = self._row(group) if is_first else ControlFlags().row()
-        sums = strategy.reduce(row)
-        for hook in group.hooks:
-            sums = hook.after_reduce(sums)
-        group.monitor.timer.mark("reduction")
-        require_finite(self._run, state.progress, sums, state.scaler)
-        return row, sums
-
-    def _run_composed_step(self, group: GroupContext, microbatches: Sequence[MicroBatch]) -> StepSums:
-        """Let the task run its passes and updates."""
-        states = self._states
-        if self._keeps_copies and group.can_lose_ranks:
-            states.keep_copy()
-        with states.mutating():
-            step = ComposedStep(self._run, states, group, microbatches, self._reduce)
-            sums = step.run()
-            # A copy is of use only if the step can fail after an update; steps of a task are alike.
-            self._keeps_copies = step.updated_before_pass
-            with warnings.catch_warnings():  # about a schedule whose optimizer the task has not stepped yet
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-                states.state.advance()
-            return group.commit(sums, (), step.logged)
-
-    def _row(self, group: GroupContext) -> Sequence[float]:
-        """Return the row that travels with the step's sums: control flags, and this rank's status and speed if due."""
-        progress, strategy = self._states.state.progress, group.strategy
-        loader, schedule, monitor = self._states.loader, self._run.schedule, group.monitor
-        has_next_batch = not (isinstance(loader, StreamLoader) and loader.exhausted(strategy.microbatches))
-        evaluates = self._run.deadline.is_set and schedule.evaluation_follows(progress, has_next_batch=has_next_batch)
-        flags = ControlFlags(
-            stop=group.stop_reason(evaluates=evaluates),
-            save=group.checkpoint_manager.is_due_by_clock(),
-            has_next_batch=has_next_batch,
-            reform=group.should_reform,
-        )
-        for hook in group.hooks:
-            flags = hook.report(flags)
-        step = progress.step + 1
-        # If steps overlap, the rows that arrive with a step are those of the previous one.
-        due = monitor.is_due(step) or (strategy.overlaps_steps and monitor.is_due(step + 1))
-        return flags.row(monitor.status(step) if due else None, group.balancer.row(progress.step))
 
 
 # --- The loop ---
@@ -179,7 +99,8 @@ class Trainer:
 
     The trainer owns the objects of the run: the task's model and optimizers, the data, the state. A
     :class:`GroupContext` owns the objects of one group of ranks; as ranks join and leave, one group follows another:
-    :meth:`join_group`, :meth:`fit`, :meth:`leave_group`. The trainer is a context manager, which closes what it opened.
+    :meth:`join_group`, :meth:`steps`, :meth:`leave_group`. The trainer is a context manager, which closes what it
+    opened.
 
     Attributes:
         states: this rank's copy of the state.
@@ -281,11 +202,10 @@ class Trainer:
             group.close()
             self.states.undo_step()
 
-    def fit(self, group: GroupContext) -> bool:
-        """Train to the end, and save.
+    def steps(self, group: GroupContext) -> Iterator[Step]:
+        """Yield the steps that are left, each for the caller to compute; commits, saves and stops happen in between.
 
-        Returns:
-            Whether the end is reached; if not, the ranks left together, after a step, for another group.
+        It ends when the run does, or, without :attr:`finished`, where the ranks leave together for another group.
 
         Raises:
             StopRequested: a signal or the end of --walltime requested it; the state is saved.
@@ -302,19 +222,23 @@ class Trainer:
         ):
             self._save(group)
         group.world.progress_tracker.begin("first step")
-        while not self.run.schedule.finished(self.state.progress):
-            flags = group.engine.run_interval(group)
+        while not self.finished:
+            flags = yield from group.engine.steps(group)
             if flags.stop:
                 self._save_and_stop(group, flags.stop)
             if flags.reform:
-                return False
+                return
             improved = self._apply_due_transitions(group)
             if improved or flags.save or group.checkpoint_manager.is_due(self.state.progress):
                 self._save(group)
             group.engine.end_interval(group)
         self.state.callback.on_fit_end()
         self._save(group, last=True)
-        return True
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left."""
+        return self.run.schedule.finished(self.state.progress)
 
     def _apply_due_transitions(self, group: GroupContext) -> bool:
         """Make the transitions that are due after a step; return whether the model became the best.
@@ -371,7 +295,7 @@ class Trainer:
             step=progress.step,
             epoch=progress.epoch,
             metrics=self.validation.metrics,
-            finished=self.run.schedule.finished(progress),
+            finished=self.finished,
         ):
             self._save_and_stop(group, StopCause.TRIAL_SCHEDULER)
         group.monitor.timer.mark("evaluation")

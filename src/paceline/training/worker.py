@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import signal
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,11 +150,28 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
     Raises:
         PacelineError: as :func:`paceline.training.session.train`.
     """
-    from paceline.runs.rank_log import open_rank_log
-    from paceline.training.reproducibility import preserve_numerics
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import FixedGroup, train
     from paceline.training.stop_signals import StopSignals
+
+    with (
+        StopSignals(launched=environment.source != "single") as signals,
+        join_launched_group(job, environment) as (world, directory),
+    ):
+        job = job.with_run_dir(directory.path)
+        request = RunRequest(job=job, task=task, default_threads=default_threads(environment))
+        return train(request, FixedGroup(world), directory, signals)
+
+
+@contextmanager
+def join_launched_group(job: WorkerConfig, environment: Environment) -> Iterator[tuple[World, RunDirectory]]:
+    """Join the ranks that a launcher has started, with the run's directory, lock and this rank's log.
+
+    Raises:
+        PacelineError: the group cannot form, or the directory cannot be used.
+    """
+    from paceline.runs.rank_log import open_rank_log
+    from paceline.training.reproducibility import preserve_numerics
 
     # A script may train several runs; after a restart it repeats them in the same order.
     key = f"paceline/run/{next(_runs)}"
@@ -162,14 +179,11 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
     if environment.local_rank == 0:
         remove_leftovers()
     with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
         stack.enter_context(preserve_numerics())
         world, directory = _open_group(job, environment, key, stack)
         stack.enter_context(open_rank_log(directory, world.rank, world.world_size, quiet=job.quiet))
         _watch_over(job, world, directory, stack)
-        job = dataclasses.replace(job, config=job.config.replace(run_dir=str(directory.path)))
-        request = RunRequest(job=job, task=task, default_threads=default_threads(environment))
-        return train(request, FixedGroup(world), directory, signals)
+        yield world, directory
 
 
 def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: ExitStack) -> tuple[World, RunDirectory]:

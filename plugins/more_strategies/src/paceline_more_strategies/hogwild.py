@@ -13,7 +13,7 @@ import dataclasses
 import fcntl
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from paceline.parallel.reducer import StepSums
 from paceline.parallel.transports import map_shared
 from paceline.parallel.world import World
 from paceline.training.control import ControlFlags
-from paceline.training.group_context import Engine, GroupContext
+from paceline.training.group_context import Engine, GroupContext, Step
 from paceline.training.run_context import RunContext
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
@@ -156,8 +156,9 @@ class HogwildEngine(Engine):
         staleness = self._world.broadcast_object(self._staleness.report() if self._world.rank == 0 else None)
         return {"staleness": staleness, "worker_steps": self._worker_steps}
 
-    def run_interval(self, group: GroupContext) -> ControlFlags:
-        """Take one step after another, until all up to the next sync point are taken."""
+    def steps(self, group: GroupContext) -> Generator[Step, None, ControlFlags]:
+        """Take one step after another, until all up to the next sync point are taken; the caller computes none."""
+        yield from ()
         state, world, tracker = self._states.state, self._world, self._world.progress_tracker
         progress = state.progress
         steps = min(self._sync_points.steps_to_next(progress), self._run.config.records.log_every)

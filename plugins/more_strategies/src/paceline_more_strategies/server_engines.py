@@ -14,7 +14,7 @@ Dean et al., "Large Scale Distributed Deep Networks", 2012 (Downpour SGD); the b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -26,7 +26,7 @@ from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
 from paceline.training.control import ControlFlags, StopCause
-from paceline.training.group_context import Engine, GroupContext
+from paceline.training.group_context import Engine, GroupContext, Step
 from paceline.training.reproducibility import deterministic_kernels
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainProgress
@@ -113,8 +113,8 @@ class SyncServerEngine(Engine):
         self._servers = OptimizerServers(run, states, world, world.device)
         self._steps = SyncEngine(run, states, world, self._servers.update)
 
-    def run_interval(self, group: GroupContext) -> ControlFlags:
-        return self._steps.run_interval(group)
+    def steps(self, group: GroupContext) -> Generator[Step, None, ControlFlags]:
+        return self._steps.steps(group)
 
     def end_interval(self, group: GroupContext) -> None:
         self._steps.end_interval(group)
@@ -236,8 +236,9 @@ class AsyncServerEngine(Engine):
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         return self._servers.gather_state(state)
 
-    def run_interval(self, group: GroupContext) -> ControlFlags:
-        """Train up to the next sync point, each rank in its part: chief, server or worker."""
+    def steps(self, group: GroupContext) -> Generator[Step, None, ControlFlags]:
+        """Train up to the next sync point, each rank in its part: chief, server or worker; the caller computes none."""
+        yield from ()
         if self._world.rank == 0:
             with self._states.mutating():
                 self._run_chief(group, self._sync_points.steps_to_next(self._states.state.progress))
