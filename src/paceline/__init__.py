@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from paceline.core.inference import InferenceSignature, TensorSpec
     from paceline.core.task import Defaults, Loss, Task
     from paceline.core.train_step import TrainStep
+    from paceline.own_loop import LoopStep, Run
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "HangError",
     "InferenceSignature",
     "LaunchError",
+    "LoopStep",
     "Loss",
     "NonFiniteLossError",
     "NondeterminismError",
@@ -64,6 +66,7 @@ __all__ = [
     "PurityError",
     "RankInfo",
     "Result",
+    "Run",
     "RunDirectoryError",
     "RunDirectoryWriteError",
     "RunInUseError",
@@ -88,6 +91,7 @@ _HOME = {
     "paceline.core.inference": ("InferenceSignature", "TensorSpec"),
     "paceline.core.task": ("Defaults", "Loss", "Task"),
     "paceline.core.train_step": ("TrainStep",),
+    "paceline.own_loop": ("LoopStep", "Run"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

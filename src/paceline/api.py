@@ -89,7 +89,7 @@ _Stopped.__name__ = _Stopped.__qualname__ = StopRequested.__name__  # the docume
 
 
 @contextmanager
-def _ends_script() -> Iterator[None]:
+def ends_script() -> Iterator[None]:
     """Let a stop end a script that does not catch it."""
     try:
         yield
@@ -97,7 +97,7 @@ def _ends_script() -> Iterator[None]:
         raise _Stopped(stop) from None
 
 
-@_ends_script()
+@ends_script()
 def fit(
     task: Task,
     *,

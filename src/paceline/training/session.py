@@ -81,19 +81,19 @@ def _train(request: RunRequest, groups: Groups, directory: RunDirectory, signals
         if groups.announces:
             _log.info("%s has finished; nothing is left to train.", directory.path)
         return dict(found["result"])
-    trainer, notes = open_trainer(request, groups, found["manifest"], directory, signals)
-    with trainer:
+    run, notes = set_up(request, groups, found["manifest"], directory, signals)
+    with build_trainer(run, groups.world_size, groups.member) as trainer:
         return groups.train(trainer, partial(train_in_group, trainer, notes, started))
 
 
-def open_trainer(
+def set_up(
     request: RunRequest,
     groups: Groups,
     manifest: Mapping[str, Any] | None,
     directory: RunDirectory,
     signals: StopSignals,
-) -> tuple[Trainer, list[str]]:
-    """Set up the run, and build its trainer; return lines to print when the run is created, too.
+) -> tuple[RunContext, list[str]]:
+    """Set up the run in these groups; return it, and lines to print when it is created.
 
     Raises:
         UserError: options, task or data cannot work; the run is as it was.
@@ -110,7 +110,7 @@ def open_trainer(
     )
     if groups.member is not None:
         require_replaceable(run.config, request.job.config)
-    return build_trainer(run, groups.world_size, groups.member), notes
+    return run, notes
 
 
 def build_trainer(run: RunContext, world_size: int, member: AgentClient | None = None) -> Trainer:

@@ -1,0 +1,546 @@
+"""A script's own loop over the steps of a run: ``paceline.Run``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import InitVar, dataclass
+from pathlib import Path
+from typing import Any, Self
+from weakref import finalize
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.api import Result, ends_script
+from paceline.core.config import config_from_mapping
+from paceline.core.environment import default_threads, detect_environment
+from paceline.core.errors import ConfigError, StopRequested, TaskError
+from paceline.core.job import WorkerConfig
+from paceline.core.standard_streams import open_closed_streams
+from paceline.core.task import Loss, Task
+from paceline.core.task_loading import refuse_call_at_import
+from paceline.launch.local_run import own_environment, require_recovery
+from paceline.parallel.progress import note_progress
+from paceline.parallel.world import World
+from paceline.runs.checkpoint_state import scheduler_state
+from paceline.runs.checkpoint_store import newest_verified
+from paceline.runs.checkpointer import load
+from paceline.training.control import StopCause
+from paceline.training.evaluation import Evaluator
+from paceline.training.group_context import GroupContext
+from paceline.training.run_context import RunContext
+from paceline.training.run_setup import RunRequest
+from paceline.training.session import FixedGroup, build_trainer, conclude_run, enter_group, set_up
+from paceline.training.stop_signals import StopSignals
+from paceline.training.train_step import ComposedStep
+from paceline.training.trainer import Trainer
+from paceline.training.worker import join_launched_group
+
+LossOfBatch = Callable[[Any], torch.Tensor | Loss]
+"""Takes a micro-batch; returns the mean loss over its samples, or a :class:`paceline.Loss`."""
+
+_SPEC = "paceline.own_loop:OwnLoop"
+_OF_STEPS = ("epochs", "max_steps")
+_OF_TASKS = ("set", "val_fraction", "early_stop", "best_metric", "eval_every", "ema")
+_OF_LAUNCHERS = ("nproc", "nodes", "on")
+_OF_WRAPPERS = ("compile", "reduction")
+
+# --- What the script has built, as a task ---
+
+
+@dataclass(frozen=True)
+class ScriptParts:
+    """What a script gives to its run.
+
+    Attributes:
+        module: the model, or several in a ``ModuleDict``.
+        optimizers: by name; a single one is "main".
+        dataset: the training samples.
+        state: by name, what else lives from one step to the next.
+        collate: turns a list of samples into a batch; None: torch's default.
+        names: the names of the model's parameters as built, by identity.
+    """
+
+    module: nn.Module
+    optimizers: Mapping[str, Optimizer]
+    dataset: Any
+    state: Mapping[str, Any]
+    collate: Callable[[list[Any]], Any] | None
+    names: Mapping[int, str]
+
+
+@dataclass
+class OwnLoop(Task):
+    """The task of a script that has a loop of its own.
+
+    Attributes:
+        script: the name of its file.
+    """
+
+    script: str = ""
+    parts: InitVar[ScriptParts | None] = None
+
+    def __post_init__(self, parts: ScriptParts | None) -> None:
+        self._given = parts
+        if parts is not None and parts.collate is not None:
+            self.__dict__["collate"] = parts.collate  # rows of tensors are read at once where it is torch's own
+
+    @property
+    def _parts(self) -> ScriptParts:
+        if self._given is None:
+            raise TaskError(
+                f"this run is of the loop in {self.script}, which builds the model itself. To continue it, start that "
+                "script again, as it was started first."
+            )
+        return self._given
+
+    def build_model(self) -> nn.Module:
+        return self._parts.module
+
+    def build_dataset(self, split: str) -> Any:
+        return self._parts.dataset if split == "train" else None
+
+    def build_optimizer(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        parts, placed = self._parts, dict(model.named_parameters())
+        for optimizer in parts.optimizers.values():
+            for group in optimizer.param_groups:
+                # Under fsdp the model has other parameters than those with which the optimizer was built.
+                group["params"] = [placed[parts.names[id(parameter)]] for parameter in group["params"]]
+        return parts.optimizers
+
+    def train_step(self, step: object) -> float | None:
+        raise TaskError("the script computes its steps itself.")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: scheduler_state(part) for name, part in self._parts.state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._parts.state.items():
+            part.load_state_dict(state[name])
+
+
+class _Metrics(Task):
+    """The metrics of :meth:`Run.evaluate`, as those of a task.
+
+    Attributes:
+        of_batch: computes them, in the evaluation that runs now.
+    """
+
+    def __init__(self) -> None:
+        self.of_batch: Callable[[Any], Mapping[str, Any]] = lambda batch: {}
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        return self.of_batch(batch)
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """A dataset that is evaluated, perhaps many times."""
+
+    dataset: Any
+    task: _Metrics
+    evaluator: Evaluator
+
+    def run(
+        self, context: RunContext, world: World, module: nn.Module, metrics: Callable[[Any], Mapping[str, Any]]
+    ) -> dict[str, float]:
+        self.task.of_batch = metrics
+        return self.evaluator.run(
+            context.build_mesh(world),
+            module,
+            lambda: StopCause.NONE,
+            is_collective=context.config.parallel.shards_state,
+        )
+
+
+def _as_parts(
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    dataset: Any,
+    state: Mapping[str, Any],
+    collate: Callable[[list[Any]], Any] | None,
+) -> ScriptParts:
+    """Put the parts together.
+
+    Raises:
+        TaskError: an optimizer has stepped before, or has a parameter that the model has not; an object of ``state``
+            cannot be saved.
+    """
+    module = model if isinstance(model, nn.Module) else nn.ModuleDict(dict(model))
+    optimizers = {"main": optimizer} if isinstance(optimizer, Optimizer) else dict(optimizer)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for label, built in optimizers.items():
+        if built.state:
+            raise TaskError(
+                f"the optimizer {label!r} has stepped before. Give the run one that is new: it loads what the run "
+                "saved by itself."
+            )
+        if any(id(parameter) not in names for group in built.param_groups for parameter in group["params"]):
+            raise TaskError(f"the optimizer {label!r} has a parameter that is not one of the run's model.")
+    for label, part in state.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise TaskError(
+                f"state[{label!r}] is a {type(part).__name__}, which has no state_dict and load_state_dict: the run "
+                "cannot save it."
+            )
+    return ScriptParts(module, optimizers, dataset, dict(state), collate, names)
+
+
+# --- A step, as the script sees it ---
+
+
+class LoopStep:
+    """One step of a script's own loop. It is committed when the loop asks for the next one.
+
+    All ranks call the same methods in the same order: decide by equal values only, such as ``step``, the numbers that
+    :meth:`backward` returns, and the gradients after it. Code between the calls draws the same random numbers on all
+    ranks; noise for each sample belongs into the loss.
+
+    Attributes:
+        step: steps done before.
+        epoch: epochs done before; None if the data is a stream.
+        progress: ``step`` over the steps of the run, from 0 to below 1; None if their number is unknown.
+        ends_epoch: whether the epoch ends with this step; False if the data is a stream.
+    """
+
+    def __init__(self, inner: ComposedStep, group: GroupContext, trainer: Trainer, guard: OptimizerGuard) -> None:
+        self._inner = inner
+        self._group = group
+        self._optimizers_step = guard.open
+        self._tracker = group.world.progress_tracker
+        self._trainer = trainer
+        self.step = inner.step
+        self.epoch = inner.epoch
+        self.progress = inner.progress
+        done, steps = trainer.state.progress.step_in_epoch + 1, trainer.run.data.steps_per_epoch
+        total = trainer.run.data.total_steps
+        self.ends_epoch = done == steps or (steps is not None and inner.step + 1 == total)
+
+    def backward(self, loss: LossOfBatch, *names: str) -> float:
+        """Compute a loss and its gradient over the whole batch: one pass over the micro-batches.
+
+        Afterwards ``parameter.grad`` is the mean gradient, with the same bits on all ranks; where no micro-batch used
+        the parameter, it is None. It lies in memory that the next pass overwrites.
+
+        Args:
+            loss: called once for each micro-batch of this rank, with the micro-batch.
+            names: of optimizers; only their parameters get a gradient. By default all do.
+
+        Returns:
+            The mean loss over the batch, the same on all ranks.
+
+        Raises:
+            NonFiniteLossError: the loss or the gradient is NaN or infinite.
+        """
+        with self._tracker.at_work():
+            mean = self._inner.backward(lambda model, batch: loss(batch))
+        self._keep_gradients_of(names)
+        return mean
+
+    def backward_over_batch(
+        self,
+        embed: Callable[[Any], torch.Tensor],
+        loss: Callable[[torch.Tensor], torch.Tensor],
+        *names: str,
+    ) -> float:
+        """Compute a loss of the embeddings of the whole batch; see :meth:`paceline.TrainStep.backward_over_batch`.
+
+        Args:
+            embed: returns a micro-batch's embeddings, (B, ...), one row for each sample.
+            loss: takes the embeddings of all N samples, (N, ...); returns a scalar, the mean over the batch.
+            names: as for :meth:`backward`.
+        """
+        with self._tracker.at_work():
+            mean = self._inner.backward_over_batch(lambda model, batch: embed(batch), loss)
+        self._keep_gradients_of(names)
+        return mean
+
+    def update(self, *names: str, clip_norm: float | None = None, closure: Callable[[], float] | None = None) -> None:
+        """Step optimizers with the gradients as they are now.
+
+        Args:
+            names: of the optimizers, in this order; by default all of them.
+            clip_norm: the 2-norm to which the gradients of these optimizers' parameters are scaled down.
+            closure: computes the loss again, by :meth:`backward`, for optimizers that need it, such as ``LBFGS``.
+        """
+        with self._tracker.at_work(), self._optimizers_step():
+            self._inner.update(*names, clip_norm=clip_norm, closure=closure)
+
+    def log(self, **values: float) -> None:
+        """Add numbers, the same on all ranks, to the step's record in ``metrics.jsonl``."""
+        self._inner.log(**values)
+
+    def _keep_gradients_of(self, names: tuple[str, ...]) -> None:
+        if not names:
+            return
+        state = self._trainer.state
+        if unknown := [name for name in names if name not in state.optimizers]:
+            raise TaskError(f"there is no optimizer {unknown[0]!r}; the optimizers are {', '.join(state.optimizers)}.")
+        kept = {id(parameter) for name in names for parameter in state.parameters_of[name]}
+        for parameter in state.module.parameters():
+            if id(parameter) not in kept:
+                parameter.grad = None
+
+    def record_evaluation(self, name: str, metrics: Mapping[str, float]) -> None:
+        """Enter an evaluation into the metrics, as of the end of this step; all ranks then draw alike again."""
+        self._inner.align_random_numbers()
+        self._group.monitor.on_eval_end(name, self.step + 1, self.epoch or 0, metrics)
+
+
+class OptimizerGuard:
+    """Refuses steps of optimizers that are not part of :meth:`LoopStep.update`: clipping and sharding would miss them.
+
+    Args:
+        optimizers: guarded within the context.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._is_open = False
+
+    def __enter__(self) -> Self:
+        self._handles = [optimizer.register_step_pre_hook(self._check) for optimizer in self._optimizers]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Let optimizers step within the context."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def _check(self, *unused: object) -> None:
+        if not self._is_open:
+            raise TaskError(
+                "optimizer.step() was called in the loop. Call step.update() instead, which steps it on all ranks "
+                "alike; it takes the optimizer's name where there are several."
+            )
+
+
+# --- The run ---
+
+
+class Run:
+    """A run whose steps a script computes in a loop of its own::
+
+        run = paceline.Run("runs/mine", model, optimizer, dataset, global_batch_size=128, microbatches=12)
+        for step in run.steps(epochs=3):
+            step.backward(lambda batch: loss_of(model, batch))
+            step.update(clip_norm=1.0)
+        print(run.evaluate(lambda batch: {"accuracy": right(model, batch)}, test_data))
+
+    The body of the loop is a transaction: the step counts once the loop asks for the next one, which commits it to the
+    ledger, saves if a checkpoint is due, and stops if a signal asked for it. After any stop or fault, the same script
+    continues from the newest checkpoint. What outlives a body has to be in ``state``; the model is the same, bit for
+    bit, as :func:`paceline.fit` makes from the same parts, on any number of ranks.
+
+    A launcher starts the ranks: ``torchrun``, ``paceline launch``, ``mpirun``, ``srun``; a plain process is the only
+    one. The run holds its group of ranks and the lock of its directory until :meth:`close`, or the end of the script.
+
+    Args:
+        directory: the run's; if a run is there, it continues.
+        model: the model, on any device; or several, by name. The weights of rank 0 become those of all ranks.
+        optimizer: built over the model's parameters, new; or several, by name.
+        dataset: the training samples: map-style, ``TensorDataset`` or ``IterableDataset``.
+        global_batch_size: samples of a step, over all ranks.
+        state: by name, all else that a resumed run needs, with ``state_dict`` and ``load_state_dict``, such as
+            schedulers. Equal on all ranks.
+        collate: turns a list of samples into a batch; by default ``torch.utils.data.default_collate``.
+        quiet: show nothing on the terminal.
+        options: those of ``paceline train``, such as ``microbatches=12, seed=0, strategy="fsdp"``. ``num_workers`` is 0
+            unless it is given, and then the loop has to be under ``if __name__ == "__main__":``.
+
+    Attributes:
+        result: how the run ended; None before.
+
+    Raises:
+        UserError: an option or a part cannot work.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizer | Mapping[str, Optimizer],
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        state: Mapping[str, Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        quiet: bool = False,
+        **options: Any,
+    ) -> None:
+        _refuse_options(options)
+        self.result: Result | None = None
+        self._parts = _as_parts(model, optimizer, dataset, state or {}, collate)
+        self._options = {**options, "global_batch_size": global_batch_size, "run_dir": str(directory)}
+        self._quiet = quiet
+        self._has_begun = False
+        self._context: RunContext | None = None
+        self._world: World | None = None
+        self._step: LoopStep | None = None
+        self._evaluations: dict[str, _Evaluation] = {}
+        self._resources = ExitStack()
+        self._closes_at_exit = finalize(self, self._resources.close)
+
+    def close(self) -> None:
+        """Leave the group of ranks, and unlock the run's directory."""
+        self._closes_at_exit()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def steps(self, *, epochs: int | None = None, max_steps: int | None = None) -> Iterator[LoopStep]:
+        """Yield the steps that are left, from the newest checkpoint on; all ranks go through them together.
+
+        Args:
+            epochs: passes over the data; by default 1.
+            max_steps: steps of the whole run, instead of ``epochs``.
+
+        Raises:
+            UserError: options, parts or data cannot work; the run is as it was.
+            StopRequested: a signal or the end of ``walltime`` asked for a stop; the state is saved, and the same script
+                continues. A script that does not catch it exits with its code, 75 or 130.
+            PacelineError: the training failed; the last checkpoint is good.
+        """
+        refuse_call_at_import("Run.steps()")
+        if self._has_begun:
+            raise ConfigError("Run.steps() was called before: a run has one loop.")
+        self._has_begun = True
+        with ends_script(), ExitStack() as stack:
+            try:
+                yield from self._steps({"epochs": epochs, "max_steps": max_steps}, stack)
+            except StopRequested as stop:
+                if self._world is not None and self._world.rank == 0 and not self._quiet:
+                    print(f"paceline: {stop}", file=sys.stderr)
+                raise
+
+    def _steps(self, length: Mapping[str, int | None], stack: ExitStack) -> Iterator[LoopStep]:
+        started = time.perf_counter()
+        open_closed_streams()
+        given = {**self._options, **{name: value for name, value in length.items() if value is not None}}
+        # Workers run the script once more, which needs a guard that most loops do not have.
+        config = config_from_mapping({"num_workers": 0, **given, "task": _SPEC}, "Run()")
+        job = WorkerConfig(config=config, explicit_options=frozenset(given), quiet=self._quiet)
+        environment = detect_environment(rdzv_endpoint=config.processes.rdzv_endpoint)
+        environment = own_environment(config, given, environment)
+        require_recovery(config, environment)
+        signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
+        self._world, directory = self._resources.enter_context(join_launched_group(job, environment))
+        groups = FixedGroup(self._world)
+        task = OwnLoop(Path(sys.argv[0]).name, self._parts)
+        request = RunRequest(
+            job=job.with_run_dir(directory.path), task=task, default_threads=default_threads(environment)
+        )
+        found = groups.load_manifest(directory)
+        self._context, notes = set_up(request, groups, found["manifest"], directory, signals)
+        if found["result"] is not None:
+            self._take_trained_model(self._context)
+            self.result = Result.of(found["result"])
+            return
+        trainer = stack.enter_context(build_trainer(self._context, groups.world_size))
+        guard = stack.enter_context(OptimizerGuard(self._parts.optimizers.values()))
+        tracker = self._world.progress_tracker
+        with note_progress(tracker):
+            group = enter_group(trainer, self._world, notes)
+            for step in trainer.steps(group):
+                assert isinstance(step, ComposedStep), "an own loop composes its steps"
+                self._step = LoopStep(step, group, trainer, guard)
+                tracker.suspend()
+                yield self._step
+                tracker.resume()
+                self._require_state()
+            self._step = None
+            self.result = Result.of(conclude_run(trainer, group, started))
+        tracker.wait()
+
+    def _require_state(self) -> None:
+        """Reject a scheduler that the run does not save.
+
+        Raises:
+            TaskError: a scheduler has been built for an optimizer, and the run was not given one.
+        """
+        groups = (group for optimizer in self._parts.optimizers.values() for group in optimizer.param_groups)
+        given = any(isinstance(part, LRScheduler) for part in self._parts.state.values())
+        if not given and any("initial_lr" in group for group in groups):
+            raise TaskError(
+                "an optimizer has a learning-rate scheduler that the run does not know, so a resumed run would begin "
+                'its schedule again. Give it to the run: Run(..., state={"scheduler": scheduler}).'
+            )
+
+    def _take_trained_model(self, context: RunContext) -> None:
+        """Load the weights of a finished run into the script's model."""
+        found = newest_verified(context.directory.checkpoints)
+        if found.path is not None:
+            self._parts.module.to(context.device).load_state_dict(load(found.path).state["model"])
+
+    def evaluate(
+        self, metrics: Callable[[Any], Mapping[str, Any]], dataset: Any, *, name: str = "val"
+    ) -> dict[str, float]:
+        """Evaluate the model exactly: the same numbers on any number of ranks, which all call this together.
+
+        Within the loop the metrics go on record, as of the step that is under way; after it they are only returned.
+
+        Args:
+            metrics: called with each batch, under ``torch.no_grad`` and with the model in evaluation mode. Returns by
+                name one value for each sample, (B,), or a pair (sum, weight).
+            dataset: map-style.
+            name: of the split, for the record.
+
+        Returns:
+            The means, by name.
+
+        Raises:
+            DataError: the dataset cannot be read.
+            TaskError: ``metrics`` returned something else.
+        """
+        if self._context is None or self._world is None:
+            raise ConfigError("Run.evaluate() needs the ranks: call it within the loop over Run.steps(), or after it.")
+        with self._world.progress_tracker.at_work():
+            measured = self._evaluation(dataset, name).run(self._context, self._world, self._parts.module, metrics)
+        if self._step is not None:
+            self._step.record_evaluation(name, measured)
+        return measured
+
+    def _evaluation(self, dataset: Any, name: str) -> _Evaluation:
+        known = self._evaluations.get(name)
+        if known is None or known.dataset is not dataset:
+            assert self._context is not None
+            task = _Metrics()
+            known = _Evaluation(dataset, task, self._context.evaluator_of(dataset, name, task, with_loss=False))
+            self._resources.callback(known.evaluator.close)
+            self._evaluations[name] = known
+        return known
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    """Reject options that an own loop does not have.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
+    for names, instead in (
+        (_OF_STEPS, "Give it to the loop: run.steps(epochs=3)."),
+        (_OF_LAUNCHERS, "A launcher starts the ranks: torchrun --nproc-per-node 4 script.py, or paceline launch."),
+        (
+            _OF_WRAPPERS,
+            "The loss calls the script's own model: gradients are summed exactly, and torch.compile(model) works.",
+        ),
+        (_OF_TASKS, "It is for tasks; in a loop of your own it is a line of the script."),
+    ):
+        if given := [name for name in names if name in options]:
+            raise ConfigError(f"Run() has no option {given[0]}. {instead}")

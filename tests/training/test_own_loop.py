@@ -1,0 +1,408 @@
+"""``paceline.Run``: a script with a loop of its own has the bits of ``fit``, stops, continues and is audited."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.processes import Processes
+from torch import nn
+from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.runs.checkpoint_store import newest_verified
+from paceline.runs.checkpointer import load
+
+# The same parts as a task and as a script.
+PARTS = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import TensorDataset
+
+import paceline
+
+OPTIONS = {"global_batch_size": 24, "microbatches": 6, "seed": 3, "threads": 1, "device": "cpu", "quiet": True}
+
+
+def build_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+
+
+def build_data():
+    torch.manual_seed(2)
+    x = torch.randn(150, 8)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
+
+
+def loss_of(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@dataclass
+class AsTask(paceline.Task):
+    def build_model(self):
+        return build_model()
+
+    def build_dataset(self, split):
+        return TensorDataset(*build_data()) if split == "train" else None
+
+    def build_optimizer(self, model):
+        return AdamW(model.parameters(), lr=0.01)
+
+    def build_scheduler(self, optimizer, total_steps):
+        return CosineAnnealingLR(optimizer, 21)
+
+    def loss(self, model, batch):
+        return loss_of(model, batch)
+"""
+
+SCRIPT = """
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import paceline
+from parts import *
+
+options = json.loads(sys.argv[1])
+kill_at, ask_at = options.pop("kill_at", None), options.pop("ask_at", None)
+model = build_model()
+optimizer = AdamW(model.parameters(), lr=0.01)
+scheduler = CosineAnnealingLR(optimizer, 21)
+x, y = build_data()
+run = paceline.Run(
+    model=model,
+    optimizer=optimizer,
+    dataset=TensorDataset(x, y),
+    state={"scheduler": scheduler},
+    **{**OPTIONS, "checkpoint_every": "4steps", **options},
+)
+
+
+def metrics(batch):
+    output = model(batch[0])
+    loss = nn.functional.cross_entropy(output, batch[1], reduction="none")
+    return {"right": (output.argmax(1) == batch[1]).float(), "loss": loss}
+
+
+measured, drawn = [], []
+for step in run.steps(epochs=3):
+    step.backward(lambda batch: loss_of(model, batch))
+    drawn.append(float(torch.rand(())))
+    step.update(clip_norm=1.0)
+    scheduler.step()
+    if step.ends_epoch:
+        measured.append(run.evaluate(metrics, TensorDataset(x[:50], y[:50])))
+        drawn.append(float(torch.rand(())))
+    if step.step == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step.step == ask_at:
+        os.kill(os.getpid(), signal.SIGTERM)
+measured.append(run.evaluate(metrics, TensorDataset(x[:50], y[:50])))
+told = {"measured": measured, "drawn": drawn, "sha256": run.result.model_sha256}
+Path(f"{options['directory']}.told-{os.environ.get('RANK', 0)}").write_text(json.dumps(told))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "parts.py").write_text(PARTS)
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def command(script: Path, ranks: int, **options: Any) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    return [sys.executable, *launcher, str(script), json.dumps(options)]
+
+
+def told_by(popen: subprocess.Popen[str], processes: Processes, directory: Path) -> list[dict[str, Any]]:
+    """Wait for a script; return what each of its ranks has told, and forget it."""
+    done = processes.finish(popen)
+    assert done.returncode == 0, done.stderr
+    files = sorted(directory.parent.glob(f"{directory.name}.told-*"))
+    told = [json.loads(file.read_text()) for file in files]
+    for file in files:
+        file.unlink()
+    return told
+
+
+def test_an_own_loop_has_the_bits_of_fit_under_each_strategy(
+    run_processes: Processes, script: Path, tmp_path: Path
+) -> None:
+    sys.path.insert(0, str(tmp_path))
+    try:
+        from parts import OPTIONS, AsTask  # type: ignore[import-not-found]
+
+        fitted = paceline.fit(AsTask(), run_dir=str(tmp_path / "fit"), epochs=3, clip_norm=1.0, **OPTIONS)
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("parts", None)
+    started = {
+        f"{ranks}-{strategy}": run_processes.start(
+            command(script, ranks, directory=f"{ranks}-{strategy}", strategy=strategy)
+        )
+        for ranks, strategy in ((1, "auto"), (2, "zero1"), (3, "fsdp"))
+    }
+    told = [told_by(popen, run_processes, tmp_path / name) for name, popen in started.items()]
+    assert [len(of_ranks) for of_ranks in told] == [1, 2, 3]
+    first = told[0][0]
+    assert first["sha256"] == fitted.model_sha256
+    assert all(of_rank == first for of_ranks in told for of_rank in of_ranks)
+    assert len(first["measured"]) == 4
+    assert first["measured"][2] == first["measured"][3]  # within the last step, and after the loop
+    records = [json.loads(line) for line in (tmp_path / "3-fsdp/metrics.jsonl").read_text().splitlines()]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    assert [record["step"] for record in evaluations] == [7, 14, 21]
+    assert [record["metrics"] for record in evaluations] == first["measured"][:3]
+
+
+def test_a_killed_loop_continues_on_another_number_of_ranks(
+    run_processes: Processes, script: Path, tmp_path: Path
+) -> None:
+    def run(ranks: int, name: str) -> list[dict[str, Any]]:
+        return told_by(run_processes.start(command(script, ranks, directory=name)), run_processes, tmp_path / name)
+
+    (whole,) = run(1, "whole")
+    killed = run_processes.run(command(script, 2, directory="run", kill_at=9))
+    assert killed.returncode != 0
+    asked = run_processes.run(command(script, 1, directory="run", ask_at=13))
+    assert asked.returncode == 75, asked.stderr
+    assert '"stopped"' in (tmp_path / "run/events.jsonl").read_text()
+    resumed = run(3, "run")
+    assert {of_rank["sha256"] for of_rank in resumed} == {whole["sha256"]}
+    assert resumed[0]["measured"] == whole["measured"][-2:]
+    assert "Clean: every sample of 3 epochs seen exactly once" in run_processes.paceline("audit", "run").stdout
+    (again,) = run(1, "run")
+    assert again["drawn"] == []  # nothing is left to train, and the script has the trained model
+    assert again["measured"] == whole["measured"][-1:]
+
+
+# --- In this process ---
+
+
+def points(number: int = 48) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(number, 4, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def start(directory: Path, model: Any, optimizer: Any, **options: Any) -> paceline.Run:
+    return paceline.Run(
+        directory,
+        model,
+        optimizer,
+        points(),
+        **{"global_batch_size": 12, "microbatches": 3, "device": "cpu", "quiet": True, **options},
+    )
+
+
+def squares(model: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+    return lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def saved_model(directory: Path) -> dict[str, torch.Tensor]:
+    path = newest_verified(directory / "checkpoints").path
+    assert path is not None
+    model: dict[str, torch.Tensor] = load(path).state["model"]
+    return model
+
+
+def test_break_and_errors_leave_a_run_that_continues(tmp_path: Path) -> None:
+    model = linear()
+    with start(tmp_path / "whole", model, SGD(model.parameters(), 0.1)) as whole:
+        for step in whole.steps(max_steps=8):
+            step.backward(squares(model))
+            step.update()
+    seen = []
+    for attempt in range(3):
+        model = linear()
+        run = start(tmp_path / "run", model, SGD(model.parameters(), 0.1), checkpoint_every="2steps")
+        with suppress(KeyError), run:
+            for step in run.steps(max_steps=8):
+                seen.append(step.step)
+                step.backward(squares(model))
+                step.update()
+                if attempt == 0 and step.step == 3:
+                    break
+                if attempt == 1 and step.step == 5:
+                    raise KeyError("the script's own")
+    assert seen == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7]
+    assert whole.result is not None
+    assert run.result is not None
+    assert run.result.model_sha256 == whole.result.model_sha256
+    # The script that comes again has the trained model.
+    fresh = linear()
+    with start(tmp_path / "run", fresh, SGD(fresh.parameters(), 0.1)) as again:
+        assert list(again.steps(max_steps=8)) == []
+    assert again.result is not None
+    assert again.result.model_sha256 == whole.result.model_sha256
+    assert torch.equal(fresh.weight, saved_model(tmp_path / "run")["weight"])
+
+
+def test_a_step_without_an_update_counts_its_samples(tmp_path: Path) -> None:
+    model = linear()
+    start_weight = model.weight.detach().clone()
+    with start(tmp_path / "run", model, SGD(model.parameters(), 0.1)) as run:
+        for step in run.steps(epochs=1):
+            assert step.backward(squares(model)) > 0
+            step.log(looked=step.step)
+    assert run.result is not None
+    assert (run.result.steps, run.result.samples) == (4, 48)
+    assert torch.equal(model.weight, start_weight)
+
+
+def test_names_select_whose_gradients_a_pass_fills(tmp_path: Path) -> None:
+    models = {"left": linear(), "right": linear()}
+    optimizers = {name: SGD(model.parameters(), 0.1) for name, model in models.items()}
+    with start(tmp_path / "run", models, optimizers) as run:
+        for step in run.steps(max_steps=2):
+            step.backward(squares(lambda x: models["left"](x) + models["right"](x)), "right")
+            assert models["left"].weight.grad is None
+            assert models["right"].weight.grad is not None
+            step.update()
+            assert torch.equal(models["left"].weight, linear().weight)
+            assert not torch.equal(models["right"].weight, linear().weight)
+    assert set(saved_model(tmp_path / "run")) == {"left.weight", "left.bias", "right.weight", "right.bias"}
+
+
+def test_lbfgs_computes_its_loss_again(tmp_path: Path) -> None:
+    model = linear()
+    losses = []
+    with start(tmp_path / "run", model, LBFGS(model.parameters(), lr=0.5, max_iter=3)) as run:
+        for step in run.steps(max_steps=4):
+
+            def loss_again(step: paceline.LoopStep = step) -> float:
+                losses.append(step.backward(squares(model)))
+                return losses[-1]
+
+            step.update(closure=loss_again)
+    assert len(losses) > 4
+    assert losses[-1] < losses[0] / 5
+
+
+def used(model: nn.Module) -> SGD:
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (lambda model: {"optimizer": used(model)}, "has stepped before"),
+        (lambda model: {"optimizer": SGD(linear().parameters(), 0.1)}, "not one of the run's model"),
+        (lambda model: {"state": {"count": 3}}, r"state\['count'\] is a int"),
+        (lambda model: {"nproc": 2}, "has no option nproc. A launcher starts the ranks"),
+        (lambda model: {"epochs": 2}, "has no option epochs. Give it to the loop"),
+        (lambda model: {"reduction": "allreduce"}, "has no option reduction. The loss calls the script's own model"),
+        (lambda model: {"eval_every": "epoch"}, "has no option eval_every. It is for tasks"),
+    ],
+    ids=[
+        "used-optimizer",
+        "other-model",
+        "no-state-dict",
+        "launchers-option",
+        "loops-option",
+        "wrappers-option",
+        "tasks-option",
+    ],
+)
+def test_parts_that_cannot_work_are_refused_at_once(
+    tmp_path: Path, parts: Callable[[nn.Module], dict[str, Any]], message: str
+) -> None:
+    model = linear()
+    given = {"optimizer": SGD(model.parameters(), 0.1), **parts(model)}
+    with pytest.raises(paceline.UserError, match=message):
+        start(tmp_path / "run", model, **given)
+    assert not (tmp_path / "run").exists()
+
+
+def looks(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
+    for _step in run.steps(max_steps=2):
+        pass
+
+
+def steps_itself(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
+    for step in run.steps(max_steps=2):
+        step.backward(squares(model))
+        optimizer.step()
+
+
+def schedules(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
+    scheduler = StepLR(optimizer, 1)
+    for step in run.steps(max_steps=2):
+        step.backward(squares(model))
+        step.update()
+        scheduler.step()
+
+
+def names_another(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
+    for step in run.steps(max_steps=2):
+        step.backward(squares(model), "critic")
+
+
+def loops_twice(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
+    for _ in range(2):
+        for step in run.steps(max_steps=2):
+            step.backward(squares(model))
+
+
+def evaluates_before(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
+    run.evaluate(lambda batch: {}, points())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (looks, "each step must call step.backward"),
+        (steps_itself, r"optimizer.step\(\) was called in the loop. Call step.update\(\)"),
+        (schedules, r'Give it to the run: Run\(..., state={"scheduler": scheduler}\)'),
+        (names_another, "there is no optimizer 'critic'; the optimizers are main"),
+        (loops_twice, "a run has one loop"),
+        (evaluates_before, r"call it within the loop over Run.steps\(\), or after it"),
+    ],
+)
+def test_mistakes_in_the_loop_are_named(tmp_path: Path, body: Callable[..., None], message: str) -> None:
+    model = linear()
+    optimizer = Adam(model.parameters(), 0.1)
+    with start(tmp_path / "run", model, optimizer) as run, pytest.raises(paceline.UserError, match=message):
+        body(run, model, optimizer)
+    optimizer.step()  # the guard of the loop is gone
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_other_commands_say_that_the_script_continues_the_run(run_processes: Processes, tmp_path: Path) -> None:
+    model = linear()
+    with start(tmp_path / "run", model, SGD(model.parameters(), 0.1)) as run:
+        for step in run.steps(max_steps=3):
+            step.backward(squares(model))
+            if step.step == 1:
+                break
+    done = run_processes.paceline("resume", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert f"the loop in {Path(sys.argv[0]).name}, which builds the model itself" in done.stderr
