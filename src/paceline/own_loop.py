@@ -342,8 +342,8 @@ class Run:
 
     The body of the loop is a transaction: the step counts once the loop asks for the next one, which commits it to the
     ledger, saves if a checkpoint is due, and stops if a signal asked for it. After any stop or fault, the same script
-    continues from the newest checkpoint. What outlives a body has to be in ``state``; the model is the same, bit for
-    bit, as :func:`paceline.fit` makes from the same parts, on any number of ranks.
+    continues from the newest checkpoint, which has the model, the optimizers and ``state``. The model is the same, bit
+    for bit, as :func:`paceline.fit` makes from the same parts, on any number of ranks.
 
     A launcher starts the ranks: ``torchrun``, ``paceline launch``, ``mpirun``, ``srun``; a plain process is the only
     one. The run holds its group of ranks and the lock of its directory until :meth:`close`, or the end of the script.
@@ -493,7 +493,7 @@ class Run:
     ) -> dict[str, float]:
         """Evaluate the model exactly: the same numbers on any number of ranks, which all call this together.
 
-        Within the loop the metrics go on record, as of the step that is under way; after it they are only returned.
+        Within the loop the metrics are recorded, at the current step; after it they are only returned.
 
         Args:
             metrics: called with each batch, under ``torch.no_grad`` and with the model in evaluation mode. Returns by

@@ -4,6 +4,7 @@ All blocks of a page are run in order, in one empty directory:
 
 - ``python``: a program, run by itself;
 - ``python title="file.py"``: a file, written where the blocks after it find it;
+- ``diff title="before.py after.py"``: two whole files, written in the same way;
 - ``console``: every line that starts with ``$`` is a command that must succeed; the other lines
   show its output and are not compared;
 - ``toml`` and ``json`` must parse; ``text`` is not code.
@@ -170,6 +171,12 @@ def run_block(block: Block, directory: Path) -> None:
             program = directory / f"block_{block.line}.py"
             program.write_text(block.text, encoding="utf-8")
             run([sys.executable, program.name], directory)
+        case "diff" if block.title is not None:
+            before, after = block.title.split()
+            for name, left_out in ((before, "+"), (after, "-")):
+                lines = [line[1:] for line in block.text.splitlines(keepends=True) if not line.startswith(left_out)]
+                compile("".join(lines), name, "exec")
+                (directory / name).write_text("".join(lines), encoding="utf-8")
         case "console":
             found = commands(block.text)
             assert found, "a console block without a command; use text for output alone"

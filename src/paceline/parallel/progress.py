@@ -92,7 +92,7 @@ class ProgressTracker:
         self.begin("script")
 
     def resume(self) -> None:
-        """Go on with the stage that :meth:`suspend` left."""
+        """Continue the stage that :meth:`suspend` left."""
         stage, spent_s = self._suspended
         self.begin(stage)
         self.since -= spent_s
