@@ -63,8 +63,8 @@ def require_train_step_support(run: RunContext) -> None:
     if wrong:
         raise ConfigError(
             f"{type(run.task).__name__} defines train_step: steps of your own, there or in a loop over paceline.Run, "
-            "work with --strategy single, ddp, zero1 and fsdp, --reduction exact and allreduce, --precision fp32 and bf16, "
-            "and without --sdc-check-every and --local-sgd-steps; they do not work with "
+            "work with --strategy single, ddp, zero1 and fsdp, --reduction exact and allreduce, --precision fp32 and "
+            "bf16, and without --sdc-check-every and --local-sgd-steps; they do not work with "
             f"{' and '.join(wrong)}."
         )
 
