@@ -372,7 +372,8 @@ class Validation:
 
     def __init__(self, evaluator: Evaluator | None, config: RunConfig, deadline: Deadline) -> None:
         self.metrics: Mapping[str, float] = {}
-        self._evaluator, self._deadline = evaluator, deadline
+        self._evaluator = evaluator
+        self._deadline = deadline
         self._selector = ModelSelector(config)
 
     @property

@@ -73,7 +73,9 @@ class Engine:
     """
 
     def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
-        self._run, self._states, self._world = run, states, world
+        self._run = run
+        self._states = states
+        self._world = world
 
     @staticmethod
     def validate(run: RunContext, states: StateManager) -> None:
@@ -165,8 +167,12 @@ class GroupContext:
         carryover: Carryover,
         member: AgentClient | None,
     ) -> None:
-        self._run, self._states, self._member, self._carryover = run, states, member, carryover
-        self.mesh, self.world = mesh, mesh.world
+        self._run = run
+        self._states = states
+        self._member = member
+        self._carryover = carryover
+        self.mesh = mesh
+        self.world = mesh.world
         world, progress = mesh.world, states.state.progress
         world.progress_tracker.helpers = data_workers
         with ExitStack() as stack:
@@ -320,7 +326,8 @@ class GroupContext:
         progress = self._states.state.progress
         self.world.progress_tracker.step = progress.step
         if self._member is not None:
-            self._member.pulse.step, self._member.pulse.version = progress.step, progress.version
+            self._member.pulse.step = progress.step
+            self._member.pulse.version = progress.version
 
     def check_purity(self) -> None:
         """Compare the ranks' replicas, if it is time, and settle what was found; all ranks call this together.

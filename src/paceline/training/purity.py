@@ -255,7 +255,11 @@ class PurityCheck(StepHook):
     def __init__(
         self, run: RunContext, world: World, state: TrainingState, loader: Loader, runner: MicrobatchRunner
     ) -> None:
-        self._run, self._world, self._state, self._loader, self._runner = run, world, state, loader, runner
+        self._run = run
+        self._world = world
+        self._state = state
+        self._loader = loader
+        self._runner = runner
         self._parameters: dict[str, int] | None = None
         self._last_sample_check: SampleCheck | None = None
         self._samples = 0  # to report in this step
@@ -309,7 +313,8 @@ class PurityCheck(StepHook):
         checked = self._loader.checked
         if checked is None or checked is self._last_sample_check:
             return
-        self._last_sample_check, self._samples = checked, checked.reference
+        self._last_sample_check = checked
+        self._samples = checked.reference
         self._run.purity.checks["samples"] += checked.num_samples
         if (found := checked.problem) is not None:
             self._add([replace(found, message=f"{type(self._run.data.train).__name__}: {found.message}")])

@@ -151,12 +151,14 @@ class ModelSelector:
         improved = _better(value, progress.best, self._direction)
         if improved:
             progress.best = value
-            progress.best_step, progress.best_version = progress.step, progress.version
+            progress.best_step = progress.step
+            progress.best_version = progress.version
             progress.best_metrics = dict(metrics)
         if self._early_metric is not None:
             early = _lookup(metrics, self._early_metric, "--early-stop")
             if _better(early, progress.early_best, self._early_direction):
-                progress.early_best, progress.bad_evaluations = early, 0
+                progress.early_best = early
+                progress.bad_evaluations = 0
             else:
                 progress.bad_evaluations += 1
                 progress.stopped_early = progress.bad_evaluations >= self._patience
@@ -232,7 +234,8 @@ class Schedule:
             epoch_ended=not has_next_batch,
         )
         if self.epoch_ends(after):
-            after.epoch, after.step_in_epoch = after.epoch + 1, 0
+            after.epoch = after.epoch + 1
+            after.step_in_epoch = 0
         return self.evaluation_is_due(after)
 
 

@@ -63,7 +63,10 @@ class SDCChecker(StepHook):
     """
 
     def __init__(self, run: RunContext, world: World, state: TrainingState, timer: PhaseTimer) -> None:
-        self._run, self._world, self._state, self._timer = run, world, state, timer
+        self._run = run
+        self._world = world
+        self._state = state
+        self._timer = timer
         self._strategy: ReducerStrategy | None = None
         self._loader: Loader | None = None
         self._microbatch = self._owner = self._second = 0

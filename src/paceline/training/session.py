@@ -181,7 +181,9 @@ class FixedGroup:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.device, self.world_size, self.processes = world.device, world.world_size, world.local_world_size
+        self.device = world.device
+        self.world_size = world.world_size
+        self.processes = world.local_world_size
         self.announces = world.rank == 0
 
     def load_manifest(self, directory: RunDirectory) -> dict[str, Any]:
@@ -233,9 +235,12 @@ class ElasticGroups:
         on_rank_0: Callable[[], None],
     ) -> None:
         self.member: AgentClient | None = member
-        self._member, self._on_rank_0 = member, on_rank_0
+        self._member = member
+        self._on_rank_0 = on_rank_0
         self._open_group = partial(open_process_group, member=member, local=local, comm_debug=comm_debug)
-        self.device, self.processes, self.world_size = local.device, processes, world_size
+        self.device = local.device
+        self.processes = processes
+        self.world_size = world_size
         self._unconnected_since = math.inf  # when it first failed to connect to a group, since it last did
 
     def load_manifest(self, directory: RunDirectory) -> dict[str, Any]:

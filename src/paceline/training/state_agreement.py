@@ -187,7 +187,8 @@ class _CheckpointSearch:
     """
 
     def __init__(self, run: RunContext, world: World) -> None:
-        self._run, self._world = run, world
+        self._run = run
+        self._world = world
         if world.rank == 0:
             see_listed(run.directory.checkpoints)
             look_anew(run.directory.checkpoints)

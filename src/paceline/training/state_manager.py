@@ -58,7 +58,8 @@ class StateManager:
         self._copy: Mapping[str, Any] | None = None  # of the state before a step, for undo_step()
         if not run.config.parallel.shards_state and not waits:
             self._state = self._new_state()
-        self.valid, self._is_as_built = False, True
+        self.valid = False
+        self._is_as_built = True
         self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
 
     @property
@@ -144,7 +145,8 @@ class StateManager:
             mesh.world.broadcast_module(self.state.module)
             if self.state.ema is not None:
                 mesh.world.broadcast_module(self.state.ema)
-        self.valid, self._is_as_built = True, False
+        self.valid = True
+        self._is_as_built = False
 
     def restore(self, mesh: ParallelDims, saved: Mapping[str, Any], *, own_hyperparameters: bool = False) -> None:
         """Continue from a checkpoint; all ranks call this together.
@@ -179,7 +181,8 @@ class StateManager:
         Raises:
             CheckpointError: it does not fit the task.
         """
-        self.valid, self._is_as_built = False, False
+        self.valid = False
+        self._is_as_built = False
         self.state.load_state_dict(state, own_hyperparameters=own_hyperparameters)
         if isinstance(self.loader, StreamLoader) and "streams" in state:
             self.loader.load_state_dict(state["streams"])

@@ -151,7 +151,10 @@ class MicrobatchRunner:
 
     def __init__(self, run: RunContext, state: TrainingState, activity: ProgressTracker, timer: PhaseTimer) -> None:
         self.current_pass = ONLY_PASS
-        self._run, self._state, self._activity, self._timer = run, state, activity, timer
+        self._run = run
+        self._state = state
+        self._activity = activity
+        self._timer = timer
 
     def forward(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 0) -> Loss:
         """Compute the micro-batch's loss; backward comes next."""

@@ -64,7 +64,8 @@ class DummyMicrobatch(StepHook):
     """Repeats a batch for the backwards of a rank with fewer micro-batches in a step than other ranks expect."""
 
     def __init__(self, run: RunContext, state: TrainingState) -> None:
-        self._run, self._state = run, state
+        self._run = run
+        self._state = state
         self._batch: Any = None
 
     def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:

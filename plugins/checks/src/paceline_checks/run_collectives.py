@@ -216,7 +216,8 @@ class _BufferSlot:
     """The buffers of one repetition, for the ranks of one driver."""
 
     def __init__(self, engine: CollectiveEngine, collective: Collective, elements: int) -> None:
-        self._engine, self._collective = engine, collective
+        self._engine = engine
+        self._collective = collective
         self._given = collective.source_elements(elements, engine.ranks)
         received = collective.target_elements(elements, engine.ranks)
         self._targets = [torch.empty(received, device=device) for device in engine.devices]
@@ -298,8 +299,11 @@ class GroupEngine(CollectiveEngine):
     """
 
     def __init__(self, group: Any, rank: int, ranks: int, device: torch.device, title: str) -> None:
-        self._group, self.ranks, self.title = group, ranks, title
-        self.local, self.devices = (rank,), (device,)
+        self._group = group
+        self.ranks = ranks
+        self.title = title
+        self.local = (rank,)
+        self.devices = (device,)
 
     @classmethod
     def gloo(cls, store: Store, rank: int, ranks: int, *, one_machine: bool, interface: str | None) -> GroupEngine:
@@ -363,8 +367,11 @@ class MpiEngine(CollectiveEngine):
     """MPI by mpi4py, one rank for each process, data on the CPU."""
 
     def __init__(self, comm: MPI.Comm, title: str) -> None:
-        self._comm, self.ranks, self.title = comm, comm.Get_size(), title
-        self.local, self.devices = (comm.Get_rank(),), (torch.device("cpu"),)
+        self._comm = comm
+        self.ranks = comm.Get_size()
+        self.title = title
+        self.local = (comm.Get_rank(),)
+        self.devices = (torch.device("cpu"),)
 
     @classmethod
     def world(cls) -> MpiEngine:

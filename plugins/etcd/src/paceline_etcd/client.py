@@ -103,7 +103,9 @@ class EtcdClient:
     """
 
     def __init__(self, endpoints: EtcdEndpoints, credentials: EtcdCredentials, timeout_s: float) -> None:
-        self._endpoints, self._credentials, self._timeout_s = endpoints, credentials, timeout_s
+        self._endpoints = endpoints
+        self._credentials = credentials
+        self._timeout_s = timeout_s
         self._tls = credentials.tls_context() if endpoints.tls else None
         self._connections: dict[int, http.client.HTTPConnection] = {}
         self._current = 0
@@ -304,7 +306,10 @@ class EtcdSession:
     """
 
     def __init__(self, client: EtcdClient, node: str, ttl_s: int, wake: Callable[[], None]) -> None:
-        self._client, self._node, self._ttl_s, self._wake = client, node, ttl_s, wake
+        self._client = client
+        self._node = node
+        self._ttl_s = ttl_s
+        self._wake = wake
         self._prefix = ""
         self._lease = ""
         self._keep_at = 0.0

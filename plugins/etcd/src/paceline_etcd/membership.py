@@ -132,7 +132,8 @@ class EtcdLeadership:
 
     def begin(self) -> list[Action]:
         """Write the job's record, and lead a node set of this node alone."""
-        self.role, self.committed = "claiming", NodeSet(0, (self.node,))
+        self.role = "claiming"
+        self.committed = NodeSet(0, (self.node,))
         self._claim()
         return self._take_actions()
 
@@ -247,14 +248,21 @@ class EtcdLeadership:
             self._step_down()  # perhaps the other one does not know yet that it leads: it took its request for lost
         self._promise(Term(record.term, record.leader))
         if record.leader == self.node:
-            self.role, self.leader = "leading", self.node
-            self._admitted, self._dismissed, self._clear, self._next_group = (), _NOBODY, _NOBODY, _NOBODY
-            self._ticks, self._is_short, self._may_lose_more = 0, False, False
+            self.role = "leading"
+            self.leader = self.node
+            self._admitted = ()
+            self._dismissed = _NOBODY
+            self._clear = _NOBODY
+            self._next_group = _NOBODY
+            self._ticks = 0
+            self._is_short = False
+            self._may_lose_more = False
             self.committed = NodeSet(record.config_epoch, record.nodes)
             self._do(Lead(self.promised, self._node_set))
             self._send(self.reachable, LeaderHeartbeat(self.promised, self._node_set))
         else:
-            self.role, self.leader = "waiting", None
+            self.role = "waiting"
+            self.leader = None
 
     def _on_own_record(self, node_set: NodeSet) -> None:
         """Continue with what this leader has written."""
@@ -273,7 +281,8 @@ class EtcdLeadership:
     # Without a leader.
 
     def _seek(self) -> None:
-        self.role, self._ticks = "waiting", 0
+        self.role = "waiting"
+        self._ticks = 0
         self._ask(Read())
 
     def _consider(self) -> None:
@@ -308,7 +317,8 @@ class EtcdLeadership:
     def _pause(self, reason: str) -> None:
         self.leader = None
         if self.role != "paused" or reason != self._reason:
-            self.role, self._reason = "paused", reason
+            self.role = "paused"
+            self._reason = reason
             self._do(Pause(reason))
 
     # Following.
@@ -335,20 +345,23 @@ class EtcdLeadership:
             self.leader = None
             self._seek()
         else:
-            self.role, self.leader = "following", peer
+            self.role = "following"
+            self.leader = peer
             self._do(Follow(term, peer, self._node_set))
 
     def _adopt(self, node_set: NodeSet) -> None:
         """Learn that a node set is committed."""
         if self.committed is None:
-            self.role, self.committed = "waiting", node_set
+            self.role = "waiting"
+            self.committed = node_set
             self._ask(Read())  # which begins this node's session
         elif node_set.config_epoch > self.committed.config_epoch:
             self.committed = node_set
         if self.node not in self._node_set.nodes:
             if self.role == "leading":
                 self._stop_leading()
-            self.role, self.leader = "out", None
+            self.role = "out"
+            self.leader = None
             self._do(Out(self._node_set))
 
     def _promise(self, term: Term) -> None:
@@ -440,7 +453,8 @@ class EtcdLeadership:
             self._ask(Write(self._seen, following))
 
     def _stop_leading(self) -> None:
-        self.role, self.leader = "waiting", None
+        self.role = "waiting"
+        self.leader = None
         self._do(StopLeading(self.promised))
 
     def _step_down(self) -> None:
@@ -513,7 +527,9 @@ class EtcdMembership(EtcdLeadership):
         client = EtcdClient(coordinator, EtcdCredentials.from_environment(), min(2.0, max(1.0, ttl_s / 4)))
         if answers_within_s:
             _check(client, time.monotonic() + answers_within_s)
-        self._job, self._selector, self._act = job, selector, act
+        self._job = job
+        self._selector = selector
+        self._act = act
         self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         selector.register(self._woken, selectors.EVENT_READ, self._on_replies)
         self._session = EtcdSession(client, node, ttl_s, partial(os.eventfd_write, self._woken, 1))

@@ -215,7 +215,8 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         self.datamodule = datamodule
         self.strategy._lightning_module = module
         self.strategy.model = module
-        self.state.fn, self.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
+        self.state.fn = TrainerFn.FITTING
+        self.state.status = TrainerStatus.RUNNING
         self.state.stage = RunningStage.TRAINING
         self.steps_done = self.epochs_done = 0
         self.run_schedule = RunSchedule(total_steps=None, steps_per_epoch=None)
@@ -228,7 +229,8 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         self.run_schedule = schedule
         steps, epochs = schedule.eval_every.steps, schedule.eval_every.epochs
         if steps is not None:
-            self.val_check_interval, self.check_val_every_n_epoch = steps, None
+            self.val_check_interval = steps
+            self.check_val_every_n_epoch = None
         elif epochs is not None:
             self.check_val_every_n_epoch = epochs
 
@@ -246,7 +248,8 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
 
     def stand_at(self, *, step: int, epoch: int, batches: int = 0) -> None:
         """Set the numbers of finished steps and epochs, and of started batches of this epoch."""
-        self.steps_done, self.epochs_done = step, epoch
+        self.steps_done = step
+        self.epochs_done = epoch
         loop = self.fit_loop.epoch_loop
         loop._batches_that_stepped = step
         loop.batch_progress.current.ready = batches
@@ -261,7 +264,8 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         try:
             yield
         finally:
-            self.state.fn, self.state.stage = fn, stage
+            self.state.fn = fn
+            self.state.stage = stage
 
     def note(self, metrics: Mapping[str, float], *, to_loggers: Mapping[str, float], step: int) -> None:
         """Show values to callbacks, and write them with the loggers.
@@ -390,7 +394,8 @@ class LightningBridge(Callback):
         build_loggers: Callable[[Path], list[Any]],
     ) -> None:
         refuse_hooks(module)
-        self.module, self._datamodule = module, datamodule
+        self.module = module
+        self._datamodule = datamodule
         self._build_loggers = build_loggers
         configured = module.configure_callbacks()
         own = list(configured) if isinstance(configured, list | tuple) else [configured]
@@ -433,7 +438,8 @@ class LightningBridge(Callback):
         optimizer, configs = configure_optimizer(self.module)
         self.schedulers = Schedulers(configs)
         strategy = self.trainer.strategy
-        strategy.optimizers, strategy.lr_scheduler_configs = [optimizer], configs
+        strategy.optimizers = [optimizer]
+        strategy.lr_scheduler_configs = configs
         return optimizer
 
     def plan(self, schedule: RunSchedule) -> None:
@@ -547,7 +553,8 @@ class LightningBridge(Callback):
         first = self.trainer.steps_done == 0
         self._step_values, self._to_loggers = self._log.reduce(self._group.gather, due=due, first=first)
         if not due:
-            self._step_values, self._to_loggers = {}, {}
+            self._step_values = {}
+            self._to_loggers = {}
         return self._step_values
 
     def on_before_optimizer_step(self) -> None:

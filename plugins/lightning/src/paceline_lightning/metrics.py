@@ -239,7 +239,8 @@ class Replayed:
     """
 
     def __init__(self, taps: Any, path: str) -> None:
-        self._taps, self._path = taps, path
+        self._taps = taps
+        self._path = path
 
     def to(self, device: Any) -> Replayed:
         """Do nothing: the metric moves with its module."""

@@ -99,7 +99,8 @@ class SyncPoints:
         assert data.total_steps is not None
         assert data.steps_per_epoch is not None
         self._every = _steps(intervals)
-        self._total_steps, self._steps_per_epoch = data.total_steps, data.steps_per_epoch
+        self._total_steps = data.total_steps
+        self._steps_per_epoch = data.steps_per_epoch
 
     def steps_to_next(self, progress: TrainProgress) -> int:
         """Steps from a cut to the next: to the end of the run or the epoch, an evaluation or a save."""

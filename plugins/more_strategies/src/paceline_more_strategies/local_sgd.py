@@ -87,7 +87,8 @@ class OuterOptimizer:
 
     def __init__(self, module: nn.Module, config: ResolvedConfig) -> None:
         trained: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._names, self._parameters = [list(trained)], list(trained.values())
+        self._names = [list(trained)]
+        self._parameters = list(trained.values())
         self._base = [parameter.detach().clone() for parameter in self._parameters]
         options = config[CommunicationOptions]
         self._optimizer = SGD(self._base, lr=options.outer_lr, momentum=options.outer_momentum, nesterov=True)
@@ -147,8 +148,11 @@ class LocalSGD(StepHook):
     """
 
     def __init__(self, run: RunContext, group: GroupContext, state: TrainingState) -> None:
-        self._mesh, self._state, self._mark = group.mesh, state, group.monitor.timer.mark
-        self._sync_schedule, self._order = run.schedule.sync_schedule, run.data.order
+        self._mesh = group.mesh
+        self._state = state
+        self._mark = group.monitor.timer.mark
+        self._sync_schedule = run.schedule.sync_schedule
+        self._order = run.data.order
         self._averager = ParameterAverager(
             group.world, group.balancer.work_split, ROW_LENGTH + self._sync_schedule.every, _TIMEOUT_S
         )

@@ -104,7 +104,9 @@ class AnySourceReceiver:
     """
 
     def __init__(self, world: World, peers: Iterable[int], length: int, tag: int) -> None:
-        self._world, self._length, self._tag = world, length, tag
+        self._world = world
+        self._length = length
+        self._tag = tag
         self._arrived: queue.SimpleQueue[tuple[int, list[float] | Exception]] = queue.SimpleQueue()
         self._pending: dict[int, list[float]] = {}
         self._expected: dict[int, queue.SimpleQueue[bool]] = {peer: queue.SimpleQueue() for peer in peers}
@@ -179,7 +181,8 @@ class ParameterAverager:
         self._world = world
         # With an equal split no tensor is multiplied, so a single rank keeps its bits.
         common = math.gcd(*work_split)
-        self._weight, self._total = work_split[world.rank] // common, sum(work_split) // common
+        self._weight = work_split[world.rank] // common
+        self._total = sum(work_split) // common
         self._plan = ReductionPlan(world.world_size, world.world_size)
         self._header_length = header_length
         self._timeout_s = timeout_s

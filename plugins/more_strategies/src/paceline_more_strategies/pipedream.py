@@ -313,7 +313,8 @@ class _NextStep:
     """A micro-batch's work of the next step, with stashed weights."""
 
     def __init__(self, work: MicrobatchWork, module: nn.Module, weights: Version) -> None:
-        self._work, self._model = work, WithWeights(module, weights)
+        self._work = work
+        self._model = WithWeights(module, weights)
 
     def forward(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 1) -> Loss:
         return self._work.forward(self._model, microbatch, ahead=ahead)
@@ -356,7 +357,10 @@ class StepOverlap(StepHook):
     def __init__(
         self, schedule: Schedule, loader: Loader, state: TrainingState, save_is_due: Callable[[TrainProgress], bool]
     ) -> None:
-        self._schedule, self._loader, self._state, self._save_is_due = schedule, loader, state, save_is_due
+        self._schedule = schedule
+        self._loader = loader
+        self._state = state
+        self._save_is_due = save_is_due
         self._read: tuple[tuple[int, int], list[MicroBatch]] | None = None
         self._asked = False
         self._overlapping = False

@@ -166,7 +166,8 @@ def simulated_model(run: RunContext, world_size: int) -> dict[str, torch.Tensor]
                 _sync_replicas(states, shares)
             for state in states:
                 if state.progress.step_in_epoch == order.steps_per_epoch:
-                    state.progress.epoch, state.progress.step_in_epoch = state.progress.epoch + 1, 0
+                    state.progress.epoch = state.progress.epoch + 1
+                    state.progress.step_in_epoch = 0
     for state in states:
         state.callback.close()
     return dict(states[0].module.state_dict())
@@ -194,7 +195,8 @@ def simulated_compression(run: RunContext, world_size: int) -> dict[str, torch.T
             state.progress.step += 1
             state.progress.step_in_epoch += 1
             if state.progress.step_in_epoch == run.data.order.steps_per_epoch:
-                state.progress.epoch, state.progress.step_in_epoch = state.progress.epoch + 1, 0
+                state.progress.epoch = state.progress.epoch + 1
+                state.progress.step_in_epoch = 0
     state.callback.close()
     return dict(state.module.state_dict())
 

@@ -65,7 +65,8 @@ class OptimizerServers:
     """
 
     def __init__(self, run: RunContext, states: StateManager, world: World, device: torch.device) -> None:
-        self._states, self._world = states, world
+        self._states = states
+        self._world = world
         self.number = run.config.num_servers(world.world_size)
         self.parameters = ServerParameters(states.state.module, self.number, device)
         mine = {id(parameter) for parameter in self.parameters.parameters[world.rank]} if self.is_server else set()

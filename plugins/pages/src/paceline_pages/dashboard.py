@@ -361,7 +361,9 @@ class Pages:
     """The dashboard's resources, by path."""
 
     def __init__(self, index: Index, jobs: Jobs) -> None:
-        self._index, self._jobs, self._views = index, jobs, Views()
+        self._index = index
+        self._jobs = jobs
+        self._views = Views()
         self._assets = read_assets("paceline_pages")
 
     def find(self, path: str, query: dict[str, list[str]]) -> Page | None:

@@ -77,7 +77,10 @@ class Curve:
         self._columns: tuple[list[int], list[float], list[float], list[float]] = ([], [], [], [])
         self._group = 1  # records per point
         self._count = 0  # newest records
-        self._sum, self._low, self._high, self._step = 0.0, math.inf, -math.inf, 0
+        self._sum = 0.0
+        self._low = math.inf
+        self._high = -math.inf
+        self._step = 0
 
     def add(self, step: int, value: float) -> None:
         """Add a record's value; steps must not decrease."""
@@ -94,7 +97,10 @@ class Curve:
             means.append(self._sum / self._count)
             lows.append(self._low)
             highs.append(self._high)
-            self._count, self._sum, self._low, self._high = 0, 0.0, math.inf, -math.inf
+            self._count = 0
+            self._sum = 0.0
+            self._low = math.inf
+            self._high = -math.inf
             if len(steps) == MAX_POINTS:
                 self._halve()
 

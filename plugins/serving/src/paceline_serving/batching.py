@@ -152,7 +152,8 @@ class _Speed:
         if self._seconds < _MEASUREMENT_S:
             return
         measured = self._seconds / self._rows
-        self._seconds, self._rows = 0.0, 0
+        self._seconds = 0.0
+        self._rows = 0
         self.seconds_per_row = measured if math.isinf(self._best) else (self.seconds_per_row + measured) / 2
         # Slowly forget a best speed that is never reached again.
         self._best = min(1.0001 * self._best, self.seconds_per_row)

@@ -37,7 +37,8 @@ class ExactServable:
     """A model that answers each row with the same bits, whatever else is in its batch."""
 
     def __init__(self, servable: Servable, spec: ModelSpec) -> None:
-        self._servable, self._spec = servable, spec
+        self._servable = servable
+        self._spec = spec
         self._sizes: OrderedDict[Shape, tuple[int, ...]] = OrderedDict()
 
     @property

@@ -53,7 +53,8 @@ class PackageInputs:
         """Return the content of the file."""
         inputs = {name: _describe(spec) for name, spec in self.specs.items()}
         document = _Document(inputs={name: each for name, each in inputs.items() if each != _Input()})
-        document.ranges, document.example = dict(self.ranges), dict(self.example)
+        document.ranges = dict(self.ranges)
+        document.example = dict(self.example)
         return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 
 

@@ -199,7 +199,8 @@ class RayDeployment(Deployment):
         observer: DeploymentEvents,
     ) -> None:
         super().__init__(model, options, observer)
-        self._ray_options, self._anchor = ray_options, anchor
+        self._ray_options = ray_options
+        self._anchor = anchor
         self._application = f"paceline-{self.spec.name}-{self.spec.version}-{secrets.token_hex(3)}"
         self._watch_task: asyncio.Task[None] | None = None
         self._slots: list[RayReplica] = []

@@ -74,7 +74,8 @@ class BodySize:
                 f"{bodies.max_held_bytes:,}. Try again in {_RETRY_AFTER_S} s.",
                 [(b"retry-after", str(_RETRY_AFTER_S).encode())],
             )
-        bodies.held_bytes, self._counted = held_bytes, counted
+        bodies.held_bytes = held_bytes
+        self._counted = counted
 
 
 async def read_body(request: Request, limit: int, held: BodySize) -> bytes | bytearray:

@@ -177,7 +177,8 @@ class SearchHistory:
                 self._spent = record
             elif isinstance(record, Suggestion):
                 trial = self.trial(record.trial)
-                trial.suggested, trial.parent = record.parameters, record.parent
+                trial.suggested = record.parameters
+                trial.parent = record.parent
             else:
                 self.take(record)
         self.unrecorded_s = max(0.0, self._spent.trial_s - self._trial_s)
@@ -265,7 +266,8 @@ class SearchJournal(SearchHistory):
 
     def suggest(self, number: int, parameters: Mapping[str, Value], parent: int | None = None) -> None:
         trial = self.trial(number)
-        trial.suggested, trial.parent = parameters, parent
+        trial.suggested = parameters
+        trial.parent = parent
         self._write(Suggestion(trial=number, parameters=parameters, parent=parent))
 
     def _write(self, record: TrialResult | Spent | Suggestion) -> None:

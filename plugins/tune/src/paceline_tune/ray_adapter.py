@@ -135,9 +135,12 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
         concurrent: Callable[[], int],
     ) -> None:
         super().__init__(metric=OBJECTIVE, mode=search.mode)
-        self._search, self._directory, self._journal = search, directory, journal
+        self._search = search
+        self._directory = directory
+        self._journal = journal
         self._numbers = list(numbers)
-        self._closed, self._concurrent = closed, concurrent
+        self._closed = closed
+        self._concurrent = concurrent
         self._running: set[str] = set()
 
     def suggest(self, trial_id: str) -> Any:

@@ -66,7 +66,10 @@ class SearchMonitor(Callback):  # type: ignore[misc]
         *,
         quiet: bool,
     ) -> None:
-        self._ray, self._search, self._directory, self._journal = ray, search, directory, journal
+        self._ray = ray
+        self._search = search
+        self._directory = directory
+        self._journal = journal
         self._budget = search.limit
         self._started_at = time.monotonic()
         self._earlier_s = journal.clock_s
@@ -436,7 +439,8 @@ def _tune(
     log = logging.FileHandler(directory.path / "ray.log", delay=True)
     log.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
     logger = logging.getLogger("ray")
-    logger.handlers, logger.propagate = [log], False
+    logger.handlers = [log]
+    logger.propagate = False
     # It warns about missing files that its own loggers would have written.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     monitor.scheduler = make_scheduler(search, journal.results)

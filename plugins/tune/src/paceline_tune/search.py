@@ -317,8 +317,10 @@ class SearchDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.settings, self.journal = path / "tune.json", path / "journal.jsonl"
-        self.result, self.tensorboard = path / "result.json", path / "tensorboard"
+        self.settings = path / "tune.json"
+        self.journal = path / "journal.jsonl"
+        self.result = path / "result.json"
+        self.tensorboard = path / "tensorboard"
         self.stop = path / "stop"
 
     def trial(self, number: int) -> Path:

@@ -170,9 +170,11 @@ class RunningTrial:
     """Starts or continues a trial, and receives its messages."""
 
     def __init__(self, server: TrialServer, order: TrialCommand) -> None:
-        self._server, self._order = server, order
+        self._server = server
+        self._order = order
         self._directory = RunDirectory(Path(order.options["run_dir"]))
-        self._iteration, self._step = order.iteration, order.step
+        self._iteration = order.iteration
+        self._step = order.step
         self._metrics: Mapping[str, float | None] = {}
         self._connection: socket.socket | None = None
         self._received = b""
@@ -233,7 +235,8 @@ class RunningTrial:
             if message["step"] <= self._step:  # it does again what a kill has cost
                 self._answer(go_on=True)
                 continue
-            self._step, self._metrics = int(message["step"]), dict(message["metrics"])
+            self._step = int(message["step"])
+            self._metrics = dict(message["metrics"])
             # Counted from the run's records, because a run that continues after a kill reports some of them again.
             self._iteration = sum(step <= self._step for step in self._evaluations())
             if not message["finished"]:
@@ -294,7 +297,8 @@ class RunningTrial:
             self._received += content
             line, separator, rest = self._received.partition(b"\n")
             if separator:
-                self._received, self._asked = rest, True
+                self._received = rest
+                self._asked = True
                 return dict(json.loads(line))
             if not content:
                 self._connection.close()
@@ -303,7 +307,8 @@ class RunningTrial:
             # Another rank 0 asks, where the one before it was lost.
             if self._connection is not None:
                 self._connection.close()
-            self._connection, self._received = self._listener.accept()[0], b""
+            self._connection = self._listener.accept()[0]
+            self._received = b""
         elif self._server in ready:
             report = self._server.report()
             self._exit_code = report.code if isinstance(report, Exited) else -signal.SIGKILL
@@ -322,7 +327,8 @@ class RunningTrial:
             # A run that had finished before sends no request for its last evaluation.
             evaluations = self._evaluations()
             if evaluations and max(evaluations) > self._step:
-                self._step, self._iteration = max(evaluations), len(evaluations)
+                self._step = max(evaluations)
+                self._iteration = len(evaluations)
                 self._metrics = evaluations[self._step]
             return self._told("finished")
         if code in (75, 130):

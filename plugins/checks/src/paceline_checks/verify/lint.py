@@ -114,7 +114,8 @@ class LintContext:
     """A task to check: a copy of its own, which the checks may change, and the options of the runs."""
 
     def __init__(self, task: Task, config: ResolvedConfig) -> None:
-        self.task, self.config = task, config
+        self.task = task
+        self.config = config
         self.steps = config.training.max_steps or 1
 
     def build(self) -> nn.Module:

@@ -162,7 +162,8 @@ class _Buffers:
             self._changed[index] |= not torch.equal(value, base)
             total += value * samples if _has_mean(base) else value.to(total.dtype) - base.to(total.dtype)
             table[name] = buffer.copy_(base)
-        self._samples, self._microbatches = self._samples + samples, self._microbatches + 1
+        self._samples = self._samples + samples
+        self._microbatches = self._microbatches + 1
 
     @torch.no_grad()
     def end_step(self) -> None:

@@ -152,7 +152,9 @@ class WorkerGroups:
     """
 
     def __init__(self, request: VerificationRequest, root: Path, tell: Tell) -> None:
-        self._request, self._root, self._tell = request, root, tell
+        self._request = request
+        self._root = root
+        self._tell = tell
         self._groups = 0
 
     def train(self, trainings: Sequence[Training], *, lint: bool = False) -> None:
@@ -271,7 +273,8 @@ def verify(request: VerificationRequest, tell: Tell) -> VerificationReport:
 
 class _Verification:
     def __init__(self, request: VerificationRequest, root: Path, tell: Tell) -> None:
-        self._request, self._root = request, root
+        self._request = request
+        self._root = root
         self._base = {"device": "cpu", "threads": 1, **request.options, **FIXED, "max_steps": request.steps}
         if "device" not in request.options and visible_gpus():
             tell("compares on the CPU; --device cuda compares on GPUs")

@@ -151,7 +151,8 @@ class ReferenceReader:
         return _distance(tensor.detach().cpu().double(), expected, self._rms.get(kind, 0.0))
 
     def _open(self, step: int) -> None:
-        self._step, self._names = step, frozenset()
+        self._step = step
+        self._names = frozenset()
         path = self._directory / f"step-{step}.safetensors"
         if not path.exists():
             return  # the reference failed before, and the report says so
@@ -282,7 +283,9 @@ class Recorder(Callback):
     """A recorder of each step's loss, gradients and weights that also calls the task's own callback."""
 
     def __init__(self, inner: Callback, module: nn.Module, watch: Instrumentation) -> None:
-        self._inner, self._module, self._watch = inner, module, watch
+        self._inner = inner
+        self._module = module
+        self._watch = watch
         self._step = 0
         self._gradients: dict[str, Any] = {}
         self._calls = 0
@@ -293,7 +296,8 @@ class Recorder(Callback):
                 child.register_forward_hook(lambda _, __, output, name=name: self._forward(name, output))
 
     def on_step_begin(self, step: int, step_in_epoch: int) -> None:
-        self._step, self._calls = step + 1, 0
+        self._step = step + 1
+        self._calls = 0
         self._inner.on_step_begin(step, step_in_epoch)
 
     def on_before_optimizer_step(self) -> None:
