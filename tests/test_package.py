@@ -52,6 +52,7 @@ EXPORTED = [
     "UserError",
     "__version__",
     "fit",
+    "load",
 ]
 COMMANDS = [
     "train",

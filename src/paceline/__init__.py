@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.api import Result, fit
+    from paceline.api import Result, fit, load
     from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
     from paceline.core.errors import (
         CheckpointError,
@@ -82,10 +82,11 @@ __all__ = [
     "UserError",
     "__version__",
     "fit",
+    "load",
 ]
 
 _HOME = {
-    "paceline.api": ("Result", "fit"),
+    "paceline.api": ("Result", "fit", "load"),
     "paceline.core.callback": ("BatchInfo", "Callback", "RankInfo", "RunSchedule"),
     "paceline.core.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
     "paceline.core.inference": ("InferenceSignature", "TensorSpec"),

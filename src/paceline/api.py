@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.config import config_from_mapping
 from paceline.core.environment import Environment, detect_environment
@@ -26,6 +26,10 @@ from paceline.core.task_loading import (
 )
 from paceline.launch.local_run import launch, own_environment, require_recovery
 from paceline.training.worker import run
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,46 @@ class Result:
         }
         return cls(run=Path(record["run"]), record=record, **values)
 
+    def model(
+        self, which: Literal["best", "last"] | int | None = None, *, device: str | torch.device = "cpu"
+    ) -> nn.Module:
+        """Return the trained model; the arguments are those of :func:`paceline.load`."""
+        return load(self.run, which, device=device)
+
     def __str__(self) -> str:
         shown = ", ".join(
             f"{split} {name} {value:.4g}" for split, values in self.metrics.items() for name, value in values.items()
         )
         return f"{self.run}: {self.steps} steps, {self.samples} samples{', ' + shown if shown else ''}"
+
+
+def load(
+    run: str | Path,
+    which: Literal["best", "last"] | int | None = None,
+    *,
+    model: nn.Module | None = None,
+    device: str | torch.device = "cpu",
+) -> nn.Module:
+    """Return the model of a run, with the weights of one of its checkpoints, in evaluation mode.
+
+    Any strategy's checkpoints are those of one process. With ``--ema`` it is the moving average; adapters of ``--lora``
+    are merged.
+
+    Args:
+        run: the run's directory.
+        which: the best model, the last one, or that of a checkpoint after so many steps. By default the best, or the
+            last without validation.
+        model: is filled, where a script of its own built it; else the run's task builds it.
+        device: where the model goes.
+
+    Raises:
+        UserError: the directory holds no run, or its task cannot be built.
+        CheckpointError: there is no such checkpoint, it is damaged, or does not fit the model as it is now.
+    """
+    from paceline.runs.directory import RunDirectory
+    from paceline.training.loaded_model import load_model
+
+    return load_model(RunDirectory(Path(run)), None if which is None else str(which), model=model, device=device)
 
 
 class _Stopped(StopRequested, SystemExit):

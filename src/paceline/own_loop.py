@@ -95,7 +95,7 @@ class OwnLoop(Task):
         if self._given is None:
             raise TaskError(
                 f"this run is of the loop in {self.script}, which builds the model itself. To continue it, start that "
-                "script again, as it was started first."
+                "script again, as it was started first; its weights: paceline.load(RUN, model=...)."
             )
         return self._given
 

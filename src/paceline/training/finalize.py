@@ -134,7 +134,7 @@ def _load_best(trainer: Trainer, world: World) -> None:
     progress, module = trainer.state.progress, trainer.state.evaluated_module
     if progress.best_version is None or progress.best_step == progress.step:
         return
-    trainer.states.valid = False  # from here on the model is not that of the run's end
+    trainer.states.invalidate()  # from here on the model is not that of the run's end
     if trainer.states.is_collective:
         # Each rank takes its part from the directory that all share.
         state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state

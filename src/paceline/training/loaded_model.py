@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from paceline.core.callback import Callback, RankInfo
-from paceline.core.config import RunConfig
+from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import CheckpointError, DataError
 from paceline.core.fine_tuning_config import Lora
 from paceline.core.job import WorkerConfig
 from paceline.core.owned_names import own_prefix
 from paceline.core.task import Task
+from paceline.core.task_loading import TaskReference, recorded_spec
 from paceline.parallel.world import ParallelDims, World, open_world
 from paceline.runs.checkpoint_admin import select_checkpoint
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences
@@ -39,6 +40,39 @@ Device = Literal["auto", "cpu", "cuda"]
 
 Fill = Callable[[RunContext, nn.Module, Callback], tuple[int, int]]
 """Loads what was saved into a model and its callback; returns the steps and epochs that it had done."""
+
+
+def load_model(
+    directory: RunDirectory,
+    wanted: str | None = None,
+    *,
+    model: nn.Module | None = None,
+    device: str | torch.device = "cpu",
+) -> nn.Module:
+    """Build the model of a run's task again, with the weights of a checkpoint; the data is not needed.
+
+    Args:
+        wanted: which checkpoint, as :func:`paceline.runs.checkpoint_admin.select_checkpoint` says.
+        model: filled instead, where a script builds the model itself.
+        device: where the model goes.
+
+    Returns:
+        The model in evaluation mode: the moving average where the run keeps one.
+
+    Raises:
+        UserError: the directory holds no run, or its task cannot be built.
+        CheckpointError: there is no such checkpoint, it is damaged, or does not fit the model as it is now.
+    """
+    manifest = directory.read_complete_manifest()
+    path = select_checkpoint(directory.checkpoints, wanted)
+    config = config_from_mapping(manifest["config"], str(directory.manifest))
+    if model is None:
+        task = TaskReference(recorded_spec(manifest["task"]), manifest["task"]["fields"]).load()
+        with preserve_numerics():
+            seed_model(config.training.seed)
+            model = build_task_model(task)
+    _fill_model(path, load(path).state, model, config.fine_tuning.lora)
+    return model.to(device).eval()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,18 +239,29 @@ def make_evaluator(trained: EvaluableModel, split: str) -> Evaluator:
 def _restore(path: Path, task: Task, module: nn.Module, lora: Lora | None, callback: Callback) -> CheckpointInfo:
     checkpoint = load(path)
     state = checkpoint.state
-    try:
-        module.load_state_dict(evaluated_weights(state, lora))
-        load_changed_buffers(module, state.get("ema_buffers" if "ema" in state else "buffers", {}))
+    _fill_model(path, state, module, lora)
+    with _explain_misfit(path):
         callback.load_state_dict(state.get("callback", {}))
         if "task" in state:
             task.load_state_dict(state["task"])
+    return checkpoint.manifest.info
+
+
+def _fill_model(path: Path, state: Mapping[str, Any], module: nn.Module, lora: Lora | None) -> None:
+    with _explain_misfit(path):
+        module.load_state_dict(evaluated_weights(state, lora))
+        load_changed_buffers(module, state.get("ema_buffers" if "ema" in state else "buffers", {}))
+
+
+@contextmanager
+def _explain_misfit(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"checkpoint {path} does not fit the task as it is now: {error}\n"
             "Check out the task's code as it was when the run was trained."
         ) from error
-    return checkpoint.manifest.info
 
 
 def _alone(run: RunContext, scratch: Path) -> RankInfo:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -29,38 +30,56 @@ from paceline.training.state import TrainingState
 from paceline.training.task_parts import build_task_model
 
 
+class StateCondition(Enum):
+    """What a rank's copy of the state is.
+
+    ``INVALID``, while something changes it and after an error in that, it has no version's bits.
+    """
+
+    ABSENT = auto()
+    AS_BUILT = auto()
+    VALID = auto()
+    INVALID = auto()
+
+
 class StateManager:
     """The state, and what goes with it from one rank to another.
 
-    The state is first *as built* by the task, or not built yet if it needs the ranks or pretrained weights. It becomes
+    The state is first *as built* by the task, or *absent* if it needs the ranks or pretrained weights. It becomes
     *valid* by :meth:`begin` (a new run), :meth:`restore` (from a checkpoint) or :meth:`import_state` (from another
     rank). While :meth:`mutating` changes it, and after an error in that, it is *invalid*; then :meth:`undo_step` makes
     it valid again if there is a copy, and else one of those three does.
 
+    Args:
+        loader: reads the training data; its positions belong to the state.
+
     Attributes:
-        valid: whether ``state`` is complete and has the bits of its version.
+        condition: which of these it is.
         recent: the ledger entries of the last steps.
-        loader: reads the training data; its positions belong to the state. Set it once the loader is built.
 
     Raises:
         UserError: the task's model or optimizers cannot be built.
     """
 
-    loader: Loader
-
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: RunContext, loader: Loader) -> None:
         self._run = run
+        self.loader = loader
+        self.condition = StateCondition.ABSENT
+        self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
         self._layout: ParameterLayout = Replicated()
+        self._state: TrainingState | None = None
+        self._copy: Mapping[str, Any] | None = None  # of the state before a step, for undo_step()
         # If each rank holds the complete state, it is built here, so that an error is raised before others wait for
         # this rank. A new run with pretrained weights has to wait for these.
         waits = run.config.fine_tuning.init_from is not None and not run.manifest
-        self._state: TrainingState | None = None
-        self._copy: Mapping[str, Any] | None = None  # of the state before a step, for undo_step()
         if not run.config.parallel.shards_state and not waits:
             self._state = self._new_state()
-        self.valid = False
-        self._is_as_built = True
-        self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
+            self.condition = StateCondition.AS_BUILT
+
+    @property
+    def valid(self) -> bool:
+        """Whether the state is complete and has the bits of its version."""
+        return self.condition is StateCondition.VALID
 
     @property
     def state(self) -> TrainingState:
@@ -71,6 +90,7 @@ class StateManager:
         """
         if self._state is None:
             self._state = self._new_state()
+            self.condition = StateCondition.AS_BUILT
         return self._state
 
     @property
@@ -83,6 +103,7 @@ class StateManager:
         if self._state is not None:
             self._state.callback.close()
             self._state = None
+            self.condition = StateCondition.ABSENT
 
     def _new_state(self, weights: Mapping[str, Tensor] | None = None) -> TrainingState:
         """Build the task's state, with the pretrained weights of another run if there are any."""
@@ -115,14 +136,14 @@ class StateManager:
 
     def invalidate(self) -> None:
         """Mark the state as invalid, until :meth:`mutating` ends."""
-        self.valid = False
+        self.condition = StateCondition.INVALID
 
     @contextmanager
     def mutating(self) -> Iterator[None]:
         """Mark the state as invalid within the context, and after an error."""
         self.invalidate()
         yield
-        self.valid = True
+        self.condition = StateCondition.VALID
         self._copy = None
 
     def begin(self, mesh: ParallelDims, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -145,8 +166,7 @@ class StateManager:
             mesh.world.broadcast_module(self.state.module)
             if self.state.ema is not None:
                 mesh.world.broadcast_module(self.state.ema)
-        self.valid = True
-        self._is_as_built = False
+        self.condition = StateCondition.VALID
 
     def restore(self, mesh: ParallelDims, saved: Mapping[str, Any], *, own_hyperparameters: bool = False) -> None:
         """Continue from a checkpoint; all ranks call this together.
@@ -166,10 +186,11 @@ class StateManager:
 
     def _lay_out(self, mesh: ParallelDims, *, rebuilds: bool = False) -> None:
         """Lay the state out on the ranks; drop the present one unless it is as built, and can be taken as it is."""
-        self.valid = False
+        if self.valid:
+            self.invalidate()
         self.recent.clear()
         self._layout = self._run.build_layout(mesh, ExampleBatch(self._run))
-        if self._run.config.parallel.shards_state or not self._is_as_built or rebuilds:
+        if self._run.config.parallel.shards_state or self.condition is not StateCondition.AS_BUILT or rebuilds:
             self.close()  # before another one takes its place in memory
 
     def import_state(self, state: Mapping[str, Any], *, own_hyperparameters: bool = False) -> None:
@@ -181,15 +202,15 @@ class StateManager:
         Raises:
             CheckpointError: it does not fit the task.
         """
-        self.valid = False
-        self._is_as_built = False
-        self.state.load_state_dict(state, own_hyperparameters=own_hyperparameters)
+        own = self.state
+        self.invalidate()
+        own.load_state_dict(state, own_hyperparameters=own_hyperparameters)
         if isinstance(self.loader, StreamLoader) and "streams" in state:
             self.loader.load_state_dict(state["streams"])
         if "recent" in state:
             self.recent.clear()
             self.recent.extend(LedgerEntry(*entry) for entry in state["recent"])
-        self.valid = True
+        self.condition = StateCondition.VALID
 
     def full_state_dict(self, world: World) -> dict[str, Any]:
         """Gather the state in the form of one process, on rank 0; all ranks call this together."""
@@ -254,7 +275,7 @@ class StateManager:
         copy, self._copy = self._copy, None
         if copy is not None and not self.valid:
             self.state.load_state_dict(copy)
-            self.valid = True
+            self.condition = StateCondition.VALID
 
     @property
     def is_collective(self) -> bool:

@@ -124,8 +124,8 @@ class Trainer:
         self._group: GroupContext | None = None
         self.carryover = Carryover()
         with ExitStack() as stack:
-            self.states = stack.enter_context(closing(StateManager(run)))
-            self.states.loader = stack.enter_context(closing(run.build_loader()))
+            loader = stack.enter_context(closing(run.build_loader()))
+            self.states = stack.enter_context(closing(StateManager(run, loader)))
             self.checkpointer = stack.enter_context(open_checkpointer(run))
             engine.validate(run, self.states)
             self._trial_scheduler: TrialSchedulerClient | None = None

@@ -36,10 +36,10 @@ def wrong(run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
 
 
 def _simulated(run: RunContext, error: float) -> Mapping[str, torch.Tensor]:
-    state = StateManager(run).state
-    parameters = list(state.module.parameters())
     assert run.data.total_steps is not None
     with closing(run.build_loader(workers=0)) as loader:
+        state = StateManager(run, loader).state
+        parameters = list(state.module.parameters())
         for step in range(run.data.total_steps):
             gradients, weights = [], []
             for microbatch in loader.fetch(0, step, range(run.num_microbatches)):

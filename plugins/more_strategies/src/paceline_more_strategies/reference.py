@@ -151,15 +151,15 @@ def simulated_model(run: RunContext, world_size: int) -> dict[str, torch.Tensor]
     order = run.data.order
     assert order is not None
     assert run.data.total_steps is not None
-    states = [StateManager(run).state for _ in range(world_size)]
     shares = equal_work_split(run.num_microbatches, world_size)
     firsts = [sum(shares[:rank]) for rank in range(world_size)]
     microbatches = [range(first, first + share) for first, share in zip(firsts, shares, strict=True)]
-    for state in states:
-        state.module.train()
-        if state.outer is not None:
-            state.outer.begin()
     with closing(run.build_loader(workers=0)) as loader:
+        states = [StateManager(run, loader).state for _ in range(world_size)]
+        for state in states:
+            state.module.train()
+            if state.outer is not None:
+                state.outer.begin()
         while states[0].progress.step < run.data.total_steps:
             _step(run, states, microbatches, loader)
             if run.schedule.sync_schedule.is_sync_step(states[0].progress):
@@ -185,11 +185,11 @@ def simulated_compression(run: RunContext, world_size: int) -> dict[str, torch.T
     assert world_size == 2
     assert run.data.order is not None
     assert run.data.total_steps is not None
-    state = StateManager(run).state
-    state.module.train()
     shares = equal_work_split(run.num_microbatches, world_size)
     microbatches = [range(shares[0]), range(shares[0], run.num_microbatches)]
     with closing(run.build_loader(workers=0)) as loader:
+        state = StateManager(run, loader).state
+        state.module.train()
         while state.progress.step < run.data.total_steps:
             _compressed_step(run, state, microbatches, loader)
             state.progress.step += 1
