@@ -42,7 +42,7 @@ from benchmarks.workloads import (
 )
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
-from paceline.launch.local import free_master_port
+from paceline.launch.local_run import free_master_port
 from paceline_checks.bench_report import installed_version
 
 INSTALL = "pip install 'paceline[bench]'"

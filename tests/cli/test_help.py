@@ -14,10 +14,10 @@ import pytest
 from cyclopts import App
 
 from paceline.cli import app, main
-from paceline.cli.launcher_options import relevant_launchers
+from paceline.cli.options import relevant_launchers
 from paceline.core.config import all_options
 from paceline.core.options import flag
-from paceline.launch.registry import LAUNCHER_NAMES
+from paceline.launch.launcher import LAUNCHER_NAMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.cold]
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from paceline.cli.logs import logs, merge_rank_lines
 from paceline.cli.runs import find_runs, runs
 from paceline.core.errors import ConfigError, LaunchError, PeerLostError, RunDirectoryError
+from paceline.launch.job_records import JobRecord, add_record
 from paceline.launch.launcher import JobStatus
-from paceline.launch.submit import JobRecord, add_record
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import record_failure
 

@@ -13,7 +13,7 @@ from paceline.cli import app
 from paceline.core.built_in import BUILT_IN, COMMANDS
 from paceline.core.config import all_options
 from paceline.core.options import flag
-from paceline.launch.registry import option_names
+from paceline.launch.options import option_names
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.launch.rank import env_style_variables, expand_placeholders
+from paceline.launch.rank_variables import env_style_variables, expand_placeholders
 
 SECOND_OF_FOUR = Environment(
     source="variables",

@@ -18,9 +18,10 @@ import pytest
 
 from paceline.cli.jobs import cancel, jobs, status
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.launch.job_records import JobRecord, add_record, find_record, record_id
 from paceline.launch.launcher import JobStatus, LaunchSpec, get_launcher
 from paceline.launch.options import TorchrunOptions
-from paceline.launch.submit import JobRecord, add_record, find_record, job_directory, record_id, refuse_starters
+from paceline.launch.submit import job_directory, refuse_starters
 from paceline.launch.supervisor import EXIT_CODE, ForegroundJob, process_reference
 
 PLACE = """
@@ -464,7 +465,7 @@ def test_torchrun_s_other_options_pass_through() -> None:
 
 
 def test_auto_is_a_process_for_each_gpu_or_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launch.local.visible_gpus", lambda: 3)
+    monkeypatch.setattr("paceline.launch.local_run.visible_gpus", lambda: 3)
     assert get_launcher("torchrun").resolve_sizes((1, 1), None, None) == ((1, 1), (3,))
 
 

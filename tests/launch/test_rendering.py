@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.job_options import LOCAL_LAUNCHERS
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import Placement, Recovery, RecoveryPolicy
-from paceline.launch.launcher import LaunchSpec, get_launcher
+from paceline.launch.launcher import LOCAL_LAUNCHERS, LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
 WORKER = ("python", "-P", "-m", "paceline.training.worker", "runs/a b/job.toml")

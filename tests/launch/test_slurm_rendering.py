@@ -14,8 +14,9 @@ from tests.launch.slurm_specs import SCRIPT, TASK, joined, text
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.options import parse_gpus
-from paceline.launch.launcher import LaunchSpec, get_launcher, refuse_gpu_type
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.options import SlurmOptions
+from paceline.launch.submit import refuse_gpu_type
 
 
 @pytest.fixture(autouse=True)

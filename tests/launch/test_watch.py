@@ -12,9 +12,10 @@ import pytest
 
 from paceline.core.errors import LaunchError
 from paceline.launch import status_poller
+from paceline.launch.job_records import JobRecord, read_records
 from paceline.launch.launcher import JobHandle, JobStatus
 from paceline.launch.slurm import SlurmJob
-from paceline.launch.submit import JobRecord, finish, read_records
+from paceline.launch.submit import finish
 from paceline_clouds.sagemaker import SageMakerJob
 from paceline_frameworks.submitit import SubmititJob
 from paceline_kubernetes.api import KubernetesJob

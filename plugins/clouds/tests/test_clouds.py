@@ -14,7 +14,7 @@ import yaml
 
 from paceline.core.errors import ConfigError
 from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline.launch.registry import make_options
+from paceline.launch.options import make_options
 from paceline_clouds.rendered import AzureMLOptions
 
 AZURE = {"image": "registry.example/train:1", "compute": "gpus"}

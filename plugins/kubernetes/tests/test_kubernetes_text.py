@@ -11,8 +11,9 @@ from tests.lab.kubernetes_api import check
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.launch.job_records import jobs_directory
 from paceline.launch.launcher import LaunchSpec, RenderedJob
-from paceline.launch.submit import jobs_directory, task_job
+from paceline.launch.submit import task_job
 from paceline_kubernetes.launcher import Kubernetes
 from paceline_kubernetes.options import KubernetesOptions
 

@@ -234,8 +234,7 @@ def _is_help_request(words: list[str]) -> bool:
 
 def _explain_unknown_option(error: UnknownOptionError) -> str:
     """Explain an option that does not exist, or that another launcher has."""
-    from paceline.launch.options import torchrun_equal
-    from paceline.launch.registry import own_flags, owners_of
+    from paceline.launch.options import own_flags, owners_of, torchrun_equal
 
     flag = error.token.keyword or error.token.value
     if _command(error) == ["launch"] and (equal := torchrun_equal(flag)):

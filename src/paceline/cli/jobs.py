@@ -15,8 +15,8 @@ from rich.text import Text
 
 from paceline.core.errors import PacelineError
 from paceline.core.output import Console
+from paceline.launch.job_records import JobRecord, find_record, read_records
 from paceline.launch.launcher import JobStatus
-from paceline.launch.submit import JobRecord, find_record, read_records
 
 Flag = Annotated[bool, Parameter(negative="")]
 _COMMAND_LENGTH = 60

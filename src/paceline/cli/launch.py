@@ -10,16 +10,17 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
-from paceline.cli.launcher_options import launchers_options
-from paceline.cli.options import explicit_options
+from paceline.cli.options import explicit_options, job_options, launchers_options
 from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import RecoveryPolicy
 from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.plugins import import_object
+from paceline.launch.launcher import LOCAL_LAUNCHERS, LaunchSpec, get_launcher
+from paceline.launch.options import JobOptions, make_options
 
-LauncherOptions: Any = launchers_options()
+JobFlags: Any = job_options()
+LauncherFlags: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
 
 
@@ -33,8 +34,8 @@ def launch(
     max_restarts: int = 0,
     interface: str | None = None,
     python: str | None = None,
-    job: Annotated[JobOptions | None, Parameter(name="*")] = None,
-    launcher_options: Annotated[LauncherOptions | None, Parameter(name="*")] = None,
+    job_flags: Annotated[JobFlags | None, Parameter(name="*")] = None,
+    launcher_flags: Annotated[LauncherFlags | None, Parameter(name="*")] = None,
     dry_run: Flag = False,
     json: Flag = False,
 ) -> int:
@@ -69,21 +70,20 @@ def launch(
     json
         Print the job as JSON.
     """
-    from paceline.cli.job_start import start
-    from paceline.launch.launcher import LaunchSpec, get_launcher, job_name
-    from paceline.launch.registry import make_options
     from paceline.launch.submit import (
         choose_env_style,
         choose_rank_launcher,
         job_directory,
+        job_name,
         nodes_python,
         normal_command,
         refuse_starters,
+        start,
     )
 
-    job = job or JobOptions()
+    job = JobOptions(**explicit_options(job_flags))
     launcher = get_launcher(on)
-    own = make_options(launcher, explicit_options(launcher_options))
+    own = make_options(launcher, explicit_options(launcher_flags))
     if nproc == "gpu" and on in LOCAL_LAUNCHERS:
         from paceline.core.gpus import visible_gpus
 

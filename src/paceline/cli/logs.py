@@ -20,8 +20,8 @@ from cyclopts import Parameter
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.standard_streams import printable_output
 from paceline.launch.job_logs import Tail
+from paceline.launch.job_records import JobRecord, find_record, read_records
 from paceline.launch.status_poller import StatusPoller
-from paceline.launch.submit import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import describe, read_failure
 from paceline.runs.status import last_deciding

@@ -1,14 +1,21 @@
-"""The options of a run as command-line flags, derived from the groups of options."""
+"""Options as command-line flags: those of a run, of a job, and of launchers, derived from where they are defined."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from paceline.core.config import all_options
+from paceline.core.plugins import plugin_names
+from paceline.launch.launcher import LAUNCHER_NAMES
+from paceline.launch.options import JobOptions, option_types, options_type
 
 ARGUMENTS, COMMON = "Arguments", "Common"
 GROUPS = (
@@ -78,3 +85,58 @@ def explicit_options(options: Any) -> dict[str, Any]:
         return {}
     values = {f.name: (getattr(options, f.name), f.default) for f in dataclasses.fields(options)}
     return {name: value for name, (value, default) in values.items() if value != default}
+
+
+# --- Options of a job, and of launchers, in one group for each launcher ---
+
+
+@functools.cache
+def job_options() -> Any:
+    """Return a dataclass with a flag for each option of a job; None means not given."""
+    types, fields = option_types(JobOptions), []
+    for f in dataclasses.fields(JobOptions):
+        parameter = Parameter(help=f.metadata["help"], group=group("Job"), show_default=False, negative="")
+        fields.append((f.name, Annotated[types[f.name] | None, parameter], dataclasses.field(default=None)))
+    return options_class("JobFlags", fields)
+
+
+@functools.cache
+def launchers_options(*, for_tasks: bool = False) -> Any:
+    """Return a dataclass with a flag for each option of the relevant launchers; None means not given.
+
+    Args:
+        for_tasks: leave out options that every task has too.
+    """
+    helps: dict[str, tuple[str, list[str]]] = {}
+    types: dict[str, Any] = {}
+    for name in relevant_launchers(sys.argv):
+        its = options_type(name)
+        if its is None:
+            continue
+        types |= option_types(its)
+        for f in dataclasses.fields(its):
+            text, owners = helps.setdefault(f.name, (f.metadata["help"], []))
+            owners.append(name)
+    fields = []
+    for name, (text, owners) in helps.items():
+        if for_tasks and name in all_options():
+            continue
+        parameter = Parameter(help=text, group=group(f"--on {', '.join(owners)}"), show_default=False, negative="")
+        fields.append((name, Annotated[types[name] | None, parameter], dataclasses.field(default=None)))
+    return options_class("LauncherOptions", fields)
+
+
+def relevant_launchers(argv: Sequence[str]) -> Sequence[str]:
+    """Return the launchers whose options a command line may contain, since importing all of them is slow.
+
+    These are the launcher of ``--on``, or else those that start processes on this machine. Outside of the
+    command line, such as in the documentation, they are all of Paceline's own launchers.
+    """
+    if Path(argv[0]).name not in ("paceline", "__main__.py"):
+        return LAUNCHER_NAMES
+    words = [word for word in argv[1:] if word.startswith("--on=")]
+    named = words[0].removeprefix("--on=") if words else dict(pairwise(argv)).get("--on")
+    ours = tuple(name for name in LAUNCHER_NAMES if name == named or "--config" in argv)  # which may name any
+    is_named = named is not None and named not in LAUNCHER_NAMES
+    plugins = tuple(name for name in plugin_names("paceline.launchers") if name == named) if is_named else ()
+    return (*ours, *plugins) or ("spawn", "torchrun")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.launch.submit import JobRecord, find_record, read_records
+from paceline.launch.job_records import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
 
 if TYPE_CHECKING:

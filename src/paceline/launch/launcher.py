@@ -1,132 +1,27 @@
-"""The interface of launchers: a launcher renders a job, submits it, and returns a handle to it."""
+"""The interface of launchers: a launcher renders a job, submits it, and returns a handle to it; and their names."""
 
 from __future__ import annotations
 
-import os
-import re
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
+from paceline.core.built_in import BUILT_IN, PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.launch_spec import Command as Command
 from paceline.core.launch_spec import LaunchSpec as LaunchSpec
 from paceline.core.options import flag
-from paceline.launch.options import TORCHRUN_EQUALS, TORCHRUN_OTHERS
-from paceline.launch.registry import EnvStyle as EnvStyle
-from paceline.launch.registry import RankLauncher as RankLauncher
-from paceline.launch.registry import load_launcher
-from paceline.launch.registry import option as option
+from paceline.core.plugins import load
+from paceline.core.process_config import EnvStyle as EnvStyle
+from paceline.core.process_config import RankLauncher as RankLauncher
 
-# --- Lists of machines as people and MPI write them: ``a:2,b:2``, or a file ---
-
-
-@dataclass(frozen=True)
-class Host:
-    """A machine.
-
-    Attributes:
-        name: its name for ssh or mpirun: ``node0``, ``user@node0``, or a name of the ssh configuration.
-        slots: processes to start there; None if the list does not give them.
-        address: its address for other machines; "": the name without its user.
-    """
-
-    name: str
-    slots: int | None = None
-    address: str = ""
-
-    @property
-    def reached_at(self) -> str:
-        """The name or address that other machines connect to."""
-        return self.address or self.name.rpartition("@")[2]
-
-
-def read_hosts(text: str, option: str = "--hosts") -> tuple[Host, ...]:
-    """Read the machines of ``a:2,b:2``, or of the file of that name.
-
-    A file has one machine per line: ``node0``, ``node0:2`` or ``node0 slots=2``, as Open MPI writes it, also with
-    ``address=10.0.0.5`` if other machines cannot resolve ssh's name for it; ``#`` begins a comment.
-
-    Raises:
-        ConfigError: the text or the file names no machine, one twice, or has another form.
-    """
-    # Path.is_file() raises for a list that is longer than a file's name can be.
-    if os.sep in text or os.path.isfile(text):
-        try:
-            lines = Path(text).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ConfigError(f"{option} {text}: the file cannot be read: {why}.") from error
-        parts = [(f"{option} {text}, line {n}", line.partition("#")[0]) for n, line in enumerate(lines, 1)]
-    else:
-        parts = [(option, part) for part in text.split(",")]
-    hosts = tuple(_host(part.strip(), where) for where, part in parts if part.strip())
-    if not hosts:
-        raise ConfigError(f"{option} {text!r} names no machine. Give such as node0:2,node1:2, or a file.")
-    names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{option} names {name} more than once. Say how many processes: {name}:2.")
-    return hosts
-
-
-def _host(text: str, where: str) -> Host:
-    first, *fields = text.split()
-    match = re.fullmatch(r"(?:\[(?P<ipv6>[0-9a-fA-F:.]+)\]|(?P<name>[\w.@+-]+))(?::(?P<slots>\d+))?", first)
-    # What begins with a dash would be taken for an option by ssh.
-    if match is None or first.startswith("-"):
-        raise ConfigError(f"{where}: {first!r} is not a host. Write NAME or NAME:PROCESSES, such as node0:2.")
-    host = Host(match["ipv6"] or match["name"], int(match["slots"]) if match["slots"] else None)
-    for word in fields:
-        key, _, value = word.partition("=")
-        if key == "slots" and value.isdigit() and host.slots is None:
-            host = replace(host, slots=int(value))
-        elif key == "address" and value:
-            host = replace(host, address=value)
-        elif key != "max_slots":  # Open MPI's; nothing is ever started beyond slots
-            raise ConfigError(f"{where}: {word!r} is not known. Write slots=N or address=HOST.")
-    if host.slots == 0:
-        raise ConfigError(f"{where}: {host.name} has no slots. Leave it out.")
-    return host
-
-
-def nodes_of(
-    hosts: tuple[Host, ...], nodes: tuple[int, int], nproc: tuple[int, ...] | None
-) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-    """Combine a list of hosts with ``--nodes`` and ``--nproc``: the number of nodes, and the processes on each.
-
-    ``--nodes 1``, the default, means all hosts; ``--nproc 1``, the default, the numbers of the list.
-
-    Raises:
-        ConfigError: they contradict each other.
-    """
-    least, most = nodes
-    if nodes == (1, 1):
-        least = most = len(hosts)
-    if least > len(hosts):
-        raise ConfigError(f"--nodes {least} needs as many hosts, but --hosts names {len(hosts)}.")
-    used = hosts[:most]
-    slots = tuple(host.slots for host in used)
-    said = tuple(number for number in slots if number is not None)
-    if not said:
-        return (least, most), nproc
-    if len(said) < len(slots):
-        silent = next(host.name for host in used if host.slots is None)
-        raise ConfigError(f"--hosts says the processes of some hosts, but not of {silent}.")
-    counts = said[:1] if len(set(said)) == 1 else said
-    if nproc not in (None, (1,), counts, said):
-        assert nproc is not None
-        given = ",".join(map(str, nproc))
-        raise ConfigError(
-            f"{flag('nproc')} {given} contradicts --hosts, which says {','.join(map(str, said))}: it counts the "
-            "processes of a node. Leave it out."
-        )
-    if len(counts) > 1 and least < most:
-        raise ConfigError(f"--nodes {least}:{most} needs the same number of processes on every host.")
-    return (least, most), counts
-
+if TYPE_CHECKING:
+    from paceline.core.job import WorkerConfig
+    from paceline.launch.options import JobOptions
 
 # --- One interface to every launcher: describe a job, render it as text, submit it, follow it ---
 #
@@ -245,7 +140,7 @@ class Launcher(ABC):
         preallocated: the nodes are the user's own, so no system allocates GPUs or CPUs.
         extra: the extra of Paceline that submitting needs, such as "ray".
         options_type: of a plug-in, a frozen dataclass of :func:`option` with the launcher's own options; the
-            registry has those of ours.
+            table has those of ours.
     """
 
     name: ClassVar[str]
@@ -305,9 +200,36 @@ class Launcher(ABC):
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
         """Find a job again by its handle's ``reference``."""
 
+    @abstractmethod
+    def start_task(
+        self, job: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
+    ) -> int:
+        """Train a task here, or submit its training as a job; return the exit code of the command.
+
+        Args:
+            job: the run's options.
+            own: the launcher's own options that the user gave, by name.
+            dry_run: only print what would start.
+            json: print the result of a training here, or the record of a job, as JSON.
+
+        Raises:
+            UserError: an option, the task or the run directory cannot work.
+            LaunchError: it could not be started.
+        """
+
+
+# --- Launchers by name ---
+
+
+LAUNCHER_NAMES = tuple(BUILT_IN["paceline.launchers"])
+"""What ``--on`` calls each launcher of ours."""
+
+LOCAL_LAUNCHERS = ("inprocess", "spawn", "torchrun")
+"""Launchers that start processes on this machine and do not start any on other machines."""
+
 
 def get_launcher(name: str) -> Launcher:
-    """Return the launcher of that name; imports its module, but not the system's own library.
+    """Return the launcher of that name, ours or a plug-in's; imports its module, but not the system's own library.
 
     Raises:
         ConfigError: there is none, and the message lists those there are; or it is a plug-in that cannot be used.
@@ -315,9 +237,36 @@ def get_launcher(name: str) -> Launcher:
     return load_launcher(name)()
 
 
-def job_name(text: str) -> str:
-    """``text`` as every system takes it for a name: lower-case letters, digits and single dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "job"
+def load_launcher(name: str) -> type[Launcher]:
+    """Import the class of a launcher, ours or a plug-in's.
+
+    Raises:
+        ConfigError: there is none of this name, or it is a plug-in that cannot be used; the message says why.
+    """
+
+    def is_launcher(found: object) -> bool:
+        return (
+            isinstance(found, type)
+            and issubclass(found, Launcher)
+            and getattr(found, "name", None) == name
+            and (found.options_type is None or _are_options(found.options_type))
+        )
+
+    requirement = (
+        f"a subclass of paceline.launch.launcher.Launcher whose `name` is {name!r}, and whose `options_type`, if any, "
+        "is a dataclass of paceline.launch.launcher.option()"
+    )
+    launcher: type[Launcher] = load("paceline.launchers", name, requirement, is_launcher)
+    return launcher
+
+
+def _are_options(found: object) -> bool:
+    return dataclasses.is_dataclass(found) and all("help" in field.metadata for field in dataclasses.fields(found))
+
+
+def option(help: str, default: Any = None) -> Any:
+    """Make a field of a launcher's options; its type may be str, int, float, bool or tuple[str, ...]."""
+    return field(default=default, metadata={"help": help})
 
 
 # --- Options that a launcher could only ignore: rejected, with an alternative ---
@@ -335,38 +284,6 @@ def refuse_what_is_for_clusters(spec: LaunchSpec, name: str) -> None:
                 f"{flag(option_name)} asks a cluster, but --on {name} starts processes on machines that you "
                 "have. Leave it out."
             )
-
-
-def refuse_gpu_type(spec: LaunchSpec, name: str) -> None:
-    """Reject a type of GPUs that the system has no such word for.
-
-    Raises:
-        ConfigError: the spec names one.
-    """
-    if spec.gpu_type is not None and name != "slurm":
-        raise ConfigError(
-            f"--gpus-per-node {spec.gpu_type}:{spec.gpus_per_node}: only --on slurm takes a type of GPUs. Give "
-            f"--gpus-per-node {spec.gpus_per_node}, and name the type in the way of --on {name}."
-        )
-
-
-def refuse_torchrun_options(spec: LaunchSpec) -> None:
-    """Reject options that torchrun does not have or Paceline sets, and all where another program starts the ranks.
-
-    Raises:
-        ConfigError: the spec has one.
-    """
-    for text in spec.torchrun:
-        name = text.removeprefix("--").partition("=")[0].replace("_", "-")
-        if spec.rank_launcher != "torchrun":
-            raise ConfigError(
-                f"--torchrun {text}: the ranks are started by {spec.rank_launcher}. Use --rank-launcher torchrun, here "
-                "--on torchrun, or leave it out."
-            )
-        if name in TORCHRUN_EQUALS:
-            raise ConfigError(f"--torchrun {text} is not allowed. Use {TORCHRUN_EQUALS[name]}.")
-        if name not in TORCHRUN_OTHERS:
-            raise ConfigError(f"--torchrun {text}: torchrun has {', '.join(TORCHRUN_OTHERS)}.")
 
 
 def refuse_walltime(spec: LaunchSpec, name: str) -> None:
@@ -394,3 +311,53 @@ def refuse_restarts(spec: LaunchSpec, name: str) -> None:
             f"--max-restarts does not work with {by}, which ends the job when a rank dies. Leave it out, and "
             "give the command again; or let torchrun start the ranks (--rank-launcher torchrun, here --on torchrun)."
         )
+
+
+# --- ``--preflight``: a plug-in checks a job's nodes before the job starts ---
+
+
+class Preflight(Protocol):
+    """A module of a plug-in."""
+
+    def prepare(
+        self,
+        spec: LaunchSpec,
+        own: Any = None,
+        *,
+        is_local: bool,
+        run: Path | None,
+        task: str,
+        keep: int,
+        timeout_s: float,
+        agents: bool = False,
+    ) -> tuple[LaunchSpec | None, LaunchSpec]:
+        """Return the ranks to run on this node before the job, if any, and the job, which else checks its own nodes.
+
+        Args:
+            spec: the job.
+            own: the launcher's options.
+            is_local: the launcher starts processes of this node alone.
+            run: a directory that all nodes must share; None: there is none.
+            task: what all nodes must be able to import; "" for nothing.
+            keep: the number of checkpoints that must have space.
+            timeout_s: how long the nodes wait for each other.
+            agents: Paceline's agents start the ranks.
+
+        Raises:
+            ConfigError: the launcher starts each rank itself, or the place of one of several nodes is not given.
+        """
+
+    def run_before(self, spec: LaunchSpec) -> tuple[int, str | None]:
+        """Check this node before a job; return the exit code, not 0 if the job must not start, and its interface.
+
+        Args:
+            spec: the ranks of :meth:`prepare`, or those of a job's preflight on this node.
+
+        Raises:
+            LaunchError: the ranks could not be started.
+        """
+
+
+def find_preflight() -> Preflight:
+    """Return the plug-in's module."""
+    return cast("Preflight", import_module(PARTS["--preflight"]))

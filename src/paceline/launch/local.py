@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 import shlex
-import socket
 import sys
 import warnings
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,98 +14,22 @@ from types import TracebackType
 
 from paceline.core.environment import JOB_ID, LISTEN_FD, Environment, parse_endpoint, patch_environ
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.gpus import visible_gpus
-from paceline.core.launch_spec import Command, LaunchSpec, Placement, split_python
+from paceline.core.launch_spec import Command, LaunchSpec, split_python
 from paceline.launch.launcher import (
-    EnvStyle,
     RenderedJob,
-    refuse_restarts,
-    refuse_walltime,
-    refuse_what_is_for_clusters,
 )
+from paceline.launch.local_run import LocalLauncher, bound_loopback_socket, free_master_port
 from paceline.launch.options import RendezvousOptions
-from paceline.launch.rank import (
+from paceline.launch.rank_variables import (
     env_style_variables,
     expand_placeholders,
     find_framework,
     has_placeholders,
     interface_variables,
-    names_port,
 )
-from paceline.launch.stop_codes import stop_codes_command
-from paceline.launch.supervisor import (
-    ForegroundJob,
-    ForegroundLauncher,
-    ProcessGroup,
-    SupervisedJob,
-)
+from paceline.launch.supervisor import ProcessGroup, SupervisedJob
 
 # --- A job's processes on this node: described, rendered as text, started ---
-
-
-class LocalLauncher(ForegroundLauncher):
-    """Starts the processes of one node: this one."""
-
-    preallocated = True
-
-    def resolve_sizes(
-        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: RendezvousOptions | None
-    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-        """Return, for ``--nproc auto``, a process for each GPU of this node, else for each core."""
-        return nodes, nproc or (processes_here(),)
-
-    def render(self, spec: LaunchSpec, options: RendezvousOptions | None = None) -> RenderedJob:
-        """Render this node's processes."""
-        refuse_what_is_for_clusters(spec, self.name)
-        refuse_walltime(spec, self.name)
-        refuse_restarts(spec, self.name)
-        spec = self._place(spec, options)
-        return RenderedJob(spec=spec, options=options, commands=self._commands(spec, options))
-
-    def submit(self, rendered: RenderedJob) -> ForegroundJob:
-        """Start them."""
-        spec = rendered.spec
-        return ForegroundJob(self._start(rendered), spec.directory if spec.is_recorded else None)
-
-    @abstractmethod
-    def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
-        """Render the processes of a job whose place is known."""
-
-    @abstractmethod
-    def _start(self, rendered: RenderedJob) -> ProcessGroup:
-        """Start the processes.
-
-        Raises:
-            LaunchError: one could not be started; none is left.
-        """
-
-    def _place(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
-        """Return the job with this node's place in it."""
-        least, most = spec.nodes
-        place: RendezvousOptions | Placement = options or spec.place
-        if most > least and self.name != "torchrun" and spec.recovery.recover == "none":
-            raise ConfigError(
-                f"--nodes {least}:{most}: the number of nodes is fixed here. Give one number, or use --on torchrun."
-            )
-        if most > 1 and place.rdzv_endpoint is None and not spec.place.joins:
-            raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
-        if len(spec.nproc) > 1 and place.node_rank is None:
-            raise ConfigError("--nproc with a list needs --node-rank, which says which node this is.")
-        if options is not None:
-            endpoint = options.rdzv_endpoint
-            here = replace(spec.place, node_rank=options.node_rank, rdzv_endpoint=endpoint, rdzv_id=options.rdzv_id)
-            spec = replace(spec, place=here)
-            if endpoint is not None:
-                parse_endpoint(endpoint, "--rdzv-endpoint")
-        needs_port = spec.place.rdzv_endpoint is None and spec.master_port is None and not spec.is_task
-        if needs_port and names_port(spec.command):
-            spec = replace(spec, master_port=free_master_port(spec.env_style, spec.local_world_size))
-        return spec
-
-
-def processes_here() -> int:
-    """Return the processes of ``--nproc auto``: one for each GPU of this node, else one for each core."""
-    return visible_gpus() or len(os.sched_getaffinity(0))
 
 
 def process_command(spec: LaunchSpec, local_rank: int | str | None) -> tuple[str, ...]:
@@ -137,19 +59,6 @@ def process_command(spec: LaunchSpec, local_rank: int | str | None) -> tuple[str
 def process_variables(spec: LaunchSpec) -> dict[str, str]:
     """Return the variables of each process; a task's worker reads ``--interface`` from its own configuration."""
     return {**({} if spec.is_task else interface_variables(spec.interface)), **spec.env}
-
-
-def bound_loopback_socket(port: int = 0) -> socket.socket:
-    """Return a TCP socket bound to ``port`` on loopback (0: a free one), not listening yet."""
-    bound = socket.socket()
-    # With this, a script's own TCPStore can still listen on the port that the socket reserves for it.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(("127.0.0.1", port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 # --- One process: this one ---
@@ -319,8 +228,6 @@ class Spawn(LocalLauncher):
 def _rank(spec: LaunchSpec, local_rank: int, host: str, port: int) -> Command:
     rank = spec.first_rank + local_rank
     command = process_command(spec, local_rank)
-    if spec.place.leaves_stop_codes:
-        command = stop_codes_command(sys.executable, command)
     place = Environment(
         source="variables",
         rank=rank,
@@ -351,12 +258,3 @@ def _forkserver(spec: LaunchSpec) -> Command:
         argv=(spec.command[0], "-P", "-m", "paceline.elastic.forkserver"),
         env={**spec.thread_variables(), **spec.env},
     )
-
-
-def free_master_port(env_style: EnvStyle, nproc: int) -> int:
-    """Return a free port, or the first of ``nproc`` consecutive ones for a framework whose processes each listen."""
-    if (framework := find_framework(env_style)) is not None:
-        return framework.free_ports(nproc)
-    with bound_loopback_socket() as bound:
-        port: int = bound.getsockname()[1]
-    return port

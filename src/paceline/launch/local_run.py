@@ -1,41 +1,200 @@
-"""From a run's options to a started job: choose the launcher, write the job file, wait."""
+"""Training with processes of this node: from a run's options to its end. The same command runs on each other node."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json as json_module
 import os
 import socket
 import sys
-from collections.abc import Collection
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.core.config import RunConfig, config_from_mapping, merge_resumed_options
-from paceline.core.environment import Environment, without_rank_variables
+from paceline.core.environment import Environment, detect_environment, parse_endpoint, without_rank_variables
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.gpus import preferred_device, visible_gpus
 from paceline.core.job import WorkerConfig, default_run_path
-from paceline.core.launch_spec import Placement, Recovery, RecoveryPolicy
+from paceline.core.launch_spec import Command, Placement, Recovery, RecoveryPolicy
+from paceline.core.options import flag
 from paceline.core.sockets import require_loopback
 from paceline.core.standard_streams import lasting_streams
 from paceline.core.task_loading import check_spec
-from paceline.launch.launcher import Launcher, LaunchSpec, RenderedJob, get_launcher
+from paceline.launch.launcher import (
+    LAUNCHER_NAMES,
+    LOCAL_LAUNCHERS,
+    EnvStyle,
+    Launcher,
+    LaunchSpec,
+    RenderedJob,
+    find_preflight,
+    get_launcher,
+    refuse_restarts,
+    refuse_walltime,
+    refuse_what_is_for_clusters,
+)
+from paceline.launch.options import JobOptions, RendezvousOptions
+from paceline.launch.rank_variables import find_framework, names_port
+from paceline.launch.supervisor import BackgroundJob, ForegroundJob, ProcessGroup
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, NodeRemovedError, describe_stop
 
-_STARTED_BY: dict[str, str] = {
-    "caller": "a script has numbered",
-    "torchrun": "torchrun has started",
-    "variables": "a launcher that sets RANK has started",
-    "slurm": "srun has started",
-}
+# --- The launchers of this node ---
 
 
-def _started_by(environment: Environment) -> str:
-    return _STARTED_BY.get(environment.source, f"{environment.source}run has started")
+class LocalLauncher(Launcher):
+    """Starts the processes of one node: this one."""
+
+    attached = True
+    preallocated = True
+
+    def start_task(
+        self, job: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
+    ) -> int:
+        """Train the task with processes of this node; with ``json`` print its result."""
+        refuse_job_options(job.config.processes.on, options, own)
+        run = prepare_local_run(self, job, reserve=not dry_run)
+        checks = run.preflight(job.config.processes.nproc) if options.preflight else None
+        if dry_run:
+            print(run.description(checks, json=json), end="")
+            return 0
+        if checks is not None:
+            code, interface = find_preflight().run_before(checks)
+            if code:
+                if job.config.records.run_dir is None:
+                    with suppress(OSError):  # a rank that was killed leaves its mark there
+                        run.directory.path.rmdir()
+                return code
+            run = run.on_interface(interface)
+        code = run.launch()
+        if code == 0 and json:
+            print(json_module.dumps(run.directory.read_result()), flush=True)
+        return code
+
+    def resolve_sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: RendezvousOptions | None
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """Return, for ``--nproc auto``, a process for each GPU of this node, else for each core."""
+        return nodes, nproc or (processes_here(),)
+
+    def render(self, spec: LaunchSpec, options: RendezvousOptions | None = None) -> RenderedJob:
+        """Render this node's processes."""
+        refuse_what_is_for_clusters(spec, self.name)
+        refuse_walltime(spec, self.name)
+        refuse_restarts(spec, self.name)
+        spec = self._place(spec, options)
+        return RenderedJob(spec=spec, options=options, commands=self._commands(spec, options))
+
+    def submit(self, rendered: RenderedJob) -> ForegroundJob:
+        """Start them."""
+        spec = rendered.spec
+        return ForegroundJob(self._start(rendered), spec.directory if spec.is_recorded else None)
+
+    def reopen(self, reference: Mapping[str, Any]) -> BackgroundJob:
+        """Find the process that started the job."""
+        return BackgroundJob(reference)
+
+    @abstractmethod
+    def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
+        """Render the processes of a job whose place is known."""
+
+    @abstractmethod
+    def _start(self, rendered: RenderedJob) -> ProcessGroup:
+        """Start the processes.
+
+        Raises:
+            LaunchError: one could not be started; none is left.
+        """
+
+    def _place(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
+        """Return the job with this node's place in it."""
+        least, most = spec.nodes
+        place: RendezvousOptions | Placement = options or spec.place
+        if most > least and self.name != "torchrun" and spec.recovery.recover == "none":
+            raise ConfigError(
+                f"--nodes {least}:{most}: the number of nodes is fixed here. Give one number, or use --on torchrun."
+            )
+        if most > 1 and place.rdzv_endpoint is None and not spec.place.joins:
+            raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
+        if len(spec.nproc) > 1 and place.node_rank is None:
+            raise ConfigError("--nproc with a list needs --node-rank, which says which node this is.")
+        if options is not None:
+            endpoint = options.rdzv_endpoint
+            here = dataclasses.replace(
+                spec.place, node_rank=options.node_rank, rdzv_endpoint=endpoint, rdzv_id=options.rdzv_id
+            )
+            spec = dataclasses.replace(spec, place=here)
+            if endpoint is not None:
+                parse_endpoint(endpoint, "--rdzv-endpoint")
+        needs_port = spec.place.rdzv_endpoint is None and spec.master_port is None and not spec.is_task
+        if needs_port and names_port(spec.command):
+            spec = dataclasses.replace(spec, master_port=free_master_port(spec.env_style, spec.local_world_size))
+        return spec
+
+
+def processes_here() -> int:
+    """Return the processes of ``--nproc auto``: one for each GPU of this node, else one for each core."""
+    return visible_gpus() or len(os.sched_getaffinity(0))
+
+
+def bound_loopback_socket(port: int = 0) -> socket.socket:
+    """Return a TCP socket bound to ``port`` on loopback (0: a free one), not listening yet."""
+    bound = socket.socket()
+    # With this, a script's own TCPStore can still listen on the port that the socket reserves for it.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(("127.0.0.1", port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def free_master_port(env_style: EnvStyle, nproc: int) -> int:
+    """Return a free port, or the first of ``nproc`` consecutive ones for a framework whose processes each listen."""
+    if (framework := find_framework(env_style)) is not None:
+        return framework.free_ports(nproc)
+    with bound_loopback_socket() as bound:
+        port: int = bound.getsockname()[1]
+    return port
+
+
+def refuse_job_options(on: str, options: JobOptions, own: Mapping[str, Any]) -> None:
+    """Refuse all options of a job on a cluster, but for ``--preflight``, of a task that runs on this machine.
+
+    Args:
+        own: those of a launcher, by name.
+
+    Raises:
+        ConfigError: the user gave one.
+    """
+    given = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != f.default]
+    if own or not {*given} <= {"preflight"}:
+        raise ConfigError(
+            f"{', '.join(map(flag, (*given, *own)))}: only for jobs on a cluster, but --on is {on}. Choose a cluster: "
+            f"--on {', '.join(name for name in LAUNCHER_NAMES if name not in LOCAL_LAUNCHERS)}."
+        )
+
+
+def task_launcher(config: RunConfig) -> Launcher:
+    """Return the launcher of ``--on``; for auto the one for so many processes of this node.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    counts, on = config.processes.nproc or (available_processes(config),), config.processes.on
+    if on == "auto":
+        on = "inprocess" if counts == (1,) and config.processes.nodes.most == 1 else "spawn"
+    return get_launcher(on)
+
+
+# --- A run on this node ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +219,34 @@ class LocalRun:
         rendered = self.launcher.render(dataclasses.replace(self.rendered.spec, interface=interface))
         return dataclasses.replace(self, rendered=rendered, job=job)
 
+    def preflight(self, nproc: tuple[int, ...] | None) -> LaunchSpec | None:
+        """Return the ranks that check this node, and all nodes that the same command runs on, before the run.
+
+        Args:
+            nproc: the processes of each node, as ``--nproc`` has them.
+        """
+        config, spec = self.job.config, self.rendered.spec
+        checks, _ = find_preflight().prepare(
+            dataclasses.replace(spec, nproc=nproc or spec.nproc),
+            is_local=True,
+            run=self.directory.path.absolute(),
+            task=config.processes.task,
+            keep=config.records.keep_checkpoints,
+            timeout_s=spec.recovery.init_timeout_s,
+            agents=self.launcher.name == "spawn" and spec.recovery.recover != "none",
+        )
+        return checks
+
+    def description(self, checks: LaunchSpec | None, *, json: bool) -> str:
+        """Return what would start, as ``--dry-run`` prints it: the checks, the job file, the processes."""
+        job_file, text = self.rendered.spec.job_file, self.job.to_toml()
+        before = () if checks is None else get_launcher("spawn").render(checks).commands
+        if json:
+            commands = [command.to_json() for command in (*before, *self.rendered.commands)]
+            return json_module.dumps({"files": {str(job_file): text}, "commands": commands}) + "\n"
+        commented = "".join(f"#   {line}\n" for line in text.splitlines())
+        return "".join(f"{command.text}\n" for command in before) + f"# {job_file}\n{commented}\n" + self.rendered.text
+
     def launch(self) -> int:
         """Start the run and wait for its end; return the exit code.
 
@@ -78,7 +265,7 @@ class LocalRun:
                 print(f"paceline: {removed} It joins again once it reaches them.", file=sys.stderr, flush=True)
             # This time it discovers the others through the run directory.
             config = run.job.config.replace(node_rank=None, rdzv_endpoint=None)
-            run = prepare_local_run(dataclasses.replace(run.job, config=config), joins=True)
+            run = prepare_local_run(run.launcher, dataclasses.replace(run.job, config=config), joins=True)
 
     def _launch_once(self) -> int:
         job, spec, directory = self.job, self.rendered.spec, self.directory
@@ -112,7 +299,7 @@ class LocalRun:
         return code
 
 
-def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool = False) -> LocalRun:
+def prepare_local_run(launcher: Launcher, job: WorkerConfig, *, joins: bool = False, reserve: bool = False) -> LocalRun:
     """Resolve and render a run; it starts nothing.
 
     Args:
@@ -130,14 +317,11 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
     counts = config.processes.nproc or (available_processes(config),)
     nproc = _processes_here(config, counts)
     several_nodes = most_nodes > 1
-    name = (
-        config.processes.on if config.processes.on != "auto" else "spawn" if nproc > 1 or several_nodes else "inprocess"
-    )
     if several_nodes and config.processes.rdzv_endpoint is None and not joins:
         raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
     directory = RunDirectory(Path(config.records.run_dir or default_run_path(config.processes.task)))
     kept = _with_recorded_options(job, directory)
-    recover = _recovery(kept, name)
+    recover = _recovery(kept, launcher.name)
     if recover == "none" and most_nodes > first_nodes:
         raise ConfigError(
             f"--nodes {config.values['nodes']}: nodes can only join and leave a run that recovers. "
@@ -166,7 +350,7 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
     resolved = dataclasses.replace(
         job,
         config=config.replace(run_dir=str(directory.path), nproc=nproc, device=kept.processes.device),
-        supervised=name != "inprocess",
+        supervised=launcher.name != "inprocess",
         device=_device(kept),
         world_size=sum(counts[:first_nodes]) if len(counts) > 1 else nproc * first_nodes,
     )
@@ -197,10 +381,9 @@ def prepare_local_run(job: WorkerConfig, *, joins: bool = False, reserve: bool =
             coordinator=config.recovery.coordinator,
         ),
     )
-    launcher = get_launcher(name)
     run = LocalRun(launcher=launcher, rendered=launcher.render(spec), job=resolved, directory=directory)
     if reserve and config.records.run_dir is None and not directory.reserve():
-        return prepare_local_run(job, joins=joins, reserve=True)  # under the next free name
+        return prepare_local_run(launcher, job, joins=joins, reserve=True)  # under the next free name
     return run
 
 
@@ -210,7 +393,7 @@ def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory
     Raises:
         UserError: as :func:`prepare_local_run` and :meth:`LocalRun.launch`.
     """
-    run = prepare_local_run(job, joins=joins, reserve=True)
+    run = prepare_local_run(task_launcher(job.config), job, joins=joins, reserve=True)
     return run.launch(), run.directory
 
 
@@ -226,71 +409,6 @@ def check_task(config: RunConfig) -> None:
         or not RunDirectory(Path(config.records.run_dir)).exists()
     ):
         check_spec(config.processes.task)
-
-
-def own_environment(config: RunConfig, explicit_options: Collection[str], environment: Environment) -> Environment:
-    """Return the environment of a command of training, whose own options may ask for other processes.
-
-    A world of one does not count where the command asks for more: hosted notebooks and jobs of one replica set RANK and
-    WORLD_SIZE too.
-
-    Args:
-        explicit_options: the names of those that the user gave; a resumed run keeps others.
-        environment: as the variables of launchers have it.
-
-    Raises:
-        ConfigError: a launcher has started several ranks, and ``--nproc`` is another number.
-    """
-    if environment.source == "single":
-        return environment
-    counts, (least, most) = config.processes.nproc, config.processes.nodes
-    given = {"nproc", "nodes"} & set(explicit_options)
-    if environment.world_size == 1:
-        asks_for_more = most > 1 or counts != (1,)
-        if not asks_for_more or not (given or environment.source == "variables"):
-            return environment
-        wanted = (
-            f"--nodes {config.values['nodes']} --nproc {config.values['nproc']}"
-            if most > 1
-            else f"--nproc {config.values['nproc']}"
-        )
-        print(
-            f"paceline: {_started_by(environment)} one process alone, so {wanted} counts, and this command "
-            "starts its own processes.",
-            file=sys.stderr,
-        )
-        return Environment()
-    if "nproc" not in given or counts is None:
-        return environment
-    total = sum(counts) if len(counts) > 1 else counts[0] * least
-    if total != environment.world_size and counts != (environment.local_world_size,):
-        raise ConfigError(
-            f"--nproc {config.values['nproc']} does not fit: {_started_by(environment)} "
-            f"{environment.world_size} processes (WORLD_SIZE), {environment.local_world_size} of them on this node, "
-            f"and this one is rank {environment.rank}. Leave out --nproc, or start the command once, without that "
-            "launcher."
-        )
-    return environment
-
-
-def require_recovery(config: RunConfig, environment: Environment) -> None:
-    """Reject values of ``--recover`` that need Paceline's agent where another launcher has started the ranks.
-
-    Raises:
-        ConfigError: the user gave the option.
-    """
-    if config.recovery.recover in ("auto", "none") or (
-        config.recovery.recover == "restart" and environment.source == "torchrun"
-    ):
-        return
-    ways = "--recover none"
-    if environment.source == "torchrun":
-        ways = "--recover restart and torchrun's own --max-restarts"
-    raise ConfigError(
-        f"--recover {config.recovery.recover} does not work where {_started_by(environment)} the processes: "
-        f"it needs Paceline's agent. Use {ways} here, or have Paceline start them: give the command once on "
-        "each node, with --on spawn."
-    )
 
 
 def _with_recorded_options(job: WorkerConfig, directory: RunDirectory) -> RunConfig:
@@ -367,3 +485,86 @@ def available_processes(config: RunConfig) -> int:
     if "dp" in config.strategies:
         return 1
     return (visible_gpus() if _device(config) == "cuda" else 0) or len(os.sched_getaffinity(0))
+
+
+# --- A command of training that another launcher has started ---
+
+
+_STARTED_BY: dict[str, str] = {
+    "caller": "a script has numbered",
+    "torchrun": "torchrun has started",
+    "variables": "a launcher that sets RANK has started",
+    "slurm": "srun has started",
+}
+
+
+def _started_by(environment: Environment) -> str:
+    return _STARTED_BY.get(environment.source, f"{environment.source}run has started")
+
+
+def own_environment(
+    config: RunConfig, explicit_options: Collection[str], environment: Environment | None = None
+) -> Environment:
+    """Return the environment of a command of training, whose own options may ask for other processes.
+
+    A world of one does not count where the command asks for more: hosted notebooks and jobs of one replica set RANK and
+    WORLD_SIZE too.
+
+    Args:
+        explicit_options: the names of those that the user gave; a resumed run keeps others.
+        environment: as the variables of launchers have it, which is the default.
+
+    Raises:
+        ConfigError: a launcher has started several ranks, and ``--nproc`` is another number.
+    """
+    environment = environment or detect_environment(rdzv_endpoint=config.processes.rdzv_endpoint)
+    if environment.source == "single":
+        return environment
+    counts, (least, most) = config.processes.nproc, config.processes.nodes
+    given = {"nproc", "nodes"} & set(explicit_options)
+    if environment.world_size == 1:
+        asks_for_more = most > 1 or counts != (1,)
+        if not asks_for_more or not (given or environment.source == "variables"):
+            return environment
+        wanted = (
+            f"--nodes {config.values['nodes']} --nproc {config.values['nproc']}"
+            if most > 1
+            else f"--nproc {config.values['nproc']}"
+        )
+        print(
+            f"paceline: {_started_by(environment)} one process alone, so {wanted} counts, and this command "
+            "starts its own processes.",
+            file=sys.stderr,
+        )
+        return Environment()
+    if "nproc" not in given or counts is None:
+        return environment
+    total = sum(counts) if len(counts) > 1 else counts[0] * least
+    if total != environment.world_size and counts != (environment.local_world_size,):
+        raise ConfigError(
+            f"--nproc {config.values['nproc']} does not fit: {_started_by(environment)} "
+            f"{environment.world_size} processes (WORLD_SIZE), {environment.local_world_size} of them on this node, "
+            f"and this one is rank {environment.rank}. Leave out --nproc, or start the command once, without that "
+            "launcher."
+        )
+    return environment
+
+
+def require_recovery(config: RunConfig, environment: Environment) -> None:
+    """Reject values of ``--recover`` that need Paceline's agent where another launcher has started the ranks.
+
+    Raises:
+        ConfigError: the user gave the option.
+    """
+    if config.recovery.recover in ("auto", "none") or (
+        config.recovery.recover == "restart" and environment.source == "torchrun"
+    ):
+        return
+    ways = "--recover none"
+    if environment.source == "torchrun":
+        ways = "--recover restart and torchrun's own --max-restarts"
+    raise ConfigError(
+        f"--recover {config.recovery.recover} does not work where {_started_by(environment)} the processes: "
+        f"it needs Paceline's agent. Use {ways} here, or have Paceline start them: give the command once on "
+        "each node, with --on spawn."
+    )

@@ -15,20 +15,20 @@ from typing import Literal
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.sockets import job_port
+from paceline.launch.hosts import Host, nodes_of, read_hosts
 from paceline.launch.launcher import (
     Command,
-    Host,
     JobHandle,
     LaunchSpec,
     RenderedJob,
-    nodes_of,
     option,
-    read_hosts,
     refuse_restarts,
     refuse_what_is_for_clusters,
 )
-from paceline.launch.rank import has_placeholders, interface_variables, rank_command
-from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
+from paceline.launch.rank import rank_command
+from paceline.launch.rank_variables import has_placeholders, interface_variables
+from paceline.launch.submit import ForegroundLauncher
+from paceline.launch.supervisor import ForegroundJob, RankStarter, SupervisedJob
 
 # --- What mpirun and horovodrun have in common: they start every rank themselves, on a list of machines ---
 

@@ -24,11 +24,10 @@ from paceline.core.launch_spec import Placement, RecoveryPolicy
 from paceline.core.options import parse_nodes, parse_nproc
 from paceline.core.plugins import import_object
 from paceline.core.sockets import job_port
-from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline.launch.local import free_master_port
-from paceline.launch.preflight import find_preflight
-from paceline.launch.rank import expand_placeholders, names_port
-from paceline.launch.stop_codes import STOP_CODES, leave_stop_code
+from paceline.launch.launcher import LaunchSpec, find_preflight, get_launcher
+from paceline.launch.local_run import free_master_port
+from paceline.launch.rank_variables import expand_placeholders, names_port
+from paceline.launch.stop_codes import STOP_CODES, leave_stop_code, stop_codes_command
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED
 
@@ -146,6 +145,9 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
         options.interface = options.interface or interface
     if options.rank_launcher == "agent":
         return _become(_agent_command(command, options, place, endpoint, joins=joins))
+    leaves_stop_codes = STOP_CODES in os.environ
+    if leaves_stop_codes and options.rank_launcher == "spawn":  # torchrun's launcher wraps what torchrun starts
+        command = stop_codes_command(sys.executable, command)
     spec = LaunchSpec(
         command=command,
         nodes=(place.nodes, place.nodes) if options.rank_launcher == "spawn" else nodes,
@@ -162,13 +164,13 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
             rdzv_endpoint=endpoint,
             rdzv_id=place.job_id or "paceline",
             hosts=place.hosts,
-            leaves_stop_codes=STOP_CODES in os.environ,
+            leaves_stop_codes=leaves_stop_codes,
         ),
         recovery=RecoveryPolicy(max_restarts=options.max_restarts if options.rank_launcher == "torchrun" else 0),
     )
     launcher = get_launcher(options.rank_launcher)
     code = launcher.submit(launcher.render(spec)).wait()
-    return leave_stop_code(code, asked=code in _ENDED_BY_SIGNAL) if spec.place.leaves_stop_codes else code
+    return leave_stop_code(code, asked=code in _ENDED_BY_SIGNAL) if leaves_stop_codes else code
 
 
 def _run_of(command: Sequence[str]) -> str:

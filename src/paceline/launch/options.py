@@ -1,11 +1,143 @@
-"""Each launcher's own command-line options, in addition to those of all launchers."""
+"""The options of a job on any launcher, and those that each launcher has of its own."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import operator
+import os
+import types
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from paceline.core.built_in import LAUNCHER_OPTIONS
 from paceline.core.errors import ConfigError
-from paceline.launch.registry import option
+from paceline.core.options import flag, parse_gpus
+from paceline.core.plugins import import_object
+from paceline.core.process_config import EnvStyle, RankLauncher
+from paceline.launch.launcher import LAUNCHER_NAMES, Launcher, load_launcher, option
+from paceline.launch.rank_variables import find_framework
+
+# --- Options of a job on any launcher ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Options of a job on any launcher."""
+
+    name: str | None = option("The job's name. Default: the script's or run's.")
+    gpus_per_node: int | str | None = option(
+        "GPUs to request on each node: 2; on Slurm also of a type, such as a100:2 or 1g.5gb:2."
+    )
+    cpus_per_task: int | None = option("CPUs to request for each process.")
+    env: tuple[str, ...] = option("K=V, for every process; may be repeated.", ())
+    rank_launcher: RankLauncher | None = option(
+        "What starts the ranks. Default: agent for tasks, torchrun for scripts."
+    )
+    env_style: EnvStyle | None = option(
+        "Environment variables that give a process its rank. Default: those of --rank-launcher."
+    )
+    roles: str | None = option("With --env-style tensorflow: such as chief=1,worker=2,ps=1,evaluator=1.")
+    master_port: int | None = option("Port on which rank 0 listens.")
+    torchrun: tuple[str, ...] = option(
+        "KEY=VALUE or KEY for torchrun where it starts the ranks: tee=3; may be repeated.", ()
+    )
+    preflight: bool = option("Run paceline doctor's checks first; start nothing if one fails.", False)
+    wait: bool = option("Wait for a submitted job: show its output and exit with its code.", False)
+    detach: bool = option("Keep the job running after this command ends.", False)
+
+    def spec_fields(self, world_size: int | None) -> dict[str, Any]:
+        """Return the explicit options as fields of :class:`~paceline.launch.launcher.LaunchSpec`."""
+        fields: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("name", "gpus_per_node", "cpus_per_task", "rank_launcher", "env_style", "master_port")
+            if getattr(self, name) is not None
+        }
+        if self.gpus_per_node is not None:
+            fields["gpu_type"], fields["gpus_per_node"] = parse_gpus(self.gpus_per_node)
+        if self.env:
+            fields["env"] = parse_env(self.env)
+        if self.torchrun:
+            fields["torchrun"] = self.torchrun
+        if self.roles is not None and world_size is not None and (framework := find_framework("tensorflow")):
+            fields["roles"] = framework.parse_roles(self.roles, world_size)
+        return fields
+
+
+def parse_env(words: tuple[str, ...]) -> dict[str, str]:
+    """Parse variables K=V; a lone K takes this process's value.
+
+    Raises:
+        ConfigError: a word has another form.
+    """
+    variables = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name.isidentifier() and name.isascii()) or (not equals and name not in os.environ):
+            raise ConfigError(f"--env must be NAME=VALUE, or the NAME of a variable that is set, but is {word!r}.")
+        variables[name] = value if equals else os.environ[name]
+    return variables
+
+
+# --- The options that a launcher has of its own: which there are, and of which types ---
+
+
+def options_type(name: str) -> type | None:
+    """Return the class of a launcher's own options, a frozen dataclass made of :func:`option`; None if it has none.
+
+    Raises:
+        ConfigError: it is neither one of our launchers nor a plug-in, or the plug-in cannot be used.
+    """
+    if name in LAUNCHER_OPTIONS:
+        options: type = import_object(LAUNCHER_OPTIONS[name])
+        return options
+    return None if name in LAUNCHER_NAMES else load_launcher(name).options_type
+
+
+def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
+    """Build the launcher's options from the given ones.
+
+    Raises:
+        ConfigError: one is not this launcher's; the message names those that are.
+    """
+    known = option_names(launcher.name)
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"{flag(name)} is not supported by --on {launcher.name}. {owners_of(flag(name))}"
+                f"--on {launcher.name} takes: {own_flags(launcher.name)}."
+            )
+    options = options_type(launcher.name)
+    return options(**given) if options is not None else None
+
+
+def owners_of(text: str) -> str:
+    """Return a sentence that names the launchers with a flag, with a space after it; empty if none has it."""
+    owners = [name for name in LAUNCHER_NAMES if text in map(flag, option_names(name))]
+    return f"{text} is an option of --on {' and '.join(owners)}. " if owners else ""
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """Return the names of a launcher's own options."""
+    options = options_type(name)
+    return tuple(f.name for f in dataclasses.fields(options)) if options else ()
+
+
+def own_flags(name: str) -> str:
+    """Return the flags of a launcher's own options, joined with commas."""
+    return ", ".join(map(flag, option_names(name))) or "no options of its own"
+
+
+def option_types(options_type: type) -> dict[str, Any]:
+    """Return the type of each option, without None."""
+    plain = {}
+    for name, hint in typing.get_type_hints(options_type).items():
+        choices = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        plain[name] = functools.reduce(operator.or_, (choice for choice in choices if choice is not type(None)))
+    return plain
+
 
 # --- ``--on spawn`` and ``--on torchrun`` ---
 
@@ -39,6 +171,7 @@ TORCHRUN_EQUALS = {
     **{name: f"--{name}" for name in ("node-rank", "rdzv-endpoint", "rdzv-id", "rdzv-backend", "max-restarts")},
 }
 """torchrun's options that have an equal, and what to give instead."""
+
 
 TORCHRUN_OTHERS = (
     *("tee", "redirects", "log-dir", "role", "rdzv-conf", "local-ranks-filter", "monitor-interval", "start-method"),

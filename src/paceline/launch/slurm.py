@@ -24,7 +24,6 @@ from paceline.launch.launcher import (
     Command,
     JobHandle,
     JobStatus,
-    Launcher,
     LaunchSpec,
     RankLauncher,
     RenderedJob,
@@ -43,6 +42,7 @@ from paceline.launch.slurm_script import (
     needs_login_shell,
 )
 from paceline.launch.status_poller import StatusPoller
+from paceline.launch.submit import ClusterLauncher
 from paceline.launch.supervisor import EXIT_CODE, BackgroundJob, ForegroundJob, RankStarter, SupervisedJob
 
 # --- Slurm's own commands, and what their refusals mean for our options ---
@@ -342,7 +342,7 @@ def _expanded(pattern: str, job: str, name: str, index: int | None) -> list[Path
 # --- ``--on slurm``: a batch script for sbatch; inside of an allocation, the same steps at once ---
 
 
-class Slurm(Launcher):
+class Slurm(ClusterLauncher):
     """Slurm. Where this runs in an allocation (``salloc``), a job ends with its command."""
 
     name = "slurm"

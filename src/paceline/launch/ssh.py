@@ -27,22 +27,21 @@ from paceline.core.signals import (
     handle_signals,
     interrupt_at_exit,
 )
+from paceline.launch.hosts import Host, nodes_of, read_hosts
 from paceline.launch.launcher import (
     Command,
-    Host,
     JobHandle,
     LaunchSpec,
     RenderedJob,
-    nodes_of,
     option,
-    read_hosts,
     refuse_restarts,
     refuse_walltime,
     refuse_what_is_for_clusters,
 )
 from paceline.launch.node import node_command
 from paceline.launch.ssh_remote import READY
-from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher
+from paceline.launch.submit import ForegroundLauncher
+from paceline.launch.supervisor import ForegroundJob
 from paceline.runs.failures import STOPPED
 
 # --- One remote machine: the ssh client, and its messages ---

@@ -1,220 +1,250 @@
-"""Submits a job to a launcher, and records it for `paceline jobs`."""
+"""From a command or a task to a submitted job: how the launchers of clusters start a task."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
+import json as json_module
 import os
 import re
-import secrets
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from paceline.core.config import RunConfig, select, to_flags
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.files import parse_json, read_document, user_directory, write_atomically
-from paceline.core.job import default_run_path
+from paceline.core.files import write_atomically
+from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.launch_spec import RecoveryPolicy
+from paceline.core.options import flag
 from paceline.core.task_loading import split_spec
+from paceline.launch.job_records import (
+    JobRecord,
+    add_record,
+    jobs_directory,
+    make_jobs_directory,
+    read_records,
+    record_id,
+    room_for_record,
+)
 from paceline.launch.launcher import (
+    LOCAL_LAUNCHERS,
     EnvStyle,
     JobHandle,
-    JobStatus,
     Launcher,
     LaunchSpec,
     RankLauncher,
     RenderedJob,
     RenderedOnlyError,
+    find_preflight,
     get_launcher,
-    job_name,
 )
+from paceline.launch.local_run import check_task
+from paceline.launch.options import TORCHRUN_EQUALS, TORCHRUN_OTHERS, JobOptions, make_options
+from paceline.launch.supervisor import OUTPUT, BackgroundJob
 
-# --- Which jobs this user has submitted, over all launchers: one small JSON file each ---
-
-
-_KEEP = 200
-_LONG = 8192  # bytes; few records are longer
-_PLACE = ("server", "namespace", "region", "boot", "pid_namespace")
-"""In a reference: within what a number means one job."""
+# --- The launchers of clusters ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobRecord:
-    """A job that was submitted.
+class ClusterLauncher(Launcher):
+    """Starts a task by a job: ``paceline train`` on each of its nodes."""
 
-    Attributes:
-        id: the launcher's name and the system's own number: ``slurm-4711``; see :func:`record_id`.
-        launcher: its launcher's name for ``--on``.
-        directory: has its script and logs.
-        run: the run's directory, of a task.
-        reference: the launcher's identification of it.
-        submitted: seconds since the epoch.
-        ended: its last status, once it has ended: the system may forget.
-    """
-
-    id: str
-    launcher: str
-    name: str
-    command: tuple[str, ...]
-    directory: str
-    run: str | None = None
-    reference: Mapping[str, Any]
-    submitted: float = field(default_factory=time.time)
-    ended: Mapping[str, Any] | None = None
-
-    def handle(self) -> JobHandle:
-        """Return the handle of the job."""
-        return get_launcher(self.launcher).reopen(self.reference)
-
-    def status(self) -> JobStatus:
-        """Return the job's status; queries the system only while it may change."""
-        if self.ended is not None:
-            return JobStatus(**self.ended)
-        status = self.handle().status()
-        if status.ended:
-            with suppress(ConfigError):  # it is asked again
-                add_record(dataclasses.replace(self, ended=dataclasses.asdict(status)))
-        return status
-
-    def status_asked_anew(self) -> JobStatus:
-        """Return the job's status, but treat an end without an exit code as unknown: the system may not see the job.
-
-        Raises:
-            LaunchError: the system cannot be asked.
-        """
-        if self.ended is None or self.ended["exit_code"] is not None:
-            return self.status()
-        now = self.handle().status()
-        if now.ended or now.state == "unknown":
-            return self.status()
-        with suppress(ConfigError):
-            add_record(dataclasses.replace(self, ended=None))
-        return now
+    def start_task(
+        self, job: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
+    ) -> int:
+        """Print the job of the task, or submit it and say how to follow it."""
+        config = job.config
+        launcher_options = make_options(self, own)
+        if self.files == "uploaded":
+            task = remote_task(config.processes.task, partial(self.remote_path, options=launcher_options))
+            config = config.replace(task=task)
+        spec = task_spec(self, config, launcher_options, options)
+        if job.quiet:
+            spec = dataclasses.replace(spec, command=(*spec.command, "--quiet"))
+        return start(
+            self,
+            spec,
+            launcher_options,
+            options,
+            dry_run=dry_run,
+            json=json,
+            task=config.processes.task,
+            keep=config.records.keep_checkpoints,
+            init_timeout_s=config.processes.init_timeout,
+        )
 
 
-def record_id(launcher: str, reference: Mapping[str, Any]) -> str:
-    """Return ``LAUNCHER-NUMBER``, with a further number if an active job elsewhere has that id."""
-    place = [reference.get(name) for name in _PLACE]
-    taken = {
-        record.id
-        for record in read_records()
-        if record.ended is None and [record.reference.get(name) for name in _PLACE] != place
-    }
-    wanted = f"{launcher}-{reference['id']}"
-    numbered = (f"{wanted}-{number}" for number in itertools.count(2))
-    return next(each for each in itertools.chain([wanted], numbered) if each not in taken)
+class ForegroundLauncher(ClusterLauncher):
+    """Starts its job here, under this process's supervision."""
+
+    attached = True
+
+    def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
+        """Find the process that started the job."""
+        return BackgroundJob(reference)
 
 
-def jobs_directory() -> Path:
-    """``~/.local/state/paceline/jobs``, or where XDG_STATE_HOME says."""
-    return user_directory("state") / "jobs"
-
-
-def make_jobs_directory() -> Path:
-    """Return the directory of records, private to its owner, because commands and variables may hold secrets."""
-    directory = jobs_directory()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return directory
-
-
-@contextmanager
-def room_for_record() -> Iterator[None]:
-    """See that a job can be recorded before it is submitted; where that fails, no directory is left.
+def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptions) -> LaunchSpec:
+    """Build the job of a task, on the nodes that the launcher's own options and ``--nodes`` name.
 
     Raises:
-        ConfigError: the directory cannot be written.
+        ConfigError: the options fit no job.
+        TaskError: the task does not exist.
     """
-    made: list[Path] = []
-    try:
-        with _refused():
-            made += (path for path in (jobs_directory(), *jobs_directory().parents) if not path.exists())
-            probe = make_jobs_directory() / f".probe-{secrets.token_hex(4)}"
-            write_atomically(probe, bytes(_LONG))
-            probe.unlink(missing_ok=True)
-        yield
-    except BaseException:  # Ctrl-C too
-        for directory in made:
-            with suppress(OSError):  # another process has begun to use it
-                directory.rmdir()
-        raise
-
-
-def add_record(record: JobRecord) -> None:
-    """Write a record, over an earlier one of the same job.
-
-    Raises:
-        ConfigError: the directory cannot be written.
-    """
-    with _refused():
-        directory = make_jobs_directory()
-        content = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
-        write_atomically(directory / f"{record.id}.json", content.encode())
-        _forget_old(directory)
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
+    for name in ("env_style", "roles"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"{flag(name)} is for scripts, but a task finds its rank itself. Leave it out, or start a "
+                "script with paceline launch."
+            )
+    nodes, counts = launcher.resolve_sizes(config.processes.nodes, config.processes.nproc, own)
+    if launcher.files == "shared":
+        check_task(config)
+    if counts is None:
         raise ConfigError(
-            f"cannot record the job in {jobs_directory()}: {error.strerror}. Set XDG_STATE_HOME to a place "
-            "that can be written."
-        ) from error
+            f"--nproc auto is not supported by --on {config.processes.on}: give the number of processes per node."
+        )
+    fields = {**options.spec_fields(None), "nodes": nodes, "nproc": counts}
+    return task_job(config, fields, launcher, nodes_python(launcher, None))
 
 
-def _forget_old(directory: Path) -> None:
-    """Keep so many that a list of them can be read."""
-    if sum(1 for _ in directory.glob("*.json")) <= _KEEP:
-        return
-    ended = [record for record in read_records() if record.ended is not None]
-    for record in ended[:-_KEEP]:
-        (directory / f"{record.id}.json").unlink(missing_ok=True)
-        if Path(record.directory).parent == directory:
-            shutil.rmtree(record.directory, ignore_errors=True)
+def start(
+    launcher: Launcher,
+    spec: LaunchSpec,
+    own: Any,
+    options: JobOptions,
+    *,
+    dry_run: bool,
+    json: bool,
+    task: str = "",
+    keep: int = 3,
+    init_timeout_s: float = 300.0,
+) -> int:
+    """Print the job, or submit it and say how to follow it.
+
+    Args:
+        own: the launcher's options.
+        dry_run: only print the job.
+        json: print the job as JSON, after the output of its processes.
+        task: the task that ``--preflight`` imports.
+        keep: the number of checkpoints for which ``--preflight`` requires space.
+        init_timeout_s: how long ``--preflight`` waits for all nodes.
+    """
+    first = None
+    if options.preflight:
+        # Nodes that do not have this machine's files have no directory for a script's, and several no common one.
+        has_own_files = launcher.files == "uploaded" and spec.nodes[1] > 1
+        run = spec.workdir if launcher.files == "shared" else None
+        run = None if has_own_files else spec.run or run
+        is_local = launcher.name in LOCAL_LAUNCHERS
+        first, spec = find_preflight().prepare(
+            spec, own, is_local=is_local, run=run, task=task, keep=keep, timeout_s=init_timeout_s
+        )
+        if launcher.preallocated:
+            spec = dataclasses.replace(spec, gpus_per_node=None)  # the preflight has checked them
+    refuse_gpu_type(spec, launcher.name)
+    refuse_torchrun_options(spec)
+    rendered = launcher.render(spec, own)
+    before = () if first is None else get_launcher("spawn").render(first).commands
+    if dry_run and json:
+        commands = (*before, *rendered.commands)
+        document = {"files": dict(rendered.files), "commands": [command.to_json() for command in commands]}
+        print(json_module.dumps(document))
+        return 0
+    if dry_run:
+        print(*(f"{command.text}\n" for command in before), rendered.text, sep="", end="")
+        return 0
+    if options.detach and launcher.attached:
+        _detach(spec)
+    if first is not None:
+        code, interface = find_preflight().run_before(first)
+        if code:
+            return code
+        if spec.interface is None and interface is not None:
+            rendered = launcher.render(dataclasses.replace(spec, interface=interface), own)
+    record, handle = submit(launcher, rendered)
+    if launcher.attached:
+        code = finish(record, handle)
+        if json:
+            print(json_module.dumps({**_as_json(record), "exit_code": code}), flush=True)
+        return code
+    if json and not options.wait:
+        print(json_module.dumps(_as_json(record)), flush=True)
+        return 0
+    print(f"paceline: submitted {record.id}. Follow its output with: paceline logs -f {record.id}", file=sys.stderr)
+    if not options.wait:
+        return 0
+    try:
+        for line in handle.logs(follow=True):
+            print(line, flush=True)
+        code = finish(record, handle)
+    except KeyboardInterrupt:
+        print(f"paceline: {record.id} keeps running. Cancel it with: paceline cancel {record.id}", file=sys.stderr)
+        return 130
+    if json:
+        print(json_module.dumps({**_as_json(record), "exit_code": code}), flush=True)
+    return code
 
 
-def read_records() -> list[JobRecord]:
-    """Return all jobs, the oldest first; damaged files are skipped."""
-    records = []
-    for path in jobs_directory().glob("*.json"):
-        try:
-            values = parse_json(read_document(path))
-            records.append(JobRecord(**{**values, "command": tuple(values["command"])}))
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
-    return sorted(records, key=lambda record: record.submitted)
+def _as_json(record: JobRecord) -> Mapping[str, Any]:
+    return dataclasses.asdict(record)
 
 
-def find_record(text: str) -> JobRecord:
-    """Find the job of that id, the system's own number, name or run directory; of several the newest.
+def _detach(spec: LaunchSpec) -> None:
+    """Continue in a process of its own, which prints into a file of the job's directory.
+
+    Returns in that process. The process that the user waits for exits here as soon as the job is recorded.
 
     Raises:
-        ConfigError: there is none.
+        SystemExit: in the waiting process: 0, or the other process's exit code if it ended without a job.
     """
-    records = read_records()
-    path = str(Path(text).resolve())
-    for record in reversed(records):
-        if text in (record.id, record.reference.get("id"), record.name) or path in (
-            record.run,
-            record.directory,
-        ):
-            return record
-    recent = ", ".join(record.id for record in records[-5:])
-    raise ConfigError(
-        f"there is no job {text!r}. " + (f"The newest: {recent}." if recent else "None was submitted yet.")
+    log = spec.directory / OUTPUT
+    with make_directory(spec.directory):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            with log.open("ab") as output, Path(os.devnull).open("rb") as nothing:
+                os.dup2(nothing.fileno(), 0)
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            return
+        code = None
+        try:
+            while code is None and not _is_recorded(spec, pid):
+                time.sleep(0.1)
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                code = os.waitstatus_to_exitcode(status) if ended else None
+        except KeyboardInterrupt:
+            os.kill(pid, signal.SIGTERM)
+            os.waitpid(pid, 0)
+            raise
+        if code and not _is_recorded(spec, pid):
+            sys.stderr.write(log.read_text(errors="replace"))
+            raise SystemExit(code if code > 0 else 1)
+    print(f"paceline: started as process {pid}. Follow its output with: paceline logs -f {pid}", file=sys.stderr)
+    raise SystemExit(0)
+
+
+def _is_recorded(spec: LaunchSpec, pid: int) -> bool:
+    return any(
+        record.directory == str(spec.directory) and record.reference.get("pid") == pid for record in read_records()
     )
 
 
-# --- From a command or a task to a submitted job ---
+# --- From a command or a task to a job ---
+
+
+def job_name(text: str) -> str:
+    """``text`` as every system takes it for a name: lower-case letters, digits and single dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "job"
 
 
 OF_THE_LAUNCHER = select(lambda its: its.from_launcher)
@@ -576,3 +606,35 @@ def finish(record: JobRecord, handle: JobHandle) -> int:
     with suppress(LaunchError, ConfigError):  # a later query may succeed
         add_record(dataclasses.replace(record, ended=dataclasses.asdict(handle.status())))
     return code
+
+
+def refuse_gpu_type(spec: LaunchSpec, name: str) -> None:
+    """Reject a type of GPUs that the system has no such word for.
+
+    Raises:
+        ConfigError: the spec names one.
+    """
+    if spec.gpu_type is not None and name != "slurm":
+        raise ConfigError(
+            f"--gpus-per-node {spec.gpu_type}:{spec.gpus_per_node}: only --on slurm takes a type of GPUs. Give "
+            f"--gpus-per-node {spec.gpus_per_node}, and name the type in the way of --on {name}."
+        )
+
+
+def refuse_torchrun_options(spec: LaunchSpec) -> None:
+    """Reject options that torchrun does not have or Paceline sets, and all where another program starts the ranks.
+
+    Raises:
+        ConfigError: the spec has one.
+    """
+    for text in spec.torchrun:
+        name = text.removeprefix("--").partition("=")[0].replace("_", "-")
+        if spec.rank_launcher != "torchrun":
+            raise ConfigError(
+                f"--torchrun {text}: the ranks are started by {spec.rank_launcher}. Use --rank-launcher torchrun, here "
+                "--on torchrun, or leave it out."
+            )
+        if name in TORCHRUN_EQUALS:
+            raise ConfigError(f"--torchrun {text} is not allowed. Use {TORCHRUN_EQUALS[name]}.")
+        if name not in TORCHRUN_OTHERS:
+            raise ConfigError(f"--torchrun {text}: torchrun has {', '.join(TORCHRUN_OTHERS)}.")

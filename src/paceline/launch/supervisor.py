@@ -30,7 +30,7 @@ from paceline.core.owned_names import remove_leftovers
 from paceline.core.parent_death import set_child_subreaper
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
 from paceline.launch.job_logs import follow_files
-from paceline.launch.launcher import JobHandle, JobStatus, Launcher
+from paceline.launch.launcher import JobHandle, JobStatus
 from paceline.launch.rank_output import RankOutputs, shared_outputs
 from paceline.launch.torchrun_agent import RANK_OUTPUTS
 from paceline.runs.directory import RunDirectory
@@ -383,16 +383,6 @@ _ASKED = "asked-to-end"
 """A file in a job's directory: it was cancelled once."""
 
 _POLL_S = 0.2
-
-
-class ForegroundLauncher(Launcher):
-    """Starts its job here, under this process's supervision."""
-
-    attached = True
-
-    def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """Find the process that started the job."""
-        return BackgroundJob(reference)
 
 
 class ForegroundJob(JobHandle):

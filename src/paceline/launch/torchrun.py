@@ -19,10 +19,12 @@ from paceline.core.launch_spec import Command, LaunchSpec, split_python
 from paceline.core.sockets import address_beside, interface_of
 from paceline.launch import torchrun_agent
 from paceline.launch.launcher import RenderedJob
-from paceline.launch.local import LocalLauncher, process_command, process_variables
+from paceline.launch.local import process_command, process_variables
+from paceline.launch.local_run import LocalLauncher
 from paceline.launch.options import RendezvousOptions, TorchrunOptions
-from paceline.launch.rank import names_rank, torchrun_rank_command
+from paceline.launch.rank import torchrun_rank_command
 from paceline.launch.rank_output import shared_outputs
+from paceline.launch.rank_variables import names_rank
 from paceline.launch.stop_codes import signal_ranks, stop_codes_command
 from paceline.launch.supervisor import RankStarter, SupervisedJob, check_program
 from paceline.runs.directory import RunDirectory

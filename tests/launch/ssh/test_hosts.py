@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.launch.launcher import Host, nodes_of, read_hosts
+from paceline.launch.hosts import Host, nodes_of, read_hosts
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import parse_duration_s
-from paceline.launch.registry import option
+from paceline.launch.launcher import option
 
 DISTRIBUTIONS = {
     "pytorchddp": "sagemaker_pytorch_ddp_enabled",

@@ -14,7 +14,6 @@ from paceline.core.errors import ConfigError
 from paceline.launch.launcher import (
     FileSharing,
     JobHandle,
-    Launcher,
     LaunchSpec,
     RenderedJob,
     RenderedOnlyError,
@@ -22,6 +21,7 @@ from paceline.launch.launcher import (
 )
 from paceline.launch.node import node_command
 from paceline.launch.rendering import refuse_secrets, to_yaml
+from paceline.launch.submit import ClusterLauncher
 
 # --- Clouds whose nodes share no directory, or only a bucket, which has no locks and no links ---
 
@@ -117,7 +117,7 @@ class AzureMLOptions:
                 raise ConfigError(f"--on azureml needs {flag}.")
 
 
-class AzureML(Launcher):
+class AzureML(ClusterLauncher):
     """A launcher that renders a command job; Azure starts the node's command once on each node."""
 
     name = "azureml"
@@ -208,7 +208,7 @@ class GoogleOptions:
                 raise ConfigError(f"--on google needs {flag}.")
 
 
-class Google(Launcher):
+class Google(ClusterLauncher):
     """A launcher that renders a custom job: worker pool 0 is the first node, pool 1 the others."""
 
     name = "google"

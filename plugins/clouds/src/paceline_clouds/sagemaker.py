@@ -23,7 +23,6 @@ from paceline.launch.launcher import (
     FileSharing,
     JobHandle,
     JobStatus,
-    Launcher,
     LaunchSpec,
     RenderedJob,
     State,
@@ -31,6 +30,7 @@ from paceline.launch.launcher import (
 from paceline.launch.node import node_command
 from paceline.launch.rendering import refuse_secrets
 from paceline.launch.status_poller import StatusPoller
+from paceline.launch.submit import ClusterLauncher
 from paceline_clouds.options import DISTRIBUTIONS, SageMakerOptions
 from paceline_clouds.rendered import copied_path, fixed_nodes, without_shared_directory
 
@@ -491,7 +491,7 @@ class RenderedSageMaker(RenderedJob):
     request: Request
 
 
-class SageMaker(Launcher):
+class SageMaker(ClusterLauncher):
     """A launcher that submits jobs to SageMaker's API."""
 
     name = "sagemaker"

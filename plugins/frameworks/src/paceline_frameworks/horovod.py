@@ -21,14 +21,13 @@ from pathlib import Path
 import psutil
 
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.launch.hosts import Host, read_hosts
 from paceline.launch.launcher import (
     Command,
-    Host,
     JobHandle,
     LaunchSpec,
     RenderedJob,
     option,
-    read_hosts,
     refuse_restarts,
     refuse_walltime,
     refuse_what_is_for_clusters,
@@ -45,7 +44,8 @@ from paceline.launch.mpi import (
 )
 from paceline.launch.rendering import refuse_secrets
 from paceline.launch.slurm_script import command_of_shielded_rank, fixed_size, quoted, run_shielded, shielded
-from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, ProcessGroup, RankStarter, SupervisedJob
+from paceline.launch.submit import ForegroundLauncher
+from paceline.launch.supervisor import ForegroundJob, ProcessGroup, RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
 
 _INSTALL = "build it against this PyTorch: scripts/build-horovod, as docs/launchers/horovod.md says"

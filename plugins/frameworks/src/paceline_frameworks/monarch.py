@@ -27,9 +27,10 @@ from paceline.launch.launcher import (
     refuse_walltime,
     refuse_what_is_for_clusters,
 )
-from paceline.launch.local import processes_here
+from paceline.launch.local_run import processes_here
 from paceline.launch.node import node_command
-from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
+from paceline.launch.submit import ForegroundLauncher
+from paceline.launch.supervisor import ForegroundJob, RankStarter, SupervisedJob
 from paceline_frameworks.monarch_hosts import MonarchHost, read_hosts
 from paceline_ray.actor_nodes import (
     PATIENCE_S,

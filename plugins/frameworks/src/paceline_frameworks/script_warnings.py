@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from paceline.cli.job_options import LOCAL_LAUNCHERS
 from paceline.core.gpus import visible_gpus
 from paceline.core.launch_spec import LaunchSpec
+from paceline.launch.launcher import LOCAL_LAUNCHERS
 
 _LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 _ACCELERATE_USE_CPU = "ACCELERATE_USE_CPU"

@@ -17,9 +17,10 @@ from paceline.core.errors import ConfigError, LaunchError, TaskError
 from paceline.core.options import parse_walltime_s
 from paceline.core.task import Task
 from paceline.core.task_loading import check_spec, convert, is_same, parse_assignments, task_fields
-from paceline.launch.launcher import JobHandle, JobStatus, LaunchSpec, get_launcher, job_name
-from paceline.launch.registry import make_options, option_names
-from paceline.launch.submit import JobRecord, finish, job_directory, record_id, remember, room_for_record, task_job
+from paceline.launch.job_records import JobRecord, record_id, room_for_record
+from paceline.launch.launcher import JobHandle, JobStatus, LaunchSpec, get_launcher
+from paceline.launch.options import make_options, option_names
+from paceline.launch.submit import finish, job_directory, job_name, remember, task_job
 from paceline.launch.submit import submit as submit_job
 from paceline.runs.directory import RunDirectory
 from paceline_frameworks.submitit import (

@@ -20,12 +20,12 @@ import psutil
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.options import flag
 from paceline.launch.job_logs import follow_files
-from paceline.launch.launcher import Command, JobHandle, JobStatus, Launcher, LaunchSpec, RenderedJob
+from paceline.launch.launcher import Command, JobHandle, JobStatus, LaunchSpec, RenderedJob, option
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
-from paceline.launch.registry import option
 from paceline.launch.slurm import SlurmJob, refusal
 from paceline.launch.status_poller import StatusPoller
+from paceline.launch.submit import ClusterLauncher
 from paceline.launch.supervisor import ended_status, process_reference, process_status, process_to_end
 from paceline_frameworks.submitit_running import PREEMPT_SIGNAL, exit_code_file, make_private
 
@@ -309,7 +309,7 @@ print(executor.submit(StartCommand(command, each={each!r})).job_id)
 '''
 
 
-class Submitit(Launcher):
+class Submitit(ClusterLauncher):
     """Jobs through submitit."""
 
     name = "submitit"

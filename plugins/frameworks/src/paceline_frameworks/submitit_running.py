@@ -17,7 +17,7 @@ from paceline.core.errors import RESTART_EXIT_CODE, ConfigError, LaunchError
 from paceline.core.files import write_atomically
 from paceline.core.launch_spec import Command
 from paceline.core.sockets import job_port
-from paceline.launch.rank import env_style_variables
+from paceline.launch.rank_variables import env_style_variables
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from tests.launch.test_contracts import SECOND_OF_FOUR
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.launch.rank import env_style_variables
+from paceline.launch.rank_variables import env_style_variables
 from paceline_frameworks.tensorflow import parse_roles
 
 

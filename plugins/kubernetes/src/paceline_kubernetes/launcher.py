@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from paceline.core.errors import LaunchError
 from paceline.core.signals import interrupt_at_exit
-from paceline.launch.launcher import FileSharing, JobHandle, Launcher, LaunchSpec, RenderedJob
+from paceline.launch.launcher import FileSharing, JobHandle, LaunchSpec, RenderedJob
 from paceline.launch.rendering import to_yaml
+from paceline.launch.submit import ClusterLauncher
 from paceline_kubernetes.api import KubernetesApiError, KubernetesCluster, KubernetesJob
 from paceline_kubernetes.manifests import Manifest, manifests
 from paceline_kubernetes.options import KubernetesOptions
@@ -23,7 +24,7 @@ class RenderedKubernetes(RenderedJob):
     objects: tuple[Manifest, ...]
 
 
-class Kubernetes(Launcher):
+class Kubernetes(ClusterLauncher):
     """A launcher that submits jobs to a cluster's API server."""
 
     name = "kubernetes"

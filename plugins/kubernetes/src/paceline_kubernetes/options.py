@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import parse_duration_s
-from paceline.launch.registry import option
+from paceline.launch.launcher import option
 
 KINDS = ("trainjob", "jobset", "job")
 

@@ -26,8 +26,8 @@ from paceline.core.config import configuration
 from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDirectoryError
 from paceline.core.files import open_regular, read_document
+from paceline.launch.job_records import JobRecord, read_records
 from paceline.launch.launcher import JobStatus
-from paceline.launch.submit import JobRecord, read_records
 from paceline.runs.checkpoint_admin import entries
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import finite

@@ -22,8 +22,9 @@ from paceline.launch.launcher import (
     refuse_walltime,
 )
 from paceline.launch.node import node_command
-from paceline.launch.rank import interface_variables
-from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
+from paceline.launch.rank_variables import interface_variables
+from paceline.launch.submit import ForegroundLauncher
+from paceline.launch.supervisor import ForegroundJob, RankStarter, SupervisedJob
 from paceline_ray.actor_nodes import (
     PATIENCE_S,
     READ_S,

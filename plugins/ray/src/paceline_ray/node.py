@@ -37,8 +37,7 @@ from paceline.core.launch_spec import Command, Placement
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port
-from paceline.launch.launcher import LaunchSpec
-from paceline.launch.preflight import find_preflight
+from paceline.launch.launcher import LaunchSpec, find_preflight
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline_ray.cluster import cluster_variables, import_ray, kill, private_directory, shut_down
 

@@ -32,7 +32,7 @@ def prepare(
     timeout_s: float,
     agents: bool = False,
 ) -> tuple[LaunchSpec | None, LaunchSpec]:
-    """See :meth:`paceline.launch.preflight.Preflight.prepare`."""
+    """See :meth:`paceline.launch.launcher.Preflight.prepare`."""
     if spec.starts_each_rank:
         raise ConfigError(
             f"--preflight needs a command that is started once on each node, but --rank-launcher "
@@ -96,7 +96,7 @@ def check_locally(spec: LaunchSpec) -> tuple[int, PreflightReport | None]:
 
 
 def run_before(spec: LaunchSpec) -> tuple[int, str | None]:
-    """See :meth:`paceline.launch.preflight.Preflight.run_before`."""
+    """See :meth:`paceline.launch.launcher.Preflight.run_before`."""
     code, report = check_locally(spec)
     if report is None:
         return code or 1, None
