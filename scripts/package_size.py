@@ -34,9 +34,9 @@ TRAINING = (
 
 OPTIONAL = (
     *("parallel/fsdp.py", "parallel/tensor_parallel.py", "parallel/tp_autoplan.py", "parallel/pipeline/"),
-    *("elastic/consensus/", "launch/preflight/"),
+    "elastic/consensus/",
 )
-"""What a training imports for some options only: other strategies, several nodes, checks of nodes."""
+"""What a training imports for some options only: other strategies, several nodes."""
 
 
 @cache

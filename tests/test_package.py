@@ -168,7 +168,9 @@ def test_help_imports_nothing_that_starts_processes(command: str) -> None:
     assert built_in.COMMANDS[command].place.partition(":")[0] in imported
     assert not imported & {
         "psutil",
-        "paceline.launch.launcher",
+        "paceline.launch.local_run",
+        "paceline.launch.submit",
+        "paceline.launch.supervisor",
         "paceline.runs.directory",
         "paceline.core.task",
     }
