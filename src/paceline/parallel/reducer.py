@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import DataError, TaskError
 from paceline.parallel.grad_buffers import FlatLayout, MicrobatchBuffers
@@ -57,14 +58,223 @@ class StepSums:
     finite: bool
 
 
+# --- Where autograd adds ---
+
+
+class GradientAccumulator:
+    """Gradients in flat buffers: each ``parameter.grad`` is a view into the buffer to which they point.
+
+    Autograd's addition raises the count of writes of the view, so it is known which parameters a micro-batch has used.
+
+    Args:
+        trained: the parameters that are trained.
+        has_gradients: False if another library sums them.
+        layout: their places in the buffers.
+        buffers: the transport's.
+
+    Attributes:
+        parameters: those whose gradients lie here.
+        used: the parameters that this rank's micro-batches of the step have used, as a set of bits.
+        target: the buffer to which the gradients point; -1 if they may point anywhere.
+        scratch: a buffer for one micro-batch's gradient alone.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        buffers: Sequence[GradBuffer],
+        *,
+        has_gradients: bool,
+    ) -> None:
+        self.parameters = list(trained) if has_gradients else []
+        self.used = 0
+        self.target = -1
+        self.scratch = ScratchGradient(layout, buffers[0])
+        self._trained = trained
+        self._bit_of = {id(parameter): 1 << index for index, parameter in enumerate(trained)}
+        self._views = [self._as_parameters(layout.gradient_views(buffer)) for buffer in buffers]
+        self._num_buffers = len(buffers)
+        self._sums = [buffers[0][dtype][:numel] for dtype, numel in layout.gradients.items()]
+        self._writes: list[int] = []  # to each gradient, before the next or current micro-batch
+
+    def begin(self) -> None:
+        """Begin a step: unused parameters have no gradient, and the user's code may have set some to None."""
+        self.used = 0
+        self.target = -1
+
+    def point_at(self, buffer: int) -> None:
+        """Let autograd add to a buffer."""
+        for parameter, gradient in zip(self.parameters, self._views[buffer], strict=True):
+            parameter.grad = gradient
+        self.target = buffer
+        self._writes = count_writes(self._views[buffer])
+
+    def point_at_scratch(self) -> None:
+        """Let autograd add to the scratch buffer, from zero."""
+        if len(self._views) == self._num_buffers:
+            self._views.append(self._as_parameters(self.scratch.views()))
+        self.scratch.zero()
+        self.point_at(self._num_buffers)
+
+    def require_intact(self) -> None:
+        """Reject a loss that has removed the gradients which earlier micro-batches left.
+
+        Raises:
+            TaskError: it has.
+        """
+        # Checking one parameter is enough: zero_grad() of a model or an optimizer removes all of its gradients.
+        if self.parameters and self.parameters[-1].grad is not self._views[self.target][-1]:
+            raise TaskError(
+                "the loss removed the gradients of the step's earlier micro-batches. Do not call zero_grad() there: "
+                "Paceline does it between steps."
+            )
+
+    def collect(self, index: int, buffer: int) -> None:
+        """Copy a parameter's gradient back into a buffer, if autograd has replaced it.
+
+        Raises:
+            TaskError: a gradient came in two parts.
+        """
+        parameter, gradient = self.parameters[index], self._views[buffer][index]
+        if parameter.grad is not gradient:
+            _collect_replaced_gradient(parameter, gradient)
+
+    def collect_all(self) -> None:
+        """Copy what autograd has replaced back into the buffer to which the gradients point."""
+        for parameter, gradient in zip(self.parameters, self._views[self.target], strict=True):
+            if parameter.grad is not gradient:
+                _collect_replaced_gradient(parameter, gradient)
+
+    def count_uses(self) -> None:
+        """Note the parameters that the micro-batch has used: autograd wrote to their gradients, once.
+
+        Raises:
+            TaskError: a gradient came in two parts.
+        """
+        earlier = self._writes
+        self._writes = count_writes(self._views[self.target])
+        if self._writes == [before + 1 for before in earlier]:  # most often it has used all
+            self.used |= (1 << len(earlier)) - 1
+            return
+        for index, (after, before) in enumerate(zip(self._writes, earlier, strict=True)):
+            if after > before + 1:
+                raise _gradient_in_parts()
+            if after > before:
+                self.used |= 1 << index
+
+    def mark_used(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that a micro-batch has used these parameters."""
+        for parameter in parameters:
+            self.used |= self._bit_of[id(parameter)]
+
+    def finish(self, used: int) -> None:
+        """Let the gradients be the sums, and None where no micro-batch of any rank has used the parameter."""
+        if self.target != 0:
+            self.point_at(0)
+        if used != (1 << len(self._trained)) - 1:
+            for index, parameter in enumerate(self._trained):
+                if not used >> index & 1:
+                    parameter.grad = None
+
+    def divide(self, weight: float) -> bool:
+        """Divide the summed gradients; return whether they are finite."""
+        if not (math.isfinite(weight) and weight > 0):
+            return False
+        for gradients in self._sums:
+            gradients.div_(weight)
+        return are_finite(self._sums)
+
+    def close(self) -> None:
+        """Free the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._views.clear()
+        self._sums.clear()
+        self.scratch.close()
+
+    def _as_parameters(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [distributed_part(part, p) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+# --- When a bucket is sent ---
+
+
+class BucketQueue:
+    """Sends buckets of gradients in their order, each once the last micro-batch's backward has filled it.
+
+    Attributes:
+        is_filling: whether the last micro-batch's backward is filling them.
+    """
+
+    def __init__(self, transport: Transport, layout: FlatLayout) -> None:
+        self._transport = transport
+        self._buckets = layout.buckets
+        self._bucket_of = layout.bucket_of
+        self._sizes = [layout.bucket_of.count(bucket) for bucket in range(len(layout.buckets))]
+        self._num_with_gradients = 1 + max(layout.bucket_of, default=-1)
+        self._absent: list[int] = []  # nodes of this rank without a micro-batch in this step
+        self._missing: list[int] = []  # gradients of each bucket; empty before the last micro-batch
+        self._merges: Sequence[tuple[int, int]] = ()  # after the last micro-batch, bucket by bucket
+        self._next = 0
+
+    @property
+    def is_filling(self) -> bool:
+        return bool(self._missing)
+
+    def begin(self, absent: list[int]) -> None:
+        """Begin a step in which some nodes of this rank have no micro-batch."""
+        self._absent = absent
+        self._missing = []
+        self._merges = ()
+        self._next = 0
+
+    def merge_with(self, merges: Sequence[tuple[int, int]]) -> None:
+        """Add buffers to each other as a bucket is sent."""
+        self._merges = merges
+
+    def begin_filling(self) -> None:
+        """Begin to count the gradients of the last micro-batch."""
+        if self._transport.overlaps:
+            self._missing = self._sizes.copy()
+
+    def end_filling(self) -> None:
+        """End the last micro-batch."""
+        self._missing = []
+
+    def filled(self, parameter: int) -> None:
+        """Count the last micro-batch's gradient of a parameter, and send the buckets that are complete."""
+        self._missing[self._bucket_of[parameter]] -= 1
+        while self._next < self._num_with_gradients and self._missing[self._next] == 0:
+            self._send_next()
+
+    def send_remaining(self) -> None:
+        """Send the buckets that are left."""
+        while self._transport.overlaps and self._next < len(self._buckets):
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._next]
+        part = slice(bucket.start, bucket.stop)
+        buffers = self._transport.grad_buffers
+        for into, other in self._merges:
+            buffers[into][bucket.dtype][part].add_(buffers[other][bucket.dtype][part])
+        for index in self._absent:
+            buffers[index][bucket.dtype][part].zero_()
+        self._transport.launch(self._next)
+        self._next += 1
+
+
+# --- The sums of a step ---
+
+
 class GradientReducer:
     """Sums the contributions of the micro-batches of a step, in the plan's order.
 
-    Gradients accumulate in flat buffers, of which each ``parameter.grad`` is a view. If the transport can overlap,
-    hooks send a bucket as soon as the last micro-batch's backward has filled it. A parameter that no micro-batch of any
-    rank used has no gradient after the step (``grad`` is None), as in plain PyTorch: autograd's addition raises the
-    count of writes of the view that is its gradient. Module buffers are summed as in
-    :class:`~paceline.parallel.grad_buffers.MicrobatchBuffers`.
+    Gradients accumulate in flat buffers (:class:`GradientAccumulator`). If the transport can overlap, hooks send a
+    bucket as soon as the last micro-batch's backward has filled it (:class:`BucketQueue`). A parameter that no
+    micro-batch of any rank used has no gradient after the step (``grad`` is None), as in plain PyTorch. Module buffers
+    are summed as in :class:`~paceline.parallel.grad_buffers.MicrobatchBuffers`.
 
     Attributes:
         watched: the fingerprint of the micro-batch given to :meth:`watch`; 0 if this rank has not computed it.
@@ -94,68 +304,63 @@ class GradientReducer:
         transport: Callable[[FlatLayout], Transport] | None = None,
     ) -> None:
         self.plan = plan
-        self._with_gradients = with_gradients
+        self.watched = 0
         self._rank = world.rank
         self._activity = world.progress_tracker
         present_parameters = [(n, p) for n, p in module.named_parameters() if holds(p)]
-        self._trained = [parameter for _, parameter in present_parameters if parameter.requires_grad]
-        self._parameters = self._trained if with_gradients else []
-        self._bit_of = {id(parameter): 1 << index for index, parameter in enumerate(self._trained)}
+        trained = [parameter for _, parameter in present_parameters if parameter.requires_grad]
         self._frozen = [(n, p) for n, p in present_parameters if not p.requires_grad]
         self.buffers = MicrobatchBuffers(module, holds)
         # Each rank sums its shard of a distributed parameter.
-        parts = [local_shard(parameter) for parameter in self._parameters]
+        parts = [local_shard(parameter) for parameter in trained] if with_gradients else []
         layout = FlatLayout(parts, self.buffers.floats, self.buffers.integers, self.buffers.counts)
-        self._header = StepHeader(plan, world.rank, row_length, len(self._trained))
+        self._header = StepHeader(plan, world.rank, row_length, len(trained))
         self._transport = (
             make_transport(world, plan, layout.flat_buffers, layout.buckets, self._header.length, timeout_s)
             if transport is None
             else transport(layout)
         )
-        buffers = self._transport.grad_buffers
-        self._gradients = [self._as_parameters(layout.gradient_views(buffer)) for buffer in buffers]
-        self._scratch = ScratchGradient(layout, buffers[0])
+        grad_buffers = self._transport.grad_buffers
+        self._gradients = GradientAccumulator(trained, layout, grad_buffers, has_gradients=with_gradients)
+        self._queue = BucketQueue(self._transport, layout)
+        self._buffer_sums = [layout.buffer_sums(buffer) for buffer in grad_buffers]
+        self._with_gradients = with_gradients
+        self._hooks = self._register_hooks(module)
+        self._remaining: deque[tuple[int, Accumulate]] = deque()  # micro-batches of this step, the next one first
+        self._sums: list[MicrobatchSums] = []
         self._watch: int | None = None
         self._check: Callable[[list[Sequence[float]]], None] | None = None
-        self.watched = 0
-        self._buffer_sums = [layout.buffer_sums(buffer) for buffer in buffers]
-        self._gradient_buffers = [buffers[0][dtype][:numel] for dtype, numel in layout.gradients.items()]
-        self._buckets = layout.buckets
-        self._bucket_of = layout.bucket_of
-        self._bucket_sizes = [layout.bucket_of.count(bucket) for bucket in range(len(layout.buckets))]
-        self._gradient_buckets = 1 + max(layout.bucket_of, default=-1)
-        self._hooks = [
+
+    def _register_hooks(self, module: nn.Module) -> list[RemovableHandle]:
+        parameters = self._gradients.parameters
+        hooks = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self._parameters)
+            for index, parameter in enumerate(parameters)
             if self._transport.overlaps
         ]
-        self._hooks += [
+        return hooks + [
             parameter.register_hook(_coalesce)  # type: ignore[no-untyped-call]
-            for parameter in _embeddings(module, self._parameters)
+            for parameter in _embeddings(module, parameters)
         ]
-        self._writes: list[int] = []  # to each current gradient, before the next or current micro-batch
-        self._used = 0  # the parameters that this rank's micro-batches of the step have used, as a set of bits
-        self._remaining: deque[tuple[int, Accumulate]] = deque()  # micro-batches of this step, the next one first
-        self._absent: list[int] = []  # nodes of this rank without a micro-batch in this step
-        self._sums: list[MicrobatchSums] = []
-        self._grad_buffer = -1  # the buffer to which the gradients point
-        self._missing: list[int] = []  # missing gradients of each bucket; empty before the last micro-batch
-        self._merges: Sequence[tuple[int, int]] = ()  # after the last micro-batch, bucket by bucket
-        self._next_bucket = 0
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            if self._queue.is_filling:  # the rank's last micro-batch of the step
+                self._gradients.collect(index, self._remaining[0][1].slot)
+                self._queue.filled(index)
+
+        return hook
 
     def begin(self, present: Sequence[int]) -> None:
         """Begin a step in which this rank computes the micro-batches ``present``, in that order."""
         self._remaining = deque(zip(present, self.plan.accumulation(self._rank, present), strict=True))
-        self._absent = []
+        absent: list[int] = []
         if len(present) < self.plan.work_split[self._rank]:
             nodes = self.plan.subtrees[self._rank]
-            self._absent = [i for i, node in enumerate(nodes) if not any(node.start <= k < node.stop for k in present)]
+            absent = [i for i, node in enumerate(nodes) if not any(node.start <= k < node.stop for k in present)]
         self._sums = []
-        self._used = 0
-        self._grad_buffer = -1  # unused parameters have none, and user code may have set some to None
-        self._missing = []
-        self._merges = ()
-        self._next_bucket = 0
+        self._gradients.begin()
+        self._queue.begin(absent)
         self._watch = None
         self._check = None
         self.watched = 0
@@ -172,7 +377,7 @@ class GradientReducer:
             # Not later: if a rank has several reducers, one for each stage of a pipeline, it sends the buckets of the
             # next one only after these.
             if self._with_gradients:
-                self._send_remaining_buckets()
+                self._queue.send_remaining()
 
     def watch(self, microbatch: int, check: Callable[[list[Sequence[float]]], None]) -> None:
         """Take the fingerprint of one micro-batch within the current step, on the rank that computes it.
@@ -197,10 +402,10 @@ class GradientReducer:
                 their weights.
             checksum: of the sample numbers.
         """
-        self._point_gradients_at_scratch()
+        self._gradients.point_at_scratch()
         loss_sum, weight = forward_backward()
         self._leave_no_trace()
-        return self._scratch.fingerprint(loss_sum, weight, checksum)
+        return self._gradients.scratch.fingerprint(loss_sum, weight, checksum)
 
     def rehearse(self, forward_backward: Callable[[], None]) -> None:
         """Compute a micro-batch before the first one of a step, without effect on its sums and the module's buffers.
@@ -211,29 +416,30 @@ class GradientReducer:
             forward_backward: leaves the micro-batch's gradient in the parameters, and inspects it.
         """
         _zero(self._transport.grad_buffers[0])
-        self._point_gradients_at(0)
+        self._gradients.point_at(0)
         forward_backward()
         self._leave_no_trace()
 
     def _leave_no_trace(self) -> None:
         """End the computation of a micro-batch that does not count."""
-        self._collect_replaced_gradients()
+        self._gradients.collect_all()
         self.buffers.reset()
-        self._grad_buffer = -1
+        self._gradients.target = -1
 
     def begin_microbatch(self) -> None:
         """Prepare the next micro-batch's forward and backward."""
         microbatch, step = self._remaining[0]
+        is_last = len(self._remaining) == 1
         if step.fresh:
             _zero(self._transport.grad_buffers[step.slot])
         if microbatch == self._watch:
-            self._point_gradients_at_scratch()
+            self._gradients.point_at_scratch()
         else:
-            if step.slot != self._grad_buffer:
-                self._point_gradients_at(step.slot)
-            if len(self._remaining) == 1 and self._transport.overlaps:
-                self._missing = self._bucket_sizes.copy()
-        self._merges = step.merges if len(self._remaining) == 1 else ()
+            if step.slot != self._gradients.target:
+                self._gradients.point_at(step.slot)
+            if is_last:
+                self._queue.begin_filling()
+        self._queue.merge_with(step.merges if is_last else ())
 
     def require_gradients(self) -> None:
         """Reject a loss that has removed the gradients which earlier micro-batches left; call this before backward.
@@ -241,12 +447,7 @@ class GradientReducer:
         Raises:
             TaskError: it has.
         """
-        # Checking one parameter is enough: zero_grad() of a model or an optimizer removes all of its gradients.
-        if self._parameters and self._parameters[-1].grad is not self._gradients[self._grad_buffer][-1]:
-            raise TaskError(
-                "the loss removed the gradients of the step's earlier micro-batches. Do not call zero_grad() there: "
-                "Paceline does it between steps."
-            )
+        self._gradients.require_intact()
 
     def end_microbatch(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
         """Collect the micro-batch's gradients, buffers and sums.
@@ -255,22 +456,24 @@ class GradientReducer:
             TaskError: a gradient came in two parts.
         """
         microbatch, step = self._remaining[0]
+        is_last = len(self._remaining) == 1
+        grad_buffers = self._transport.grad_buffers
         self._sums.append(MicrobatchSums(microbatch, samples, weight, loss_sum.detach(), checksum))
-        self._collect_replaced_gradients()
-        self._count_uses()
+        self._gradients.collect_all()
+        self._gradients.count_uses()
         if microbatch == self._watch:
-            self.watched = self._scratch.fingerprint(loss_sum, weight, checksum)
-            self._scratch.add_to(self._transport.grad_buffers[step.slot])
-            self._grad_buffer = -1
-            if len(self._remaining) == 1 and self._transport.overlaps:
-                self._missing = self._bucket_sizes.copy()
-        self.buffers.add_to(self._buffer_sums[step.slot], samples, reset=len(self._remaining) > 1)
-        if not self._missing:
+            self.watched = self._gradients.scratch.fingerprint(loss_sum, weight, checksum)
+            self._gradients.scratch.add_to(grad_buffers[step.slot])
+            self._gradients.target = -1
+            if is_last:
+                self._queue.begin_filling()
+        self.buffers.add_to(self._buffer_sums[step.slot], samples, reset=not is_last)
+        if not self._queue.is_filling:
             for into, other in step.merges:
-                add_grad_buffer(self._transport.grad_buffers[into], self._transport.grad_buffers[other])
+                add_grad_buffer(grad_buffers[into], grad_buffers[other])
         elif self._with_gradients:
-            self._send_remaining_buckets()
-        self._missing = []
+            self._queue.send_remaining()
+        self._queue.end_filling()
         self._remaining.popleft()
 
     def finish(self, row: Sequence[float]) -> StepSums:
@@ -282,8 +485,8 @@ class GradientReducer:
         assert not self._remaining, "a micro-batch has not been ended"
         # Those of the module buffers alone, where another library has run collectives until here: all ranks must make
         # the calls of both in one order.
-        self._send_remaining_buckets()
-        header = self._header.pack(row, self._used, self._sums)
+        self._queue.send_remaining()
+        header = self._header.pack(row, self._gradients.used, self._sums)
         self._activity.begin_collective("all-reduce")
         headers = self._transport.exchange(header)
         rows = self._header.rows(headers)
@@ -305,13 +508,7 @@ class GradientReducer:
         for into, other in combine.additions:
             sums[into] = sums[into].plus(sums[other])
         samples, weight, loss_sum, checksum = sums[combine.root]
-        if self._grad_buffer != 0:
-            self._point_gradients_at(0)
-        used = self._header.used(headers)
-        if used != (1 << len(self._trained)) - 1:
-            for index, parameter in enumerate(self._trained):
-                if not used >> index & 1:
-                    parameter.grad = None
+        self._gradients.finish(self._header.used(headers))
         self.buffers.assign(self._buffer_sums[0], samples)
         return StepSums(
             samples=int(samples),
@@ -320,13 +517,12 @@ class GradientReducer:
             checksum=int(checksum),
             rows=rows,
             bad_microbatch=self._header.bad_microbatch(headers),
-            finite=self._divide(weight) and math.isfinite(loss_sum),
+            finite=self._gradients.divide(weight) and math.isfinite(loss_sum),
         )
 
     def mark_used(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note that a micro-batch of this rank has used these parameters in the current step."""
-        for parameter in parameters:
-            self._used |= self._bit_of[id(parameter)]
+        self._gradients.mark_used(parameters)
 
     def rollback(self) -> None:
         """Drop an unfinished step, and restore the buffers."""
@@ -336,83 +532,9 @@ class GradientReducer:
         """Free the gradients and the transport's memory."""
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._parameters:
-            parameter.grad = None
-        for views in (self._gradients, self._buffer_sums, self._gradient_buffers):
-            views.clear()
-        self._scratch.close()
+        self._gradients.close()
+        self._buffer_sums.clear()
         self._transport.close()
-
-    def _divide(self, weight: float) -> bool:
-        """Divide the summed gradients; return whether they are finite."""
-        if not (math.isfinite(weight) and weight > 0):
-            return False
-        for gradients in self._gradient_buffers:
-            gradients.div_(weight)
-        return are_finite(self._gradient_buffers)
-
-    def _point_gradients_at(self, index: int) -> None:
-        for parameter, gradient in zip(self._parameters, self._gradients[index], strict=True):
-            parameter.grad = gradient
-        self._grad_buffer = index
-        self._writes = count_writes(self._gradients[index])
-
-    def _as_parameters(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [distributed_part(part, p) for part, p in zip(parts, self._parameters, strict=True)]
-
-    def _point_gradients_at_scratch(self) -> None:
-        index = len(self._transport.grad_buffers)
-        if len(self._gradients) == index:
-            self._gradients.append(self._as_parameters(self._scratch.views()))
-        self._scratch.zero()
-        self._point_gradients_at(index)
-
-    def _collect_replaced_gradients(self) -> None:
-        for parameter, gradient in zip(self._parameters, self._gradients[self._grad_buffer], strict=True):
-            if parameter.grad is not gradient:
-                _collect_replaced_gradient(parameter, gradient)
-
-    def _count_uses(self) -> None:
-        """Note the parameters that the micro-batch has used: autograd wrote to their gradients, once."""
-        earlier, self._writes = self._writes, count_writes(self._gradients[self._grad_buffer])
-        if self._writes == [before + 1 for before in earlier]:  # most often it has used all
-            self._used |= (1 << len(earlier)) - 1
-            return
-        for index, (after, before) in enumerate(zip(self._writes, earlier, strict=True)):
-            if after > before + 1:
-                raise _gradient_in_parts()
-            if after > before:
-                self._used |= 1 << index
-
-    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        bucket = self._bucket_of[index]
-
-        def hook(parameter: torch.Tensor) -> None:
-            if not self._missing:
-                return  # not the rank's last micro-batch of the step
-            gradient = self._gradients[self._remaining[0][1].slot][index]
-            if parameter.grad is not gradient:
-                _collect_replaced_gradient(parameter, gradient)
-            self._missing[bucket] -= 1
-            while self._next_bucket < self._gradient_buckets and self._missing[self._next_bucket] == 0:
-                self._send_next_bucket()
-
-        return hook
-
-    def _send_remaining_buckets(self) -> None:
-        while self._transport.overlaps and self._next_bucket < len(self._buckets):
-            self._send_next_bucket()
-
-    def _send_next_bucket(self) -> None:
-        bucket = self._buckets[self._next_bucket]
-        part = slice(bucket.start, bucket.stop)
-        buffers = self._transport.grad_buffers
-        for into, other in self._merges:
-            buffers[into][bucket.dtype][part].add_(buffers[other][bucket.dtype][part])
-        for index in self._absent:
-            buffers[index][bucket.dtype][part].zero_()
-        self._transport.launch(self._next_bucket)
-        self._next_bucket += 1
 
 
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
