@@ -28,7 +28,10 @@ from paceline.runs.rank_log import Tee, TerminalStream, terminal_and_log
 REFRESH_S = 0.2
 """Seconds between two refreshes; one costs about 0.4 ms."""
 
-_LINE_S = 1.0
+LINE_S = 30.0
+"""Seconds between two lines where there is no terminal."""
+
+_LEAST_LINE_S = 1.0
 _WINDOW_S = 30.0
 _SHOWN_IMBALANCE = 1.2
 
@@ -40,6 +43,7 @@ class ProgressSnapshot(NamedTuple):
         step: steps done, over all restarts.
         epoch: index from 0.
         loss: of this step.
+        learning_rate: of the first parameter group.
         samples: samples seen by all ranks.
         training_s: seconds in training steps.
     """
@@ -47,6 +51,7 @@ class ProgressSnapshot(NamedTuple):
     step: int
     epoch: int
     loss: float
+    learning_rate: float | None
     samples: int
     training_s: float
 
@@ -73,18 +78,22 @@ class Terminal:
         self._metrics = ""
         self._warning = ""
         self._history: deque[tuple[float, ProgressSnapshot]] = deque()
-        self._next_line_s = 0.0
+        self._last_line_s = time.monotonic()
+        self._drawn_s = 0.0
         has_bar = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
         self._bar = _Bar(self._console, total_steps) if has_bar else None
 
     @property
-    def refreshes(self) -> bool:
-        """Whether there is a bar, which needs :meth:`progress` every :data:`REFRESH_S`."""
-        return self._bar is not None
+    def interval_s(self) -> float:
+        """How often it needs :meth:`progress`, in seconds."""
+        return LINE_S if self._bar is None else REFRESH_S
 
     def progress(self, snapshot: ProgressSnapshot) -> None:
-        """Redraw the bar; without one, print a line at an epoch's end."""
+        """Redraw the bar; without one, print a line every :data:`LINE_S` and at an epoch's end."""
         now = time.monotonic()
+        if self._bar is not None and now - self._drawn_s < REFRESH_S and snapshot.step != self._total_steps:
+            return
+        self._drawn_s = now
         self._history.append((now, snapshot))
         while len(self._history) > 2 and now - self._history[0][0] > _WINDOW_S:
             self._history.popleft()
@@ -97,13 +106,22 @@ class Terminal:
             if self._metrics:
                 status.append(f"  {self._metrics}", style="cyan")
             self._bar.show(self._epoch(snapshot.epoch), snapshot.step, self._time_left(snapshot.step), status)
-        elif self._ends_epoch(snapshot.step) and (now >= self._next_line_s or snapshot.step == self._total_steps):
-            # At most one line per second, because very short epochs would fill a file.
-            self._next_line_s = now + _LINE_S
-            rate = self._samples_per_s()
-            speed = f"  {rate:,.0f} samples/s" if rate else ""
-            loss = number(snapshot.loss)
-            self.print(f"{self._epoch(snapshot.epoch)}  step {snapshot.step}  loss {loss}{speed}")
+        elif self._line_is_due(snapshot.step, now - self._last_line_s):
+            self._last_line_s = now
+            parts = [self._position(snapshot.epoch, snapshot.step), f"loss {number(snapshot.loss)}"]
+            if snapshot.learning_rate is not None:
+                parts.append(f"lr {number(snapshot.learning_rate)}")
+            if rate := self._samples_per_s():
+                parts.append(f"{rate:,.0f} samples/s")
+            if snapshot.step != self._total_steps and (left := self._time_left(snapshot.step)):
+                parts.append(left)
+            self.print("  ".join(parts))
+
+    def _line_is_due(self, step: int, since_s: float) -> bool:
+        if step == self._total_steps or since_s >= LINE_S:
+            return True
+        # Very short epochs would fill a file.
+        return self._steps_per_epoch is not None and step % self._steps_per_epoch == 0 and since_s >= _LEAST_LINE_S
 
     def imbalance(self, slowest: Imbalance | None) -> None:
         """Show a warning in the bar while a rank is slow."""
@@ -117,7 +135,7 @@ class Terminal:
         values = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
         self._metrics = f"{split} {values}"
         self.set_status("")
-        self.print(Text.assemble(f"{self._epoch(epoch)}  step {step}  ", (self._metrics, "cyan")))
+        self.print(Text.assemble(f"{self._position(epoch, step)}  ", (self._metrics, "cyan")))
 
     def set_status(self, text: str) -> None:
         """Show the current activity in the bar."""
@@ -141,8 +159,11 @@ class Terminal:
     def _epoch(self, epoch: int) -> str:
         return f"epoch {epoch + 1}/{self._epochs}" if self._epochs else f"epoch {epoch + 1}"
 
-    def _ends_epoch(self, step: int) -> bool:
-        return self._steps_per_epoch is not None and (step % self._steps_per_epoch == 0 or step == self._total_steps)
+    def _position(self, epoch: int, step: int) -> str:
+        if self._bar is not None:
+            return f"{self._epoch(epoch)}  step {step}"
+        of = f"/{self._total_steps}" if self._total_steps else ""
+        return f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {self._epoch(epoch)}  step {step}{of}"
 
     def _samples_per_s(self) -> float | None:
         (_, first), (_, last) = self._history[0], self._history[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -111,9 +110,9 @@ class Monitor:
         self._writers.extend(self._trackers)
         self._recorded_samples = 0
         self._recorded_s = 0.0
-        # Between records, a step is reported only to the bar, or at an epoch's end as a line.
-        self._refresh_s = 0.0 if self._terminal.refreshes else math.inf
-        self._line_every = 0 if self._terminal.refreshes or not steps_per_epoch else steps_per_epoch
+        # Between records, a step is reported only to the terminal, when it is time or an epoch ends.
+        self._refresh_s = perf_counter() + self._terminal.interval_s
+        self._steps_per_epoch = steps_per_epoch
 
     def is_due(self, step: int) -> bool:
         """Return whether ``step`` has a record; a pure function of the step, so equal on all ranks."""
@@ -150,7 +149,8 @@ class Monitor:
             return
         self._samples += samples
         due = step % self._log_every == 0 or step == self._total_steps
-        if due or (self._line_every and step % self._line_every == 0) or perf_counter() >= self._refresh_s:
+        ends_epoch = self._steps_per_epoch is not None and step % self._steps_per_epoch == 0
+        if due or ends_epoch or perf_counter() >= self._refresh_s:
             self._report(step, epoch, loss() if callable(loss) else loss, learning_rates, rows, due, logged)
 
     def _report(
@@ -163,15 +163,16 @@ class Monitor:
         due: bool,
         logged: Mapping[str, float],
     ) -> None:
-        from paceline.runs.console import REFRESH_S, ProgressSnapshot
+        from paceline.runs.console import ProgressSnapshot
 
         training_s = self.timer.training_s()
+        rates = learning_rates() if callable(learning_rates) else learning_rates
         if due:
-            rates = learning_rates() if callable(learning_rates) else learning_rates
             self._record(step, epoch, loss, rates, rows() if callable(rows) else rows, training_s, logged)
-        if perf_counter() >= self._refresh_s or not self._terminal.refreshes or step == self._total_steps:
-            self._terminal.progress(ProgressSnapshot(step, epoch, loss, self._samples, training_s))
-            self._refresh_s = perf_counter() + REFRESH_S if self._terminal.refreshes else math.inf
+        self._terminal.progress(
+            ProgressSnapshot(step, epoch, loss, rates[0] if rates else None, self._samples, training_s)
+        )
+        self._refresh_s = perf_counter() + self._terminal.interval_s
 
     def _record(
         self,

@@ -198,21 +198,40 @@ def test_the_summary_names_metrics_as_they_are(directory: RunDirectory, capsys: 
     assert "accuracy[top]" in out
 
 
-def test_a_pipe_gets_a_line_an_epoch_and_evaluation_and_the_summary(
+def test_a_pipe_gets_a_dated_line_an_epoch_and_evaluation_and_the_summary(
     directory: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "_LINE_S", 0.0)
+    monkeypatch.setattr(console, "_LEAST_LINE_S", 0.0)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     train(directory)
     out, err = capsys.readouterr()
     assert out == "printed by the task\n"
-    assert err.splitlines()[:5] == [
-        "a note",
-        "epoch 1/2  step 20  loss 0.05  6,400 samples/s",
-        "epoch 1/2  step 20  val accuracy 0.5",
-        "epoch 2/2  step 40  loss 0.025  6,400 samples/s",
-        "epoch 2/2  step 40  val accuracy 0.5",
+    lines = err.splitlines()[:5]
+    assert lines[0] == "a note"
+    assert all(re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d  epoch", line) for line in lines[1:])
+    assert [re.sub(r"  \S+ left$", "", line[21:]) for line in lines[1:]] == [
+        "epoch 1/2  step 20/40  loss 0.05  lr 0.1  6,400 samples/s",
+        "epoch 1/2  step 20/40  val accuracy 0.5",
+        "epoch 2/2  step 40/40  loss 0.025  lr 0.1  6,400 samples/s",
+        "epoch 2/2  step 40/40  val accuracy 0.5",
     ]
+
+
+def test_a_pipe_gets_a_line_every_30_seconds_within_a_long_epoch(
+    directory: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    minutes = SimpleNamespace(monotonic=count(0.0, 60.0).__next__, strftime=lambda form: "2026-11-27 22:30:00")
+    monkeypatch.setattr(console, "time", minutes)
+    monkeypatch.setattr("paceline.runs.monitor.perf_counter", count(0.0, 16.0).__next__)
+    with Monitor(directory, **{**OPTIONS, "steps_per_epoch": None, "total_steps": 1000, "log_every": 500}) as monitor:
+        for step in range(1, 9):
+            monitor.timer.seconds["forward"] += 0.01
+            monitor.on_step_end(step, 0, 64, 1.0 / step, (0.1,))
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) < 8
+    assert lines[-1].startswith("2026-11-27 22:30:00  epoch 1  step ")
+    assert re.search(r"/1000  loss 0\.\d+  lr 0\.1  6,400 samples/s  \S+ left$", lines[-1])
 
 
 def test_quiet_shows_nothing_and_still_logs(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
