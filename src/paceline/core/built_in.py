@@ -234,6 +234,7 @@ OPTION_GROUPS = (
     "paceline_more_strategies.options:DataParallelOptions",
     "paceline.parallel.options:TensorOptions",
     "paceline.parallel.options:PipelineOptions",
+    "paceline_fine_tuning.options:FineTuningOptions",
 )
 """The groups of a run's options besides those of :mod:`paceline.core`."""
 
@@ -273,6 +274,7 @@ PACKAGES = frozenset(
     place.partition(":")[0].partition(".")[0]
     for place in (
         *(command.place for command in COMMANDS.values()),
+        *OPTION_GROUPS,
         *(place for places in (NAMES, PARTS, LAUNCHER_OPTIONS, *BUILT_IN.values()) for place in places.values()),
     )
 )

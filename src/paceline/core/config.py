@@ -15,7 +15,6 @@ from typing import Any, Literal, Self, TypeVar, cast
 from paceline.core.built_in import BUILT_IN, OPTION_GROUPS
 from paceline.core.errors import ConfigError
 from paceline.core.files import check_path, parse_toml
-from paceline.core.fine_tuning_config import FineTuningOptions
 from paceline.core.options import (
     BestMetric,
     Changes,
@@ -210,7 +209,7 @@ def option_groups() -> tuple[type[OptionGroup], ...]:
     return (
         *(ProcessOptions, RecoveryOptions),
         *(import_object(place) for place in OPTION_GROUPS if find_spec(place.partition(".")[0])),
-        *(ParallelOptions, FineTuningOptions, TrainingOptions, DataOptions, EvaluationOptions, RecordOptions),
+        *(ParallelOptions, TrainingOptions, DataOptions, EvaluationOptions, RecordOptions),
     )
 
 
@@ -250,7 +249,6 @@ class RunConfig:
         self.processes = self[ProcessOptions]
         self.recovery = self[RecoveryOptions]
         self.parallel = self[ParallelOptions]
-        self.fine_tuning = self[FineTuningOptions]
         self.training = self[TrainingOptions]
         self.data = self[DataOptions]
         self.evaluation = self[EvaluationOptions]
@@ -294,6 +292,7 @@ class RunConfig:
         return Changes(
             strategy=next((each.strategy for each in of_groups if each.strategy), None),
             reducer=next((each.reducer for each in of_groups if each.reducer), None),
+            preparation=next((each.preparation for each in of_groups if each.preparation), None),
             outer_optimizer=next((each.outer_optimizer for each in of_groups if each.outer_optimizer), None),
             sync_every=max(each.sync_every for each in of_groups),
             own_state=tuple(text for each in of_groups for text in each.own_state),

@@ -438,6 +438,8 @@ class Changes:
     Attributes:
         strategy: what steps in place of the strategy's own class, as ``module:Class``.
         reducer: the engine that sums gradients.
+        preparation: changes the task's model before it is trained, as ``module:Class``: a
+            :class:`~paceline.training.preparation.ModelPreparation`.
         outer_optimizer: steps when ranks synchronise, as ``module:Class``; a checkpoint has its state.
         sync_every: steps between synchronisations; a run evaluates and saves after one.
         own_state: the given options with which ranks have state of their own, as on the command line: none can join,
@@ -447,6 +449,7 @@ class Changes:
 
     strategy: str | None = None
     reducer: str | None = None
+    preparation: str | None = None
     outer_optimizer: str | None = None
     sync_every: int = 1
     own_state: tuple[str, ...] = ()

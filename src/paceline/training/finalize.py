@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 
-from paceline.core.errors import CheckpointError
 from paceline.parallel.sharded_state import load_module
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import World
@@ -22,8 +20,6 @@ from paceline.runs.phases import OUTSIDE_STEPS
 from paceline.training.evaluation import EvaluationStopped
 from paceline.training.group_context import GroupContext
 from paceline.training.trainer import Trainer
-
-_log = logging.getLogger(__name__)
 
 
 def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str, Any]:
@@ -66,7 +62,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
                 trainer.stop(group, stopped.cause)
             metrics["test"] = dict(trainer.state.callback.on_eval_end("test", measured))
             group.monitor.on_eval_end("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
-    found = _drift(trainer, group)
+    of_preparation = run.preparation.results(trainer, group)
     phases = group.phases()
     return {
         "task": run.task_name,
@@ -84,7 +80,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
         "state_version": progress.version,
         "best_step": progress.best_step,
         "metrics": finite(metrics),  # JSON has no NaN
-        **({} if found is None else {"drift": found}),
+        **of_preparation,
         "purity": group.purity_result(),
         **group.engine.extra_results,
         "model_sha256": sha256,
@@ -107,26 +103,6 @@ def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     # Without survivors, a group starts from a checkpoint: that is a recovery, not a restart.
     started = [e for e in events if e["event"] == "started" and e.get("generation") not in views]
     return {"restarts": max(0, len(started) - 1), "recoveries": sum(views.values())}
-
-
-def _drift(trainer: Trainer, group: GroupContext) -> dict[str, Any] | None:
-    """Measure the drift of the evaluated model from its pretrained weights, if any; all ranks call this together."""
-    run, world = trainer.run, group.world
-    if run.config.fine_tuning.init_from is None:
-        return None
-    from paceline.training.pretrained import PretrainedWeights
-
-    weights = trainer.states.full_evaluated_weights(world)
-    found, problem = None, None
-    if world.rank == 0:
-        group.monitor.set_status("comparing with the parent")
-        try:
-            found = PretrainedWeights.load_copy(run.directory).drift(run, weights)
-        except CheckpointError as error:
-            problem = str(error)  # the training is done, and its result stands
-            _log.warning("no drift: %s", error)
-    found = world.broadcast_object(found if problem is None else {"problem": problem})
-    return dict(found)
 
 
 def _load_best(trainer: Trainer, world: World) -> None:

@@ -16,10 +16,8 @@ from paceline.core.callback import Callback, RankInfo
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import CheckpointError, DataError
-from paceline.core.fine_tuning_config import Lora
 from paceline.core.job import WorkerConfig
 from paceline.core.owned_names import own_prefix
-from paceline.core.task import Task
 from paceline.core.task_loading import TaskReference, recorded_spec
 from paceline.parallel.world import ParallelDims, World, open_world
 from paceline.runs.checkpoint_admin import select_checkpoint
@@ -28,7 +26,7 @@ from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.training.control import StopCause
 from paceline.training.evaluation import Evaluator, Observe
-from paceline.training.fine_tuning import evaluated_weights
+from paceline.training.preparation import build_preparation
 from paceline.training.reproducibility import numerics_fingerprint, preserve_numerics, seed_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
@@ -37,6 +35,8 @@ from paceline.training.stop_signals import StopSignals
 from paceline.training.task_parts import build_task_callback, build_task_model
 
 Device = Literal["auto", "cpu", "cuda"]
+
+_AVERAGED = "module."  # what AveragedModel puts before the names
 
 Fill = Callable[[RunContext, nn.Module, Callback], tuple[int, int]]
 """Loads what was saved into a model and its callback; returns the steps and epochs that it had done."""
@@ -71,7 +71,7 @@ def load_model(
         with preserve_numerics():
             seed_model(config.training.seed)
             model = build_task_model(task)
-    _fill_model(path, load(path).state, model, config.fine_tuning.lora)
+    _fill_model(path, load(path).state, model, config)
     return model.to(device).eval()
 
 
@@ -162,7 +162,7 @@ def load_trained_model(
     infos = []
 
     def fill(run: RunContext, module: nn.Module, callback: Callback) -> tuple[int, int]:
-        info = _restore(path, run.task, module, run.config.fine_tuning.lora, callback)
+        info = _restore(path, run, module, callback)
         infos.append(info)
         return info.step, info.epoch
 
@@ -236,20 +236,34 @@ def make_evaluator(trained: EvaluableModel, split: str) -> Evaluator:
     raise DataError(f"{trained.run.directory.path} has no {split} split. {hint}")
 
 
-def _restore(path: Path, task: Task, module: nn.Module, lora: Lora | None, callback: Callback) -> CheckpointInfo:
+def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the evaluated weights of a checkpoint, by the names of the trained model: the moving average, if any.
+
+    Raises:
+        CheckpointError: it holds no model.
+    """
+    if "model" not in state:
+        raise CheckpointError("the checkpoint holds no model.")
+    if "ema" not in state:
+        return dict(state["model"])
+    entries = state["ema"].items()
+    return {name.removeprefix(_AVERAGED): value for name, value in entries if name.startswith(_AVERAGED)}
+
+
+def _restore(path: Path, run: RunContext, module: nn.Module, callback: Callback) -> CheckpointInfo:
     checkpoint = load(path)
     state = checkpoint.state
-    _fill_model(path, state, module, lora)
+    _fill_model(path, state, module, run.config)
     with _explain_misfit(path):
         callback.load_state_dict(state.get("callback", {}))
         if "task" in state:
-            task.load_state_dict(state["task"])
+            run.task.load_state_dict(state["task"])
     return checkpoint.manifest.info
 
 
-def _fill_model(path: Path, state: Mapping[str, Any], module: nn.Module, lora: Lora | None) -> None:
+def _fill_model(path: Path, state: Mapping[str, Any], module: nn.Module, config: RunConfig) -> None:
     with _explain_misfit(path):
-        module.load_state_dict(evaluated_weights(state, lora))
+        module.load_state_dict(build_preparation(config).task_weights(evaluated_weights(state)))
         load_changed_buffers(module, state.get("ema_buffers" if "ema" in state else "buffers", {}))
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -16,40 +14,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from paceline.core.errors import ConfigError, join_names
 from paceline.parallel.sharded_state import ShardedOptimizer, is_distributed, local_shard
 from paceline.torch_internals import PartsGradScaler, foreach_copy_
-
-# --- Patterns that name layers or parameters, with ``*`` for any: ``--lr-scale``, ``--freeze`` ---
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern names a parameter: by its own name, or by that of a layer around it."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
-
-
-def require_match(option: str, pattern: str, module: nn.Module, others: Iterable[str] = ()) -> None:
-    """Refuse a pattern that names nothing in a model.
-
-    Args:
-        option: the option's name, such as ``--freeze``.
-        others: names that will do, too.
-
-    Raises:
-        ConfigError: with the nearest names.
-    """
-    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    if any(matches(pattern, name) for name in (*parameters, *others)):
-        return
-    layers = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters())]
-    near = difflib.get_close_matches(pattern.removesuffix(".*"), [*layers, *parameters], n=3, cutoff=0.5)
-    hint = (
-        f"Did you mean {' or '.join(near)}?"
-        if near
-        else f"Its layers with parameters: {join_names(layers or parameters)}."
-    )
-    raise ConfigError(f"{option} {pattern}: nothing in the model has such a name. {hint}")
-
 
 # --- The moving average of the weights ---
 
@@ -185,64 +151,23 @@ class ShardedGradScaler(PartsGradScaler):
         return parts
 
 
-# --- Learning rates that differ within a model: ``--lr-scale`` ---
+# --- Learning rates that differ within a model ---
 
 
-_KEY = "paceline_lr_scale"
-
-
-def scale_lr(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Sequence[tuple[str, float]]) -> None:
-    """Divide the optimizers' parameter groups so that each has one factor, and note it in the group.
-
-    The group's ``lr`` stays what the task and its schedulers make of it, since a schedule such as
-    ``OneCycleLR`` sets it for all groups alike; the factor comes in with :func:`scaled_lr`.
-
-    Args:
-        optimizers: as the task built them.
-        scales: the values of ``--lr-scale``, as pattern and factor; the last one that matches counts.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
-    """
-    factors: dict[int, float] = {}
-    for pattern, factor in scales:
-        require_match("--lr-scale", pattern, module)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if matches(pattern, name):
-                factors[id(parameter)] = factor
-    for optimizer in optimizers.values():
-        for group in list(optimizer.param_groups):
-            _divide(optimizer, group, factors)
-
-
-def _divide(optimizer: Optimizer, group: dict[str, Any], factors: Mapping[int, float]) -> None:
-    members: dict[float, list[int]] = {}
-    for index, parameter in enumerate(group["params"]):
-        members.setdefault(factors.get(id(parameter), 1.0), []).append(index)
-    lists: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
-    shared = {key: value for key, value in group.items() if key not in lists}
-    for number, (factor, indices) in enumerate(members.items()):
-        part = {key: [values[index] for index in indices] for key, values in lists.items()}
-        if number == 0:
-            group.update({**part, _KEY: factor})
-        elif "param_names" in part:
-            named = list(zip(part["param_names"], part["params"], strict=True))
-            optimizer.add_param_group({**shared, "params": named, _KEY: factor})
-        else:
-            optimizer.add_param_group({**shared, **part, _KEY: factor})
+LR_FACTOR = "paceline_lr_scale"
+"""The key of a parameter group's factor; its ``lr`` stays what the task and its schedulers make of it."""
 
 
 def current_lr(group: Mapping[str, Any]) -> Any:
     """Return the learning rate of a group's parameters."""
-    return group["lr"] * group.get(_KEY, 1.0)
+    return group["lr"] * group.get(LR_FACTOR, 1.0)
 
 
 @contextmanager
 def scaled_lr(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
     """Within, each group's ``lr`` is what updates its parameters; afterwards it is as before."""
-    groups = [
-        group for optimizer in optimizers.values() for group in optimizer.param_groups if group.get(_KEY, 1.0) != 1.0
-    ]
+    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+    groups = [group for group in groups if group.get(LR_FACTOR, 1.0) != 1.0]
     before = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = current_lr(group)

@@ -319,7 +319,7 @@ def _cpu_name() -> str:
 
 
 # Tags 1 to 9 belong to the order of the data, 16 and 17 to its samples.
-_MODEL, _MICROBATCH, _EVALUATION, _VERIFICATION, _ADAPTERS = 11, 12, 13, 14, 15
+_MODEL, _MICROBATCH, _EVALUATION, _VERIFICATION, _PREPARATION = 11, 12, 13, 14, 15
 _DATASET, _STEP, _UPDATE, _TRANSITION, _BETWEEN = 21, 22, 23, 24, 25
 
 
@@ -354,9 +354,9 @@ def seed_transition(seed: int, version: int) -> None:
     _seed(derive_key(seed, _TRANSITION, version))
 
 
-def seed_adapters(seed: int) -> None:
-    """Seed before adapters are put around a model's layers, independent of earlier imports and draws."""
-    _seed(derive_key(seed, _ADAPTERS))
+def seed_preparation(seed: int) -> None:
+    """Seed before options add parameters to the task's model, independent of earlier imports and draws."""
+    _seed(derive_key(seed, _PREPARATION))
 
 
 def seed_microbatch(seed: int, step: int, microbatch: int, number: int = 0) -> None:

@@ -34,6 +34,7 @@ from paceline.runs.purity import PurityRecord
 from paceline.runs.trackers import RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH
 from paceline.training.evaluation import Evaluator
+from paceline.training.preparation import ModelPreparation, build_preparation
 from paceline.training.reproducibility import build_split
 from paceline.training.resolve import DataSetup
 from paceline.training.schedule import Deadline, Schedule
@@ -81,6 +82,11 @@ class RunContext:
         """Return whether this run has other hyperparameters than the run whose state of this version it begins with."""
         fork = Fork.of(self.manifest)
         return fork is not None and bool(fork.changed) and fork.version == version
+
+    @cached_property
+    def preparation(self) -> ModelPreparation:
+        """What the options change in the task's model."""
+        return build_preparation(self.config)
 
     @cached_property
     def purity(self) -> PurityRecord:

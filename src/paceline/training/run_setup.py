@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,6 +32,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import has_tensorboard
 from paceline.runs.trackers import require
 from paceline.torch_internals import describe_untested
+from paceline.training.preparation import InitialWeights
 from paceline.training.reproducibility import configure_numerics, fix_cublas_workspace, numerics_fingerprint
 from paceline.training.resolve import (
     DataSetup,
@@ -42,9 +43,6 @@ from paceline.training.resolve import (
 from paceline.training.run_context import RunContext
 from paceline.training.schedule import Deadline
 from paceline.training.stop_signals import StopSignals
-
-if TYPE_CHECKING:
-    from paceline.training.pretrained import PretrainedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +146,11 @@ def validate(
     return task, spec, config, []
 
 
-def create(run: RunContext, run_id: str, parent: PretrainedWeights | None) -> None:
+def create(run: RunContext, run_id: str, initial: InitialWeights | None) -> None:
     """Write ``run.toml``, and what the run begins with; rank 0 does, once."""
     document = {"id": run_id, **_manifest(run.config, run.task, run.data, run.device)}
-    if parent is not None:
-        document["parent"] = parent.save_copy(run.directory)
+    if initial is not None:
+        document["parent"] = initial.save_copy(run.directory)
     save_lengths(run.directory.sample_lengths, run.data.order)
     run.directory.write_manifest(document)
     run.manifest.update(document)

@@ -30,7 +30,6 @@ from paceline.training.optim import (
     EMA,
     ShardedGradScaler,
     current_lr,
-    scale_lr,
     scaled_lr,
     sparse_gradients,
 )
@@ -42,6 +41,7 @@ from paceline.training.optimizer_state import (
     require_shapes,
     sort_parameters,
 )
+from paceline.training.preparation import build_preparation
 from paceline.training.task_parts import build_task_callback, build_task_optimizers, build_task_scheduler
 
 
@@ -183,9 +183,8 @@ class TrainingState:
         }
         for name, optimizer in self.optimizers.items():
             sort_parameters(name, optimizer, module)
-        self._lr_scale = config.fine_tuning.lr_scale
-        if config.fine_tuning.lr_scale:
-            scale_lr(self.optimizers, module, config.fine_tuning.lr_scale)
+        self._preparation = build_preparation(config)
+        self._preparation.divide_groups(self.optimizers, module)
         self.parameters_of = {
             name: [p for group in optimizer.param_groups for p in group["params"]]
             for name, optimizer in self.optimizers.items()
@@ -436,7 +435,7 @@ class TrainingState:
     def _names_of_format_1(self, name: str) -> list[list[str]]:
         """Return the names of an optimizer's parameters in the order in which checkpoints of format 1 number them."""
         unsorted = SGD(self._as_built[name], lr=1.0)
-        scale_lr({name: unsorted}, self.module, self._lr_scale)
+        self._preparation.divide_groups({name: unsorted}, self.module)
         return group_names(unsorted, self.module)
 
     def _with_own_hyperparameters(self, state: Mapping[str, Any]) -> dict[str, Any]:

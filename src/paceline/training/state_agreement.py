@@ -26,7 +26,6 @@ from paceline.training.reproducibility import compare_numerics, numerics_fingerp
 from paceline.training.run_context import RunContext
 
 if TYPE_CHECKING:
-    from paceline.training.pretrained import PretrainedWeights
     from paceline.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -55,13 +54,9 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     new = not run.manifest
     run_id = str(world.broadcast_object(secrets.token_hex(8) if new else run.run_id))
     saved = newest_checkpoint(run, world, run_id)
-    parent: PretrainedWeights | None = None
-    if saved is None and (source := run.config.fine_tuning.init_from) is not None:
-        from paceline.training.pretrained import PretrainedWeights
-
-        parent = PretrainedWeights.read(run, source, world)
+    initial = run.preparation.read_weights(run, world) if saved is None else None
     if saved is None:
-        trainer.states.begin(mesh, None if parent is None else parent.weights)
+        trainer.states.begin(mesh, None if initial is None else initial.weights)
         trainer.states.state.require_storable()
         if not trainer.states.is_collective:
             trainer.rehearse_evaluation(mesh)
@@ -71,7 +66,7 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     if world.rank == 0:
         # Only now, so that a model that cannot be built creates no run.
         if new:
-            run_setup.create(run, run_id, parent)
+            run_setup.create(run, run_id, initial)
             for note in [*notes, *trainer.state.describe_precision()]:
                 _log.info("%s", note)
         directory.append_event(

@@ -22,7 +22,6 @@ from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import checkpoint_activations
 from paceline.training.checkpoint_manager import RECENT_STEPS
 from paceline.training.example_batch import ExampleBatch
-from paceline.training.fine_tuning import initialise, merge_adapters
 from paceline.training.optimizer_state import require_equal_groups
 from paceline.training.reproducibility import release_cublas_workspace, seed_model
 from paceline.training.run_context import RunContext
@@ -45,7 +44,7 @@ class StateCondition(Enum):
 class StateManager:
     """The state, and what goes with it from one rank to another.
 
-    The state is first *as built* by the task, or *absent* if it needs the ranks or pretrained weights. It becomes
+    The state is first *as built* by the task, or *absent* if it needs the ranks or initial weights. It becomes
     *valid* by :meth:`begin` (a new run), :meth:`restore` (from a checkpoint) or :meth:`import_state` (from another
     rank). While :meth:`mutating` changes it, and after an error in that, it is *invalid*; then :meth:`undo_step` makes
     it valid again if there is a copy, and else one of those three does.
@@ -70,8 +69,8 @@ class StateManager:
         self._state: TrainingState | None = None
         self._copy: Mapping[str, Any] | None = None  # of the state before a step, for undo_step()
         # If each rank holds the complete state, it is built here, so that an error is raised before others wait for
-        # this rank. A new run with pretrained weights has to wait for these.
-        waits = run.config.fine_tuning.init_from is not None and not run.manifest
+        # this rank. A new run with initial weights has to wait for these.
+        waits = run.preparation.has_initial_weights and not run.manifest
         if not run.config.parallel.shards_state and not waits:
             self._state = self._new_state()
             self.condition = StateCondition.AS_BUILT
@@ -106,7 +105,7 @@ class StateManager:
             self.condition = StateCondition.ABSENT
 
     def _new_state(self, weights: Mapping[str, Tensor] | None = None) -> TrainingState:
-        """Build the task's state, with the pretrained weights of another run if there are any."""
+        """Build the task's state, with the initial weights if there are any."""
         run = self._run
         build_model = partial(self._build_model, weights)
         seed_model(run.config.training.seed)
@@ -126,7 +125,7 @@ class StateManager:
     def _build_model(self, weights: Mapping[str, Tensor] | None) -> nn.Module:
         config = self._run.config
         module = build_task_model(self._run.task)
-        initialise(module, config, weights)
+        self._run.preparation.prepare(module, weights)
         memory = config[MemoryOptions]
         if memory.checkpoint_activations != "none":
             checkpoint_activations(
@@ -150,7 +149,7 @@ class StateManager:
         """Begin a new run; all ranks call this together.
 
         Args:
-            weights: pretrained weights, the same on all ranks.
+            weights: initial weights, the same on all ranks.
 
         Raises:
             ConfigError: ``weights`` do not fit the model.
@@ -226,8 +225,7 @@ class StateManager:
         if world.rank != 0:
             return {}
         weights = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
-        adapters = self._run.config.fine_tuning.lora
-        return weights if adapters is None else merge_adapters(weights, adapters)
+        return self._run.preparation.task_weights(weights)
 
     def clip_gradients(self, max_norm: float) -> None:
         """Scale the gradients of the whole model down to a 2-norm; all ranks call this together."""

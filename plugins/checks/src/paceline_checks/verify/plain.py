@@ -22,7 +22,6 @@ from paceline.core.callback import Callback, RankInfo
 from paceline.core.errors import ConfigError, TaskError
 from paceline.core.task import Loss
 from paceline.torch_internals import buffer_table
-from paceline.training.fine_tuning import initialise
 from paceline.training.reproducibility import (
     seed_microbatch,
     seed_model,
@@ -49,7 +48,7 @@ def require_comparable(run: RunContext) -> None:
         raise TaskError(f"{name} defines train_step, so its step is not the one of the loop.")
     if run.data.order is None:
         raise TaskError(f"the training data of {name} are a stream, and the loop reads data with a length.")
-    if run.config.fine_tuning.lr_scale:
+    if run.config.values.get("lr_scale"):
         raise ConfigError("--lr-scale is not in the loop.")
 
 
@@ -73,7 +72,7 @@ def train_plainly(run: RunContext, world_size: int = 1) -> dict[str, torch.Tenso
     assert run.data.total_steps is not None
     seed_model(config.training.seed)
     model = task.build_model()
-    initialise(model, config)
+    run.preparation.prepare(model)
     model = model.to(run.device).train()
     average = copy.deepcopy(model) if config.training.ema is not None else None
     callback = task.build_callback(model, run.run_schedule) or Callback()

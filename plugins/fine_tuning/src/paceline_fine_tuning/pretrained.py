@@ -16,7 +16,6 @@ from torch import nn
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, PackageError
 from paceline.core.files import write_atomically
-from paceline.core.fine_tuning_config import Lora
 from paceline.core.task import Task
 from paceline.data.loader import EvalBatches
 from paceline.elastic.group_formation import StateSource, transfer_state
@@ -26,9 +25,12 @@ from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
-from paceline.training.fine_tuning import evaluated_weights, reinitialized_parameters
+from paceline.training.loaded_model import evaluated_weights
 from paceline.training.reproducibility import build_split
 from paceline.training.run_context import RunContext
+from paceline_fine_tuning.adapters import merge_adapters
+from paceline_fine_tuning.initialization import reinitialized_parameters
+from paceline_fine_tuning.options import FineTuningOptions
 
 COMPARED_SAMPLES = 2048
 """About so many samples of the test split, evenly spaced, are predicted by both models."""
@@ -95,7 +97,7 @@ class PretrainedWeights:
             return cls(*_of_package(source))
         saved = load(checkpoint)
         info = saved.manifest.info
-        entries = evaluated_weights(saved.state, _adapters_of(directory))
+        entries = _task_weights(directory, evaluated_weights(saved.state))
         weights = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
         record = {
             "source": source,
@@ -211,11 +213,20 @@ def _parsed(source: str) -> tuple[Path, str | None]:
     return Path(before).expanduser(), which
 
 
-def _adapters_of(directory: RunDirectory) -> Lora | None:
-    """Return the parent's ``--lora``; that of a checkpoint alone is unknown."""
-    if not directory.exists():
-        return None
-    return config_from_mapping(directory.read_complete_manifest()["config"], "run.toml").fine_tuning.lora
+def _task_weights(directory: RunDirectory, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights of the parent's own model, with its adapters merged."""
+    lora = None
+    if directory.exists():
+        config = config_from_mapping(directory.read_complete_manifest()["config"], "run.toml")
+        lora = config[FineTuningOptions].lora
+    if lora is not None:
+        return merge_adapters(weights, lora)
+    if any(".lora_A." in name for name in weights):
+        raise CheckpointError(
+            "the checkpoint has adapters, and what their product is scaled by stands in the run.toml of its "
+            "run, which is not there. Name the run instead."
+        )
+    return dict(weights)
 
 
 def relative_l2(

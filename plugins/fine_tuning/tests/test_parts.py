@@ -14,9 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.fine_tuning_config import Lora, parse_lora, parse_lr_scale
-from paceline.training.fine_tuning import add_adapters, freeze, initialise, merge_adapters
-from paceline.training.optim import current_lr, matches, scale_lr, scaled_lr
+from paceline.training.optim import current_lr, scaled_lr
+from paceline_fine_tuning.adapters import add_adapters, merge_adapters
+from paceline_fine_tuning.initialization import initialise
+from paceline_fine_tuning.options import Lora, parse_lora, parse_lr_scale
+from paceline_fine_tuning.parameters import freeze, matches, scale_lr
 
 
 def _model(classes: int = 3) -> nn.Sequential:

@@ -11,8 +11,9 @@ from tests.training.states import newest
 
 from paceline.core.config import config_from_mapping
 from paceline.runs.directory import RunDirectory
-from paceline.training.fine_tuning import merge_adapters
-from paceline.training.pretrained import PretrainedWeights
+from paceline_fine_tuning.adapters import merge_adapters
+from paceline_fine_tuning.options import FineTuningOptions
+from paceline_fine_tuning.pretrained import PretrainedWeights
 
 pytestmark = pytest.mark.matrix
 
@@ -136,7 +137,7 @@ def test_only_adapters_are_trained_and_merging_them_gives_the_tasks_own_model(on
     kept = {name.replace(".base_layer.", "."): tensor for name, tensor in after.items() if name not in trained}
     assert kept.keys() == before.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in kept.items())
-    adapters = config_from_mapping({"lora": _TEXT["lora"]}, "here").fine_tuning.lora
+    adapters = config_from_mapping({"lora": _TEXT["lora"]}, "here")[FineTuningOptions].lora
     assert adapters is not None
     plain = merge_adapters(after, adapters)
     changed = {name for name in plain if not torch.equal(plain[name], before[name])}

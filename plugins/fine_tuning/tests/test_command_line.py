@@ -23,7 +23,8 @@ from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import PackageManifest, Provenance
 from paceline.training import state_manager
-from paceline.training.pretrained import PretrainedWeights
+from paceline_fine_tuning.options import FineTuningOptions
+from paceline_fine_tuning.pretrained import PretrainedWeights
 
 TASKS = """
 from dataclasses import dataclass
@@ -182,7 +183,7 @@ def test_adapters_are_merged_for_a_child_and_in_a_package(here: Path, capfd: pyt
     assert _paceline(_train("grandchild", "--init-from", "adapted@last", "--max-steps", "1")) == 0
     state = load(select_checkpoint(Path("adapted/checkpoints"), "last")).state["model"]
     a, b = (state[f"0.lora_{letter}.default.weight"] for letter in "AB")
-    adapters = config_from_mapping({"lora": lora}, "here").fine_tuning.lora
+    adapters = config_from_mapping({"lora": lora}, "here")[FineTuningOptions].lora
     assert adapters is not None
     expected = state["0.base_layer.weight"] + adapters.scaling * (b @ a)
     torch.testing.assert_close(_copy("grandchild")["0.weight"], expected)

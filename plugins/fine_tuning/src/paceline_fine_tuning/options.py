@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import check_path
-from paceline.core.options import OptionGroup, Requirement, at_least, option
+from paceline.core.options import Changes, OptionGroup, Requirement, at_least, option
 
 if TYPE_CHECKING:
     from paceline.core.config import RunConfig
@@ -136,6 +136,11 @@ class FineTuningOptions(OptionGroup):
         "Default target: all linear layers but the last; dropout=0.1 may be added.",
         parse=parse_lora,
     )
+
+    def changes(self, config: RunConfig) -> Changes:
+        """Any of these options changes the model or the optimizers' groups."""
+        given = self.init_from or self.freeze or self.lr_scale or self.lora
+        return Changes(preparation="paceline_fine_tuning.preparation:FineTuning" if given else None)
 
     def check(self, config: RunConfig) -> None:
         """Reject what has no effect with adapters."""

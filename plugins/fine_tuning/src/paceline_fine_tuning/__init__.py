@@ -1,0 +1,1 @@
+"""Fine-tuning: the weights of another run, LoRA adapters, frozen layers, learning rates of layers."""

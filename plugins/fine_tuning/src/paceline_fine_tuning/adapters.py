@@ -1,0 +1,104 @@
+"""Low-rank adapters by peft: put around a model's layers, and merged into their weights again.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (https://arxiv.org/abs/2106.09685).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from paceline.core.errors import CheckpointError, ConfigError, join_names
+from paceline.runs.rank_log import silence_loggers
+from paceline.torch_internals import PYTREE_LOGGER
+from paceline_fine_tuning.options import ALL_LINEAR, Lora
+
+_BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+_NOISY = ("torchao", PYTREE_LOGGER)  # peft imports it, and it is not used here
+
+
+def add_adapters(module: nn.Module, lora: Lora) -> None:
+    """Put adapters around linear layers of a model, in place, and freeze all other parameters.
+
+    Args:
+        module: the model; drawn from torch's generator is what an adapter's A begins with, and B is zero.
+        lora: which layers, and the adapters' size.
+
+    Raises:
+        ConfigError: peft is not installed or refuses a layer, or no linear layer is meant.
+    """
+    layers = target_layers(module, lora)
+    try:
+        with silence_loggers(*_NOISY):
+            from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            f"--lora needs peft, which cannot be imported ({error}). Install it: pip install 'paceline[lora]'"
+        ) from error
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        # Of a list, peft takes a name also for the end of others, whatever layers they are.
+        target_modules="|".join(map(re.escape, layers)),
+        bias="none",
+    )
+    try:
+        with silence_loggers(*_NOISY):
+            inject_adapter_in_model(config, module)
+    except ValueError as error:
+        raise ConfigError(f"--lora: peft refuses these layers: {error} Name others with target=.") from error
+
+
+def target_layers(module: nn.Module, lora: Lora) -> list[str]:
+    """Return the names of the layers that get an adapter.
+
+    Raises:
+        ConfigError: a target names no linear layer.
+    """
+    linear = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
+    if lora.targets == (ALL_LINEAR,):
+        found = linear[:-1]
+        if not found:
+            raise ConfigError(
+                f"--lora: the model has {len(linear)} linear layers, and {ALL_LINEAR} is all but the last. "
+                "Name them with target=."
+            )
+        return found
+    found = []
+    for target in lora.targets:
+        meant = [name for name in linear if fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")]
+        if not meant:
+            raise ConfigError(
+                f"--lora target={target}: no torch.nn.Linear of the model has such a name. Those there are: "
+                f"{join_names(linear) or 'none'}."
+            )
+        found += [name for name in meant if name not in found]
+    return found
+
+
+def merge_adapters(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
+    """Merge adapters: return the state of an equivalent model without them.
+
+    Args:
+        state: of a model that :func:`add_adapters` has changed.
+
+    Returns:
+        The input of ``load_state_dict`` of the task's own model.
+
+    Raises:
+        CheckpointError: an adapter has only one of its two matrices.
+    """
+    plain = {name.replace(_BASE, "."): tensor for name, tensor in state.items() if not name.endswith((_A, _B))}
+    for name, a in state.items():
+        if not name.endswith(_A):
+            continue
+        layer = name.removesuffix(_A)
+        if layer + _B not in state or f"{layer}.weight" not in plain:
+            raise CheckpointError(f"the adapter of {layer!r} is incomplete: {layer}{_B} or its layer is missing.")
+        plain[f"{layer}.weight"] = plain[f"{layer}.weight"] + state[layer + _B] @ a * lora.scaling
+    return plain
