@@ -26,7 +26,7 @@ from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.standard_streams import print_status
 from paceline.elastic.control import ControlApi, ControlSocket
 from paceline.elastic.leader import Controller, SingleNodeLeader
-from paceline.elastic.node import FileWork, NodeWorkers
+from paceline.elastic.node import FileWork, NodeWorkers, WorkerMessage
 from paceline.runs.directory import RunDirectory, RunLock
 from paceline.runs.file_system import probe
 
@@ -57,71 +57,66 @@ class Agent:
         assert spec.job_file is not None
         if shutil.which(forkserver.argv[0]) is None:
             raise LaunchError(f"{forkserver.argv[0]}: command not found or not executable.")
-        self._directory = spec.place.log_directory
+        directory = self._directory = spec.place.log_directory
         self._signals: list[int] = []  # not handled yet
-        self._node: NodeWorkers | None = None
-        self._controller: Controller | None = None
-        self._control: ControlSocket | None = None
+        self._control: ControlSocket | None = None  # while this agent leads
         self._retry_at = 0.0  # when to try again to take the leader's resources, by the monotonic clock
         self._has_reported_no_control = False  # whether the lack of a control socket was reported
-        self._stack = ExitStack()
         try:
-            self._begin(spec, spec.job_file, forkserver)
-        except BaseException as error:
-            self._end()
-            if isinstance(error, OSError):
-                raise LaunchError(f"a process could not be started: {error}.") from error
-            raise
+            with ExitStack() as stack:
+                stack.callback(remove_leftovers)  # of workers whose fork server was killed
+                directory.create()
+                remove_leftovers()
+                self._selector = stack.enter_context(selectors.DefaultSelector())
+                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # for signals and other threads
+                stack.callback(os.close, self._wake)
+                self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+                self._files = FileWork(partial(os.eventfd_write, self._wake, 1))
+                discovery = None if spec.is_single_node else self._discover(spec, stack)
+                # Not before, because the search for the shared secret can be interrupted by default handlers.
+                stack.enter_context(handle_signals(STOP_SIGNALS, self._on_signal))
+                is_first = discovery is None or discovery.is_first
+                self._lock = stack.enter_context(closing(RunLock(directory)))
+                stack.callback(self._finish_files)
+                if is_first:
+                    self._take_run(discovery, spec.recovery.token_file)
+                self._node = NodeWorkers(
+                    forkserver,
+                    spec.job_file,
+                    directory,
+                    self._selector,
+                    self._files,
+                    heartbeat_s=spec.recovery.heartbeat_s,
+                    grace_s=spec.recovery.grace_s,
+                    inherited=(self._lock.fileno(),),
+                    interface="" if discovery is None else discovery.interface,
+                )
+                stack.callback(self._node.end)
+                if is_first and discovery is not None:
+                    lacks = threading.Thread(
+                        target=_report_lacks, args=(directory,), name="paceline-probe", daemon=True
+                    )
+                    lacks.start()
+                self._controller = self._build_controller(spec, discovery)
+                stack.callback(self._controller.close)
+                stack.callback(self._close_control)
+                # Once more, now as the first: when the links close, other nodes may replace these workers.
+                stack.callback(self._node.end)
+                self._requests = ControlApi(spec, directory, self._controller, self._node)
+                self._controller.begin()
+                if is_first:
+                    self._control = ControlSocket(directory, self._selector, self._requests)
+                    self._control.publish()
+                self._stack = stack.pop_all()
+        except OSError as error:
+            raise LaunchError(f"a process could not be started: {error}.") from error
 
-    def _begin(self, spec: LaunchSpec, job_file: Path, forkserver: Command) -> None:
-        """Find the other agents, take the run if this agent is the first one, and start the workers."""
-        directory = self._directory
-        directory.create()
-        remove_leftovers()
-        self._open_selector()
-        discovery = None if spec.is_single_node else self._discover(spec)
-        # Not before, because the search for the shared secret can be interrupted by default handlers.
-        self._stack.enter_context(handle_signals(STOP_SIGNALS, self._on_signal))
-        is_first = discovery is None or discovery.is_first
-        self._lock = self._stack.enter_context(closing(RunLock(directory)))
-        self._stack.callback(self._finish_files)
-        if is_first:
-            self._take_run(discovery, spec.recovery.token_file)
-        node = self._node = NodeWorkers(
-            forkserver,
-            job_file,
-            directory,
-            self._selector,
-            self._files,
-            heartbeat_s=spec.recovery.heartbeat_s,
-            grace_s=spec.recovery.grace_s,
-            inherited=(self._lock.fileno(),),
-            interface="" if discovery is None else discovery.interface,
-        )
-        if is_first and discovery is not None:
-            threading.Thread(target=_report_lacks, args=(directory,), name="paceline-probe", daemon=True).start()
-        controller = self._controller = self._build_controller(spec, node, discovery)
-        node.reports = controller
-        self._requests = ControlApi(spec, directory, controller, node)
-        controller.begin()
-        if is_first:
-            self._control = ControlSocket(directory, self._selector, self._requests)
-            self._control.publish()
-
-    def _open_selector(self) -> None:
-        """Open the loop's selector, and the descriptor by which signals and other threads wake it."""
-        self._selector = self._stack.enter_context(selectors.DefaultSelector())
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._stack.callback(os.close, self._wake)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-        self._files = FileWork(partial(os.eventfd_write, self._wake, 1))
-
-    def _discover(self, spec: LaunchSpec) -> DiscoveryInfo:
+    def _discover(self, spec: LaunchSpec, stack: ExitStack) -> DiscoveryInfo:
         """Listen for the agents of the other nodes, and determine the addresses to connect to."""
         from paceline.elastic.consensus.discovery import discover
 
         discovery = discover(spec, self._directory)
-        self._stack.callback(discovery.listener.close)
+        stack.callback(discovery.listener.close)
         return discovery
 
     def _take_run(self, discovery: DiscoveryInfo | None, token_file: Path | None) -> None:
@@ -149,18 +144,18 @@ class Agent:
         if active_agents(self._directory, own, token_file):
             raise self._directory.in_use()
 
-    def _build_controller(self, spec: LaunchSpec, node: NodeWorkers, discovery: DiscoveryInfo | None) -> Controller:
+    def _build_controller(self, spec: LaunchSpec, discovery: DiscoveryInfo | None) -> Controller:
         """Return what decides for the workers: alone on one node, by consensus on several."""
         if discovery is None:
-            return SingleNodeLeader(spec, self._directory, node)
+            return SingleNodeLeader(spec, self._directory, self._node)
         from paceline.elastic.consensus.agent_controller import AgentController
 
-        return AgentController(spec, self._directory, node, discovery, self._selector)
+        return AgentController(spec, self._directory, self._node, discovery, self._selector)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The process ids of the active workers."""
-        return () if self._node is None else self._node.pids
+        return self._node.pids
 
     def wait(self) -> int:
         """Watch the job to its end; print one message if it failed; return its exit code.
@@ -168,41 +163,49 @@ class Agent:
         Raises:
             NodeRemovedError: the job continues on other nodes, without this one, which can join it again.
         """
-        assert self._node is not None
-        assert self._controller is not None
         try:
             while not self._controller.over:
-                self._turn(self._node, self._controller)
-            code = self._controller.conclude()
+                self._turn()
+            return self._controller.conclude()
         finally:
-            self._end()
-        return code
+            self._stack.close()
 
     def cancel(self) -> None:
         """Request the workers to stop; thread-safe."""
         self._signals.append(0)
         os.eventfd_write(self._wake, 1)
 
-    def _turn(self, node: NodeWorkers, controller: Controller) -> None:
+    def _turn(self) -> None:
         """Handle one round of events, then timeouts."""
         now = time.monotonic()
-        due = min(now + _LONGEST_S, node.deadline, controller.deadline)
+        due = min(now + _LONGEST_S, self._node.deadline, self._controller.deadline)
         for key, _ in self._selector.select(max(0.0, due - now)):
             key.data()
+            self._forward_reports()
         now = time.monotonic()
-        node.expire(now)
-        controller.expire(now)
+        self._node.expire(now)
+        self._forward_reports()
+        self._controller.expire(now)
         if self._directory.has_queued_events:
             self._files.do_again(self._directory.append_queued_events)
-        self._take_leadership(controller, now)
+        self._take_leadership(now)
 
-    def _take_leadership(self, controller: Controller, now: float) -> None:
+    def _forward_reports(self) -> None:
+        """Tell the controller what has become of this node's workers."""
+        for report in self._node.reports():
+            match report:
+                case WorkerMessage(worker, message):
+                    self._controller.said(worker, message)
+                case end:
+                    self._controller.ended(end)
+
+    def _take_leadership(self, now: float) -> None:
         """Take the run's lock and serve commands, as soon as possible, while this agent leads.
 
         The last processes of the previous leader's node may still hold the lock, and the disk may be full; the workers
         continue in both cases.
         """
-        if controller.leader is None:
+        if self._controller.leader is None:
             self._close_control()
             return
         if now < self._retry_at:
@@ -253,7 +256,6 @@ class Agent:
         self._files.deliver()
         while self._signals:
             number = self._signals.pop(0)
-            assert self._controller is not None
             if number:
                 self._controller.signalled(number)
             else:
@@ -263,13 +265,3 @@ class Agent:
         """Finish all work on files, while the run is still locked."""
         self._files.close()
         self._directory.append_queued_events()
-
-    def _end(self) -> None:
-        """Release everything, after any error."""
-        if self._node is not None:
-            self._node.end()
-        self._close_control()
-        if self._controller is not None:
-            self._controller.close()
-        self._stack.close()
-        remove_leftovers()  # of workers whose fork server was killed

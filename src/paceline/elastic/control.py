@@ -308,22 +308,22 @@ class ControlApi:
             ConfigError: this agent does not lead.
         """
         leader = self._leader()
-        coordinator, beats = leader.coordinator, leader.beats
-        members = coordinator.members()
-        other_workers = [worker for worker in coordinator.workers if worker not in members]
+        planner, beats = leader.planner, leader.beats
+        members = planner.members()
+        other_workers = [worker for worker in planner.workers if worker not in members]
         steps = {worker: beats[worker].step if worker in beats else -1 for worker in (*members, *other_workers)}
         return RunStatus(
-            generation=-1 if coordinator.group is None else coordinator.generation,
-            target=coordinator.target,
-            whole=leader.recovery_log.is_whole(coordinator.group),
+            generation=-1 if planner.group is None else planner.generation,
+            target=planner.target,
+            whole=leader.recovery_log.is_whole(planner.group),
             stopping=leader.shutdown.is_final,
             recoveries=leader.failure_policy.recoveries,
             step=max((steps[worker] for worker in members), default=-1),
             workers=tuple(
                 WorkerStatus(
                     rank=members.index(worker) if worker in members else None,
-                    local_index=coordinator.local_index(worker),
-                    node=coordinator.node(worker),
+                    local_index=planner.local_index(worker),
+                    node=planner.node(worker),
                     pid=self._node.pid_of(worker),
                     step=step,
                     phase=beats[worker].phase if worker in beats else "starting",
@@ -343,8 +343,8 @@ class ControlApi:
         if nproc < 1:
             raise ConfigError(f"--nproc must be at least 1, but is {nproc}.")
         leader.learn_microbatches()
-        coordinator = leader.coordinator
-        num_nodes, most = len(coordinator.nodes), coordinator.max_workers
+        planner = leader.planner
+        num_nodes, most = len(planner.nodes), planner.max_workers
         if nproc * num_nodes > most:
             raise ConfigError(
                 f"{nproc * num_nodes} processes cannot share {most} micro-batches: each needs at least one. "
@@ -352,9 +352,9 @@ class ControlApi:
                 "A run's number of micro-batches is fixed when it is created."
             )
         leader.resize(
-            dict.fromkeys(coordinator.nodes, nproc),
-            before=coordinator.target,
-            target=nproc * num_nodes + coordinator.spares,
+            dict.fromkeys(planner.nodes, nproc),
+            before=planner.target,
+            target=nproc * num_nodes + planner.spares,
         )
 
     def scale_nodes(self, nodes: int) -> None:
@@ -364,7 +364,7 @@ class ControlApi:
             ConfigError: the number is not possible, the job is ending, or this agent does not lead.
         """
         leader = self._leader()
-        current_nodes = [name for name in self._controller.nodes if name in leader.coordinator.nodes]
+        current_nodes = [name for name in self._controller.nodes if name in leader.planner.nodes]
         if nodes > len(current_nodes):
             raise ConfigError(
                 f"the run has {len(current_nodes)} node(s). To add one, up to --nodes MIN:MAX, run there: "

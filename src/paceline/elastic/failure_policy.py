@@ -218,12 +218,12 @@ class FailurePolicy:
         return f"this node cannot take part in the run; the other nodes continue:\n  {what_failed}"
 
     def may_go_on(
-        self, end: Ended, view: WorkerGroup | None, *, hiring: bool, again: bool = False, shared: bool = False
+        self, end: Ended, group: WorkerGroup | None, *, may_spawn: bool, again: bool = False, shared: bool = False
     ) -> bool:
         """Return whether the job continues after a fault; if not, :attr:`reason` explains.
 
         Args:
-            hiring: whether a replacement is started.
+            may_spawn: whether a replacement is started.
             again: whether this fault was already counted with another exit.
             shared: whether it is the consequence of another worker's fault.
         """
@@ -232,14 +232,14 @@ class FailurePolicy:
                 return True
         else:
             self.recoveries += 1
-            if not hiring:
+            if not may_spawn:
                 self._lost.append(_exit_of(end))
                 return True
             if end.retired or self.budget.spend():
                 return True
         if not shared:
             self._exits.append(_exit_of(end))
-        members = () if view is None else view.members
+        members = () if group is None else group.members
         self.reason = describe_crash_loop(
             self._directory,
             steps=self.budget.step,
@@ -247,9 +247,13 @@ class FailurePolicy:
             how=describe_end(end),
             failure=end.failure,
             rank=members.index(end.worker) if end.worker in members else None,
-            ranks=len(members) if view is None or view.active is None else view.active,
+            ranks=len(members) if group is None else group.active,
         )
         return False
+
+    def end_job(self, reason: str) -> None:
+        """Record why the job ends, although no worker's exit tells it."""
+        self.reason = reason
 
     def conclude(self, asked: int | None) -> int:
         """Print one message if the job failed; return its exit code.
@@ -350,23 +354,23 @@ class RecoveryLog:
         """Return whether the members of this group got the order to leave it."""
         return self._asked_to_reform == generation
 
-    def formed(self, view: WorkerGroup, local_indices: Sequence[int], nodes: Sequence[str], step: int) -> None:
+    def formed(self, group: WorkerGroup, local_indices: Sequence[int], nodes: Sequence[str], step: int) -> None:
         """Record a new group.
 
         Args:
             nodes: its members' nodes.
             step: their step; -1 if unknown yet.
         """
-        if view.generation > self._first:
+        if group.generation > self._first:
             self.record(
                 "view",
-                generation=view.generation,
+                generation=group.generation,
                 members=list(local_indices),
-                world_size=len(view.members),
-                computing=view.active,
+                world_size=len(group.members),
+                computing=group.active,
                 nodes=len(set(nodes)),
                 why=self._why,
-                recovery=self._hit or self._asked_to_reform != view.generation - 1,
+                recovery=self._hit or self._asked_to_reform != group.generation - 1,
                 step=step,
                 seconds=self._since_loss(),
             )
@@ -374,16 +378,16 @@ class RecoveryLog:
         self._why = ""
         self._hit = False
 
-    def joined(self, view: WorkerGroup, worker: int, step: int) -> None:
+    def joined(self, group: WorkerGroup, worker: int, step: int) -> None:
         """Record that a member of the current group has its state."""
         self._joined.add(worker)
-        if self.is_whole(view) and view.generation > self._first:
-            self.record("joined", generation=view.generation, step=step, seconds=self._since_loss())
+        if self.is_whole(group) and group.generation > self._first:
+            self.record("joined", generation=group.generation, step=step, seconds=self._since_loss())
             self._lost_at = None
 
-    def is_whole(self, view: WorkerGroup | None) -> bool:
+    def is_whole(self, group: WorkerGroup | None) -> bool:
         """Return whether all members of the current group have its state."""
-        return view is not None and self._joined >= set(view.members)
+        return group is not None and self._joined >= set(group.members)
 
     def _since_loss(self) -> float | None:
         return None if self._lost_at is None else round(time.monotonic() - self._lost_at, 4)

@@ -71,7 +71,7 @@ Action = Start | FormGroup | RequestReform | BreakGroup | StopWorker
 
 @dataclass(frozen=True)
 class WorkerState:
-    """A worker's place on its node, and its status."""
+    """A worker's local index, and its status."""
 
     local_index: int
     status: Status
@@ -86,9 +86,10 @@ class WorkerState:
 # Without survivors the next group waits for all, like the first. No group is formed while a living member of the last
 # one may still act in it; the agent kills members that do not leave.
 #
-# Workers run on *nodes*, each with an agent. Nodes come and go, together with all their workers. While the agents have
-# no agreed set of nodes, no group is formed. A node that the leader reaches, but another one does not, is *excluded*:
-# its workers leave their group and wait, with the state that they have, until it is included again.
+# Workers run on *nodes*, each with an agent. Nodes come and go, together with all their workers. A node that
+# the leader reaches, but another one does not, is *excluded*: its workers leave their group and wait, with the state
+# that they have, until it is included again. Groups are formed by an event of its own, :meth:`form_group`, because
+# agents of several nodes have to agree before.
 #
 # A worker that ends normally, because the run is finished or stops, does not break its group, because the other members
 # are about to end too. A member that loses it before that requests a new group.
@@ -115,7 +116,6 @@ class GroupPlanner:
         initial_nodes: the first group waits for this many nodes.
         min_nodes: with fewer nodes no group is formed.
         group: the current group, None before the first.
-        frozen: whether forming groups is suspended.
         may_spawn: whether missing workers are started.
         wait_for_all: whether the next group waits for all workers, as the first one did.
         excluded: the nodes whose workers are in no group.
@@ -128,43 +128,42 @@ class GroupPlanner:
     initial_nodes: int = 1
     min_nodes: int = 1
     group: WorkerGroup | None = None
-    frozen: bool = False
     may_spawn: bool = True
     wait_for_all: bool = False
     excluded: frozenset[str] = frozenset()
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)  # workers that ended normally
-    _vacant: int = 0  # active places on lost nodes, for spares to fill
+    _vacant: int = 0  # active workers of lost nodes, for spares to fill
     _next_worker: int = 0
     _reform_requested: int = -1  # the generation whose members got the order to re-form
     _broken: int = -1  # the generation whose members know that it is broken
-    _invalid_view: int = -1  # the generation that is obsolete because its leader is gone
+    _invalid_generation: int = -1  # the generation that is obsolete because its leader is gone
 
     def begin(self) -> list[Action]:
         return self._decide()
 
-    def take_over(self, first_worker: int, places: int, *, has_begun: bool) -> None:
+    def take_over(self, first_worker: int, num_active: int, *, has_begun: bool) -> None:
         """Lead workers that another leader started and :meth:`node_joins` reports.
 
         Args:
             first_worker: the first number of new workers, above all that another leader assigned.
-            places: active places on all earlier nodes.
+            num_active: number of active workers of all earlier nodes.
             has_begun: whether there was a group; otherwise the first one waits for all initial nodes.
         """
         self._next_worker = first_worker
         if not has_begun:
             return
-        self._vacant = places
+        self._vacant = num_active
         self.initial_nodes = self.min_nodes
         self.group = WorkerGroup(self.generation, (), 0)
-        self._invalid_view = self.generation
+        self._invalid_generation = self.generation
 
-    def observe_view(self, generation: int) -> None:
+    def observe_generation(self, generation: int) -> None:
         """Record another leader's group; later ones get higher numbers."""
         if generation > self.generation:
-            if self.group is not None and self._invalid_view == self.group.generation:
+            if self.group is not None and self._invalid_generation == self.group.generation:
                 self.group = WorkerGroup(generation, self.group.members, 0)
-                self._invalid_view = generation
+                self._invalid_generation = generation
             self.generation = generation
 
     def waits(self, worker: int) -> list[Action]:
@@ -185,18 +184,22 @@ class GroupPlanner:
         self.may_spawn = False
         return self._decide()
 
-    def node_joins(self, node: str, nproc: int, seats: Mapping[int, WorkerState] | None = None) -> list[Action]:
+    def node_joins(self, node: str, nproc: int, workers: Mapping[int, WorkerState] | None = None) -> list[Action]:
         """Add a node.
 
         Args:
             nproc: its number of active workers.
-            seats: the workers that it already has, from before this coordinator led.
+            workers: those that it already has, from before this coordinator led.
         """
         self.nodes[node] = nproc
         self._vacant = max(0, self._vacant - nproc)
-        for worker, seat in (seats or {}).items():
-            self._workers[worker] = _Worker(node, seat.local_index, seat.status)
-            if seat.status == "member" and self.group is not None and self._invalid_view == self.group.generation:
+        for worker, state in (workers or {}).items():
+            self._workers[worker] = _Worker(node, state.local_index, state.status)
+            if (
+                state.status == "member"
+                and self.group is not None
+                and self._invalid_generation == self.group.generation
+            ):
                 self.group = WorkerGroup(self.generation, (*self.group.members, worker), 0)
                 self._broken = min(self._broken, self.generation - 1)
         return self._decide()
@@ -207,7 +210,7 @@ class GroupPlanner:
         return self._decide()
 
     def allow(self, max_workers: int) -> list[Action]:
-        """Set the maximum number of active workers; those that wait for a place take part after a step."""
+        """Set the maximum number of active workers; those that wait take part after a step."""
         self.max_workers = max_workers
         return self._decide()
 
@@ -228,14 +231,13 @@ class GroupPlanner:
         self._workers = {w: worker for w, worker in self._workers.items() if worker.node != node}
         return self._decide()
 
-    def hold(self) -> None:
-        """Form no group until :meth:`release`."""
-        self.frozen = True
+    def form_group(self) -> list[Action]:
+        """Form the next group, if one is due."""
+        return self._decide(forms=True)
 
-    def release(self) -> list[Action]:
-        """Allow forming groups again."""
-        self.frozen = False
-        return self._decide()
+    def stop_spawning(self) -> None:
+        """Start no more workers."""
+        self.may_spawn = False
 
     @property
     def target(self) -> int:
@@ -284,7 +286,7 @@ class GroupPlanner:
         """Return the living members of the current group, by rank."""
         return () if self.group is None else tuple(w for w in self.group.members if w in self._workers)
 
-    def _decide(self) -> list[Action]:
+    def _decide(self, *, forms: bool = False) -> list[Action]:
         actions: list[Action] = self._staff()
         members = self.members()
         if self.group is not None and not self._is_broken(members):
@@ -296,7 +298,7 @@ class GroupPlanner:
                 self._broken = self.group.generation
                 actions.append(BreakGroup(self.group.generation, tuple(acting)))
             return actions
-        if not self.frozen and not self.lacks_nodes:
+        if forms and not self.lacks_nodes:
             self._form(members, actions)
         return actions
 
@@ -344,7 +346,7 @@ class GroupPlanner:
 
     def _is_broken(self, members: tuple[int, ...]) -> bool:
         assert self.group is not None
-        if self._invalid_view == self.group.generation:
+        if self._invalid_generation == self.group.generation:
             return True
         lost = [w for w in self.group.members if w not in members and w not in self._done]
         is_excluded = any(self.node(w) in self.excluded for w in members)

@@ -292,7 +292,7 @@ class HangDetector:
     def __init__(self, directory: RunDirectory, do: Callable[[Callable[[], None]], object]) -> None:
         self._directory = directory
         self._do = do
-        self._view: WorkerGroup | None = None
+        self._group: WorkerGroup | None = None
         self._nodes: dict[int, str] = {}  # by rank
         self._finished: set[int] = set()
         self._answers: dict[int, StallSnapshot] | None = None  # by worker, during a request
@@ -305,15 +305,15 @@ class HangDetector:
         """When :meth:`poll` is due, by the monotonic clock."""
         return self._due
 
-    def forms(self, view: WorkerGroup, nodes: Sequence[str]) -> None:
+    def forms(self, group: WorkerGroup, nodes: Sequence[str]) -> None:
         """Watch this group from now on; ``nodes`` are its members'."""
         self.forget()
-        self._view = view
+        self._group = group
         self._nodes = dict(enumerate(nodes))
 
     def forget(self) -> None:
         """Stop watching a broken group."""
-        self._view = None
+        self._group = None
         self._answers = None
         self._due = math.inf
         self._finished.clear()
@@ -324,27 +324,27 @@ class HangDetector:
 
     def beats(self, worker: int, *, overdue: bool) -> None:
         """Record a heartbeat."""
-        if overdue and self._answers is None and self._view is not None and worker in self._view.members:
+        if overdue and self._answers is None and self._group is not None and worker in self._group.members:
             self._due = min(self._due, max(time.monotonic(), self._patient_until))
 
     def answers(self, worker: int, snapshot: StallSnapshot) -> None:
         """Record a snapshot."""
-        if self._answers is None or self._view is None or snapshot.generation != self._view.generation:
+        if self._answers is None or self._group is None or snapshot.generation != self._group.generation:
             return
         self._answers[worker] = snapshot
-        if self._answers.keys() >= set(self._view.members) - self._finished:
+        if self._answers.keys() >= set(self._group.members) - self._finished:
             self._due = time.monotonic()
 
     def poll(self) -> AskWorkers | Hang | None:
         """Return the next action, once the deadline is reached."""
         now = time.monotonic()
-        if self._view is None or now < self._due:
+        if self._group is None or now < self._due:
             return None
         if self._answers is None:
             self._answers = {}
             self._due = now + _ANSWER_S
-            return AskWorkers(self._view.members)
-        members, answers = self._view.members, self._answers
+            return AskWorkers(self._group.members)
+        members, answers = self._group.members, self._answers
         self._answers = None
         self._due = math.inf
         self._patient_until = now + _PAUSE_S
@@ -356,7 +356,7 @@ class HangDetector:
         if not verdict.certain:
             self._record_slow(verdict, now)
             return None
-        self._view = None
+        self._group = None
         folder = self._directory.hangs / time.strftime(_FOLDER)
         self._do(partial(record_hang, self._directory, folder, verdict, reports))
         return Hang(

@@ -57,28 +57,28 @@ class WorkerPool:
     """All workers of a job, on all nodes.
 
     Args:
-        coordinator: knows their nodes.
+        planner: knows their nodes.
 
     Attributes:
         nodes: the nodes that have joined, by name.
     """
 
-    def __init__(self, coordinator: GroupPlanner) -> None:
-        self._coordinator = coordinator
+    def __init__(self, planner: GroupPlanner) -> None:
+        self._planner = planner
         self.nodes: dict[str, NodeCommands] = {}
         self._took_part: set[str] = set()  # nodes whose workers were in a group
 
-    def joins(self, name: str, node: NodeCommands, seats: Iterable[WorkerState]) -> None:
+    def joins(self, name: str, node: NodeCommands, workers: Iterable[WorkerState]) -> None:
         """Add a node, with its workers."""
         self.nodes[name] = node
-        if any(seat.status != "starting" for seat in seats):
+        if any(worker.status != "starting" for worker in workers):
             self._took_part.add(name)
 
     def is_of_newcomer(self, worker: int) -> bool:
         """Return whether a worker's node has never taken part, while others have."""
         participating = self._took_part & self.nodes.keys()
-        known = worker in self._coordinator.workers
-        return known and bool(participating) and self._coordinator.node(worker) not in participating
+        known = worker in self._planner.workers
+        return known and bool(participating) and self._planner.node(worker) not in participating
 
     def start(self, worker: int, node: str, local_index: int) -> None:
         self.nodes[node].start(worker, local_index)
@@ -86,42 +86,42 @@ class WorkerPool:
     def send(self, workers: Iterable[int], order: Order) -> None:
         """Send an order to workers that have not ended."""
         for worker in workers:
-            if worker in self._coordinator.workers:
+            if worker in self._planner.workers:
                 self._node_of(worker).send(worker, order)
 
-    def place(self, view: WorkerGroup, address: str, port: int) -> None:
+    def assign(self, group: WorkerGroup, address: str, port: int) -> None:
         """Tell the members of a group to form it.
 
         Args:
             address: of its store.
             port: of its store.
         """
-        nodes = self.nodes_of(view)
+        nodes = self.nodes_of(group)
         self._took_part.update(nodes)
         workers_on: Counter[str] = Counter(nodes)
         assigned_on: Counter[str] = Counter()
-        for rank, (worker, node) in enumerate(zip(view.members, nodes, strict=True)):
+        for rank, (worker, node) in enumerate(zip(group.members, nodes, strict=True)):
             assignment = Assignment(
-                generation=view.generation,
+                generation=group.generation,
                 rank=rank,
-                world_size=len(view.members),
+                world_size=len(group.members),
                 local_rank=assigned_on[node],
                 local_world_size=workers_on[node],
-                active=view.active,
+                active=group.active,
                 address=address,
                 port=port,
             )
             assigned_on[node] += 1
             self.nodes[node].send(worker, assignment)
 
-    def nodes_of(self, view: WorkerGroup) -> list[str]:
+    def nodes_of(self, group: WorkerGroup) -> list[str]:
         """Return the nodes of a group's members, by rank."""
-        return [self._coordinator.node(worker) for worker in view.members]
+        return [self._planner.node(worker) for worker in group.members]
 
     def kill(self, workers: Iterable[int], why: str) -> None:
         """Fence workers that have not ended."""
         for worker in workers:
-            if worker in self._coordinator.workers:
+            if worker in self._planner.workers:
                 self._node_of(worker).kill(worker, why)
 
     def stop(self, number: int) -> None:
@@ -134,7 +134,7 @@ class WorkerPool:
             node.kill_all(why)
 
     def _node_of(self, worker: int) -> NodeCommands:
-        return self.nodes[self._coordinator.node(worker)]
+        return self.nodes[self._planner.node(worker)]
 
 
 # --- Early shutdown. No torch ---
@@ -144,7 +144,7 @@ class Shutdown:
     """The shutdown of a job, by request or after a failure.
 
     Args:
-        coordinator: starts no workers from then on.
+        planner: starts no workers from then on.
 
     Attributes:
         requested: the first signal, or None.
@@ -152,10 +152,10 @@ class Shutdown:
         deadline: when :meth:`expire` is due, by the monotonic clock.
     """
 
-    def __init__(self, spec: LaunchSpec, workforce: WorkerPool, coordinator: GroupPlanner) -> None:
+    def __init__(self, spec: LaunchSpec, pool: WorkerPool, planner: GroupPlanner) -> None:
         self._spec = spec
-        self._pool = workforce
-        self._coordinator = coordinator
+        self._pool = pool
+        self._planner = planner
         # Ctrl-C may reach the agents of all nodes.
         self._requests = StopRequests(ECHO_S if spec.nodes[1] > 1 else 0.0)
         self.requested: int | None = None
@@ -165,7 +165,7 @@ class Shutdown:
     @property
     def is_final(self) -> bool:
         """Whether no workers are started any more, because they stop or have begun to finish."""
-        return self.begun or not self._coordinator.may_spawn
+        return self.begun or not self._planner.may_spawn
 
     def refuse_changes(self) -> None:
         """Reject a change of workers if the run is ending, or its recovery does not allow one.
@@ -206,13 +206,13 @@ class Shutdown:
     def kill_all(self) -> None:
         """Kill all workers, and start no more."""
         self.begun = True
-        self._coordinator.may_spawn = False
+        self._planner.stop_spawning()
         self._pool.kill_all("was ordered to end")
 
     def _stop(self, number: int) -> None:
         """Tell all workers to finish their step, save, and end; start no more."""
         self.begun = True
-        self._coordinator.may_spawn = False
+        self._planner.stop_spawning()
         self._pool.stop(number)
 
 
@@ -226,14 +226,13 @@ class JobLeader:
     """Leads the workers of a job.
 
     Args:
-        coordinator: decides; has no nodes yet.
-        quorum: the agreement on the set of nodes.
+        planner: decides on the groups; has no nodes yet.
         here: this node, which serves the rendezvous stores.
         address: this node's address for members on all nodes.
         follows: whether another agent has led before.
 
     Attributes:
-        coordinator: as given; read-only for others.
+        planner: as given; read-only for others.
         failure_policy: the exits of workers so far.
         beats: each worker's last heartbeat.
     """
@@ -242,8 +241,7 @@ class JobLeader:
         self,
         spec: LaunchSpec,
         directory: RunDirectory,
-        coordinator: GroupPlanner,
-        quorum: Controller,
+        planner: GroupPlanner,
         here: NodeWorkers,
         address: str,
         *,
@@ -251,13 +249,12 @@ class JobLeader:
     ) -> None:
         self._spec = spec
         self._directory = directory
-        self._quorum = quorum
         self._here = here
         self._address = address
-        self._pool = WorkerPool(coordinator)
-        self.shutdown = Shutdown(spec, self._pool, coordinator)
-        self.recovery_log = RecoveryLog(directory, first=-1 if follows else coordinator.generation + 1)
-        self.coordinator = coordinator
+        self._pool = WorkerPool(planner)
+        self.shutdown = Shutdown(spec, self._pool, planner)
+        self.recovery_log = RecoveryLog(directory, first=-1 if follows else planner.generation + 1)
+        self.planner = planner
         self.failure_policy = FailurePolicy(
             directory, RestartBudget(spec.recovery.max_restarts, first=-1 if follows else None)
         )
@@ -266,35 +263,16 @@ class JobLeader:
         self._restart = RestartAllPolicy(self._pool.kill)
         self._knows_microbatches = False  # whether the run is created
         self._culprit_is_to_come = False  # the job ends, and the root cause has not been reported yet
-        coordinator.hold()
 
     # Nodes.
 
-    def node_joins(self, name: str, node: NodeCommands, nproc: int, seats: Mapping[int, WorkerState]) -> None:
+    def node_joins(self, name: str, node: NodeCommands, nproc: int, workers: Mapping[int, WorkerState]) -> None:
         """Add a node, with its workers."""
-        self._pool.joins(name, node, seats.values())
+        self._pool.joins(name, node, workers.values())
         self.learn_microbatches()
         if self.shutdown.begun:
             node.stop(signal.SIGTERM)
-        self._do(self.coordinator.node_joins(name, nproc, seats))
-
-    def node_lost(self, name: str, why: str) -> None:
-        """Remove a node and all its workers."""
-        if name not in self._pool.nodes:
-            return
-        self.recovery_log.hit()
-        self.recovery_log.lost()
-        self.recovery_log.record("node lost", node=name, why=why)
-        actions = self.coordinator.node_lost(name)
-        del self._pool.nodes[name]
-        self._do(actions)
-
-    def exclude(self, nodes: frozenset[str]) -> None:
-        """Form groups without these nodes, which others cannot reach; include those that were excluded before."""
-        if nodes - self.coordinator.excluded:
-            self.recovery_log.hit()
-        if nodes != self.coordinator.excluded:
-            self._do(self.coordinator.exclude(nodes))
+        self._do(self.planner.node_joins(name, nproc, workers))
 
     def learn_microbatches(self) -> None:
         """Read the maximum number of active workers, once the run is created.
@@ -313,14 +291,11 @@ class JobLeader:
     def _on_microbatches(self, most: int | None) -> None:
         if most is not None:
             self._knows_microbatches = True
-            self._do(self.coordinator.allow(most))
+            self._do(self.planner.allow(most))
 
-    def settle(self) -> None:
-        """Form the next group, if one is due and the agents agree on its nodes."""
-        if self._quorum.may_form(self.coordinator.nodes_next):
-            actions = self.coordinator.release()
-            self.coordinator.hold()
-            self._do(actions)
+    def form_group(self) -> None:
+        """Form the next group, if one is due."""
+        self._do(self.planner.form_group())
 
     @property
     def deadline(self) -> float:
@@ -330,7 +305,7 @@ class JobLeader:
     @property
     def over(self) -> bool:
         """Whether no worker is left."""
-        return not self.coordinator.workers
+        return not self.planner.workers
 
     def expire(self, now: float) -> None:
         """Kill overdue workers, and those that block the others."""
@@ -343,7 +318,7 @@ class JobLeader:
 
     def _on_hang(self, hang: Hang) -> None:
         if not hang.culprits:
-            self.failure_policy.reason = hang.sentence  # it would hang again
+            self.failure_policy.end_job(hang.sentence)  # it would hang again
             self.shutdown.kill_all()
             return
         print_status(hang.sentence)
@@ -367,70 +342,70 @@ class JobLeader:
             case StallSnapshot():
                 self._hangs.answers(worker, message)
             case Ready(_, why):
-                if worker in self.coordinator.members():
+                if worker in self.planner.members():
                     self.recovery_log.lost()
                 self.recovery_log.left(why)
                 if self._spec.recovery.recover == "restart" and self._has_lost_a_peer(worker):
                     # It must not survive into the next group; its end breaks this one for the others too.
-                    self._restart.end(self.coordinator.generation, (worker,))
+                    self._restart.end(self.planner.generation, (worker,))
                     return
-                self._do(self.coordinator.waits(worker))
-                self.settle()
+                self._do(self.planner.waits(worker))
+                self.form_group()
             case Joined(generation):
-                view = self.coordinator.group
-                if view is not None and view.generation == generation:
-                    self.recovery_log.joined(view, worker, self._step_of(worker))
+                group = self.planner.group
+                if group is not None and group.generation == generation:
+                    self.recovery_log.joined(group, worker, self._step_of(worker))
 
     def _has_lost_a_peer(self, worker: int) -> bool:
         """Return whether a worker has left the current group without a request."""
-        without_request = not self.recovery_log.was_asked_to_reform(self.coordinator.generation)
-        return self.coordinator.may_spawn and worker in self.coordinator.members() and without_request
+        without_request = not self.recovery_log.was_asked_to_reform(self.planner.generation)
+        return self.planner.may_spawn and worker in self.planner.members() and without_request
 
     def ended(self, end: Ended) -> None:
         """Handle the end of a worker's process."""
         self.beats.pop(end.worker, None)
         if end.retired and end.code == 0:
             self.recovery_log.record("retired", slot=end.local_index, pid=end.pid, step=end.step)
-            self._do(self.coordinator.exited(end.worker))
+            self._do(self.planner.exited(end.worker))
         else:
             self._judge(end)
-        self.settle()
+        self.form_group()
 
     def _judge(self, end: Ended) -> None:
         newcomer = self._pool.is_of_newcomer(end.worker)
         match self.failure_policy.classify(end, stopping=self.shutdown.begun, newcomer=newcomer):
             case "done":
                 self._hangs.finishes(end.worker)
-                self._do(self.coordinator.done(end.worker))
-                if not self.coordinator.members():
+                self._do(self.planner.done(end.worker))
+                if not self.planner.members():
                     # Only spares are left, without work.
                     self.shutdown.kill_all()
                 return
             case "unfit":
-                self._quorum.reject(self.coordinator.node(end.worker), self.failure_policy.rejection_message(end))
+                self._reject(end)
                 return
             case "fault":
                 self._fault(end)
             case "fatal" if not self.shutdown.begun:
                 self.shutdown.within_grace()
-        self._do(self.coordinator.exited(end.worker))
+        self._do(self.planner.exited(end.worker))
 
     def _fault(self, end: Ended) -> None:
-        generation, again = self.coordinator.generation, False
+        generation, again = self.planner.generation, False
         shared = self._restart.shares_fault(end, generation)
-        if self._spec.recovery.recover == "restart" and end.worker in self.coordinator.members():
+        if self._spec.recovery.recover == "restart" and end.worker in self.planner.members():
             # A peer may report a fault, and all may be killed, before the root-cause worker has ended.
             again = not self._restart.counts(generation)
         if shared and again:
             return
         if not shared:
             self.recovery_log.hit()
-            if end.worker in self.coordinator.members():
+            if end.worker in self.planner.members():
                 # A silent member was lost at its last message, not at its node's timeout.
                 self.recovery_log.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
             self.recovery_log.record("fault", slot=end.local_index, pid=end.pid, how=describe_end(end), step=end.step)
-        view, hiring = self.coordinator.group, self.coordinator.may_spawn
-        if not self.failure_policy.may_go_on(end, view, hiring=hiring, again=again, shared=shared):
+        group, may_spawn = self.planner.group, self.planner.may_spawn
+        if not self.failure_policy.may_go_on(end, group, may_spawn=may_spawn, again=again, shared=shared):
             self._culprit_is_to_come = shared
             if not self.shutdown.begun:
                 self.shutdown.within_grace()
@@ -449,8 +424,8 @@ class JobLeader:
         self.shutdown.refuse_changes()
         self.recovery_log.record("scale", **event, step=self.failure_policy.budget.step)
         for name, nproc in wanted.items():
-            self._do(self.coordinator.resize(name, nproc))
-        self.settle()
+            self._do(self.planner.resize(name, nproc))
+        self.form_group()
 
     def retire(self, nodes: Collection[str]) -> None:
         """Make all workers of these nodes leave after a step.
@@ -458,26 +433,26 @@ class JobLeader:
         Raises:
             ConfigError: the job is ending, or its recovery does not allow it.
         """
-        self.resize(dict.fromkeys(nodes, 0), nodes=len(self.coordinator.nodes) - len(nodes))
+        self.resize(dict.fromkeys(nodes, 0), nodes=len(self.planner.nodes) - len(nodes))
 
     def gather(self) -> None:
         """Make training wait until all wanted workers take part."""
         self.recovery_log.record("gather", step=self.failure_policy.budget.step)
-        self._do(self.coordinator.gather())
-        self.settle()
+        self._do(self.planner.gather())
+        self.form_group()
 
     # Actions of the coordinator.
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Start(worker, node, slot):
-                    self._pool.start(worker, node, slot)
-                case FormGroup(view):
-                    self._form(view)
-                case RequestReform(view):
-                    self.recovery_log.asked_to_reform(view.generation)
-                    self._pool.send(view.members, ReformRequest(view.generation))
+                case Start(worker, node, local_index):
+                    self._pool.start(worker, node, local_index)
+                case FormGroup(group):
+                    self._form(group)
+                case RequestReform(group):
+                    self.recovery_log.asked_to_reform(group.generation)
+                    self._pool.send(group.members, ReformRequest(group.generation))
                 case BreakGroup(generation, members):
                     self._break(generation, members)
                 case StopWorker(worker):
@@ -493,44 +468,47 @@ class JobLeader:
         elif not self._culprit_is_to_come:
             self._restart.end(generation, members)
 
-    def _form(self, view: WorkerGroup) -> None:
-        nodes = self._pool.nodes_of(view)
-        local_indices = [self.coordinator.local_index(worker) for worker in view.members]
-        step = max(self._step_of(worker) for worker in view.members)
-        self._quorum.formed(frozenset(nodes))
-        self._here.close_store(view.generation - 1)
-        self.recovery_log.formed(view, local_indices, nodes, step)
-        self._hangs.forms(view, nodes)
-        port = self._here.open_store(view.generation, self._address)
-        self._pool.place(view, self._address, port)
+    def _form(self, group: WorkerGroup) -> None:
+        nodes = self._pool.nodes_of(group)
+        local_indices = [self.planner.local_index(worker) for worker in group.members]
+        step = max(self._step_of(worker) for worker in group.members)
+        self._here.close_store(group.generation - 1)
+        self.recovery_log.formed(group, local_indices, nodes, step)
+        self._hangs.forms(group, nodes)
+        port = self._here.open_store(group.generation, self._address)
+        self._pool.assign(group, self._address, port)
+
+    def _reject(self, newcomer: Ended) -> None:
+        """Continue without the node of a newcomer that failed by itself."""
+        raise AssertionError(f"the only node never joins a running job: {newcomer}")
 
 
-def make_planner(spec: LaunchSpec, generation: int, seats: Iterable[tuple[int, WorkerState]]) -> GroupPlanner:
-    """Make a coordinator without nodes, which continues after the last group of the run.
+def make_planner(spec: LaunchSpec, generation: int, workers: Iterable[tuple[int, WorkerState]] = ()) -> GroupPlanner:
+    """Make a planner without nodes, which continues after the last group of the run.
 
     Args:
         generation: of that group.
-        seats: the running workers, each with the generation of its last group.
+        workers: the running ones, each with the generation of its last group.
     """
     return GroupPlanner(
         nodes={},
         max_workers=spec.local_world_size * spec.nodes[0],
-        generation=max([generation, *(generation for generation, _ in seats)]),
+        generation=max([generation, *(generation for generation, _ in workers)]),
         spares=spec.recovery.spares,
         initial_nodes=spec.nodes[0],
         min_nodes=spec.least_nodes,
     )
 
 
-# --- What an agent does for its job: lead it alone, where there is one node, or with the agents of other nodes ---
+# --- The leader of a job on one node: what its agent obeys ---
 
 
 class SingleNodeLeader(JobLeader):
     """Leads a job that has this node only, from its start to its end."""
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, node: NodeWorkers) -> None:
-        coordinator = make_planner(spec, last_generation(directory.ledger), ())
-        super().__init__(spec, directory, coordinator, self, node, LOOPBACK)
+        planner = make_planner(spec, last_generation(directory.ledger))
+        super().__init__(spec, directory, planner, node, LOOPBACK)
         self._nproc = spec.local_world_size
         self.name = socket.gethostname()
         self.nodes = (self.name,)
@@ -543,7 +521,6 @@ class SingleNodeLeader(JobLeader):
     def begin(self) -> None:
         """Start the workers."""
         self.node_joins(self.name, self._here, self._nproc, {})
-        self.settle()
 
     def signalled(self, number: int) -> None:
         """Handle a signal, which requests a stop; Ctrl-C after another signal requests it immediately."""
@@ -556,15 +533,57 @@ class SingleNodeLeader(JobLeader):
     def close(self) -> None:
         """Do nothing: there are no links."""
 
-    # Queries before a group of workers is formed.
 
-    def may_form(self, nodes: frozenset[str]) -> bool:
-        """Return whether no worker acts in an older group."""
-        return bool(nodes) and not self.coordinator.nodes_acting
+# --- The leader of a job on several nodes: what the agent obeys whose node leads ---
 
-    def formed(self, nodes: frozenset[str]) -> None:
-        """Do nothing: there is no other agent."""
 
-    def reject(self, node: str, why: str) -> None:
-        """Raise: the only node never joins a running job."""
-        raise AssertionError(f"{node} is the only node of the job: {why}")
+class MultiNodeLeader(JobLeader):
+    """Leads the workers of several nodes, and forms the groups on whose nodes their agents agree.
+
+    Args:
+        agents: the agreement, by way of this node's agent.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        directory: RunDirectory,
+        planner: GroupPlanner,
+        here: NodeWorkers,
+        address: str,
+        *,
+        agents: AgentController,
+        follows: bool,
+    ) -> None:
+        super().__init__(spec, directory, planner, here, address, follows=follows)
+        self._agents = agents
+
+    def node_lost(self, name: str, why: str) -> None:
+        """Remove a node and all its workers."""
+        if name not in self._pool.nodes:
+            return
+        self.recovery_log.hit()
+        self.recovery_log.lost()
+        self.recovery_log.record("node lost", node=name, why=why)
+        actions = self.planner.node_lost(name)
+        del self._pool.nodes[name]
+        self._do(actions)
+
+    def exclude(self, nodes: frozenset[str]) -> None:
+        """Form groups without these nodes, which others cannot reach; include those that were excluded before."""
+        if nodes - self.planner.excluded:
+            self.recovery_log.hit()
+        if nodes != self.planner.excluded:
+            self._do(self.planner.exclude(nodes))
+
+    def form_group(self) -> None:
+        """Form the next group, if one is due and the agents agree on its nodes."""
+        if self._agents.may_form(self.planner.nodes_next):
+            super().form_group()
+
+    def _form(self, group: WorkerGroup) -> None:
+        self._agents.formed(frozenset(self._pool.nodes_of(group)))
+        super()._form(group)
+
+    def _reject(self, newcomer: Ended) -> None:
+        self._agents.reject(self.planner.node(newcomer.worker), self.failure_policy.rejection_message(newcomer))

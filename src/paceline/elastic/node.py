@@ -10,13 +10,14 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -34,6 +35,7 @@ from paceline.elastic.worker_channel import (
     Failed,
     GroupBroken,
     Joined,
+    Message,
     Ready,
     ReformRequest,
     ReportRequest,
@@ -44,14 +46,18 @@ from paceline.elastic.worker_channel import (
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import FailureRecord, read_failure
 
-if TYPE_CHECKING:
-    from paceline.elastic.leader import Controller
-
 # --- A leader's commands to nodes, and their reports. No torch ---
 
 
 Order = Assignment | ReformRequest | GroupBroken | ReportRequest | ExitRequest
 Said = WorkerHeartbeat | Ready | Joined | StallSnapshot
+
+
+class WorkerMessage(NamedTuple):
+    """What a worker of this node has said."""
+
+    worker: int
+    message: Said
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind", forbid_unknown_fields=True):
@@ -98,6 +104,8 @@ class NodeCommands(Protocol):
 # --- A worker from its agent's side: process, channel and deadlines ---
 
 
+_REPORT_S = 1.0  # how long the fork server may take to report an end that its pidfd shows already
+_LEAVE_S = 60.0  # how long a member may take to leave a broken group: at most a step's computation
 _START_S = 60.0  # importing a task or building a dataset may hold the interpreter lock for long
 
 
@@ -125,7 +133,6 @@ class WorkerProcess:
         self.pid: int | None = None
         self.pidfd: int | None = None
         self.step = -1
-        self.phase = "starting"
         self.heard_at = time.monotonic()
         self.killed = ""
         self.ending = False
@@ -181,10 +188,32 @@ class WorkerProcess:
         self._expected_by = time.monotonic() + limit_s
         self._leave_by = math.inf
 
-    def heard(self, heartbeat_s: float) -> None:
+    def heard(self, message: Message, heartbeat_s: float) -> None:
         """Record a message."""
         self.heard_at = time.monotonic()
         self._extend_deadline(heartbeat_s)
+        match message:
+            case WorkerHeartbeat(step):
+                self.step = step
+            case Ready():
+                # It may wait, or end without a further heartbeat.
+                self.status = "waiting"
+                self._leave_by = math.inf
+                self._extend_deadline(_START_S)
+            case Failed(failure):
+                self.failure = failure
+            case Ending(code):
+                self.announced_code = code
+
+    def closed_channel(self, grace_s: float) -> None:
+        """Record that it is exiting, without further heartbeats."""
+        self.beats = False
+        self.expect("end", grace_s)
+
+    def ended(self) -> None:
+        """Record that its process has ended; the fork server reports the exit code, if it is alive."""
+        self.ending = True
+        self.expect("be reported", _REPORT_S)
 
     def _extend_deadline(self, heartbeat_s: float) -> None:
         if self.beats and not self.ending and not self.killed:
@@ -199,15 +228,21 @@ class WorkerProcess:
         self._leave_by = math.inf
         self._extend_deadline(heartbeat_s)
 
-    def leave_group(self) -> None:
-        """Record that it has left its group, so it may wait, or end without a further heartbeat."""
-        self.status = "waiting"
-        self._leave_by = math.inf
-        self._extend_deadline(_START_S)
+    def group_is_broken(self, generation: int) -> None:
+        """Set the deadline for leaving a broken group, and enter none of a lower number."""
+        self.generation = max(self.generation, generation)
+        self._leave_by = time.monotonic() + _LEAVE_S
 
-    def expect_leave(self, limit_s: float) -> None:
-        """Set the deadline for leaving a broken group."""
-        self._leave_by = time.monotonic() + limit_s
+    def retire(self) -> None:
+        """Record that it got the order to end."""
+        self.retired = True
+
+    def kill(self, why: str) -> None:
+        """Kill the process, if it runs."""
+        self.killed = self.killed or why
+        if self.pid is not None:
+            self.signal(signal.SIGKILL)
+            self.expect("end", _REPORT_S * 10)
 
     def signal(self, number: int) -> None:
         """Signal the process, if it runs."""
@@ -381,16 +416,15 @@ class FileWork:
 # store host. The node reports events of workers; the leader orders the response.
 
 
-_REPORT_S = 1.0  # how long the fork server may take to report an end that its pidfd shows already
-_LEAVE_S = 60.0  # how long a member may take to leave a broken group: at most a step's computation
 _FORKSERVERS = 1  # consecutive fork servers that may end while a worker waits to be forked
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before another fork server is started that no worker waits for
 
 
 class NodeWorkers:
-    """The workers of one node.
+    """The workers of one node; :meth:`reports` tells what has become of them.
 
     Args:
+        fork_server: the command of the process that forks them.
         job_file: the workers' configuration.
         directory: for logs and error records.
         selector: of the agent's loop; handlers are the registered data.
@@ -398,12 +432,7 @@ class NodeWorkers:
         grace_s: how long a worker may take to end after it has closed its channel.
         inherited: descriptors that all processes here keep.
         interface: the network interface to members on other nodes.
-
-    Attributes:
-        reports: receives the events; set it before any order.
     """
-
-    reports: Controller
 
     def __init__(
         self,
@@ -418,7 +447,7 @@ class NodeWorkers:
         inherited: tuple[int, ...] = (),
         interface: str = "",
     ) -> None:
-        self._rendered = fork_server
+        self._fork_server = fork_server
         self._job_file = job_file
         self._directory = directory
         self._selector = selector
@@ -428,6 +457,7 @@ class NodeWorkers:
         self._interface = interface
         self.files = files
         self._workers: dict[int, WorkerProcess] = {}
+        self._reports: deque[WorkerMessage | Ended] = deque()
         self._stop = 0  # the signal sent to all workers, including later ones
         self._stores = RendezvousStores(selector)
         self._failed_forkservers = 0  # fork servers that ended while a worker waited, since the last fork
@@ -441,8 +471,13 @@ class NodeWorkers:
         """The process ids of the active workers."""
         return tuple(w.pid for w in self._workers.values() if w.pid is not None)
 
+    def reports(self) -> Iterator[WorkerMessage | Ended]:
+        """Return the workers' messages and ends since the last call; the agent's loop asks after each of its events."""
+        while self._reports:
+            yield self._reports.popleft()
+
     @property
-    def seats(self) -> dict[int, tuple[int, WorkerState]]:
+    def workers(self) -> dict[int, tuple[int, WorkerState]]:
         """All workers by number, with their last generation and current status."""
         return {w.number: (w.generation, WorkerState(w.local_index, w.status)) for w in self._workers.values()}
 
@@ -483,10 +518,9 @@ class NodeWorkers:
                 if world_size > local_world_size:
                     order = msgspec.structs.replace(order, interface=self._interface)
             case GroupBroken(generation):
-                worker.generation = max(worker.generation, generation)  # it enters no group of a lower number
-                worker.expect_leave(_LEAVE_S)
+                worker.group_is_broken(generation)
             case ExitRequest():
-                worker.retired = True
+                worker.retire()
         worker.channel.send(order)
 
     def kill(self, number: int, why: str) -> None:
@@ -552,12 +586,9 @@ class NodeWorkers:
         self._selector.register(file, selectors.EVENT_READ, handler)
 
     def _kill(self, worker: WorkerProcess, why: str) -> None:
-        worker.killed = worker.killed or why
+        worker.kill(why)
         if worker.pid is None:
             self._ended(worker, -signal.SIGKILL)
-        else:
-            worker.signal(signal.SIGKILL)
-            worker.expect("end", _REPORT_S * 10)
 
     # The fork server.
 
@@ -566,8 +597,8 @@ class NodeWorkers:
         if self._forkserver is not None:
             return self._forkserver
         self._forkserver_due = math.inf
-        env = with_hash_seed({**os.environ, **self._rendered.env})
-        self._forkserver = ForkServer(self._rendered.argv, env, self._inherited)
+        env = with_hash_seed({**os.environ, **self._fork_server.env})
+        self._forkserver = ForkServer(self._fork_server.argv, env, self._inherited)
         self._watch(self._forkserver, partial(self._on_report, self._forkserver))
         return self._forkserver
 
@@ -587,9 +618,7 @@ class NodeWorkers:
                 else:
                     self._stores.forked(pidfd)
             case NotForked(number, error):
-                if number in self._workers:
-                    self._workers[number].killed = f"could not be started: {error}"
-                    self._ended(self._workers[number], -signal.SIGKILL)
+                self.kill(number, f"could not be started: {error}")
             case Exited(pid, code):
                 for worker in [w for w in self._workers.values() if w.pid == pid]:
                     self._ended(worker, code)
@@ -633,13 +662,12 @@ class NodeWorkers:
             worker.signal(self._stop)
 
     def _on_end(self, worker: WorkerProcess) -> None:
-        """Handle a pidfd whose process has ended; the fork server reports the exit code, if it is alive."""
+        """Handle a pidfd whose process has ended."""
         if worker.number not in self._workers:
             return
         assert worker.pidfd is not None
         self._selector.unregister(worker.pidfd)
-        worker.ending = True
-        worker.expect("be reported", _REPORT_S)
+        worker.ended()
 
     def _on_message(self, worker: WorkerProcess) -> None:
         while worker.number in self._workers:
@@ -651,29 +679,15 @@ class NodeWorkers:
                 self._kill(worker, str(error))
                 return
             if message is None:
-                # It is exiting, without further heartbeats.
                 self._selector.unregister(worker)
-                worker.beats = False
-                worker.expect("end", self._grace_s)
+                worker.closed_channel(self._grace_s)
                 return
-            worker.heard(self._heartbeat_s)
-            match message:
-                case WorkerHeartbeat(step):
-                    worker.step = step
-                case Ready():
-                    worker.leave_group()
-                case Joined() | StallSnapshot():
-                    pass
-                case Failed(failure):
-                    worker.failure = failure
-                    continue
-                case Ending(code):
-                    worker.announced_code = code
-                    continue
-                case _:
-                    self._kill(worker, f"sent a message that is the agent's: {message}")
-                    return
-            self.reports.said(worker.number, message)
+            worker.heard(message, self._heartbeat_s)
+            if isinstance(message, Said):
+                self._reports.append(WorkerMessage(worker.number, message))
+            elif not isinstance(message, Failed | Ending):
+                self._kill(worker, f"sent a message that is the agent's: {message}")
+                return
 
     def _ended(self, worker: WorkerProcess, code: int) -> None:
         del self._workers[worker.number]
@@ -693,7 +707,7 @@ class NodeWorkers:
             retired=worker.retired,
             failure=worker.failure,
         )
-        self.files.do(partial(self._complete, end), self.reports.ended)
+        self.files.do(partial(self._complete, end), self._reports.append)
 
     def _complete(self, end: Ended) -> Ended:
         """Add what the run's files tell."""

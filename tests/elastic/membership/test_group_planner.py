@@ -22,14 +22,23 @@ from paceline.elastic.group_planner import (
 )
 
 
-def view(generation: int, members: tuple[int, ...], computing: int | None = None) -> WorkerGroup:
-    """A view in which all compute, unless said otherwise."""
+class Planner(GroupPlanner):
+    """It forms each group as soon as it can, unless told otherwise."""
+
+    forms_at_once = True
+
+    def _decide(self, *, forms: bool = False) -> list[Action]:
+        return super()._decide(forms=forms or self.forms_at_once)
+
+
+def worker_group(generation: int, members: tuple[int, ...], computing: int | None = None) -> WorkerGroup:
+    """A group in which all compute, unless said otherwise."""
     return WorkerGroup(generation, members, len(members) if computing is None else computing)
 
 
-def formed(nproc: int, most: int | None = None, generation: int = -1, spares: int = 0) -> GroupPlanner:
-    """A planner of one node whose first view has formed of workers 0, 1, ..."""
-    planner = GroupPlanner(nodes={"a": nproc}, max_workers=most or nproc, generation=generation, spares=spares)
+def formed(nproc: int, most: int | None = None, generation: int = -1, spares: int = 0) -> Planner:
+    """A planner of one node whose first group has formed of workers 0, 1, ..."""
+    planner = Planner(nodes={"a": nproc}, max_workers=most or nproc, generation=generation, spares=spares)
     target = nproc + spares
     assert planner.begin() == [Start(w, "a", w) for w in range(target)]
     for worker in range(target):
@@ -39,32 +48,32 @@ def formed(nproc: int, most: int | None = None, generation: int = -1, spares: in
 
 
 def test_the_first_view_waits_for_all() -> None:
-    planner = GroupPlanner(nodes={"a": 3}, max_workers=3, generation=6)
+    planner = Planner(nodes={"a": 3}, max_workers=3, generation=6)
     planner.begin()
     assert planner.waits(2) == []
     assert planner.waits(0) == []
-    assert planner.waits(1) == [FormGroup(view(7, (0, 1, 2)))]
+    assert planner.waits(1) == [FormGroup(worker_group(7, (0, 1, 2)))]
 
 
 def test_survivors_go_on_before_the_replacement_is_there() -> None:
     planner = formed(3)
     assert planner.exited(0) == [Start(3, "a", 0), BreakGroup(0, (1, 2))]
     assert planner.waits(2) == []
-    assert planner.waits(1) == [FormGroup(view(1, (1, 2)))]
-    assert planner.waits(3) == [RequestReform(view(1, (1, 2)))]
+    assert planner.waits(1) == [FormGroup(worker_group(1, (1, 2)))]
+    assert planner.waits(3) == [RequestReform(worker_group(1, (1, 2)))]
     assert planner.waits(1) == [BreakGroup(1, (2,))]
     # The newcomer has the lowest slot, but holds nothing: it is last.
-    assert planner.waits(2) == [FormGroup(view(2, (1, 2, 3)))]
+    assert planner.waits(2) == [FormGroup(worker_group(2, (1, 2, 3)))]
 
 
 def test_a_view_is_asked_once_to_re_form() -> None:
     planner = formed(3)
     planner.exited(1)
     planner.exited(2)
-    assert planner.waits(0) == [FormGroup(view(1, (0,)))]
-    assert planner.waits(3) == [RequestReform(view(1, (0,)))]
+    assert planner.waits(0) == [FormGroup(worker_group(1, (0,)))]
+    assert planner.waits(3) == [RequestReform(worker_group(1, (0,)))]
     assert planner.waits(4) == []
-    assert planner.waits(0) == [FormGroup(view(2, (0, 3, 4)))]
+    assert planner.waits(0) == [FormGroup(worker_group(2, (0, 3, 4)))]
 
 
 def test_no_view_while_a_member_may_still_act_in_the_last() -> None:
@@ -72,7 +81,7 @@ def test_no_view_while_a_member_may_still_act_in_the_last() -> None:
     planner.exited(0)
     planner.waits(3)
     assert planner.waits(1) == []  # 2 is silent
-    assert planner.exited(2) == [Start(4, "a", 2), FormGroup(view(1, (1, 3)))]
+    assert planner.exited(2) == [Start(4, "a", 2), FormGroup(worker_group(1, (1, 3)))]
 
 
 def test_where_all_are_lost_the_next_view_waits_for_all() -> None:
@@ -80,7 +89,7 @@ def test_where_all_are_lost_the_next_view_waits_for_all() -> None:
     planner.exited(0)
     assert planner.exited(1) == [Start(3, "a", 1)]
     assert planner.waits(3) == []
-    assert planner.waits(2) == [FormGroup(view(1, (2, 3)))]
+    assert planner.waits(2) == [FormGroup(worker_group(1, (2, 3)))]
 
 
 def test_a_member_that_is_done_breaks_nothing() -> None:
@@ -88,30 +97,30 @@ def test_a_member_that_is_done_breaks_nothing() -> None:
     assert planner.done(1) == []
     assert planner.done(0) == []
     # The last one lost them before it was done itself: it goes on alone, and nobody is started.
-    assert planner.waits(2) == [FormGroup(view(1, (2,)))]
+    assert planner.waits(2) == [FormGroup(worker_group(1, (2,)))]
     assert planner.exited(2) == []
 
 
 def test_nobody_is_started_once_hiring_has_ended() -> None:
-    planner = GroupPlanner(nodes={"a": 3}, max_workers=3, generation=-1)
+    planner = Planner(nodes={"a": 3}, max_workers=3, generation=-1)
     planner.begin()
     planner.waits(0)
     planner.may_spawn = False
     assert planner.exited(1) == []
-    assert planner.waits(2) == [FormGroup(view(0, (0, 2)))]
+    assert planner.waits(2) == [FormGroup(worker_group(0, (0, 2)))]
 
 
 def test_growing_and_shrinking() -> None:
     planner = formed(2, most=4)
     assert planner.resize("a", 4) == [Start(2, "a", 2), Start(3, "a", 3)]
-    assert planner.waits(3) == [RequestReform(view(0, (0, 1)))]
+    assert planner.waits(3) == [RequestReform(worker_group(0, (0, 1)))]
     planner.waits(2)
     planner.waits(0)
-    assert planner.waits(1) == [FormGroup(view(1, (0, 1, 2, 3)))]
-    assert planner.resize("a", 3) == [RequestReform(view(1, (0, 1, 2, 3)))]
+    assert planner.waits(1) == [FormGroup(worker_group(1, (0, 1, 2, 3)))]
+    assert planner.resize("a", 3) == [RequestReform(worker_group(1, (0, 1, 2, 3)))]
     for worker in (0, 1, 2):
         planner.waits(worker)
-    assert planner.waits(3) == [StopWorker(3), FormGroup(view(2, (0, 1, 2)))]
+    assert planner.waits(3) == [StopWorker(3), FormGroup(worker_group(2, (0, 1, 2)))]
     # The retired one has not ended yet, so its slot, and its log, is not given away.
     assert planner.resize("a", 4) == [Start(4, "a", 4)]
 
@@ -120,18 +129,18 @@ def test_who_holds_the_state_is_kept_before_who_does_not() -> None:
     planner = formed(3)
     assert planner.exited(0) == [Start(3, "a", 0), BreakGroup(0, (1, 2))]
     planner.waits(1)
-    assert planner.waits(2) == [FormGroup(view(1, (1, 2)))]
+    assert planner.waits(2) == [FormGroup(worker_group(1, (1, 2)))]
     # The replacement in slot 0 holds nothing yet: it goes at once, and then the highest rank.
-    assert planner.resize("a", 1) == [StopWorker(3), RequestReform(view(1, (1, 2)))]
+    assert planner.resize("a", 1) == [StopWorker(3), RequestReform(worker_group(1, (1, 2)))]
     planner.waits(2)
-    assert planner.waits(1) == [StopWorker(2), FormGroup(view(2, (1,)))]
+    assert planner.waits(1) == [StopWorker(2), FormGroup(worker_group(2, (1,)))]
 
 
 def test_who_was_to_leave_stays_where_the_others_died() -> None:
     planner = formed(2)
-    assert planner.resize("a", 1) == [RequestReform(view(0, (0, 1)))]
+    assert planner.resize("a", 1) == [RequestReform(worker_group(0, (0, 1)))]
     assert planner.exited(0) == [BreakGroup(0, (1,))]
-    assert planner.waits(1) == [FormGroup(view(1, (1,)))]
+    assert planner.waits(1) == [FormGroup(worker_group(1, (1,)))]
 
 
 def test_who_was_to_leave_stays_where_it_is_wanted_again() -> None:
@@ -139,7 +148,7 @@ def test_who_was_to_leave_stays_where_it_is_wanted_again() -> None:
     planner.resize("a", 1)
     assert planner.resize("a", 2) == []
     planner.waits(0)
-    assert planner.waits(1) == [FormGroup(view(1, (0, 1)))]
+    assert planner.waits(1) == [FormGroup(worker_group(1, (0, 1)))]
 
 
 def test_a_view_that_gathers_waits_for_all() -> None:
@@ -147,42 +156,42 @@ def test_a_view_that_gathers_waits_for_all() -> None:
     assert planner.gather() == []  # all are there
     planner.exited(0)
     planner.waits(1)
-    assert planner.waits(2) == [FormGroup(view(1, (1, 2)))]
-    assert planner.gather() == [RequestReform(view(1, (1, 2)))]
+    assert planner.waits(2) == [FormGroup(worker_group(1, (1, 2)))]
+    assert planner.gather() == [RequestReform(worker_group(1, (1, 2)))]
     planner.waits(2)
     assert planner.waits(1) == []
-    assert planner.waits(3) == [FormGroup(view(2, (1, 2, 3)))]
+    assert planner.waits(3) == [FormGroup(worker_group(2, (1, 2, 3)))]
     assert not planner.wait_for_all
 
 
 def test_a_target_may_change_before_the_first_view() -> None:
-    planner = GroupPlanner(nodes={"a": 3}, max_workers=4, generation=-1)
+    planner = Planner(nodes={"a": 3}, max_workers=4, generation=-1)
     planner.begin()
     planner.waits(0)
     planner.waits(1)
-    assert planner.resize("a", 2) == [StopWorker(2), FormGroup(view(0, (0, 1)))]
+    assert planner.resize("a", 2) == [StopWorker(2), FormGroup(worker_group(0, (0, 1)))]
     assert planner.resize("a", 4) == [Start(3, "a", 3), Start(4, "a", 4)]
 
 
 def test_more_than_can_compute_wait() -> None:
     planner = formed(3, most=2)
-    assert planner.group == view(0, (0, 1))
+    assert planner.group == worker_group(0, (0, 1))
     assert planner.exited(1) == [Start(3, "a", 1), BreakGroup(0, (0,))]
-    assert planner.waits(0) == [FormGroup(view(1, (0, 2)))]
+    assert planner.waits(0) == [FormGroup(worker_group(1, (0, 2)))]
 
 
 def test_a_spare_is_a_member_that_computes_once_it_is_needed() -> None:
     planner = formed(2, spares=1)
-    assert planner.group == view(0, (0, 1, 2), computing=2)
+    assert planner.group == worker_group(0, (0, 1, 2), computing=2)
     assert planner.exited(0) == [Start(3, "a", 0), BreakGroup(0, (1, 2))]
     planner.waits(1)
-    assert planner.waits(2) == [FormGroup(view(1, (1, 2), computing=2))]
-    assert planner.waits(3) == [RequestReform(view(1, (1, 2), computing=2))]
+    assert planner.waits(2) == [FormGroup(worker_group(1, (1, 2), computing=2))]
+    assert planner.waits(3) == [RequestReform(worker_group(1, (1, 2), computing=2))]
 
 
-def two_nodes(spares: int = 0, least: int = 1) -> GroupPlanner:
-    """Two nodes of two workers each, and their first view."""
-    planner = GroupPlanner(nodes={"a": 2}, max_workers=12, generation=-1, spares=spares, min_nodes=least)
+def two_nodes(spares: int = 0, least: int = 1) -> Planner:
+    """Two nodes of two workers each, and their first group."""
+    planner = Planner(nodes={"a": 2}, max_workers=12, generation=-1, spares=spares, min_nodes=least)
     assert planner.begin() == [Start(0, "a", 0), Start(1, "a", 1)]
     assert planner.node_joins("b", 2) == [Start(2, "b", 2), Start(3, "b", 3)]
     for worker in planner.workers:
@@ -192,15 +201,15 @@ def two_nodes(spares: int = 0, least: int = 1) -> GroupPlanner:
 
 def test_with_a_node_all_its_workers_are_gone() -> None:
     planner = two_nodes()
-    assert planner.group == view(0, (0, 1, 2, 3))
-    planner.hold()  # until the agents have agreed that it is gone
+    assert planner.group == worker_group(0, (0, 1, 2, 3))
+    planner.forms_at_once = False  # until the agents have agreed that it is gone
     assert planner.node_lost("a") == [BreakGroup(0, (2, 3))]
     assert planner.waits(2) == []
     assert planner.waits(3) == []
-    assert planner.release() == [FormGroup(view(1, (2, 3)))]
+    assert planner.form_group() == [FormGroup(worker_group(1, (2, 3)))]
     # One that comes takes the free slots, and joins after a step.
     assert planner.node_joins("c", 1) == [Start(4, "c", 0)]
-    assert planner.waits(4) == [RequestReform(view(1, (2, 3)))]
+    assert planner.waits(4) == [RequestReform(worker_group(1, (2, 3)))]
 
 
 def test_too_few_nodes_wait_for_others() -> None:
@@ -213,13 +222,13 @@ def test_too_few_nodes_wait_for_others() -> None:
     assert planner.waits(5) == []
 
 
-def three_nodes(least: int = 1) -> GroupPlanner:
-    """Three nodes of one worker each, and their first view."""
-    planner = GroupPlanner(nodes={"a": 1, "b": 1, "c": 1}, max_workers=12, generation=-1, min_nodes=least)
+def three_nodes(least: int = 1) -> Planner:
+    """Three nodes of one worker each, and their first group."""
+    planner = Planner(nodes={"a": 1, "b": 1, "c": 1}, max_workers=12, generation=-1, min_nodes=least)
     planner.begin()
     for worker in (0, 1, 2):
         planner.waits(worker)
-    assert planner.group == view(0, (0, 1, 2))
+    assert planner.group == worker_group(0, (0, 1, 2))
     return planner
 
 
@@ -228,11 +237,11 @@ def test_an_excluded_node_waits_with_its_state_and_comes_back_last() -> None:
     assert planner.exclude(frozenset("b")) == [BreakGroup(0, (0, 1, 2))]
     planner.waits(0)
     assert planner.waits(2) == []  # 1 may act still, excluded or not
-    assert planner.waits(1) == [FormGroup(view(1, (0, 2)))]
+    assert planner.waits(1) == [FormGroup(worker_group(1, (0, 2)))]
     assert planner.exclude(frozenset("b")) == []
-    assert planner.exclude(frozenset()) == [RequestReform(view(1, (0, 2)))]
+    assert planner.exclude(frozenset()) == [RequestReform(worker_group(1, (0, 2)))]
     planner.waits(0)
-    assert planner.waits(2) == [FormGroup(view(2, (0, 2, 1)))]
+    assert planner.waits(2) == [FormGroup(worker_group(2, (0, 2, 1)))]
 
 
 def test_another_node_is_excluded_in_the_place_of_the_first() -> None:
@@ -242,7 +251,7 @@ def test_another_node_is_excluded_in_the_place_of_the_first() -> None:
         planner.waits(worker)
     assert planner.exclude(frozenset("c")) == [BreakGroup(1, (0, 2))]
     planner.waits(2)
-    assert planner.waits(0) == [FormGroup(view(2, (0, 1)))]
+    assert planner.waits(0) == [FormGroup(worker_group(2, (0, 1)))]
 
 
 def test_an_excluded_node_does_not_count() -> None:
@@ -251,18 +260,18 @@ def test_an_excluded_node_does_not_count() -> None:
     for worker in (0, 1, 2):
         assert not any(isinstance(action, FormGroup) for action in planner.waits(worker))
     assert planner.lacks_nodes
-    assert planner.exclude(frozenset()) == [FormGroup(view(1, (0, 1, 2)))]
+    assert planner.exclude(frozenset()) == [FormGroup(worker_group(1, (0, 1, 2)))]
 
 
 def test_the_first_view_does_not_wait_for_an_excluded_node() -> None:
-    planner = GroupPlanner(nodes={"a": 1, "b": 1, "c": 1}, max_workers=12, generation=-1, initial_nodes=2)
+    planner = Planner(nodes={"a": 1, "b": 1, "c": 1}, max_workers=12, generation=-1, initial_nodes=2)
     planner.exclude(frozenset("c"))
     assert planner.waits(0) == []
-    assert planner.waits(1) == [FormGroup(view(0, (0, 1)))]
+    assert planner.waits(1) == [FormGroup(worker_group(0, (0, 1)))]
 
 
 def test_spares_compute_for_an_excluded_node() -> None:
-    planner = GroupPlanner(nodes={"a": 1, "b": 1}, max_workers=12, generation=-1, spares=1)
+    planner = Planner(nodes={"a": 1, "b": 1}, max_workers=12, generation=-1, spares=1)
     planner.begin()
     for worker in (0, 1, 2):
         planner.waits(worker)
@@ -273,7 +282,7 @@ def test_spares_compute_for_an_excluded_node() -> None:
 
 
 def test_spares_are_on_the_last_nodes() -> None:
-    planner = GroupPlanner(nodes={"a": 2, "b": 2}, max_workers=12, generation=-1, spares=1)
+    planner = Planner(nodes={"a": 2, "b": 2}, max_workers=12, generation=-1, spares=1)
     assert planner.begin() == [
         Start(0, "a", 0),
         Start(1, "a", 1),
@@ -286,7 +295,7 @@ def test_spares_are_on_the_last_nodes() -> None:
 @pytest.mark.parametrize("leads", ["before", "anew"])
 def test_spares_compute_for_a_node_that_was_lost(leads: str) -> None:
     """Until another one comes; whoever leads by then."""
-    planner = GroupPlanner(nodes={"a": 1, "b": 1}, max_workers=12, generation=-1, spares=1)
+    planner = Planner(nodes={"a": 1, "b": 1}, max_workers=12, generation=-1, spares=1)
     planner.begin()
     for worker in (0, 1, 2):
         actions = planner.waits(worker)
@@ -294,7 +303,7 @@ def test_spares_compute_for_a_node_that_was_lost(leads: str) -> None:
     if leads == "before":
         planner.node_lost("a")
     else:
-        planner = GroupPlanner(nodes={}, max_workers=12, generation=0, spares=1)
+        planner = Planner(nodes={}, max_workers=12, generation=0, spares=1)
         planner.take_over(100, 2, has_begun=True)
         planner.node_joins("b", 1, {1: WorkerState(1, "member"), 2: WorkerState(2, "member")})
     planner.waits(1)
@@ -307,7 +316,7 @@ def test_spares_compute_for_a_node_that_was_lost(leads: str) -> None:
 
 
 def test_a_takeover_before_the_first_group_waits_for_all_initial_nodes() -> None:
-    planner = GroupPlanner(nodes={}, max_workers=3, generation=-1, initial_nodes=3)
+    planner = Planner(nodes={}, max_workers=3, generation=-1, initial_nodes=3)
     planner.take_over(100, 2, has_begun=False)
     planner.node_joins("b", 1, {1: WorkerState(0, "waiting")})
     assert planner.lacks_nodes
@@ -318,21 +327,21 @@ def test_a_takeover_before_the_first_group_waits_for_all_initial_nodes() -> None
 
 
 def test_who_takes_over_ends_the_view_and_keeps_its_members_in_front() -> None:
-    planner = GroupPlanner(nodes={}, max_workers=12, generation=4)
-    planner.hold()  # until enough nodes have told of their workers
+    planner = Planner(nodes={}, max_workers=12, generation=4)
+    planner.forms_at_once = False  # until enough nodes have told of their workers
     planner.take_over(100, 6, has_begun=True)
-    seats = {11: WorkerState(2, "member"), 12: WorkerState(3, "waiting")}
-    assert planner.node_joins("b", 2, seats) == [BreakGroup(4, (11,))]
+    workers = {11: WorkerState(2, "member"), 12: WorkerState(3, "waiting")}
+    assert planner.node_joins("b", 2, workers) == [BreakGroup(4, (11,))]
     assert planner.waits(11) == []
     assert planner.node_joins("c", 2, {21: WorkerState(1, "member")}) == [
         Start(100, "c", 0),
         BreakGroup(4, (21,)),
     ]
     planner.waits(21)
-    assert planner.release() == [FormGroup(view(5, (11, 21, 12)))]
+    assert planner.form_group() == [FormGroup(worker_group(5, (11, 21, 12)))]
 
 
-GATHER = 0  # in place of a number of workers: no view can have none
+GATHER = 0  # in place of a number of workers: no group can have none
 
 
 @dataclass
@@ -340,9 +349,9 @@ class Process:
     """A worker as it really is, and what is on its way between it and the agent.
 
     Attributes:
-        acts_in: the generation in which it computes and communicates; None: it waits for a view.
-        asked: it has asked for a view since it was in one.
-        wants_out: it was told that its view is broken, or to be left.
+        acts_in: the generation in which it computes and communicates; None: it waits for a group.
+        asked: it has asked for a group since it was in one.
+        wants_out: it was told that its group is broken, or to be left.
     """
 
     acts_in: int | None = None
@@ -360,7 +369,7 @@ class World:
     ) -> None:
         """With exclusions, each of them nodes that are excluded at once, there is a node for each worker."""
         nodes = dict.fromkeys("abc"[:target], 1) if exclusions else {"a": target}
-        self.planner = GroupPlanner(nodes=nodes, max_workers=most, generation=-1)
+        self.planner = Planner(nodes=nodes, max_workers=most, generation=-1)
         self.exclusions = exclusions
         self.alive: dict[int, Process] = {}
         self.dead: list[int] = []  # not noticed yet
@@ -389,13 +398,15 @@ class World:
 
     def lost_a_peer(self, process: Process) -> bool:
         """Whether a connection broke: a peer has died, or has left this generation."""
-        view = self.planner.group
-        if view is None or process.acts_in != view.generation:
+        group = self.planner.group
+        if group is None or process.acts_in != group.generation:
             return True
         return any(
             w not in self.alive
-            or (self.alive[w].acts_in != view.generation and ("view", view.generation) not in self.alive[w].to_worker)
-            for w in view.members
+            or (
+                self.alive[w].acts_in != group.generation and ("group", group.generation) not in self.alive[w].to_worker
+            )
+            for w in group.members
         )
 
     def happens(self, what: str, worker: int) -> None:
@@ -429,7 +440,7 @@ class World:
 
     def told(self, worker: int, what: str, generation: int) -> None:
         process = self.alive[worker]
-        if what == "view":
+        if what == "group":
             process.acts_in, process.asked = generation, False
         elif what == "retire":
             del self.alive[worker]
@@ -444,10 +455,10 @@ class World:
                     slots = [self.planner.local_index(w) for w in self.planner.workers]
                     assert len(slots) == len(set(slots)), f"slot {slot} is given twice"
                     self.alive[worker] = Process()
-                case FormGroup(view):
-                    self.form(view)
-                case RequestReform(view):
-                    self.send(view.members, "reform", view.generation)
+                case FormGroup(group):
+                    self.form(group)
+                case RequestReform(group):
+                    self.send(group.members, "reform", group.generation)
                 case BreakGroup(generation, members):
                     self.send(members, "break", generation)
                 case StopWorker(worker):
@@ -458,13 +469,13 @@ class World:
             if worker in self.alive:
                 self.alive[worker].to_worker.append((what, generation))
 
-    def form(self, view: WorkerGroup) -> None:
-        assert 0 < len(view.members) <= self.planner.max_workers
+    def form(self, group: WorkerGroup) -> None:
+        assert 0 < len(group.members) <= self.planner.max_workers
         acting = [w for w, process in self.alive.items() if process.acts_in is not None]
-        assert not acting, f"{view} is formed while {acting} still act in an older one"
-        pending = [w for w, p in self.alive.items() if any(what == "view" for what, _ in p.to_worker)]
-        assert not pending, f"{view} is formed while {pending} are still told of an older one"
-        self.send(view.members, "view", view.generation)
+        assert not acting, f"{group} is formed while {acting} still act in an older one"
+        pending = [w for w, p in self.alive.items() if any(what == "group" for what, _ in p.to_worker)]
+        assert not pending, f"{group} is formed while {pending} are still told of an older one"
+        self.send(group.members, "group", group.generation)
 
     def settle(self) -> None:
         """Let all that is due happen, without further faults, until nothing is."""
@@ -481,16 +492,16 @@ class World:
 
 
 def check_at_rest(world: World) -> None:
-    """Once the faults end, all that should be are in one view and act in it."""
+    """Once the faults end, all that should be are in one group and act in it."""
     planner = world.planner
-    view = planner.group
-    assert view is not None
+    group = planner.group
+    assert group is not None
     included = sum(nproc for node, nproc in planner.nodes.items() if node not in planner.excluded)
-    assert len(view.members) == min(included, planner.max_workers)
-    assert not planner.excluded & {planner.node(w) for w in view.members}
-    assert set(view.members) <= set(world.alive)
+    assert len(group.members) == min(included, planner.max_workers)
+    assert not planner.excluded & {planner.node(w) for w in group.members}
+    assert set(group.members) <= set(world.alive)
     assert len(world.alive) == planner.target
-    assert all(world.alive[w].acts_in == view.generation for w in view.members)
+    assert all(world.alive[w].acts_in == group.generation for w in group.members)
 
 
 @pytest.mark.integration
@@ -511,7 +522,7 @@ def check_at_rest(world: World) -> None:
 def test_every_interleaving(
     target: int, most: int, deaths: int, resizes: tuple[int, ...], exclusions: tuple[str, ...]
 ) -> None:
-    """From every state that any order of events leads to, the survivors come to rest in one view."""
+    """From every state that any order of events leads to, the survivors come to rest in one group."""
     start = World(target, most, deaths, resizes, exclusions)
     seen = {start.key()}
     frontier = [start]

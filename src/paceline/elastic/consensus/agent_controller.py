@@ -55,7 +55,7 @@ from paceline.elastic.consensus.messages import (
 )
 from paceline.elastic.consensus.paxos import PaxosMembership
 from paceline.elastic.consensus.transport import PeerNetwork
-from paceline.elastic.leader import JobLeader, make_planner
+from paceline.elastic.leader import MultiNodeLeader, make_planner
 from paceline.elastic.node import Ended, NodeWorkers, Said
 from paceline.elastic.worker_channel import GroupBroken
 from paceline.runs.directory import RunDirectory
@@ -69,14 +69,14 @@ class Follower:
 
     Args:
         nproc: number of active workers on this node.
-        company: the other agents.
+        peers: the other agents.
         clear: called with the term of this node's own agent, once no worker here acts in an earlier group.
     """
 
-    def __init__(self, nproc: int, node: NodeWorkers, company: PeerDirectory, clear: Callable[[Term], None]) -> None:
+    def __init__(self, nproc: int, node: NodeWorkers, peers: PeerDirectory, clear: Callable[[Term], None]) -> None:
         self._nproc = nproc
         self._node = node
-        self._peers = company
+        self._peers = peers
         self._clear = clear
         self._followed: Term | None = None  # the term whose orders are obeyed
         self._fenced: Term | None = None  # the term whose node waits until no worker here acts
@@ -90,7 +90,7 @@ class Follower:
     def follow(self, term: Term, leader: str) -> None:
         """Report this node's workers to the leader, and obey it from now on."""
         self._followed = term
-        rows = ((worker, generation, seat) for worker, (generation, seat) in self._node.seats.items())
+        rows = ((worker, generation, state) for worker, (generation, state) in self._node.workers.items())
         self._peers.send(leader, WorkerList(self._nproc, tuple(rows)))
         for end in self.drain_buffer():
             self._peers.send(leader, end)
@@ -99,14 +99,14 @@ class Follower:
         """Make this node's workers leave their group; the term's node waits for the report."""
         self._fenced = term
         self._followed = None
-        for worker, (generation, seat) in self._node.seats.items():
-            if seat.status == "member":
+        for worker, (generation, state) in self._node.workers.items():
+            if state.status == "member":
                 self._node.send(worker, GroupBroken(generation))
         self.report_quiesced()
 
     def report_quiesced(self) -> None:
         """Report, once true, that no worker here acts in a group."""
-        if self._fenced is None or any(seat.status == "member" for _, seat in self._node.seats.values()):
+        if self._fenced is None or any(state.status == "member" for _, state in self._node.workers.values()):
             return
         term, self._fenced = self._fenced, None
         if term.node == self._peers.name:
@@ -127,7 +127,7 @@ class Follower:
 # --- The controller of one agent. No torch ---
 #
 # It executes the actions of a :class:`~paceline.elastic.consensus.membership.Membership`. If this agent leads, a
-# :class:`~paceline.elastic.leader.JobLeader` decides for the workers of all nodes; if another one leads, this
+# :class:`~paceline.elastic.leader.MultiNodeLeader` decides for the workers of all nodes; if another one leads, this
 # node's reports are forwarded to it, and its orders are obeyed.
 # :class:`~paceline.elastic.consensus.discovery.PeerDirectory` knows the peers.
 
@@ -180,7 +180,7 @@ class AgentController:
         self._told: dict[str, tuple[str, ...]] = {}  # the last messages: excluded nodes, and which they cannot reach
         self._tell_at = math.inf
         self._start_by = math.inf
-        self.leader: JobLeader | None = None
+        self.leader: MultiNodeLeader | None = None
         self._follower = Follower(spec.local_world_size, node, self._peers, partial(self._cleared, self.name))
         self.nodes: tuple[str, ...] = (self.name,)
         self._is_joining = spec.place.joins
@@ -317,10 +317,10 @@ class AgentController:
 
     def _give_up_start(self) -> None:
         """End the job on all its nodes, if there were too few for the first group all the time."""
-        if self.leader is None or self.leader.coordinator.group is not None or not self.leader.coordinator.lacks_nodes:
+        if self.leader is None or self.leader.planner.group is not None or not self.leader.planner.lacks_nodes:
             return
         cuts = [f"{name} and {', '.join(others)} cannot reach each other" for name, others in self._cut_from.items()]
-        included = len(self.leader.coordinator.nodes.keys() - self.leader.coordinator.excluded)
+        included = len(self.leader.planner.nodes.keys() - self.leader.planner.excluded)
         reason = (
             f"the run begins with {self._spec.nodes[0]} nodes (--nodes). After "
             f"{self._spec.recovery.init_timeout_s:g} s (--init-timeout), the number of nodes that all reach each "
@@ -429,7 +429,7 @@ class AgentController:
 
     def _cleared(self, peer: str, term: Term) -> None:
         """Record that a peer has promised this term, and none of its workers acts in an earlier group."""
-        if self.leader is not None and peer in self.leader.coordinator.nodes_acting:
+        if self.leader is not None and peer in self.leader.planner.nodes_acting:
             return  # it was ordered to form a group after its report
         if term == self._membership.promised:
             self._act(self._membership.clear(peer))
@@ -439,20 +439,20 @@ class AgentController:
         """Handle the list of a follower's workers, or of a node that wants to join."""
         if self.leader is None:
             return
-        num_others = 0 if peer in self.nodes else len(self.leader.coordinator.nodes.keys() - {peer})
+        num_others = 0 if peer in self.nodes else len(self.leader.planner.nodes.keys() - {peer})
         reason = self._peers.rejection_reason(peer, num_others)
         if reason:
             self._peers.send(peer, Rejected(reason))
             return
-        self.leader.coordinator.observe_view(max((generation for _, generation, _ in workers.workers), default=-1))
+        self.leader.planner.observe_generation(max((generation for _, generation, _ in workers.workers), default=-1))
         # The newcomer too, which connects to the earlier nodes, because they may outlive this leader together.
         self._peers.add(peer, self._other_nodes | {peer})
-        if peer not in self.leader.coordinator.nodes:
+        if peer not in self.leader.planner.nodes:
             # A repeated list may be older than orders sent since.
             remote = RemoteNode(partial(self._peers.send, peer), self._membership.promised)
-            seats = {worker: seat for worker, _, seat in workers.workers}
+            states = {worker: state for worker, _, state in workers.workers}
             self._links_changed = True
-            self.leader.node_joins(peer, remote, workers.nproc, seats)
+            self.leader.node_joins(peer, remote, workers.nproc, states)
         self._settle()
 
     def _tell_excluded(self, unreachable: tuple[str, ...]) -> None:
@@ -467,7 +467,7 @@ class AgentController:
 
     def _on_report(self, peer: str, report: WorkerEvent | Ended) -> None:
         """Handle a follower's report of a worker."""
-        if self.leader is None or peer not in self.leader.coordinator.nodes:
+        if self.leader is None or peer not in self.leader.planner.nodes:
             return
         if isinstance(report, Ended):
             self.leader.ended(report)
@@ -480,7 +480,7 @@ class AgentController:
         if self.leader is None:
             return
         elastic = self._spec.nodes[1] > self._spec.nodes[0]
-        if elastic and len(self.leader.coordinator.nodes) > self._spec.least_nodes:
+        if elastic and len(self.leader.planner.nodes) > self._spec.least_nodes:
             with suppress(ConfigError):  # the job is ending anyway
                 self.leader.retire([peer])
         else:
@@ -496,10 +496,10 @@ class AgentController:
         formed without half of the node set.
         """
         if self.leader is not None and not self.leader.shutdown.is_final:
-            for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.nodes)):
+            for name in sorted(self.leader.planner.nodes_next - frozenset(self.nodes)):
                 self._act(self._membership.admit(name))
         if self.leader is not None:
-            is_leaving = self.leader.coordinator.is_leaving
+            is_leaving = self.leader.planner.is_leaving
             for name in [n for n in self.nodes if n != self.name and is_leaving(n)]:
                 if self.leader is not None:
                     # Before it learns that it is no longer in the node set.
@@ -515,7 +515,7 @@ class AgentController:
             if self._membership.leader is not None:
                 self._peers.send(self._membership.leader, PeersReached(tuple(sorted(self._membership.reachable))))
             return
-        nodes = list(self.leader.coordinator.nodes)
+        nodes = list(self.leader.planner.nodes)
         members = [name for name in self.nodes if name in nodes]
         self.leader.exclude(self._links.excluded(members, [name for name in nodes if name not in members]))
         self._review()
@@ -528,9 +528,9 @@ class AgentController:
         """The included nodes that each excluded one cannot reach."""
         if self.leader is None:
             return {}
-        coordinator = self.leader.coordinator
-        included = [name for name in coordinator.nodes if name not in coordinator.excluded]
-        return {name: self._links.unreachable(name, included) for name in sorted(coordinator.excluded)}
+        planner = self.leader.planner
+        included = [name for name in planner.nodes if name not in planner.excluded]
+        return {name: self._links.unreachable(name, included) for name in sorted(planner.excluded)}
 
     def _settle_excluded(self) -> None:
         """Tell excluded nodes that they are, and remove them if they could decide without the others."""
@@ -555,14 +555,14 @@ class AgentController:
     @property
     def _other_nodes(self) -> frozenset[str]:
         """The other nodes that have joined this leader."""
-        return frozenset(() if self.leader is None else self.leader.coordinator.nodes.keys() - {self.name})
+        return frozenset(() if self.leader is None else self.leader.planner.nodes.keys() - {self.name})
 
     def may_form(self, nodes: frozenset[str]) -> bool:
         """Return whether a group of workers on these nodes may be formed now."""
         assert self.leader is not None
         if self._links_changed:
             return False  # not before the excluded nodes are known
-        for name in self.leader.coordinator.nodes.keys() & frozenset(self.nodes) - self.leader.coordinator.nodes_acting:
+        for name in self.leader.planner.nodes.keys() & frozenset(self.nodes) - self.leader.planner.nodes_acting:
             self._act(self._membership.clear(name))
         if nodes:
             self._act(self._membership.intend(nodes))
@@ -580,7 +580,7 @@ class AgentController:
 
     def _settle(self) -> None:
         if self.leader is not None:
-            self.leader.settle()
+            self.leader.form_group()
 
     # Actions of the consensus.
 
@@ -631,8 +631,8 @@ class AgentController:
 
     def _lead(self, term: Term, node_set: NodeSet) -> None:
         follows = term.number > 1
-        seats = self._node.seats
-        known = max([self._earlier_generation, *(seen for seen, _ in seats.values())])
+        workers = self._node.workers
+        known = max([self._earlier_generation, *(seen for seen, _ in workers.values())])
         last: int | None = known
         if follows:
             # Not for longer, or the others elect another leader.
@@ -640,23 +640,23 @@ class AgentController:
         has_begun = max(known, -1 if last is None else last) > self._earlier_generation
         if last is None:  # then a number that no group of an earlier leader has
             last = known + _GENERATIONS_A_LEADER
-        coordinator = make_planner(self._spec, last, seats.values())
+        planner = make_planner(self._spec, last, workers.values())
         if follows:
-            places = self._spec.local_world_size * len(node_set.nodes)
-            coordinator.take_over(term.number * _NUMBERS_A_TERM, places, has_begun=has_begun)
+            num_active = self._spec.local_world_size * len(node_set.nodes)
+            planner.take_over(term.number * _NUMBERS_A_TERM, num_active, has_begun=has_begun)
             if not has_begun:
                 self._start_by = min(self._start_by, time.monotonic() + self._spec.recovery.init_timeout_s)
             self._directory.queue_event("takeover", node=self.name, term=term.number)
         self.nodes = node_set.nodes
         self._links = LinkMap(self.name)
         self._told = {}
-        self.leader = JobLeader(
-            self._spec, self._directory, coordinator, self, self._node, self._peers.address, follows=has_begun
+        self.leader = MultiNodeLeader(
+            self._spec, self._directory, planner, self._node, self._peers.address, agents=self, follows=has_begun
         )
         self._peers.add_self()
         self._resumed()
         self.leader.node_joins(
-            self.name, self._node, self._spec.local_world_size, {w: s for w, (_, s) in seats.items()}
+            self.name, self._node, self._spec.local_world_size, {w: s for w, (_, s) in workers.items()}
         )
         for end in self._follower.drain_buffer():
             self.leader.ended(end)
