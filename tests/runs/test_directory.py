@@ -87,7 +87,7 @@ def test_each_node_appends_to_a_file_of_its_own(run: RunDirectory) -> None:
     assert run.events.read_text() == text, "the other node may be appending to it"
     first, own = run.event_files()
     assert (first, own.name.partition("-")[0], len(own.read_text().splitlines())) == (run.events, "events", 2)
-    assert [event["event"] for event in run.read_events()] == ["created", "started", "view", "finished"]
+    assert [event["event"] for event in run.read_events()] == ["created", "started", "group", "finished"]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_restarts_and_recoveries_are_told_apart() -> None:
         return {"event": "started", "generation": generation}
 
     def view(generation: int, recovery: bool) -> dict[str, Any]:
-        return {"event": "view", "generation": generation, "recovery": recovery}
+        return {"event": "group", "generation": generation, "recovery": recovery}
 
     assert starts([]) == {"restarts": 0, "recoveries": 0}
     assert starts([started(0), started(1), started(2)]) == {"restarts": 2, "recoveries": 0}

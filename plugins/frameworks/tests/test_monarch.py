@@ -407,7 +407,7 @@ def test_a_lost_host_of_a_task_is_replaced(
     nodes[1].kill()
     run.hold(14)
     run.wait_for_joiners(1, started, leader=nodes[0])
-    run.step_until("view", lambda event: event["nodes"] == 2, started)
+    run.step_until("group", lambda event: event["nodes"] == 2, started)
     run.go_on()
     assert started.wait(120) == 0, started.text
     assert f"machine 1 ({nodes[1].name}) was lost" in started.text

@@ -145,7 +145,7 @@ def test_a_lost_node_of_a_slurm_job_is_replaced(
     if lost == 0:
         run.wait_until(lambda: run.directory.agent.read_text() != leader, "another leader")
     run.wait_for_joiners(1, started, leader=cluster.nodes[1 - lost])
-    run.step_until("view", lambda event: event["nodes"] == 2, started)
+    run.step_until("group", lambda event: event["nodes"] == 2, started)
     run.go_on()
     assert started.wait(120) == 0, started.text
     assert f"machine {lost} ({cluster.nodes[lost].name}) was lost" in started.text
@@ -314,7 +314,7 @@ def test_a_lost_pod_of_a_kubernetes_job_is_replaced(
     wait_until(lambda: f"machine 1 ({nodes[1].name}) was lost" in started.text, "Monarch's report", timeout_s=90)
     mesh_pods.start(1, nodes[2])
     run.wait_for_joiners(1, started, leader=nodes[0])
-    run.step_until("view", lambda event: event["nodes"] == 2, started)
+    run.step_until("group", lambda event: event["nodes"] == 2, started)
     run.go_on()
     assert started.wait(120) == 0, started.text
     (tmp_path / "small.py").write_text(TASK)

@@ -196,7 +196,7 @@ def test_a_lost_machine_is_replaced_by_another_of_the_cluster(
     victim.kill()
     run.hold(14)
     run.wait_for_joiners(1, *remaining, leader=at_work[0])
-    run.step_until("view", lambda event: event["nodes"] == 2, *remaining)
+    run.step_until("group", lambda event: event["nodes"] == 2, *remaining)
     run.go_on()
     assert [process.wait(120) for process in remaining] == [0, 0], started[0].text
     assert "was lost" in started[0].text

@@ -363,7 +363,7 @@ class RecoveryLog:
         """
         if group.generation > self._first:
             self.record(
-                "view",
+                "group",
                 generation=group.generation,
                 members=list(local_indices),
                 world_size=len(group.members),

@@ -1,8 +1,8 @@
 """Forks workers, and the host of their stores: ``python -m paceline.elastic.forkserver FD``.
 
 A worker that died is replaced in milliseconds, by a fork of this process; see
-:mod:`paceline.core.fork_server`. A request for a worker is ``{"fork": number, "slot": s, "job": path}``, with
-the worker's end of its channel and, above slot 0, its log; one for the store host has the number ``STORE_HOST``
+:mod:`paceline.core.fork_server`. A request for a worker is ``{"fork": number, "local_index": i, "job": path}``,
+with the worker's end of its channel and, above index 0, its log; one for the store host has the number ``STORE_HOST``
 and the host's end of its socket pair.
 
 This process lives as long as its agent: when the agent's end closes, it kills what it has forked. Until the
@@ -42,12 +42,12 @@ def prepare_child(request: Mapping[str, Any], descriptors: Sequence[int]) -> Chi
     terminal = (os.dup(1), os.dup(2))
     if log:
         redirect_output(log[0])
-    return lambda: _run_worker(request["job"], channel, request["slot"], terminal)
+    return lambda: _run_worker(request["job"], channel, request["local_index"], terminal)
 
 
-def _run_worker(job: str, channel: int, slot: int, terminal: tuple[int, int]) -> int:
+def _run_worker(job: str, channel: int, local_index: int, terminal: tuple[int, int]) -> int:
     sys.argv = [_WORKER, job]
-    code: int = importlib.import_module(_WORKER).main_member(Path(job), channel, slot, terminal)
+    code: int = importlib.import_module(_WORKER).main_member(Path(job), channel, local_index, terminal)
     return code
 
 

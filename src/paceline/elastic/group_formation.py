@@ -101,7 +101,7 @@ _HANDSHAKE_S = {"gloo": 10.0, "nccl": 120.0}  # NCCL's rank 0 loads plug-ins and
 
 @contextmanager
 def open_process_group(
-    place: Assignment, member: AgentClient, *, local: LocalDevice, comm_debug: bool = False
+    assignment: Assignment, agent: AgentClient, *, local: LocalDevice, comm_debug: bool = False
 ) -> Iterator[World]:
     """Form the process group of a worker group, and leave it on exit.
 
@@ -109,7 +109,7 @@ def open_process_group(
     detect the exit by the closed connections.
 
     Args:
-        member: reports at any time that the group is broken.
+        agent: reports at any time that the group is broken.
         local: the device of its tensors.
         comm_debug: verbose logs of NCCL and torch.distributed.
 
@@ -118,33 +118,33 @@ def open_process_group(
         PeerLostError: another member did not come, or was lost.
     """
     world = World(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
+        rank=assignment.rank,
+        world_size=assignment.world_size,
+        local_rank=assignment.local_rank,
+        local_world_size=assignment.local_world_size,
         device=local.device,
         backend=local.backend,
-        generation=place.generation,
-        one_host=place.local_world_size == place.world_size,
-        is_broken=partial(member.broken, place.generation),
-        active=place.active,
-        progress_tracker=member.progress_tracker,
+        generation=assignment.generation,
+        one_host=assignment.local_world_size == assignment.world_size,
+        is_broken=partial(agent.broken, assignment.generation),
+        active=assignment.active,
+        progress_tracker=agent.progress_tracker,
     )
-    _set_rank_variables(place)
-    if place.world_size == 1:
+    _set_rank_variables(assignment)
+    if assignment.world_size == 1:
         yield world
         return
     connections = GroupSockets()
     try:
         with ExitStack() as stack:
             try:
-                member.when_broken(place.generation, connections.shutdown)
+                agent.when_broken(assignment.generation, connections.shutdown)
                 restart_group_names()
                 stack.enter_context(
                     form_group(
                         world,
-                        _connect_to_store(place, _HANDSHAKE_S[local.backend]),
-                        interface=place.interface,
+                        _connect_to_store(assignment, _HANDSHAKE_S[local.backend]),
+                        interface=assignment.interface,
                         init_timeout_s=_HANDSHAKE_S[local.backend],
                         comm_debug=comm_debug,
                         formed=connections.opened,
@@ -161,27 +161,31 @@ def open_process_group(
         connections.closed()
 
 
-def _set_rank_variables(place: Assignment) -> None:
+def _set_rank_variables(assignment: Assignment) -> None:
     """Set the variables of other launchers, for a task that logs its rank."""
     os.environ.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(place.local_rank),
-        LOCAL_WORLD_SIZE=str(place.local_world_size),
+        RANK=str(assignment.rank),
+        WORLD_SIZE=str(assignment.world_size),
+        LOCAL_RANK=str(assignment.local_rank),
+        LOCAL_WORLD_SIZE=str(assignment.local_world_size),
     )
 
 
-def _connect_to_store(place: Assignment, timeout_s: float) -> Store:
+def _connect_to_store(assignment: Assignment, timeout_s: float) -> Store:
     # The plain probe detects at once a store that is closed because its group is obsolete.
     try:
-        socket.create_connection((place.address, place.port), timeout=_CONNECT_S).close()
+        socket.create_connection((assignment.address, assignment.port), timeout=_CONNECT_S).close()
     except OSError as error:
         raise PeerLostError(f"the group's store is closed: {error.strerror or error}") from error
     store = TCPStore(
-        place.address, place.port, place.world_size, is_master=False, timeout=timedelta(seconds=_CONNECT_S)
+        assignment.address,
+        assignment.port,
+        assignment.world_size,
+        is_master=False,
+        timeout=timedelta(seconds=_CONNECT_S),
     )
     store.set_timeout(timedelta(seconds=timeout_s))
-    return PrefixStore(f"gen{place.generation}", store)
+    return PrefixStore(f"gen{assignment.generation}", store)
 
 
 # --- The state of a new group, and its transfer ---

@@ -126,10 +126,10 @@ def _reason(culprit: StallSnapshot, inside: Sequence[StallSnapshot]) -> str:
         if awaited is not None
         else f"has been at {_stage(culprit)} for {culprit.stage_s:.0f} s"
     )
-    return f"{missing}: {_place(culprit)}"
+    return f"{missing}: {_location(culprit)}"
 
 
-def _place(snapshot: StallSnapshot) -> str:
+def _location(snapshot: StallSnapshot) -> str:
     if snapshot.helper:
         return f"it waits for its {snapshot.helper}"
     text = f"it is in {snapshot.where}" if snapshot.where else f"it is at {snapshot.phase}"
@@ -161,7 +161,7 @@ def _describe_deadlock(
         for where, ranks in _by_exchange(inside).items()
     ]
     clauses += [f"{names((s.rank,))} is in {s.collective}, called by {s.where}" for s in in_users]
-    clauses += [f"{names((s.rank,))} has left it, and: {_place(s)}" for s in ahead]
+    clauses += [f"{names((s.rank,))} has left it, and: {_location(s)}" for s in ahead]
     clauses += [f"{names((rank,))} has finished" for rank in finished]
     if len(clauses) == 1:
         return f"{clauses[0]}, and none of them progresses: their messages do not arrive"
@@ -386,7 +386,7 @@ class _Note:
     generation: int
     pid: int
     time: float
-    standing: StallSnapshot | None
+    snapshot: StallSnapshot | None
 
 
 class Watchdog:
@@ -444,10 +444,10 @@ class Watchdog:
                 path.unlink(missing_ok=True)
 
     def _file(self, rank: int) -> Path:
-        return self._directory.logs / f"rank-{rank}.standing.json"
+        return self._directory.logs / f"rank-{rank}.snapshot.json"
 
-    def _note(self, standing: StallSnapshot | None) -> None:
-        note = _Note(self._generation, os.getpid(), time.time(), standing)
+    def _note(self, snapshot: StallSnapshot | None) -> None:
+        note = _Note(self._generation, os.getpid(), time.time(), snapshot)
         # On a full disk, other ranks can only inspect this rank's process.
         with suppress(OSError):
             write_atomically(self._file(self._rank), json.dumps(msgspec.to_builtins(note)).encode())
@@ -478,8 +478,8 @@ class Watchdog:
         for rank, note in notes.items():
             if note is None:
                 unseen.append(rank)
-            elif note.standing is not None and note.time >= asked_at - _GLANCE_S:
-                reports.append(note.standing)
+            elif note.snapshot is not None and note.time >= asked_at - _GLANCE_S:
+                reports.append(note.snapshot)
             elif time.time() < asked_at + _ANSWER_S:
                 return
             else:

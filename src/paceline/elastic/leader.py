@@ -500,7 +500,7 @@ def make_planner(spec: LaunchSpec, generation: int, workers: Iterable[tuple[int,
     )
 
 
-# --- The leader of a job on one node: what its agent obeys ---
+# --- The leader of a job on one node, which its agent obeys ---
 
 
 class SingleNodeLeader(JobLeader):
@@ -534,7 +534,7 @@ class SingleNodeLeader(JobLeader):
         """Do nothing: there are no links."""
 
 
-# --- The leader of a job on several nodes: what the agent obeys whose node leads ---
+# --- The leader of a job on several nodes, in the agent of one of them ---
 
 
 class MultiNodeLeader(JobLeader):

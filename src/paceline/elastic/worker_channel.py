@@ -63,7 +63,7 @@ class WorkerHeartbeat(ChannelMessage, frozen=True, tag="beat"):
     overdue: bool = False
 
 
-class StallSnapshot(ChannelMessage, frozen=True, tag="standing"):
+class StallSnapshot(ChannelMessage, frozen=True, tag="snapshot"):
     """Worker to agent, on request: its current activity.
 
     Attributes:
@@ -113,8 +113,8 @@ class Ending(ChannelMessage, frozen=True, tag="ending"):
     code: int
 
 
-class Assignment(ChannelMessage, frozen=True, tag="view"):
-    """Agent to worker: the group to form, and the worker's place in it.
+class Assignment(ChannelMessage, frozen=True, tag="assignment"):
+    """Agent to worker: the group to form, and the worker's rank in it.
 
     Attributes:
         local_rank: its index among the members on its node.
@@ -252,7 +252,7 @@ _LONGEST_STACKS = 24_000  # characters; a packet holds six times as many bytes
 
 def take_stall_snapshot(activity: ProgressTracker, generation: int, rank: int) -> StallSnapshot:
     """Take a snapshot of this process's activity."""
-    place = locate_user_frame(frames_of(activity.thread))
+    frame = locate_user_frame(frames_of(activity.thread))
     stacks = all_stacks(first=activity.thread)
     helper = ""
     if activity.phase in ("data", "evaluation"):
@@ -271,10 +271,10 @@ def take_stall_snapshot(activity: ProgressTracker, generation: int, rank: int) -
         stage_s=round(now - activity.since, 3),
         overdue=activity.overdue,
         still_s=round(now - activity.moved_at, 3),
-        where=place.where,
-        inside=place.inside,
-        collective=place.collective,
-        helper="" if place.is_users else helper,
+        where=frame.where,
+        inside=frame.inside,
+        collective=frame.collective,
+        helper="" if frame.is_users else helper,
         stacks=stacks[:_LONGEST_STACKS],
     )
 
@@ -284,9 +284,9 @@ def _active_helper(activity: ProgressTracker) -> tuple[str, str]:
     active_helper, texts = "", []
     for pid in activity.helpers():
         stacks = stacks_of(pid)
-        place = locate_user_frame(parse_frames(stacks))
-        if place.is_users:
-            activity_text = f"which is in {place.where}"
+        frame = locate_user_frame(parse_frames(stacks))
+        if frame.is_users:
+            activity_text = f"which is in {frame.where}"
         else:
             activity_text = "" if stacks else f"which {describe_unresponsive(pid) or 'has ended'}"
         active_helper = active_helper or (f"data worker {pid}, {activity_text}" if activity_text else "")
@@ -428,9 +428,9 @@ class AgentClient:
         self._orphaned()
 
     def _report(self) -> None:
-        place = self._assignment
-        if place is not None:
-            self._channel.send(take_stall_snapshot(self.progress_tracker, place.generation, place.rank))
+        assignment = self._assignment
+        if assignment is not None:
+            self._channel.send(take_stall_snapshot(self.progress_tracker, assignment.generation, assignment.rank))
 
     def _handle(self, message: Message) -> None:
         match message:

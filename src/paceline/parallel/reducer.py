@@ -588,18 +588,18 @@ def _zero(grad_buffer: GradBuffer) -> None:
 def make_transport(
     world: World,
     plan: ReductionPlan,
-    lanes: Mapping[torch.dtype, int],
+    numels: Mapping[torch.dtype, int],
     buckets: Sequence[Bucket],
     header_length: int,
     timeout_s: float,
 ) -> Transport:
     """Build the fastest transport for these ranks; a collective."""
     if world.world_size == 1:
-        return LocalTransport(plan.num_grad_buffers[0], lanes, world.device)
+        return LocalTransport(plan.num_grad_buffers[0], numels, world.device)
     if supported(world):
         try:
-            return SharedMemoryTransport(world, plan, lanes, header_length, timeout_s)
+            return SharedMemoryTransport(world, plan, numels, header_length, timeout_s)
         except OSError as error:
             if world.rank == 0:
                 _log.warning("no %s; gradients go through %s instead", error, world.backend)
-    return GroupTransport(world, plan, lanes, buckets)
+    return GroupTransport(world, plan, numels, buckets)

@@ -60,9 +60,9 @@ class Transport(Protocol):
         ...
 
 
-def zero_grad_buffers(count: int, lanes: Mapping[torch.dtype, int], device: torch.device) -> list[GradBuffer]:
+def zero_grad_buffers(count: int, numels: Mapping[torch.dtype, int], device: torch.device) -> list[GradBuffer]:
     """Return ``count`` buffers of zeros, each with a flat buffer of that many elements for each dtype."""
-    return [{dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in lanes.items()} for _ in range(count)]
+    return [{dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in numels.items()} for _ in range(count)]
 
 
 class LocalTransport:
@@ -115,7 +115,7 @@ class GroupTransport:
     Args:
         world: the ranks; the construction is a collective.
         plan: the work split and the tree.
-        lanes: elements of each dtype's flat buffer, the same on every rank.
+        numels: elements of each dtype's flat buffer, the same on every rank.
         buckets: slices that together cover the flat buffers.
 
     Raises:
@@ -125,14 +125,14 @@ class GroupTransport:
     overlaps = True
 
     def __init__(
-        self, world: World, plan: ReductionPlan, lanes: Mapping[torch.dtype, int], buckets: Sequence[Bucket]
+        self, world: World, plan: ReductionPlan, numels: Mapping[torch.dtype, int], buckets: Sequence[Bucket]
     ) -> None:
         self._world = world
         self._plan = plan
         self._buckets = buckets
         self._nodes = [(rank, index) for rank, nodes in enumerate(plan.subtrees) for index in range(len(nodes))]
         self._combine = plan.combination((True,) * len(self._nodes))
-        self.grad_buffers = zero_grad_buffers(plan.num_grad_buffers[world.rank], lanes, world.device)
+        self.grad_buffers = zero_grad_buffers(plan.num_grad_buffers[world.rank], numels, world.device)
         self._all_reduces: list[dist.Work] = []
         self._scattered: list[tuple[int, PendingMessages, dict[int, torch.Tensor]]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -283,7 +283,7 @@ class SharedMemoryTransport:
     Args:
         world: the ranks; the construction is a collective.
         plan: the work split and the tree.
-        lanes: elements of each dtype's flat buffer, the same on every rank.
+        numels: elements of each dtype's flat buffer, the same on every rank.
         header_length: number of float64 values of a header.
         timeout_s: how long a rank may keep the others waiting.
 
@@ -298,12 +298,12 @@ class SharedMemoryTransport:
         self,
         world: World,
         plan: ReductionPlan,
-        lanes: Mapping[torch.dtype, int],
+        numels: Mapping[torch.dtype, int],
         header_length: int,
         timeout_s: float,
     ) -> None:
         self._rank = world.rank
-        flat_buffer_bytes = {dtype: _round_up(numel * dtype.itemsize) for dtype, numel in lanes.items()}
+        flat_buffer_bytes = {dtype: _round_up(numel * dtype.itemsize) for dtype, numel in numels.items()}
         grad_buffer_bytes = sum(flat_buffer_bytes.values())
         header_bytes = _round_up(header_length * 8)
         headers_at = world.world_size * _CACHE_LINE
@@ -323,7 +323,7 @@ class SharedMemoryTransport:
             all_buffers.append([])
             for _ in range(num_buffers):
                 grad_buffer: GradBuffer = {}
-                for dtype, numel in lanes.items():
+                for dtype, numel in numels.items():
                     grad_buffer[dtype] = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
                     offset += flat_buffer_bytes[dtype]
                 all_buffers[-1].append(grad_buffer)
@@ -332,7 +332,7 @@ class SharedMemoryTransport:
         first = plan.first_microbatches[self._rank]
         microbatches = range(first, first + plan.work_split[self._rank])
         self._is_spare = not microbatches
-        chunks = {dtype: _chunk(numel, microbatches, plan.num_microbatches) for dtype, numel in lanes.items()}
+        chunks = {dtype: _chunk(numel, microbatches, plan.num_microbatches) for dtype, numel in numels.items()}
         own_chunks = {dtype: chunk for dtype, chunk in chunks.items() if chunk.stop > chunk.start}
         self._node_chunks = [
             [buffers[position][dtype][chunk] for dtype, chunk in own_chunks.items()]

@@ -378,13 +378,16 @@ def in_use(lock: Path) -> RunInUseError:
     )
 
 
+_OLD_GROUP = "view"  # what earlier versions called the event of a new group of workers
+
+
 def _read_events(path: Path) -> list[dict[str, Any]]:
     try:
         records = read_json_lines(path, errors="replace")
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error}. Move it away.") from error
     intact = [
-        event
+        {**event, "event": "group"} if event.get("event") == _OLD_GROUP else event
         for event in records
         if isinstance(event.get("event"), str)
         and isinstance(event.get("time"), int | float)

@@ -152,7 +152,7 @@ class _TimelineReader:
             self._causes.append("machine lost")
         elif kind == "gather":
             self._gathering = True
-        elif kind == "view":
+        elif kind == "group":
             self._formed(event, seconds)
         elif kind == "joined" and self._began is not None:
             self._interruptions.append(Interruption(self._cause, self._began, seconds, self._forming))
@@ -262,7 +262,7 @@ def describe(event: Event) -> str:
             return f"the worker in slot {slot} {how}"
         case {"event": "hang" | "slow" as kind, "sentence": sentence}:
             return f"{kind}: {sentence}"
-        case {"event": "view", "generation": generation, "members": [*slots]}:
+        case {"event": "group", "generation": generation, "members": [*slots]}:
             return f"generation {generation}: {_workers(len(slots))}, slots {', '.join(map(str, slots))}"
         case {"event": "node lost", "node": node, "why": why}:
             return f"machine {node} is lost: {why}"

@@ -99,10 +99,10 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
 
 def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Count the restarts of a run, and the groups that formed after a fault."""
-    views = {event.get("generation"): bool(event.get("recovery")) for event in events if event["event"] == "view"}
+    groups = {event.get("generation"): bool(event.get("recovery")) for event in events if event["event"] == "group"}
     # Without survivors, a group starts from a checkpoint: that is a recovery, not a restart.
-    started = [e for e in events if e["event"] == "started" and e.get("generation") not in views]
-    return {"restarts": max(0, len(started) - 1), "recoveries": sum(views.values())}
+    started = [e for e in events if e["event"] == "started" and e.get("generation") not in groups]
+    return {"restarts": max(0, len(started) - 1), "recoveries": sum(groups.values())}
 
 
 def _load_best(trainer: Trainer, world: World) -> None:

@@ -237,7 +237,7 @@ class ElasticGroups:
         self.member: AgentClient | None = member
         self._member = member
         self._on_rank_0 = on_rank_0
-        self._open_group = partial(open_process_group, member=member, local=local, comm_debug=comm_debug)
+        self._open_group = partial(open_process_group, agent=member, local=local, comm_debug=comm_debug)
         self.device = local.device
         self.processes = processes
         self.world_size = world_size

@@ -129,9 +129,9 @@ def test_killed_and_stopped_members_are_replaced(job: Job) -> None:
         (0, "was killed by SIGKILL"),
         (2, "did not answer within 1.5 s: it is stopped (SIGSTOP)"),
     ]
-    assert [e["members"] for e in job.events("view")] == views[1:]
+    assert [e["members"] for e in job.events("group")] == views[1:]
     assert [e["generation"] for e in job.events("joined")] == list(job.views())[1:]
-    assert max(e["seconds"] for e in job.events("view")) >= 1
+    assert max(e["seconds"] for e in job.events("group")) >= 1
     assert f"slot 2 of {job.pids(2)[1]}" in (job.path / "logs/rank-2.log").read_text()
     # All have the launcher's terminal, whichever of them is rank 0.
     assert {f"terminal of {slot}" for slot in range(3)} <= set(done.stdout.splitlines())
@@ -253,7 +253,7 @@ def test_an_error_that_would_happen_again_ends_the_job(job: Job, kind: str, step
 def test_a_worker_that_computes_wrongly_is_replaced_once(job: Job) -> None:
     done = job.run(2, {"1:1": [0, "corrupt"]})
     assert (done.returncode, done.stderr) == (0, "")
-    (view,) = job.events("view")[:1]
+    (view,) = job.events("group")[:1]
     assert view["recovery"] is True
 
 

@@ -126,7 +126,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: dict[str, Any]) -> None
     assert [event["target"] for event in run.events("scale")] == [1, 4, 2, 3]
     assert run.events("fault") == []
     assert len(run.events("retired")) == 4
-    assert sizes(run.events("view")) == [1, 4, 2, 3]
+    assert sizes(run.events("group")) == [1, 4, 2, 3]
 
 
 def refused(agent: AgentConnection) -> None:

@@ -230,7 +230,7 @@ class Chaos:
         directory = self._run.directory
         sizes: dict[int, tuple[int, int]] = {}
         for event in directory.read_events() if directory.events.exists() else ():
-            if event["event"] == "view":
+            if event["event"] == "group":
                 sizes[event["generation"]] = event["nodes"], event["world_size"]
             elif event["event"] == "joined" and event["generation"] in sizes:
                 yield *sizes[event["generation"]], event["time"]

@@ -148,7 +148,7 @@ class Run:
 
     def generation(self) -> int:
         """The last view's that was told."""
-        return max(event["generation"] for event in self.directory.read_events() if event["event"] == "view")
+        return max(event["generation"] for event in self.directory.read_events() if event["event"] == "group")
 
     def wait_for_joiners(self, number: int, *processes: NodeProcess, leader: Node | None = None) -> None:
         """Wait until so many workers wait to take part, as the leading machine knows: the first, or this."""

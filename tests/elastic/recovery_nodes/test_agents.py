@@ -103,7 +103,7 @@ def rejoin(run: Run, winner: NodeProcess, loser: NodeProcess, nproc: int = 1) ->
     leader = next(node for node in run.lab.nodes if winner in node.processes)
     run.wait_for_joiners(nproc, winner, loser, leader=leader)
     generation = run.generation()
-    run.step_until("view", lambda event: event["nodes"] == 2 and event["generation"] > generation, winner, loser)
+    run.step_until("group", lambda event: event["nodes"] == 2 and event["generation"] > generation, winner, loser)
 
 
 @EMBEDDED_FIRST
@@ -128,12 +128,12 @@ def test_of_two_machines_that_cannot_reach_each_other_one_waits(run: Run, undist
     second, third = run.lab.nodes[1:]
     second.cut_from(third)
     run.hold(14)
-    run.wait_for("view", lambda event: event["nodes"] == 2, *processes)
+    run.wait_for("group", lambda event: event["nodes"] == 2, *processes)
     run.wait_for("excluded", lambda event: True, *processes)
     second.heal_with(third)
     run.wait_for("included", lambda event: True, *processes)
     run.wait_for_joiners(1, *processes)
-    run.step_until("view", lambda event: event["nodes"] == 3 and event["generation"] > 1, *processes)
+    run.step_until("group", lambda event: event["nodes"] == 3 and event["generation"] > 1, *processes)
     assert finish(run, undisturbed, *processes)["world_size"] == 3
     [waited] = [process for process in processes if "this node takes no part" in process.text]
     assert waited is not processes[0]
@@ -158,12 +158,12 @@ def test_random_pairs_are_cut_and_all_take_part_again(run: Run, undisturbed: str
         since, nodes = time.time(), 2
         pair[0].cut_from(pair[1])
         run.wait_for(left_out, lambda event, since=since: event["time"] > since, *processes)
-        run.step_until("view", new_view, *processes)
+        run.step_until("group", new_view, *processes)
         time.sleep(rng.uniform(0, 10))
         generation, since, nodes = run.generation(), time.time(), 3
         pair[0].heal_with(pair[1])
         run.wait_for(back, lambda event, since=since: event["time"] > since, *processes)
-        run.step_until("view", new_view, *processes)
+        run.step_until("group", new_view, *processes)
         generation = run.generation()
     assert finish(run, undisturbed, *processes)["world_size"] == 3
 
@@ -269,7 +269,7 @@ def test_a_machine_joins_while_another_dies(run: Run, undisturbed: str) -> None:
     run.wait_for_joiners(1, leading, dying, joining)
     second.kill()
     run.hold(14)
-    run.wait_for("view", lambda event: event["nodes"] == 2 and event["generation"] > 0, leading, joining)
+    run.wait_for("group", lambda event: event["nodes"] == 2 and event["generation"] > 0, leading, joining)
     assert finish(run, undisturbed, leading, joining)["world_size"] == 2
 
 
@@ -281,7 +281,7 @@ def test_a_spare_computes_for_a_machine_that_dies(run: Run, undisturbed: str) ->
     run.hold(14)
     run.wait_for("joined", lambda event: True, processes[1])
     assert finish(run, undisturbed, processes[1])["world_size"] == 2
-    views = [event for event in run.directory.read_events() if event["event"] == "view"]
+    views = [event for event in run.directory.read_events() if event["event"] == "group"]
     assert (views[-1]["world_size"], views[-1]["computing"]) == (2, 2)
 
 

@@ -55,14 +55,14 @@ def test_machines_come_and_go(run: Run, undisturbed: str) -> None:
     run.wait_for("checkpoint", lambda event: event["step"] == 10, leading)
     joining = run.paceline(second, "join", "run")
     run.wait_for_joiners(1, leading, joining)
-    run.step_until("view", lambda event: event["nodes"] == 2, leading, joining)
+    run.step_until("group", lambda event: event["nodes"] == 2, leading, joining)
     last = run.paceline(third, "join", "run", "--nproc", "2")
     run.wait_for_joiners(2, leading, joining, last)
-    run.step_until("view", lambda event: event["nodes"] == 3 and event["world_size"] == 4, leading, joining, last)
+    run.step_until("group", lambda event: event["nodes"] == 3 and event["world_size"] == 4, leading, joining, last)
     scale = run.paceline(first, "scale", "run", "--nodes", "2")
     run.wait_for("scale", lambda event: event["nodes"] == 2, leading, joining, last)
     generation = run.generation()
-    run.step_until("view", lambda event: event["generation"] > generation, leading, joining)
+    run.step_until("group", lambda event: event["generation"] > generation, leading, joining)
     assert scale.wait(90) == 0, scale.text
     assert last.wait(60) == 0, last.text
     joining.send_signal(signal.SIGTERM)
@@ -83,7 +83,7 @@ def test_machines_beyond_the_least_number_that_are_there_from_the_start_take_par
     processes = [run.train(node, nodes, "1", "--node-rank", str(rank)) for rank, node in enumerate(run.lab.nodes)]
     everyone = len(processes)
     run.hold(12)
-    run.step_until("view", lambda event: event["nodes"] == everyone, *processes)
+    run.step_until("group", lambda event: event["nodes"] == everyone, *processes)
     run.go_on()
     assert [process.wait(90) for process in processes] == [0] * everyone, processes[0].text
     assert run.result()["model_sha256"] == undisturbed

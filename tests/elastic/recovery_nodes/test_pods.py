@@ -56,7 +56,7 @@ def test_a_job_grows_and_shrinks(run: Run, undisturbed: str) -> None:
     run.wait_for("checkpoint", lambda event: event["step"] == 10, first)
     second = pods.start(1)
     run.wait_for_joiners(2, first, second)
-    run.step_until("view", lambda event: event["nodes"] == 2, first, second)
+    run.step_until("group", lambda event: event["nodes"] == 2, first, second)
     second.send_signal(signal.SIGTERM)
     run.wait_for("scale", lambda event: event["nodes"] == 1, first)
     run.step_until("machines", lambda event: len(event["nodes"]) == 1, first)
@@ -75,11 +75,11 @@ def test_the_first_pod_is_lost_and_replaced(run: Run, undisturbed: str) -> None:
     first, second = pods.start(0), pods.start(1)
     run.wait_for("checkpoint", lambda event: event["step"] == 10, first, second)
     first_node.kill()
-    run.wait_for("view", lambda event: event["nodes"] == 1, second)
+    run.wait_for("group", lambda event: event["nodes"] == 1, second)
     first_node.boot()
     replacement = pods.start(0)
     run.wait_for_joiners(2, second, replacement, leader=second_node)
-    run.step_until("view", lambda event: event["nodes"] == 2 and event["step"] > 12, second, replacement)
+    run.step_until("group", lambda event: event["nodes"] == 2 and event["step"] > 12, second, replacement)
     run.go_on()
     assert second.wait(90) == 0, second.text
     assert replacement.wait(90) == 0, replacement.text

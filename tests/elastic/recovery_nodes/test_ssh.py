@@ -66,14 +66,14 @@ def test_machines_that_come_late_or_come_back_take_part(
     run.wait_for("checkpoint", lambda event: event["step"] == 10, launcher)
     lab.boot(second)
     run.wait_for_joiners(1, launcher, leader=first)
-    run.step_until("view", lambda event: event["nodes"] == 2, launcher)
+    run.step_until("group", lambda event: event["nodes"] == 2, launcher)
     first.kill()
     run.step_until("takeover", lambda event: True, launcher)
-    run.step_until("view", lambda event: event["nodes"] == 1, launcher)
+    run.step_until("group", lambda event: event["nodes"] == 1, launcher)
     generation = run.generation()
     lab.boot(first)
     run.wait_for_joiners(1, launcher, leader=second)
-    run.step_until("view", lambda event: event["generation"] > generation and event["nodes"] == 2, launcher)
+    run.step_until("group", lambda event: event["generation"] > generation and event["nodes"] == 2, launcher)
     run.go_on()
     assert launcher.wait(120) == 0, launcher.text
     assert "paceline: node0 was lost: its ssh has ended. It rejoins once it can be reached." in launcher.text

@@ -19,11 +19,11 @@ START = [
 ]
 KILLED = [
     event(10, "fault", slot=1, pid=7, how="was killed by SIGKILL", step=40),
-    event(10.1, "view", generation=1, members=[0, 2], world_size=2, why="lost", step=41, seconds=0.2),
+    event(10.1, "group", generation=1, members=[0, 2], world_size=2, why="lost", step=41, seconds=0.2),
     event(10.2, "joined", generation=1, step=41, seconds=0.3),
 ]
 JOINED = [
-    event(12, "view", generation=2, members=[0, 2, 1], world_size=3, why="asked", step=50, seconds=0.1),
+    event(12, "group", generation=2, members=[0, 2, 1], world_size=3, why="asked", step=50, seconds=0.1),
     event(12.4, "joined", generation=2, step=50, seconds=0.5),
 ]
 END = [event(20, "checkpoint", step=100, version=100), event(20, "finished")]
@@ -57,7 +57,7 @@ def test_a_loss_lasts_from_the_last_sign_until_all_train() -> None:
 def test_silence_counts_from_when_it_was_last_heard() -> None:
     silent = [
         event(12, "fault", slot=2, pid=8, how="did not answer within 2 s", step=40),
-        event(12, "view", generation=1, members=[0, 1], world_size=2, why="", step=40, seconds=2.0),
+        event(12, "group", generation=1, members=[0, 1], world_size=2, why="", step=40, seconds=2.0),
         event(12.1, "joined", generation=1, step=40, seconds=2.1),
     ]
     read = timeline([*START, *silent, *END])
@@ -69,7 +69,7 @@ def test_silence_counts_from_when_it_was_last_heard() -> None:
 def test_with_a_machine_all_its_workers_are_lost_at_once() -> None:
     lost = [
         event(10, "node lost", node="b", why="it was silent for 2 s"),
-        event(10.5, "view", generation=1, members=[0, 1], computing=1, nodes=1, seconds=2.5, step=40),
+        event(10.5, "group", generation=1, members=[0, 1], computing=1, nodes=1, seconds=2.5, step=40),
         event(11, "joined", generation=1, step=40, seconds=3.0),
     ]
     read = timeline([*START, *lost, *END])
@@ -80,9 +80,9 @@ def test_with_a_machine_all_its_workers_are_lost_at_once() -> None:
 def test_a_view_that_breaks_while_it_forms_is_one_interruption() -> None:
     again = [
         event(10, "fault", slot=1, pid=7, how="was killed by SIGKILL", step=40),
-        event(10.1, "view", generation=1, members=[0, 2], world_size=2, why="lost", step=41, seconds=0.1),
+        event(10.1, "group", generation=1, members=[0, 2], world_size=2, why="lost", step=41, seconds=0.1),
         event(10.2, "fault", slot=2, pid=8, how="was killed by SIGKILL", step=41),
-        event(10.3, "view", generation=2, members=[0], world_size=1, why="lost", step=41, seconds=0.3),
+        event(10.3, "group", generation=2, members=[0], world_size=1, why="lost", step=41, seconds=0.3),
         event(10.5, "joined", generation=2, step=41, seconds=0.5),
     ]
     read = timeline([*START, *again, *END])
@@ -99,7 +99,7 @@ def test_a_worker_that_is_in_no_view_interrupts_nobody() -> None:
 def test_where_all_are_lost_steps_are_repeated() -> None:
     lost = [
         *(event(10, "fault", slot=slot, pid=slot, how="was killed by SIGKILL", step=50) for slot in range(3)),
-        event(14, "view", generation=1, members=[0, 1, 2], world_size=3, why="", step=-1, seconds=4.0),
+        event(14, "group", generation=1, members=[0, 1, 2], world_size=3, why="", step=-1, seconds=4.0),
         event(14.5, "started", generation=1, world_size=3, microbatches=6, step=25, total_steps=100),
         event(15, "joined", generation=1, step=25, seconds=5.0),
     ]

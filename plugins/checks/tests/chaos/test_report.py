@@ -40,7 +40,7 @@ def test_lost_workers_are_no_lost_time_but_the_recovery_is() -> None:
         event(0, "started", step=0, world_size=2, generation=0),
         # From 4 on one of two works; the next view trains 1 s later.
         event(4, "fault", slot=1, how="was killed by SIGKILL", step=3),
-        event(4.5, "view", generation=1, members=[0], seconds=0.5, step=3),
+        event(4.5, "group", generation=1, members=[0], seconds=0.5, step=3),
         event(5, "joined", generation=1, seconds=1.0, step=3),
         event(17, "finished"),
     ]
@@ -56,7 +56,7 @@ def test_waiting_for_all_on_demand_is_nobodys_time() -> None:
     events = [
         event(0, "started", step=0, world_size=2, generation=0),
         event(3, "gather", step=3),
-        event(6, "view", generation=1, members=[0, 1], seconds=2.0, step=3),
+        event(6, "group", generation=1, members=[0, 1], seconds=2.0, step=3),
         event(7, "joined", generation=1, seconds=3.0, step=3),
         event(13, "finished"),
     ]

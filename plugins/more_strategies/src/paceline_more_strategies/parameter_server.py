@@ -70,7 +70,7 @@ class ServerTransport:
     Args:
         world: the ranks; the first ones are servers.
         plan: the work split; servers compute nothing.
-        lanes: elements of each dtype's flat buffer, the same on every rank.
+        numels: elements of each dtype's flat buffer, the same on every rank.
         parts: each server's part of the gradients.
         buffers: the part of the flat buffers with module buffers.
 
@@ -84,7 +84,7 @@ class ServerTransport:
         self,
         world: World,
         plan: ReductionPlan,
-        lanes: Mapping[torch.dtype, int],
+        numels: Mapping[torch.dtype, int],
         parts: Sequence[Slices],
         buffers: Slices,
     ) -> None:
@@ -92,7 +92,7 @@ class ServerTransport:
         self._parts = parts
         self._buffers = buffers
         self._nodes = [(rank, index) for rank, nodes in enumerate(plan.subtrees) for index in range(len(nodes))]
-        self.grad_buffers = zero_grad_buffers(plan.num_grad_buffers[world.rank], lanes, world.device)
+        self.grad_buffers = zero_grad_buffers(plan.num_grad_buffers[world.rank], numels, world.device)
 
     def launch(self, bucket: int) -> None:
         raise AssertionError("sums are pushed together")

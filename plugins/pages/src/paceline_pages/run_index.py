@@ -498,7 +498,7 @@ def _row_of(
     is_active = state in _ACTIVE
     row = asdict(summary)
     del row["path"]
-    worlds = (event for event in reversed(events) if event.get("event") in ("view", "started"))
+    worlds = (event for event in reversed(events) if event.get("event") in ("group", "started"))
     world: Mapping[str, Any] = next(worlds, {})
     row["world_size"] = world.get("computing", world.get("world_size", summary.world_size))
     row["state"] = state

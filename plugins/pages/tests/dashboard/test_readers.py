@@ -320,7 +320,7 @@ def test_a_search_is_listed_and_its_trials_belong_to_it(tmp_path: Path, monkeypa
 def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", steps=3)
     directory.manifest.write_text("= = =")
-    append(directory.events, '{"event": "view"}\n')
+    append(directory.events, '{"event": "group"}\n')
     (row,) = Index([tmp_path]).rows()[1]["runs"]
     assert (row["state"], row["alerts"][0]["kind"]) == ("damaged", "ended")
     detail = Views().detail("0", directory, row)
@@ -348,8 +348,8 @@ def test_what_may_not_be_read_hides_no_other_run() -> None:
     ("file", "line", "state"),
     [
         ("events.jsonl", b"\xff\xfe\n", "running"),
-        ("events.jsonl", b'{"event": "view", "time": null}\n', "running"),
-        ("events.jsonl", b'{"event": "view", "time": "noon"}\n', "running"),
+        ("events.jsonl", b'{"event": "group", "time": null}\n', "running"),
+        ("events.jsonl", b'{"event": "group", "time": "noon"}\n', "running"),
         ("metrics.jsonl", b"\xff\xfe\n", "running"),
         ("metrics.jsonl", b'7\n[]\n{"kind": "train", "epoch": 0, "loss": null}\n', "running"),
         ("metrics.jsonl", b'{"kind": "train", "epoch": 0, "step": "last"}\n', "damaged"),
