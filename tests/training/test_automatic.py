@@ -19,8 +19,8 @@ from torch import nn
 
 from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError
-from paceline.parallel import auto_strategy
-from paceline.parallel.auto_strategy import choose_strategy, require_replaceable
+from paceline.parallel import strategy_selection
+from paceline.parallel.strategy_selection import choose_strategy, require_replaceable
 from paceline_tasks.transformer import Transformer
 
 MIB = 2**20
@@ -48,7 +48,7 @@ def settled(memory: int, config: ResolvedConfig = CONFIG, **changes: Any) -> tup
 
 @pytest.mark.integration
 def test_what_clearly_fits_is_ddp_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_strategy, "import_object", lambda place: pytest.fail("measured"))
+    monkeypatch.setattr(strategy_selection, "import_object", lambda place: pytest.fail("measured"))
     before = torch.get_rng_state()
     assert settled(1024 * MIB) == (CONFIG, None)
     assert torch.equal(torch.get_rng_state(), before)
@@ -133,7 +133,7 @@ def _register_deafness() -> None:
 @pytest.mark.integration
 def test_a_fork_that_does_not_begin_is_replaced(deaf_forks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _register_deafness()
-    monkeypatch.setattr(auto_strategy, "_BEGIN_S", (0.5, 30.0, 60.0))
+    monkeypatch.setattr(strategy_selection, "_BEGIN_S", (0.5, 30.0, 60.0))
     (deaf_forks / "one").touch()
     assert settled(1024 * MIB) == (CONFIG, None)
     assert not list(deaf_forks.iterdir())
@@ -142,7 +142,7 @@ def test_a_fork_that_does_not_begin_is_replaced(deaf_forks: Path, monkeypatch: p
 @pytest.mark.integration
 def test_where_no_fork_begins_it_names_what_to_give(deaf_forks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _register_deafness()
-    monkeypatch.setattr(auto_strategy, "_BEGIN_S", (0.2, 0.2))
+    monkeypatch.setattr(strategy_selection, "_BEGIN_S", (0.2, 0.2))
     for name in ("first", "second", "third"):
         (deaf_forks / name).touch()
     with pytest.raises(ConfigError, match=r"no forked process begins .* Give a strategy, such as --strategy ddp"):
@@ -191,5 +191,5 @@ def test_in_place_recovery_names_what_to_give() -> None:
 
 def test_processes_share_the_machine() -> None:
     cpu = torch.device("cpu")
-    one = auto_strategy.memory_per_process(cpu, 1)
-    assert auto_strategy.memory_per_process(cpu, 4) == one // 4
+    one = strategy_selection.memory_per_process(cpu, 1)
+    assert strategy_selection.memory_per_process(cpu, 4) == one // 4

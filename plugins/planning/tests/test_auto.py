@@ -7,7 +7,7 @@ import os
 import pytest
 from tests.training.test_automatic import CONFIG, MIB, Counted, settled
 
-from paceline.parallel.auto_strategy import choose_strategy
+from paceline.parallel.strategy_selection import choose_strategy
 from paceline_planning import auto
 
 

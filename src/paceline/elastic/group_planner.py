@@ -139,9 +139,6 @@ class GroupPlanner:
     _broken: int = -1  # the generation whose members know that it is broken
     _invalid_generation: int = -1  # the generation that is obsolete because its leader is gone
 
-    def begin(self) -> list[Action]:
-        return self._decide()
-
     def take_over(self, first_worker: int, num_active: int, *, has_begun: bool) -> None:
         """Lead workers that another leader started and :meth:`node_joins` reports.
 

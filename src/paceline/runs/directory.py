@@ -47,8 +47,7 @@ from paceline.core.files import (
     read_json_lines,
     write_atomically,
 )
-from paceline.runs.event_files import event_files, event_line, is_event_file, own_event_file
-from paceline.runs.event_times import without_steps
+from paceline.runs.event_files import event_files, event_line, is_event_file, own_event_file, without_steps
 
 _MOST_EVENTS = 1000
 _YEAR_9999 = 253_402_300_799  # the last one of a calendar

@@ -27,7 +27,7 @@ from paceline.core.task_loading import (
     task_fields,
 )
 from paceline.data.balanced_order import require_same_lengths, save_lengths
-from paceline.parallel.auto_strategy import choose_strategy
+from paceline.parallel.strategy_selection import choose_strategy
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import has_tensorboard
 from paceline.runs.trackers import require

@@ -18,10 +18,9 @@ from paceline.core.errors import ConfigError, PeerLostError, RunDirectoryError, 
 from paceline.core.plugins import import_object
 from paceline.elastic.group_formation import open_process_group
 from paceline.elastic.worker_channel import AgentClient, Assignment
-from paceline.parallel.auto_strategy import memory_per_process, require_replaceable
 from paceline.parallel.device import LocalDevice, gpu_identity
 from paceline.parallel.progress import note_progress
-from paceline.parallel.strategy_selection import strategy_class
+from paceline.parallel.strategy_selection import memory_per_process, require_replaceable, strategy_class
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
 from paceline.training import run_setup

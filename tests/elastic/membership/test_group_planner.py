@@ -27,6 +27,9 @@ class Planner(GroupPlanner):
 
     forms_at_once = True
 
+    def begin(self) -> list[Action]:
+        return self._decide()
+
     def _decide(self, *, forms: bool = False) -> list[Action]:
         return super()._decide(forms=forms or self.forms_at_once)
 

@@ -34,9 +34,9 @@ from paceline.core.plugins import import_object
 from paceline.core.signals import dump_stacks_on_signal
 from paceline.core.task import Loss, Task
 from paceline.core.task_loading import TaskReference, parse_assignments
-from paceline.parallel.auto_strategy import memory_per_process
 from paceline.parallel.device import choose_device
 from paceline.parallel.sharded_state import gather_full
+from paceline.parallel.strategy_selection import memory_per_process
 from paceline.runs.checkpoint_state import bytes_of, model_sha256
 from paceline.runs.checkpoint_store import newest_verified
 from paceline.runs.checkpointer import load

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.runs.directory import RunDirectory
-from paceline.runs.event_times import without_steps
+from paceline.runs.event_files import without_steps
 from paceline.runs.status import summarise
 from paceline.runs.timeline import timeline
 
