@@ -80,9 +80,6 @@ class WorkerPool:
         known = worker in self._planner.workers
         return known and bool(participating) and self._planner.node(worker) not in participating
 
-    def start(self, worker: int, node: str, local_index: int) -> None:
-        self.nodes[node].start(worker, local_index)
-
     def send(self, workers: Iterable[int], order: Order) -> None:
         """Send an order to workers that have not ended."""
         for worker in workers:
@@ -447,7 +444,7 @@ class JobLeader:
         for action in actions:
             match action:
                 case Start(worker, node, local_index):
-                    self._pool.start(worker, node, local_index)
+                    self._pool.nodes[node].start(worker, local_index)
                 case FormGroup(group):
                     self._form(group)
                 case RequestReform(group):
