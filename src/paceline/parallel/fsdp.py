@@ -142,12 +142,12 @@ class TreeReduceScatter(_PlainMemoryReduceScatter):
     def _add(self, contribution: torch.Tensor) -> None:
         step = self._steps.pop()
         if not step.fresh:
-            self._grad_buffers[step.slot].add_(contribution)
+            self._grad_buffers[step.buffer].add_(contribution)
         elif self._micro_steps:
             # A copy, so that the kept sum does not hold the whole received buffer until the next micro-step.
-            self._grad_buffers[step.slot] = contribution.clone()
+            self._grad_buffers[step.buffer] = contribution.clone()
         else:
-            self._grad_buffers[step.slot] = contribution
+            self._grad_buffers[step.buffer] = contribution
         for into, other in step.merges:
             self._grad_buffers[into].add_(self._grad_buffers.pop(other))
 

@@ -346,7 +346,7 @@ class GradientReducer:
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             if self._queue.is_filling:  # the rank's last micro-batch of the step
-                self._gradients.collect(index, self._remaining[0][1].slot)
+                self._gradients.collect(index, self._remaining[0][1].buffer)
                 self._queue.filled(index)
 
         return hook
@@ -431,12 +431,12 @@ class GradientReducer:
         microbatch, step = self._remaining[0]
         is_last = len(self._remaining) == 1
         if step.fresh:
-            _zero(self._transport.grad_buffers[step.slot])
+            _zero(self._transport.grad_buffers[step.buffer])
         if microbatch == self._watch:
             self._gradients.point_at_scratch()
         else:
-            if step.slot != self._gradients.target:
-                self._gradients.point_at(step.slot)
+            if step.buffer != self._gradients.target:
+                self._gradients.point_at(step.buffer)
             if is_last:
                 self._queue.begin_filling()
         self._queue.merge_with(step.merges if is_last else ())
@@ -463,11 +463,11 @@ class GradientReducer:
         self._gradients.count_uses()
         if microbatch == self._watch:
             self.watched = self._gradients.scratch.fingerprint(loss_sum, weight, checksum)
-            self._gradients.scratch.add_to(grad_buffers[step.slot])
+            self._gradients.scratch.add_to(grad_buffers[step.buffer])
             self._gradients.target = -1
             if is_last:
                 self._queue.begin_filling()
-        self.buffers.add_to(self._buffer_sums[step.slot], samples, reset=not is_last)
+        self.buffers.add_to(self._buffer_sums[step.buffer], samples, reset=not is_last)
         if not self._queue.is_filling:
             for into, other in step.merges:
                 add_grad_buffer(grad_buffers[into], grad_buffers[other])

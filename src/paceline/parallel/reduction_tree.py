@@ -36,12 +36,12 @@ class Accumulate:
     """The accumulation of one micro-batch's gradient.
 
     Attributes:
-        slot: index of the gradient buffer.
+        buffer: index of the gradient buffer.
         fresh: whether the buffer starts from zero (else the gradient is added).
         merges: ``(into, other)`` pairs of buffers added afterwards, in order.
     """
 
-    slot: int
+    buffer: int
     fresh: bool
     merges: tuple[tuple[int, int], ...]
 
@@ -133,7 +133,7 @@ class ReductionPlan:
         open_sums: set[int] = set()
         most = 0
         for number, step in enumerate(self.accumulation(0, self.microbatches_of(0)), start=1):
-            open_sums.add(step.slot)
+            open_sums.add(step.buffer)
             open_sums.difference_update(other for _, other in step.merges)
             if number % ranks == 0 and number < self.num_microbatches:
                 most = max(most, len(open_sums))
@@ -179,7 +179,7 @@ def _accumulation(nodes: tuple[Subtree, ...], present: tuple[int, ...], kind: Re
     return tuple(steps)
 
 
-def _node_accumulation(first_slot: int, leaves: list[int]) -> list[Accumulate]:
+def _node_accumulation(first_buffer: int, leaves: list[int]) -> list[Accumulate]:
     """Sum one node's present leaves depth first, with open partial sums in a stack of buffers."""
     steps: list[Accumulate] = []
     stack: list[int] = []  # the micro-batch at which each open partial sum starts
@@ -187,7 +187,7 @@ def _node_accumulation(first_slot: int, leaves: list[int]) -> list[Accumulate]:
         fresh = not (stack and leaf % 2 == 1 and stack[-1] == leaf - 1)
         if fresh:
             stack.append(leaf)
-        slot = first_slot + len(stack) - 1
+        buffer = first_buffer + len(stack) - 1
         following = leaves[index + 1] if index + 1 < len(leaves) else None
         merges = []
         # Two open sums are added once no later leaf falls into the subtree of their common parent.
@@ -196,8 +196,8 @@ def _node_accumulation(first_slot: int, leaves: list[int]) -> list[Accumulate]:
             if following is not None and following >> (parent_bits - 1) == stack[-1] >> (parent_bits - 1):
                 break
             stack.pop()
-            merges.append((first_slot + len(stack) - 1, first_slot + len(stack)))
-        steps.append(Accumulate(slot, fresh, tuple(merges)))
+            merges.append((first_buffer + len(stack) - 1, first_buffer + len(stack)))
+        steps.append(Accumulate(buffer, fresh, tuple(merges)))
     return steps
 
 

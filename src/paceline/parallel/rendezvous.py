@@ -38,18 +38,18 @@ class RendezvousInfo:
     Attributes:
         store: a store without keys of earlier worlds.
         generation: rank 0's.
-        members: each rank's description of itself, by rank.
+        ranks: each one's description of itself.
     """
 
     store: Store
     generation: int
-    members: tuple[Mapping[str, Any], ...]
+    ranks: tuple[Mapping[str, Any], ...]
 
 
 @contextmanager
 def rendezvous(
     environment: Environment,
-    member: Mapping[str, Any],
+    description: Mapping[str, Any],
     *,
     generation: int,
     interface: str | None,
@@ -64,12 +64,12 @@ def rendezvous(
     deadline = time.monotonic() + timeout_s
     if environment.rank == 0 and not environment.uses_agent_store:
         with _serve_store(environment, interface, timeout_s) as store:
-            yield _meet(store, environment, member, generation, deadline, timeout_s)
+            yield _meet(store, environment, description, generation, deadline, timeout_s)
         return
     while True:
         store = _connect_to_store(environment, deadline, timeout_s)
         try:
-            meeting = _meet(store, environment, member, generation, deadline, timeout_s)
+            meeting = _meet(store, environment, description, generation, deadline, timeout_s)
             break
         except DistNetworkError:
             # That was the store of an earlier world of this job, which is closing.
@@ -80,12 +80,12 @@ def rendezvous(
 def _meet(
     store: Store,
     environment: Environment,
-    member: Mapping[str, Any],
+    description: Mapping[str, Any],
     generation: int,
     deadline: float,
     timeout_s: float,
 ) -> RendezvousInfo:
-    """Agree on a term that no earlier incarnation of any rank has used, and exchange ``member``.
+    """Agree on a term that no earlier incarnation of any rank has used, and exchange descriptions.
 
     torchrun's agent keeps one store while it restarts its workers, and counts restarts per node, so keys of dead
     workers are still there, which a new worker must ignore (stock init_process_group does not, and hangs). Here a rank
@@ -94,20 +94,20 @@ def _meet(
     """
     rank, world_size = environment.rank, environment.world_size
     nonce = secrets.token_hex(8)
-    hello = json.dumps({"nonce": nonce, "member": dict(member)})
+    hello = json.dumps({"nonce": nonce, "description": dict(description)})
     store.set(f"hello/{rank}", hello)
     if rank == 0:
         term = store.add("term", 1)
         hellos = [hello, *_confirmed_hellos(store, world_size, term, deadline, timeout_s)]
-        members = [json.loads(text)["member"] for text in hellos]
-        members_json = json.dumps({"generation": generation, "members": members})
-        store.set(f"roster/{term}", members_json)
+        descriptions = [json.loads(text)["description"] for text in hellos]
+        meeting = json.dumps({"generation": generation, "ranks": descriptions})
+        store.set(f"ranks/{term}", meeting)
     else:
         term = int(_wait_for(store, f"ack/{rank}/{nonce}", world_size, "hello", deadline, timeout_s))
         store.set(f"confirm/{term}/{rank}", hello)
-        members_json = _wait_for(store, f"roster/{term}", world_size, f"confirm/{term}", deadline, timeout_s)
-    document = json.loads(members_json)
-    return RendezvousInfo(PrefixStore(f"gen{term}", store), document["generation"], tuple(document["members"]))
+        meeting = _wait_for(store, f"ranks/{term}", world_size, f"confirm/{term}", deadline, timeout_s)
+    document = json.loads(meeting)
+    return RendezvousInfo(PrefixStore(f"gen{term}", store), document["generation"], tuple(document["ranks"]))
 
 
 def _confirmed_hellos(store: Store, world_size: int, term: int, deadline: float, timeout_s: float) -> list[str]:

@@ -111,7 +111,7 @@ class StepHeader:
             self._plan.accumulation(self._rank, microbatches), microbatches_sums, weights, losses, strict=True
         ):
             values = NodeSums(sums.samples, weight, loss, sums.checksum)
-            node_sums[step.slot] = values if step.fresh else node_sums[step.slot].plus(values)
+            node_sums[step.buffer] = values if step.fresh else node_sums[step.buffer].plus(values)
             for into, other in step.merges:
                 node_sums[into] = node_sums[into].plus(node_sums[other])
             if bad_microbatch == _NO_MICROBATCH and not (math.isfinite(loss) and math.isfinite(weight)):

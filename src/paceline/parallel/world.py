@@ -238,7 +238,7 @@ def open_world(
         environment, {"host": host}, generation=generation, interface=interface, timeout_s=init_timeout_s
     ) as meeting:
         world = replace(
-            world, generation=meeting.generation, one_host=all(member["host"] == host for member in meeting.members)
+            world, generation=meeting.generation, one_host=all(rank["host"] == host for rank in meeting.ranks)
         )
         with ExitStack() as stack:
             with translate_peer_errors():

@@ -44,16 +44,16 @@ def execute(plan: ReductionPlan, present: Set[int]) -> str:
     values, held = [], []
     for rank in range(plan.world_size):
         microbatches = [microbatch for microbatch in plan.microbatches_of(rank) if microbatch in present]
-        slots = ["garbage"] * plan.num_grad_buffers[rank]
+        buffers = ["garbage"] * plan.num_grad_buffers[rank]
         steps = plan.accumulation(rank, microbatches)
         assert len(steps) == len(microbatches)
         for microbatch, step in zip(microbatches, steps, strict=True):
-            slots[step.slot] = str(microbatch) if step.fresh else f"({slots[step.slot]}+{microbatch})"
+            buffers[step.buffer] = str(microbatch) if step.fresh else f"({buffers[step.buffer]}+{microbatch})"
             for into, other in step.merges:
-                slots[into] = f"({slots[into]}+{slots[other]})"
-                slots[other] = "garbage"
+                buffers[into] = f"({buffers[into]}+{buffers[other]})"
+                buffers[other] = "garbage"
         for position, node in enumerate(plan.subtrees[rank]):
-            values.append(slots[position])
+            values.append(buffers[position])
             held.append(any(node.start <= microbatch < node.stop for microbatch in microbatches))
     combine = plan.combination(tuple(held))
     for into, other in combine.additions:
@@ -84,7 +84,7 @@ def test_exact_adds_along_one_tree_whatever_the_shares(world: tuple[tuple[int, .
         *range(sum(shares))
     ]
     assert plan.active == tuple(rank for rank, nodes in enumerate(plan.subtrees) if nodes)
-    assert all(slots >= 1 for slots in plan.num_grad_buffers)
+    assert all(buffers >= 1 for buffers in plan.num_grad_buffers)
 
 
 @given(shared_worlds())
@@ -154,14 +154,14 @@ def test_the_buffers_of_a_rank_are_as_many_as_documented(world: tuple[int, int, 
     for rank, nodes in enumerate(plan.subtrees):
         allowed = max(i + max(1, node.size.bit_length() - 1) for i, node in enumerate(nodes))
         assert plan.num_grad_buffers[rank] == allowed
-        used = {step.slot for step in plan.accumulation(rank, sorted(present & set(plan.microbatches_of(rank))))}
+        used = {step.buffer for step in plan.accumulation(rank, sorted(present & set(plan.microbatches_of(rank))))}
         assert used <= set(range(allowed))
 
 
 def test_every_buffer_is_needed_when_all_microbatches_are_there() -> None:
     for num_microbatches in range(1, LARGEST + 1):
         plan = ReductionPlan(num_microbatches, 1)
-        used = {step.slot for step in plan.accumulation(0, range(num_microbatches))}
+        used = {step.buffer for step in plan.accumulation(0, range(num_microbatches))}
         assert used == set(range(plan.num_grad_buffers[0]))
 
 

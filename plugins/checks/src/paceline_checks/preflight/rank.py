@@ -100,10 +100,10 @@ def _check(spec: PreflightSpec, environment: Environment) -> PreflightReport:
             translate_peer_errors(),
             rendezvous(environment, own, generation=0, interface=interface, timeout_s=spec.timeout_s) as meeting,
         ):
-            first = {member["node"]: other for other, member in reversed([*enumerate(meeting.members)])}
-            results.facts = {number: dict(meeting.members[first[number]]) for number in sorted(first)}
-            for member in meeting.members:  # mpirun binds each rank to cores of its own
-                results.facts[member["node"]]["cpus"] += member["cpus"]
+            first = {description["node"]: other for other, description in reversed([*enumerate(meeting.ranks)])}
+            results.facts = {number: dict(meeting.ranks[first[number]]) for number in sorted(first)}
+            for description in meeting.ranks:  # mpirun binds each rank to cores of its own
+                results.facts[description["node"]]["cpus"] += description["cpus"]
 
             def wait(key: str, by: int, limit_s: float = spec.timeout_s) -> Any:
                 deadline = time.monotonic() + limit_s
@@ -129,7 +129,7 @@ def _check(spec: PreflightSpec, environment: Environment) -> PreflightReport:
             meeting.store.set(f"all-reduce/{rank}", json.dumps(outcome))
             if rank == 0:
                 outcomes = [
-                    wait(f"all-reduce/{other}", other, 3 * _COLLECTIVE_S) for other in range(len(meeting.members))
+                    wait(f"all-reduce/{other}", other, 3 * _COLLECTIVE_S) for other in range(len(meeting.ranks))
                 ]
                 # The error of a rank that only lost another one comes after that one's own.
                 results.all_reduce = min(outcomes, key=lambda each: ("error" not in each, each.get("is_lost", False)))
