@@ -203,7 +203,7 @@ def test_new_workers_do_not_believe_the_keys_of_dead_ones(order: tuple[int, int]
     for thread in threads:
         thread.join()
     for rank in (0, 1):
-        assert new[rank].members == ({"who": "new 0"}, {"who": "new 1"})
+        assert new[rank].ranks == ({"who": "new 0"}, {"who": "new 1"})
         assert new[rank].generation == 7
     new[0].store.set("key", "value")
     assert new[1].store.check(["key"])
