@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline.core.callback import Callback
 from paceline.core.environment import detect_environment
 from paceline.core.files import write_atomically
-from paceline.core.task import Defaults, Task
+from paceline.core.task import Callback, Defaults, Task
 from paceline.training.group_context import GroupContext
 from paceline.training.purity import PurityCheck
 from paceline.training.step_hooks import StepHook

@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from benchmarks.gpu.turns import Turns
-from paceline.core.callback import Callback, RankInfo, RunSchedule
-from paceline.core.task import Defaults, Task
+from paceline.core.task import Callback, Defaults, RankInfo, RunSchedule, Task
 from paceline_tasks.transformer import Transformer
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.api import Result, fit, load
-    from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
     from paceline.core.errors import (
         CheckpointError,
         CheckpointWriteError,
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
         UserError,
     )
     from paceline.core.inference import InferenceSignature, TensorSpec
-    from paceline.core.task import Defaults, Loss, Task
-    from paceline.core.train_step import TrainStep
+    from paceline.core.task import BatchInfo, Callback, Defaults, Loss, RankInfo, RunSchedule, Task, TrainStep
     from paceline.own_loop import LoopStep, Run
 
 __version__ = "0.1.0"
@@ -87,11 +85,12 @@ __all__ = [
 
 _HOME = {
     "paceline.api": ("Result", "fit", "load"),
-    "paceline.core.callback": ("BatchInfo", "Callback", "RankInfo", "RunSchedule"),
     "paceline.core.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
     "paceline.core.inference": ("InferenceSignature", "TensorSpec"),
-    "paceline.core.task": ("Defaults", "Loss", "Task"),
-    "paceline.core.train_step": ("TrainStep",),
+    "paceline.core.task": (
+        *("BatchInfo", "Callback", "Defaults", "Loss"),
+        *("RankInfo", "RunSchedule", "Task", "TrainStep"),
+    ),
     "paceline.own_loop": ("LoopStep", "Run"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -18,5 +18,5 @@ def test_the_site_is_built(run_processes: Processes, tmp_path: Path) -> None:
     built = run_processes.run(command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"}, timeout_s=240)
     assert built.returncode == 0, built.stderr
     reference = (tmp_path / "site" / "reference" / "api" / "index.html").read_text(encoding="utf-8")
-    for name in ("paceline.api.fit", "paceline.core.task.Task.train_step", "paceline.core.train_step.TrainStep.update"):
+    for name in ("paceline.api.fit", "paceline.core.task.Task.train_step", "paceline.core.task.TrainStep.update"):
         assert f'id="{name}"' in reference, name

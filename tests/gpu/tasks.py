@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from benchmarks.gpu.rows import IS_REAL
-from paceline.core.callback import BatchInfo
 from paceline.core.inference import InferenceSignature, TensorSpec
+from paceline.core.task import BatchInfo
 
 TOKENS, FEATURES, WIDTH, CLASSES = 32, 16, 64, 5
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.launch_spec import Placement
+from paceline.core.job import Placement
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 

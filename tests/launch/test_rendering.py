@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import Placement, Recovery, RecoveryPolicy
+from paceline.core.job import Placement, Recovery, RecoveryPolicy
 from paceline.launch.launcher import LOCAL_LAUNCHERS, LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 

@@ -13,7 +13,7 @@ import pytest
 from tests.launch.slurm_specs import SCRIPT, TASK, text
 
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import RecoveryPolicy
+from paceline.core.job import RecoveryPolicy
 from paceline.launch.launcher import get_launcher
 from paceline.launch.options import SlurmOptions
 

@@ -12,7 +12,7 @@ import pytest
 from tests.launch.slurm_specs import SCRIPT, TASK, joined, text
 
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import RecoveryPolicy
+from paceline.core.job import RecoveryPolicy
 from paceline.core.options import parse_gpus
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.options import SlurmOptions

@@ -16,14 +16,14 @@ import pytest
 from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.launch_spec import Placement, RecoveryPolicy
+from paceline.core.job import Placement, RecoveryPolicy
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
 DRIVER = """
 import sys
 from pathlib import Path
-from paceline.core.launch_spec import Placement, RecoveryPolicy
+from paceline.core.job import Placement, RecoveryPolicy
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 launcher, nproc, *command = sys.argv[1:]

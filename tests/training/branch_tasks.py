@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
 import paceline
-from paceline.core.callback import BatchInfo, Callback, RunSchedule
+from paceline.core.task import BatchInfo, Callback, RunSchedule
 
 _now = threading.local()  # --strategy dp computes micro-batches in threads
 

@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
-from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
+from paceline.core.task import BatchInfo, Callback, RankInfo, RunSchedule
 
 # --- What forward changes ---
 

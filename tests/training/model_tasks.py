@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 import paceline
-from paceline.core.callback import Callback, RunSchedule
+from paceline.core.task import Callback, RunSchedule
 
 
 class MomentumPair(nn.Module):

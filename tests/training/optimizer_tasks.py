@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.core.callback import Callback, RankInfo, RunSchedule
+from paceline.core.task import Callback, RankInfo, RunSchedule
 
 
 class Langevin(SGD):

@@ -15,7 +15,7 @@ from tests.training.format1.task import Square
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from paceline.core.callback import BatchInfo
+from paceline.core.task import BatchInfo
 
 KILLED_AT = 4  # steps done; the checkpoint is older
 

@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
+from paceline.core.task import BatchInfo, Callback, RankInfo, RunSchedule
 
 
 class Diary(Callback):

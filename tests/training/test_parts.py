@@ -20,10 +20,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
-from paceline.core.callback import RunSchedule
 from paceline.core.config import ResolvedConfig, RunConfig, resumed_options
 from paceline.core.errors import CheckpointError, ConfigError, DataError, TaskError
-from paceline.core.task import Defaults, Loss, Task
+from paceline.core.task import Defaults, Loss, RunSchedule, Task
 from paceline.data.loader import EvalBatches
 from paceline.parallel.options import FsdpOptions
 from paceline.parallel.world import ParallelDims, World

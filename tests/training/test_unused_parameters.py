@@ -15,7 +15,7 @@ from tests.training.states import newest
 from torch import nn
 
 import paceline
-from paceline.core.callback import BatchInfo
+from paceline.core.task import BatchInfo
 
 pytestmark = pytest.mark.matrix
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.core.callback import BatchInfo
+from paceline.core.task import BatchInfo
 
 
 def kill_in_step(kind: type[paceline.Task], step: int, checkpoints: Path) -> None:

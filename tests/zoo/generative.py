@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.core.callback import BatchInfo
+from paceline.core.task import BatchInfo
 
 
 def rings(num: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LRSc
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
-from paceline.core.callback import BatchInfo
+from paceline.core.task import BatchInfo
 
 
 class TwoViews(Dataset[tuple[torch.Tensor, torch.Tensor]]):

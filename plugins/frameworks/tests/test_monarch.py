@@ -22,7 +22,7 @@ from tests.lab.machines import Machines
 from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import RecoveryPolicy
+from paceline.core.job import RecoveryPolicy
 from paceline.launch.launcher import get_launcher
 from paceline_frameworks.monarch import MonarchJob, MonarchOptions
 

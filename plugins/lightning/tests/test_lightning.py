@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 import paceline
 import paceline_lightning
-from paceline.core.callback import RunSchedule
+from paceline.core.task import RunSchedule
 from paceline.core.task_loading import build_task, load_task_class, task_fields
 from paceline_lightning.metrics import LoggedValue, StepLog
 from paceline_lightning.task import LightningTask

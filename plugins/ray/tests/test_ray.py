@@ -18,7 +18,7 @@ from plugins.ray.tests.actor_jobs import prepare, spec
 from tests.processes import children, runs
 
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import RecoveryPolicy
+from paceline.core.job import RecoveryPolicy
 from paceline.core.sockets import job_port
 from paceline.launch.launcher import get_launcher
 from paceline.launch.node import node_command

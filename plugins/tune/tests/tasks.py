@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
-from paceline.core.callback import Callback, RunSchedule
-from paceline.core.task import Defaults, Task
+from paceline.core.task import Callback, Defaults, RunSchedule, Task
 
 
 class _Killed(Callback):

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from paceline.cli.options import explicit_options, job_options, launchers_options
 from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import RecoveryPolicy
+from paceline.core.job import RecoveryPolicy
 from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.plugins import import_object
 from paceline.launch.launcher import LOCAL_LAUNCHERS, LaunchSpec, get_launcher

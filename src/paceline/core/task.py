@@ -1,12 +1,14 @@
-"""The task: the class that a user writes, in plain PyTorch."""
+"""The task: the class that a user writes, in plain PyTorch; its callbacks, and a training step of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from paceline.core.errors import TaskError
+from paceline.core.options import Interval
 
 if TYPE_CHECKING:
     import torch
@@ -14,9 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.optim import Optimizer
 
-    from paceline.core.callback import BatchInfo, Callback, RunSchedule
     from paceline.core.inference import InferenceSignature
-    from paceline.core.train_step import TrainStep
 
 
 class Loss(NamedTuple):
@@ -197,3 +197,223 @@ class Task:
         from torch.utils.data import default_collate
 
         return default_collate(samples)
+
+
+# --- Hooks that a task may register for fixed points of its training ---
+
+
+_EACH_EPOCH = Interval(epochs=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSchedule:
+    """The length of a run and its evaluation interval.
+
+    Attributes:
+        total_steps: of the whole run; None for a stream trained by epochs.
+        steps_per_epoch: None for streams.
+        eval_every: steps or epochs between two evaluations.
+    """
+
+    total_steps: int | None
+    steps_per_epoch: int | None
+    eval_every: Interval = _EACH_EPOCH
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchInfo:
+    """The position of a batch in its run, independent of which rank computes it.
+
+    Attributes:
+        split: "train", "val" or "test".
+        step: training steps done before; 0 in evaluations.
+        number: index of the micro-batch; in evaluations, of the evaluation batch.
+        samples: number of samples in the batch; 0 if it has no weight.
+        epoch: epochs done before, in training; None if the data is a stream.
+        progress: ``step`` over the steps of the run, from 0 to below 1, in training; None if their number is unknown.
+    """
+
+    split: str
+    step: int
+    number: int
+    samples: int
+    epoch: int | None = None
+    progress: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """This rank, its world, and where the run writes.
+
+    Attributes:
+        rank: this process's.
+        local_rank: this process's, among those of its node.
+        device: where the model is.
+        directory: the run's.
+        log_every: steps between two records.
+        gather: returns every rank's value (JSON types), by rank. It is a collective, and raises ``PeerLostError`` if a
+            rank is lost.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    directory: Path
+    log_every: int
+    gather: Callable[[Any], list[Any]]
+
+
+class Callback:
+    """Hooks that every rank calls at fixed points of a run; the base class does nothing.
+
+    A callback is part of the run's state, so it must depend on nothing but the run: its state is saved and transferred
+    with the model, and its decisions must be equal on all ranks. :meth:`Task.build_callback` builds it before the
+    optimizers.
+
+    Attributes:
+        should_stop: set it to end the run after the current evaluation or epoch, as ``--early-stop`` does.
+    """
+
+    should_stop = False
+
+    def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
+        """Called when training begins or resumes in this group, and again after each change of the group."""
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Called before epoch ``epoch``, counted from 0."""
+
+    def on_step_begin(self, step: int, step_in_epoch: int) -> None:
+        """Called before a step; ``step`` steps are done."""
+
+    def on_gradients_reduced(self, *, due: bool) -> Mapping[str, float]:
+        """Called when the gradients of all micro-batches are summed, before anything is updated.
+
+        A parameter that no micro-batch of the step used has no gradient. Ranks may communicate here.
+
+        Args:
+            due: whether ``metrics.jsonl`` gets a record of this step.
+
+        Returns:
+            Numbers for the record, the same on all ranks; ignored unless ``due``.
+        """
+        return {}
+
+    def on_before_optimizer_step(self) -> None:
+        """Called with the gradients of the whole step, not yet clipped, before the optimizers."""
+
+    def on_step_end(self, step: int, loss: float) -> None:
+        """Called after a step.
+
+        Args:
+            step: steps done, including this one.
+            loss: the step's mean loss.
+        """
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """Called after an epoch and its evaluation."""
+
+    def on_eval_begin(self, split: str, module: nn.Module) -> None:
+        """Called before an evaluation of ``module``, which may be a moving average. May be called more than once."""
+
+    def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Take the metrics of a whole split; return the metrics to select by and to record."""
+        return metrics
+
+    def on_fit_end(self) -> None:
+        """Called after the last step."""
+
+    def close(self) -> None:
+        """Free resources; training may have been interrupted."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs: tensors, numbers, text, and lists and dicts of them."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned."""
+
+
+# --- A step that the task computes itself: several passes over the micro-batches, and updates between them ---
+
+
+LossFunction = Callable[["nn.Module", Any], "torch.Tensor | Loss"]
+"""Takes the model and a micro-batch, as :meth:`Task.loss` does."""
+
+
+class TrainStep(Protocol):
+    """One training step, which :meth:`Task.train_step` puts together from these parts.
+
+    All ranks call the same methods in the same order: decide by equal values only, such as ``step``, the
+    numbers that :meth:`backward` returns, and the gradients after it. Code between the calls draws the same random
+    numbers on all ranks.
+
+    Attributes:
+        module: the model; the argument of a loss may be wrapped or compiled.
+        optimizers: by name; "main" if the task returned a single one.
+        step: steps done before.
+        epoch: epochs done before; None if the data is a stream.
+        progress: ``step`` over the steps of the run, from 0 to below 1; None if their number is unknown.
+    """
+
+    module: nn.Module
+    optimizers: Mapping[str, Optimizer]
+    step: int
+    epoch: int | None
+    progress: float | None
+
+    def backward(self, loss: LossFunction) -> float:
+        """Compute a loss and its gradient over the whole batch: one pass over the micro-batches.
+
+        Afterwards ``parameter.grad`` is the mean gradient, with the same bits on all ranks; where no micro-batch of
+        this pass used the parameter, it is None on all ranks. It lies in memory that the next pass overwrites: clone
+        what you need later. Each pass draws random numbers of its own.
+
+        Args:
+            loss: called once for each micro-batch of this rank, such as ``self.loss``.
+
+        Returns:
+            The mean loss over the batch, the same on all ranks.
+
+        Raises:
+            NonFiniteLossError: the loss or the gradient is NaN or infinite.
+        """
+
+    def backward_over_batch(
+        self, embed: Callable[[nn.Module, Any], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]
+    ) -> float:
+        """Compute a loss of the embeddings of the whole batch, such as a contrastive one, and its gradient.
+
+        The embeddings of all micro-batches are computed and gathered; then their gradients pass through each
+        micro-batch, which is recomputed from the same random numbers (Gao et al., "Scaling Deep Contrastive
+        Learning Batch Size under Memory Limited Setup", 2021). So the model depends neither on the number of ranks
+        nor, but for rounding, on that of micro-batches, and memory holds the activations of one micro-batch.
+
+        Args:
+            embed: returns a micro-batch's embeddings, (B, ...), one row for each sample.
+            loss: takes the embeddings of all N samples, (N, ...), in the order of the batch; returns a scalar, the mean
+                over the batch. Parameters that it uses directly get no gradient.
+
+        Returns:
+            The loss, the same on all ranks.
+
+        Raises:
+            ConfigError: the strategy shards the model.
+            NonFiniteLossError: as :meth:`backward`.
+            TaskError: ``embed`` returns no tensor with a row for each sample, or ``loss`` no scalar with a gradient.
+        """
+
+    def update(self, *names: str, clip_norm: float | None = None, closure: Callable[[], float] | None = None) -> None:
+        """Step optimizers with the gradients as they are now.
+
+        Learning-rate schedules and the moving average follow once, at the end of the step.
+
+        Args:
+            names: of the optimizers, in this order; by default all of them.
+            clip_norm: the 2-norm to which the gradients of these optimizers' parameters are scaled down; by default
+                ``--clip-norm``.
+            closure: computes the loss again, by :meth:`backward`, for optimizers that need it, such as ``LBFGS``.
+        """
+
+    def log(self, **values: float) -> None:
+        """Add numbers, the same on all ranks, to the step's record in ``metrics.jsonl``."""

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import LaunchError, RunDirectoryError
-from paceline.core.launch_spec import Command, LaunchSpec
+from paceline.core.job import Command, LaunchSpec
 from paceline.core.owned_names import remove_leftovers
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.standard_streams import print_status

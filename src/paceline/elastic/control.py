@@ -19,7 +19,7 @@ import msgspec
 
 from paceline.core.errors import ConfigError, PacelineError, RunDirectoryError
 from paceline.core.files import parse_json, read_document, write_atomically
-from paceline.core.launch_spec import LaunchSpec
+from paceline.core.job import LaunchSpec
 from paceline.core.owned_names import make_directory
 from paceline.runs.directory import RunDirectory
 

@@ -19,7 +19,7 @@ import msgspec
 
 from paceline.core.errors import HangError, PeerLostError
 from paceline.core.files import write_atomically
-from paceline.core.stack_dump import describe_unresponsive, install_dump_handler, stacks_of
+from paceline.core.signals import describe_unresponsive, install_dump_handler, stacks_of
 from paceline.elastic.group_planner import WorkerGroup
 from paceline.elastic.worker_channel import StallSnapshot, take_stall_snapshot
 from paceline.parallel.progress import ProgressTracker, name_stage

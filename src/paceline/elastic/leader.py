@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.launch_spec import LaunchSpec
+from paceline.core.job import LaunchSpec
 from paceline.core.signals import ECHO_S, StopRequests, forwarded_signal
 from paceline.core.sockets import LOOPBACK
 from paceline.core.standard_streams import print_status

@@ -24,8 +24,8 @@ import msgspec
 from paceline.core.environment import with_hash_seed
 from paceline.core.errors import LaunchError
 from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
-from paceline.core.launch_spec import Command
-from paceline.core.stack_dump import describe_unresponsive
+from paceline.core.job import Command
+from paceline.core.signals import describe_unresponsive
 from paceline.elastic.group_planner import Status, WorkerState
 from paceline.elastic.worker_channel import (
     Assignment,

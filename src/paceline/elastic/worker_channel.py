@@ -13,7 +13,7 @@ from time import monotonic
 import msgspec
 
 from paceline.core.errors import PacelineError
-from paceline.core.stack_dump import (
+from paceline.core.signals import (
     all_stacks,
     describe_unresponsive,
     frames_of,
@@ -72,7 +72,7 @@ class StallSnapshot(ChannelMessage, frozen=True, tag="snapshot"):
         stage_s: seconds in the current stage.
         overdue: whether that is longer than expected.
         still_s: seconds without progress.
-        where, inside, collective: see :class:`~paceline.core.stack_dump.UserFrame`.
+        where, inside, collective: see :class:`~paceline.core.signals.UserFrame`.
         helper: the helper process for which it waits, or "".
         stacks: of all its threads, as text.
     """

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 from paceline.core.built_in import BUILT_IN, PARTS
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import Command as Command
-from paceline.core.launch_spec import LaunchSpec as LaunchSpec
+from paceline.core.job import Command as Command
+from paceline.core.job import LaunchSpec as LaunchSpec
 from paceline.core.options import flag
 from paceline.core.plugins import load
 from paceline.core.process_config import EnvStyle as EnvStyle

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from paceline.core.environment import JOB_ID, LISTEN_FD, Environment, parse_endpoint, patch_environ
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.launch_spec import Command, LaunchSpec, split_python
+from paceline.core.job import Command, LaunchSpec, split_python
 from paceline.launch.launcher import (
     RenderedJob,
 )

@@ -20,8 +20,7 @@ from paceline.core.environment import Environment, detect_environment, parse_end
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.gpus import preferred_device, visible_gpus
-from paceline.core.job import WorkerConfig, default_run_path
-from paceline.core.launch_spec import Command, Placement, Recovery, RecoveryPolicy
+from paceline.core.job import Command, Placement, Recovery, RecoveryPolicy, WorkerConfig, default_run_path
 from paceline.core.options import flag
 from paceline.core.sockets import require_loopback
 from paceline.core.standard_streams import lasting_streams

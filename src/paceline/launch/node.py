@@ -20,7 +20,7 @@ from pathlib import Path
 from paceline.core.built_in import FRAMEWORKS, PARTS
 from paceline.core.environment import NodeEnvironment, detect_node
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.launch_spec import Placement, RecoveryPolicy
+from paceline.core.job import Placement, RecoveryPolicy
 from paceline.core.options import parse_nodes, parse_nproc
 from paceline.core.plugins import import_object
 from paceline.core.sockets import job_port

@@ -23,7 +23,7 @@ from paceline.core.environment import (
     is_loopback,
 )
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.launch_spec import LaunchSpec
+from paceline.core.job import LaunchSpec
 from paceline.core.options import parse_nproc
 from paceline.core.parent_death import die_with_parent
 from paceline.core.process_config import EnvStyle

@@ -20,8 +20,7 @@ from typing import Any, get_args
 from paceline.core.config import RunConfig, select, to_flags
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.files import write_atomically
-from paceline.core.job import WorkerConfig, default_run_path
-from paceline.core.launch_spec import RecoveryPolicy
+from paceline.core.job import RecoveryPolicy, WorkerConfig, default_run_path
 from paceline.core.options import flag
 from paceline.core.task_loading import split_spec
 from paceline.launch.job_records import (

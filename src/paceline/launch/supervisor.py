@@ -25,7 +25,7 @@ import psutil
 from paceline.core import parent_death
 from paceline.core.errors import LaunchError, PacelineError
 from paceline.core.files import write_atomically
-from paceline.core.launch_spec import Command
+from paceline.core.job import Command
 from paceline.core.owned_names import remove_leftovers
 from paceline.core.parent_death import set_child_subreaper
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals

@@ -15,7 +15,7 @@ from functools import partial
 
 from paceline.core.environment import is_loopback, parse_endpoint
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import Command, LaunchSpec, split_python
+from paceline.core.job import Command, LaunchSpec, split_python
 from paceline.core.sockets import address_beside, interface_of
 from paceline.launch import torchrun_agent
 from paceline.launch.launcher import RenderedJob

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from paceline.core.callback import BatchInfo, Callback
 from paceline.core.config import RunConfig
 from paceline.core.errors import DataError, TaskError
-from paceline.core.task import Loss, Task
+from paceline.core.task import BatchInfo, Callback, Loss, Task
 from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
 from paceline.parallel.peer_errors import translate_peer_errors

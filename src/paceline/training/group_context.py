@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from paceline.core.callback import RankInfo
+from paceline.core.task import RankInfo
 from paceline.data.workers import data_workers
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.load_balancing import LoadBalancer, Speed

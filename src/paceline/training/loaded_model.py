@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.core.callback import Callback, RankInfo
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import CheckpointError, DataError
 from paceline.core.job import WorkerConfig
 from paceline.core.owned_names import own_prefix
+from paceline.core.task import Callback, RankInfo
 from paceline.core.task_loading import TaskReference, recorded_spec
 from paceline.parallel.world import ParallelDims, World, open_world
 from paceline.runs.checkpoint_admin import select_checkpoint

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.core.callback import RunSchedule
 from paceline.core.config import ResolvedConfig
-from paceline.core.task import Task
+from paceline.core.task import RunSchedule, Task
 from paceline.data.loader import EvalBatches, build_loader, resolve_workers
 from paceline.data.samples import Loader
 from paceline.data.stream import StreamLoader

@@ -18,11 +18,10 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.built_in import ENGINE_PARTS
-from paceline.core.callback import RunSchedule
 from paceline.core.config import ResolvedConfig
 from paceline.core.errors import CheckpointError, TaskError
 from paceline.core.plugins import import_object
-from paceline.core.task import Task
+from paceline.core.task import RunSchedule, Task
 from paceline.parallel.sharded_state import explain_sharded_step, load_module, load_optimizer, local_shard
 from paceline.runs.checkpoint_state import bytes_of, flatten, scheduler_state
 from paceline.torch_internals import buffer_table, non_persistent_buffers

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from paceline.core.callback import BatchInfo
 from paceline.core.errors import NonFiniteLossError, TaskError
-from paceline.core.task import Loss
+from paceline.core.task import BatchInfo, Loss
 from paceline.data.order import DeterministicSampler
 from paceline.data.samples import MicroBatch
 from paceline.parallel.progress import ProgressTracker

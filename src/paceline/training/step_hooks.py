@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.callback import BatchInfo
+from paceline.core.task import BatchInfo
 from paceline.data.samples import MicroBatch
 from paceline.parallel.load_balancing import LoadBalancer
 from paceline.parallel.reducer import StepSums

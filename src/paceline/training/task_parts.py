@@ -12,9 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.core.callback import Callback, RunSchedule
 from paceline.core.errors import TaskError, join_names
-from paceline.core.task import Task
+from paceline.core.task import Callback, RunSchedule, Task
 
 
 def build_task_model(task: Task) -> nn.Module:

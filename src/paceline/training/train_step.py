@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.callback import Callback
 from paceline.core.errors import ConfigError, TaskError
-from paceline.core.task import Loss, Task
-from paceline.core.train_step import LossFunction, TrainStep
+from paceline.core.task import Callback, Loss, LossFunction, Task, TrainStep
 from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.parallel.microbatches import ReducerStrategy

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.core.launch_spec import Placement, RecoveryPolicy
+from paceline.core.job import Placement, RecoveryPolicy
 from paceline.elastic.agent import Agent
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory

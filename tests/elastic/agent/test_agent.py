@@ -17,7 +17,7 @@ import pytest
 from tests.lab.listening_agent import listening_agent
 from tests.processes import children, runs
 
-from paceline.core.launch_spec import LaunchSpec, Placement
+from paceline.core.job import LaunchSpec, Placement
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory, record_agents
 from paceline.elastic.consensus.messages import NodeSet
 from paceline.elastic.consensus.witness import FileWitness

@@ -30,7 +30,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
-from paceline.core.callback import BatchInfo
+from paceline.core.task import BatchInfo
 from paceline.elastic import group_formation
 from paceline.elastic.worker_channel import AgentClient
 from paceline.runs import checkpoint_store

@@ -18,7 +18,7 @@ from torch.optim import Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.core.callback import BatchInfo
+from paceline.core.task import BatchInfo
 
 pytestmark = pytest.mark.chaos
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.launch_spec import RecoveryPolicy
+from paceline.core.job import RecoveryPolicy
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.mpi import MpiOptions, find_mpirun
 from paceline.launch.submit import submit, task_job

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.core.callback import BatchInfo
+from paceline.core.task import BatchInfo
 from paceline.training import checkpoint_manager
 
 FEATURES, CLASSES = 8, 3

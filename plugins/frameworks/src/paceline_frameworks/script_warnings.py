@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from paceline.core.gpus import visible_gpus
-from paceline.core.launch_spec import LaunchSpec
+from paceline.core.job import LaunchSpec
 from paceline.launch.launcher import LOCAL_LAUNCHERS
 
 _LEGACY_KERAS = "TF_USE_LEGACY_KERAS"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES, Environment
 from paceline.core.errors import RESTART_EXIT_CODE, ConfigError, LaunchError
 from paceline.core.files import write_atomically
-from paceline.core.launch_spec import Command
+from paceline.core.job import Command
 from paceline.core.sockets import job_port
 from paceline.launch.rank_variables import env_style_variables
 from paceline.launch.supervisor import RankStarter, SupervisedJob

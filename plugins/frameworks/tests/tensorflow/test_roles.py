@@ -112,7 +112,7 @@ def test_a_deaf_process_is_killed_after_the_grace_period(
     (tmp_path / "cluster.py").write_text(CLUSTER)
     driver = """
 import sys
-from paceline.core.launch_spec import RecoveryPolicy
+from paceline.core.job import RecoveryPolicy
 from paceline.launch.launcher import LaunchSpec, get_launcher
 spawn = get_launcher("spawn")
 soon, command = RecoveryPolicy(grace_s=0.2), (sys.executable, "cluster.py")

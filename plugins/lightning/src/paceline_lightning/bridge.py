@@ -29,8 +29,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
 from paceline.core.errors import TaskError
+from paceline.core.task import BatchInfo, Callback, RankInfo, RunSchedule
 from paceline.runs.rank_log import silence_loggers_and_warnings
 from paceline_lightning.metrics import LoggedValue, MetricRecorder, StepLog, checked, named
 

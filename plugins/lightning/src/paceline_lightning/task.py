@@ -21,9 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from paceline.core.callback import BatchInfo, RunSchedule
 from paceline.core.errors import DataError, TaskError
-from paceline.core.task import Defaults, Loss, Task
+from paceline.core.task import BatchInfo, Defaults, Loss, RunSchedule, Task
 from paceline_lightning.bridge import LightningBridge
 from paceline_lightning.metrics import MetricRecorder, replay_metrics
 

@@ -13,9 +13,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from paceline.core.callback import Callback, RunSchedule
 from paceline.core.errors import TaskError
-from paceline.core.task import Loss, Task
+from paceline.core.task import Callback, Loss, RunSchedule, Task
 from paceline.torch_internals import FakeTensor
 
 try:

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.core.callback import Callback
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
 from paceline.core.options import Interval
+from paceline.core.task import Callback
 from paceline.data.stream import StreamLoader
 from paceline.parallel.reducer import StepSums
 from paceline.training.control import ControlFlags, StopCause

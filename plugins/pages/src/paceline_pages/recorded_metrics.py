@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from paceline.core.callback import Callback
 from paceline.core.errors import PacelineError, PackageError, RunDirectoryError, UntrustedError
 from paceline.core.stats import Estimate
+from paceline.core.task import Callback
 from paceline.core.task_loading import load_task_class
 from paceline.export.equivalence import compare, problem_of
 from paceline.export.formats import load_program, load_weights, task_of

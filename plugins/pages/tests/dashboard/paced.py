@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
-from paceline.core.callback import BatchInfo
+from paceline.core.task import BatchInfo
 
 
 @dataclass

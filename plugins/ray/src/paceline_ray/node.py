@@ -33,7 +33,7 @@ from paceline.core.access import create_token, read_token
 from paceline.core.environment import NodeEnvironment, detect_node, parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import write_atomically
-from paceline.core.launch_spec import Command, Placement
+from paceline.core.job import Command, Placement
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import LaunchSpec
+from paceline.core.job import LaunchSpec
 from paceline.core.plugins import import_object
 from paceline.core.signals import ECHO_S, StopRequests
 from paceline.core.standard_streams import print_status

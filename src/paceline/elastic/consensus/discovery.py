@@ -23,7 +23,7 @@ from paceline.core.access import TOKEN_BYTES, create_token, read_token
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import SEEN_S, parse_json, read_document, wait_to_see, write_atomically
-from paceline.core.launch_spec import LaunchSpec
+from paceline.core.job import LaunchSpec
 from paceline.core.sockets import (
     address_beside,
     has_interface,

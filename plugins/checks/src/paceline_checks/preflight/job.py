@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from paceline.core.errors import ConfigError
-from paceline.core.launch_spec import Placement
+from paceline.core.job import Placement
 from paceline.core.owned_names import own_prefix
 from paceline.core.sockets import require_loopback
 from paceline.launch.launcher import LaunchSpec, get_launcher

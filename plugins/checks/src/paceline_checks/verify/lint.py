@@ -25,11 +25,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import Subset
 
-from paceline.core.callback import BatchInfo, RunSchedule
 from paceline.core.config import ResolvedConfig
 from paceline.core.impurities import Impurity, impurity
 from paceline.core.plugins import is_own_file, own_folders
-from paceline.core.task import Loss, Task
+from paceline.core.task import BatchInfo, Loss, RunSchedule, Task
 from paceline.data.order import derive_key
 from paceline.data.sample_check import MOST_SAMPLES, check_samples, digest_of, generator_digests
 from paceline.data.samples import seed_everything

@@ -18,9 +18,8 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.core.callback import Callback, RankInfo
 from paceline.core.errors import ConfigError, TaskError
-from paceline.core.task import Loss
+from paceline.core.task import Callback, Loss, RankInfo
 from paceline.torch_internals import buffer_table
 from paceline.training.reproducibility import (
     seed_microbatch,

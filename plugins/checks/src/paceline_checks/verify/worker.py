@@ -24,7 +24,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from paceline.core.callback import BatchInfo, Callback, RunSchedule
 from paceline.core.config import ResolvedConfig
 from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import LaunchError, StopRequested
@@ -32,7 +31,7 @@ from paceline.core.files import write_atomically
 from paceline.core.job import WorkerConfig
 from paceline.core.plugins import import_object
 from paceline.core.signals import dump_stacks_on_signal
-from paceline.core.task import Loss, Task
+from paceline.core.task import BatchInfo, Callback, Loss, RunSchedule, Task
 from paceline.core.task_loading import TaskReference, parse_assignments
 from paceline.parallel.device import choose_device
 from paceline.parallel.sharded_state import gather_full

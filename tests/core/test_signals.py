@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.core.stack_dump import (
+from paceline.core.signals import (
     Frame,
     UserFrame,
     all_stacks,
@@ -54,7 +54,7 @@ globals()[sys.argv[1]]()
 
 
 def start(processes: Any, path: Path, way: str, *, offered: bool = True) -> subprocess.Popen[str]:
-    offer = "from paceline.core.stack_dump import install_dump_handler; install_dump_handler()" if offered else ""
+    offer = "from paceline.core.signals import install_dump_handler; install_dump_handler()" if offered else ""
     (path / "script.py").write_text(CODE.format(offer=offer))
     os.mkfifo(path / "fifo")
     started: subprocess.Popen[str] = processes.start([sys.executable, "script.py", way, "fifo"])
@@ -169,7 +169,7 @@ def test_own_threads() -> None:
         entered.wait()
         assert thread.ident is not None
         place = locate_user_frame(frames_of(thread.ident))
-        assert "wait_here` (test_stack_dump.py:" in place.where
+        assert "wait_here` (test_signals.py:" in place.where
         assert all_stacks(first=thread.ident).startswith("Thread waiting-for-the-test:\n")
     finally:
         go_on.set()
@@ -216,7 +216,7 @@ def find_a_hook_in_a_thread_of_autograd() -> None:
             time.sleep(0.01)
             own = sys._current_frames()[thread.ident]
         place = locate_user_frame(frames_of(thread.ident))
-        assert "wait_for_the_others` (test_stack_dump.py:" in place.where
+        assert "wait_for_the_others` (test_signals.py:" in place.where
         assert place.is_users
     finally:
         released.set()
