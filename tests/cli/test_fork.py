@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import textwrap
 from pathlib import Path
@@ -107,6 +108,39 @@ def test_a_fork_trains_with_the_new_hyperparameters_from_its_checkpoint_on(train
     assert (again["run_dir"], again["step"], again["changed"]) == ("third", 15, {"lr": 0.01})
 
 
+def test_a_finished_run_becomes_longer(trained: Path, paceline: Paceline) -> None:
+    said = paceline("fork", "old", "--run-dir", "longer", "--epochs", "6")
+    assert "continues old from step 20, with epochs 4 -> 6" in said.out
+    assert paceline("resume", "longer", "--quiet").code == 0
+    longer = trained.with_name("longer")
+    report = audit(RunDirectory(longer))
+    assert report.clean
+    assert max(losses(longer)) == 30
+    # The schedule is that of 30 steps, from step 20 on.
+    expected = {step: 0.05 * (1 + math.cos(math.pi * (step - 1) / 30)) for step in range(21, 31)}
+    assert {s: rate for s, rate in learning_rates(longer).items() if s > STEPS} == pytest.approx(expected)
+    manifest = RunDirectory(longer).read_complete_manifest()
+    assert (manifest["config"]["epochs"], manifest["data"]["total_steps"]) == (6, 30)
+    assert manifest["forked"]["options"] == {"epochs": 4}
+
+
+def test_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(trained: Path, paceline: Paceline) -> None:
+    flat = ("annealed.py:Annealed", *OPTIONS, "--set", "anneals=false")
+    assert paceline("train", *flat, "--run-dir", "short").code == 0
+    straight = ("--run-dir", "straight", *(word if word != "4" else "5" for word in flat))
+    assert paceline("train", *straight).code == 0
+    assert paceline("fork", "short", "--run-dir", "longer", "--max-steps", "25").code == 0
+    assert paceline("resume", "longer", "--quiet").code == 0
+    assert sha256(trained.with_name("longer")) == sha256(trained.with_name("straight"))
+
+
+def test_a_length_that_cannot_work_is_refused(trained: Path, paceline: Paceline) -> None:
+    assert_refused(paceline("resume", "old", "--epochs", "6"), "paceline fork old --epochs N")
+    assert_refused(paceline("fork", "old", "--run-dir", "new", "--epochs", "2"), "make it longer by --epochs")
+    assert_refused(paceline("fork", "old", "--run-dir", "new", "--epochs", "9", "--max-steps", "9"), "not both")
+    assert not trained.with_name("new").exists()
+
+
 def test_a_fork_may_add_and_remove_a_scheduler(trained: Path, paceline: Paceline) -> None:
     assert paceline("train", "annealed.py:Annealed", *OPTIONS, "--set", "anneals=false", "--run-dir", "flat").code == 0
     for source, name, anneals in (("old", "without", "false"), ("flat", "with", "true")):
@@ -153,7 +187,7 @@ def test_what_a_killed_command_left_behind_is_no_part_of_the_fork(trained: Path,
         (("old", "--step", "7"), "no checkpoint of step 7. It has those of the steps 5, 10, 15, 20"),
         (("old", "--run-dir", "old", "--step", "5"), "old exists already"),
         (("old",), "step 20 is the end of old, so a fork of it has no step to train. Choose an earlier checkpoint by"),
-        (("old", "--step", "20"), "by --step: 5, 10, 15."),
+        (("old", "--step", "20"), "by --step: 5, 10, 15"),
         (("nothing",), "nothing is not a run directory"),
         (("old", "--set", "lrr=1"), "no field 'lrr'. Its fields: lr, dropout, note"),
         (("old", "--set", "lr=fast"), "must be float"),

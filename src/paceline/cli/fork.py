@@ -1,4 +1,4 @@
-"""``paceline fork RUN --set lr=0.003``: another run, which continues from a checkpoint with other hyperparameters."""
+"""``paceline fork RUN --set lr=0.003 --epochs 20``: another run, which continues with other hyperparameters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ def fork(
     run: Path,
     *,
     set: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    epochs: int | None = None,
+    max_steps: int | None = None,
     step: int | None = None,
     run_dir: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Make a run that continues from a checkpoint of RUN with other hyperparameters; RUN stays as it is.
+    """Make a run that continues from a checkpoint of RUN with other hyperparameters, or longer; RUN stays as it is.
 
     It takes over the weights, the optimizer's state and the position in the data. The optimizer's hyperparameters and
     the schedule are those that the task builds with the new values. Start it with paceline resume.
@@ -34,6 +36,10 @@ def fork(
         The run's directory; the run may be active.
     set
         FIELD=VALUE: the new value of a field of the task; may be repeated.
+    epochs
+        Passes over the data of the whole new run, those of RUN included.
+    max_steps
+        Steps of the whole new run, instead of epochs.
     step
         The step of a checkpoint of RUN. Default: the newest one.
     run_dir
@@ -43,12 +49,15 @@ def fork(
     """
     source = RunDirectory(run)
     target = run_dir or Path(default_run_path(recorded_spec(source.read_complete_manifest()["task"])))
-    made = fork_run(source, RunDirectory(target), parse_assignments(set), step=step)
+    length = {name: value for name, value in (("epochs", epochs), ("max_steps", max_steps)) if value is not None}
+    made = fork_run(source, RunDirectory(target), parse_assignments(set), options=length, step=step)
     if json:
         print(json_module.dumps({"run_dir": str(target), **dataclasses.asdict(made)}))
         return 0
-    fields = RunDirectory(target).read_complete_manifest()["task"]["fields"]
-    changes = ", ".join(f"{name} {before} -> {fields[name]}" for name, before in made.changed.items())
+    manifest = RunDirectory(target).read_complete_manifest()
+    now = {**manifest["config"], **manifest["task"]["fields"]}
+    changed = {**made.changed, **(made.options or {})}
+    changes = ", ".join(f"{name} {before} -> {now.get(name)}" for name, before in changed.items())
     print(f"{target} continues {run} from step {made.step:,}, with {changes or 'the same hyperparameters'}.")
     print(f"Start it with: paceline resume {target}")
     return 0

@@ -543,10 +543,12 @@ def require_unchanged(current: Mapping[str, Any], explicit: Collection[str], rec
         if name in explicit and current[name] not in (before := recorded.values[name], "auto")
     ]
     if conflicts:
+        length = any(line.startswith(("  --epochs", "  --max-steps")) for line in conflicts)
         raise ConfigError(
             f"{current['run_dir']} was created with other options, and a run's bits depend on them:\n"
             + "\n".join(conflicts)
             + "\nLeave them out to continue the run, or start a new one with another --run-dir DIR."
+            + (f" To train longer: paceline fork {current['run_dir']} --epochs N." if length else "")
         )
 
 

@@ -343,6 +343,7 @@ class Fork:
         step: the steps that both have in common.
         version: the state version of the checkpoint.
         changed: the other run's values of the fields that differ, by name.
+        options: the other run's values of the options that differ, by name; None in an old record.
     """
 
     run: str
@@ -350,6 +351,7 @@ class Fork:
     step: int
     version: int
     changed: Mapping[str, Any]
+    options: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> Self | None:
@@ -363,7 +365,8 @@ class Fork:
             return None
         try:
             fork = cls(**record)
-            if type(fork.step) is int and type(fork.version) is int and isinstance(fork.changed, Mapping):
+            are_mappings = all(isinstance(it, Mapping) for it in (fork.changed, fork.options or {}))
+            if type(fork.step) is int and type(fork.version) is int and are_mappings:
                 return fork
         except TypeError:
             pass

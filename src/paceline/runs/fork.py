@@ -1,5 +1,7 @@
 """A run that is forked from another one: it continues from a checkpoint of that run, with other hyperparameters.
 
+Its length may be another one, too.
+
 A fork has an id of its own, and copies of the checkpoint, the ledger and the metrics, so that ``paceline resume``
 continues it as any other run, and its audit covers the steps from before the fork. The table ``forked`` of its
 ``run.toml`` says where it comes from.
@@ -16,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.core.config import config_from_mapping
 from paceline.core.errors import CheckpointError, ConfigError, RunDirectoryError
 from paceline.core.files import rename
 from paceline.core.task_loading import TaskReference, recorded_spec, task_fields
@@ -25,14 +28,24 @@ from paceline.runs.checkpoint_store import copy, find_version, newest_verified, 
 from paceline.runs.directory import Fork, RunDirectory
 from paceline.runs.metric_writers import keep_until
 
+_LENGTHS = ("epochs", "max_steps")
 
-def fork_run(source: RunDirectory, target: RunDirectory, fields: Mapping[str, Any], *, step: int | None = None) -> Fork:
+
+def fork_run(
+    source: RunDirectory,
+    target: RunDirectory,
+    fields: Mapping[str, Any],
+    *,
+    options: Mapping[str, int] | None = None,
+    step: int | None = None,
+) -> Fork:
     """Make ``target`` a run that continues from a checkpoint of ``source``, which may be training meanwhile.
 
     Args:
         source: the other run.
         target: the new run's directory, which must not exist.
         fields: new values of the task's fields, by name, as ``--set`` accepts them.
+        options: the new length: ``epochs`` or ``max_steps``; None: that of ``source``.
         step: the steps after which the checkpoint was saved; None: the newest one that verifies.
 
     Raises:
@@ -47,13 +60,18 @@ def fork_run(source: RunDirectory, target: RunDirectory, fields: Mapping[str, An
     before = task_fields(TaskReference(spec, recorded).load())
     after = task_fields(TaskReference(spec, {**recorded, **fields}).load())
     checkpoint, info = _find_checkpoint(source, step)
-    total = manifest.get("data", {}).get("total_steps")
+    config, replaced = _with_length(manifest["config"], options or {})
+    data = {**manifest.get("data", {})}
+    if replaced:
+        data["total_steps"] = _total_steps(config, data.get("steps_per_epoch"))
+    total = data.get("total_steps")
     if isinstance(total, int) and info.step >= total:
         earlier = [number for number in _steps_of(source) if number < total]
         steps = ", ".join(map(str, earlier))
         raise ConfigError(
             f"step {info.step:,} is the end of {source.path}, so a fork of it has no step to train. "
-            + (f"Choose an earlier checkpoint by --step: {steps}." if earlier else "It holds no earlier checkpoint.")
+            + (f"Choose an earlier checkpoint by --step: {steps}" if earlier else "It holds no earlier checkpoint")
+            + ", or make it longer by --epochs or --max-steps."
         )
     fork = Fork(
         run=manifest["id"],
@@ -61,6 +79,7 @@ def fork_run(source: RunDirectory, target: RunDirectory, fields: Mapping[str, An
         step=info.step,
         version=info.state_version,
         changed={name: value for name, value in before.items() if after[name] != value},
+        options=replaced,
     )
     run = secrets.token_hex(8)
     with _new_directory(target) as draft:
@@ -75,18 +94,44 @@ def fork_run(source: RunDirectory, target: RunDirectory, fields: Mapping[str, An
                 shutil.copyfile(path, draft.path / path.name)
         keep_until(draft.metrics, fork.step)
         draft.append_event("created", task=manifest["task"]["spec"])
-        draft.append_event("forked", run=fork.run, path=fork.path, step=fork.step, changed=dict(fork.changed))
+        differs = {"changed": dict(fork.changed), "options": replaced}
+        draft.append_event("forked", run=fork.run, path=fork.path, step=fork.step, **differs)
         draft.write_manifest(
             {
                 **manifest,
                 "id": run,
                 "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "task": {**manifest["task"], "fields": after},
-                "config": {**manifest["config"], "run_dir": str(target.path)},
+                "config": {**config, "run_dir": str(target.path)},
+                "data": data,
                 "forked": asdict(fork),
             }
         )
     return fork
+
+
+def _with_length(
+    recorded: Mapping[str, Any], options: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, int | None]]:
+    """Return the options of the fork, and the recorded values of those that differ.
+
+    Raises:
+        ConfigError: ``epochs`` and ``max_steps`` are both given, or one is not positive.
+    """
+    config = dict(recorded)
+    if options:
+        for name in _LENGTHS:
+            config.pop(name, None)
+    config |= options
+    config_from_mapping(config, "the command line")
+    differs = {name: recorded.get(name) for name in _LENGTHS if config.get(name) != recorded.get(name)}
+    return config, differs
+
+
+def _total_steps(config: Mapping[str, Any], steps_per_epoch: int | None) -> int | None:
+    if config.get("max_steps") is not None:
+        return int(config["max_steps"])
+    return None if steps_per_epoch is None else int(config["epochs"]) * steps_per_epoch
 
 
 def _find_checkpoint(source: RunDirectory, step: int | None) -> tuple[Path, CheckpointInfo]:

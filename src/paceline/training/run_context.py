@@ -80,7 +80,7 @@ class RunContext:
     def begins_fork_at(self, version: int) -> bool:
         """Return whether this run has other hyperparameters than the run whose state of this version it begins with."""
         fork = Fork.of(self.manifest)
-        return fork is not None and bool(fork.changed) and fork.version == version
+        return fork is not None and bool(fork.changed or fork.options) and fork.version == version
 
     @cached_property
     def preparation(self) -> ModelPreparation:

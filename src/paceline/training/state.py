@@ -410,6 +410,9 @@ class TrainingState:
                 buffers.load_state_dict(state.get(name, {}))
             self.engine_parts = {name: state[name] for name in ENGINE_PARTS if name in state}
             self.progress = TrainProgress(**state["progress"])
+            if own_hyperparameters:  # which another length may give more time to improve
+                self.progress.stopped_early = False
+                self.progress.bad_evaluations = 0
             self.callback.load_state_dict(state.get("callback", {}))
             if "task" in state:
                 self._task.load_state_dict(state["task"])
