@@ -20,6 +20,7 @@ from paceline.core.built_in import (
     FRAMEWORKS,
     LAUNCHER_OPTIONS,
     NAMES,
+    OPTION_GROUPS,
     PARTS,
     RANK_DETECTORS,
     SLURM_BODIES,
@@ -93,12 +94,23 @@ def test_what_is_in_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
         )
 
 
+def test_an_option_of_a_plug_in_names_what_installs_it(alone: Paceline, tmp_path: Path) -> None:
+    (tmp_path / "options.toml").write_text('lora = "rank=2"\n')
+    for words, name in ((("--lora", "rank=2"), "option: --lora."), (("--config", "options.toml"), "'lora'")):
+        done = alone("train", TASK, *STEPS, *words)
+        assert done.returncode == 2
+        assert name in done.stderr
+        assert "paceline_fine_tuning" in done.stderr
+        assert "which `pip install paceline` installs." in done.stderr
+
+
 def test_every_place_of_the_tables_exists() -> None:
     places = [command.place for command in COMMANDS.values()] + [*LAUNCHER_OPTIONS.values()]
     places += [
         *NAMES.values(),
         *PARTS.values(),
         *VERIFIED,
+        *OPTION_GROUPS,
         *(place for table in (SLURM_BODIES, FRAMEWORKS, RANK_DETECTORS) for place in table.values()),
         *(place for group in BUILT_IN.values() for place in group.values()),
     ]

@@ -234,20 +234,21 @@ def _is_help_request(words: list[str]) -> bool:
 
 def _explain_unknown_option(error: UnknownOptionError) -> str:
     """Explain an option that does not exist, or that another launcher has."""
+    from paceline.core.config import missing_options
     from paceline.launch.options import own_flags, owners_of, torchrun_equal
 
     flag = error.token.keyword or error.token.value
     if _command(error) == ["launch"] and (equal := torchrun_equal(flag)):
         return equal
-    owners = owners_of(flag)
+    owners, unknown = owners_of(flag), f"{error} {missing_options()}".rstrip()
     with suppress(ConfigError, IndexError, ValueError):  # no --on, or not one of our launchers
         words = _own_arguments(error.root_input_tokens or [])
         on = words[words.index("--on") + 1]
         known = own_flags(on)
         if owners:
             return f"{flag} is not supported by --on {on}. {owners}--on {on} takes: {known}."
-        return f"{error} --on {on} also takes: {known}."
-    return f"{error} {owners}".rstrip()
+        return f"{unknown} --on {on} also takes: {known}."
+    return f"{unknown} {owners}".rstrip()
 
 
 def _explain_missing(option: str, *, is_positional: bool) -> str:

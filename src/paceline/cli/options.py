@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 from paceline.core.config import all_options
 from paceline.core.plugins import plugin_names
 from paceline.launch.launcher import LAUNCHER_NAMES
-from paceline.launch.options import JobOptions, option_types, options_type
+from paceline.launch.options import JobOptions, installed_launchers, option_types, options_type
 
 ARGUMENTS, COMMON = "Arguments", "Common"
 GROUPS = (
@@ -136,7 +136,8 @@ def relevant_launchers(argv: Sequence[str]) -> Sequence[str]:
         return LAUNCHER_NAMES
     words = [word for word in argv[1:] if word.startswith("--on=")]
     named = words[0].removeprefix("--on=") if words else dict(pairwise(argv)).get("--on")
-    ours = tuple(name for name in LAUNCHER_NAMES if name == named or "--config" in argv)  # which may name any
+    which = installed_launchers() if "--config" in argv else ()  # a file may name any
+    ours = tuple(name for name in LAUNCHER_NAMES if name == named or name in which)
     is_named = named is not None and named not in LAUNCHER_NAMES
     plugins = tuple(name for name in plugin_names("paceline.launchers") if name == named) if is_named else ()
     return (*ours, *plugins) or ("spawn", "torchrun")

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
-from paceline.core.built_in import BUILT_IN, OPTION_GROUPS
-from paceline.core.errors import ConfigError
+from paceline.core.built_in import BUILT_IN, LAUNCHER_OPTIONS, OPTION_GROUPS
+from paceline.core.errors import ConfigError, join_names
 from paceline.core.files import check_path, parse_toml
 from paceline.core.options import (
     BestMetric,
@@ -208,7 +208,7 @@ def option_groups() -> tuple[type[OptionGroup], ...]:
     """Return all groups of options: the core's, and those of the table that are installed."""
     return (
         *(ProcessOptions, RecoveryOptions),
-        *(import_object(place) for place in OPTION_GROUPS if find_spec(place.partition(".")[0])),
+        *(import_object(place) for place in OPTION_GROUPS if place.partition(".")[0] not in _missing_packages()),
         *(ParallelOptions, TrainingOptions, DataOptions, EvaluationOptions, RecordOptions),
     )
 
@@ -217,6 +217,18 @@ def option_groups() -> tuple[type[OptionGroup], ...]:
 def all_options() -> Mapping[str, Option]:
     """Return all options by their names, in the order of the groups."""
     return {name: its for group in option_groups() for name, its in options_of(group).items()}
+
+
+def _missing_packages() -> list[str]:
+    places = (*OPTION_GROUPS, *LAUNCHER_OPTIONS.values())
+    packages = dict.fromkeys(place.partition(".")[0] for place in places)
+    return [package for package in packages if find_spec(package) is None]
+
+
+def missing_options() -> str:
+    """Return where more options are, as the end of a message about an unknown one; "" where all are installed."""
+    missing = _missing_packages()
+    return f"Others need {join_names(missing)}, which `pip install paceline` installs." if missing else ""
 
 
 G = TypeVar("G", bound=OptionGroup)
@@ -406,7 +418,7 @@ def check_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=3)
             hint = f"Did you mean {' or '.join(near)}?" if near else f"The options are: {', '.join(known)}."
-            raise ConfigError(f"{source}: there is no option {key!r}. {hint}")
+            raise ConfigError(f"{source}: there is no option {key!r}. {hint} {missing_options()}".rstrip())
     return {
         key: tuple(value)
         if isinstance(value, list)

@@ -10,9 +10,10 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-from paceline.core.built_in import LAUNCHER_OPTIONS
+from paceline.core.built_in import BUILT_IN, LAUNCHER_OPTIONS
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_gpus
 from paceline.core.plugins import import_object
@@ -113,9 +114,15 @@ def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
     return options(**given) if options is not None else None
 
 
+def installed_launchers() -> list[str]:
+    """Return the names of our launchers, without those whose plug-in is not installed."""
+    places = BUILT_IN["paceline.launchers"]
+    return [name for name, place in places.items() if find_spec(place.partition(".")[0])]
+
+
 def owners_of(text: str) -> str:
     """Return a sentence that names the launchers with a flag, with a space after it; empty if none has it."""
-    owners = [name for name in LAUNCHER_NAMES if text in map(flag, option_names(name))]
+    owners = [name for name in installed_launchers() if text in map(flag, option_names(name))]
     return f"{text} is an option of --on {' and '.join(owners)}. " if owners else ""
 
 
