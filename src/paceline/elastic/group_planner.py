@@ -186,7 +186,7 @@ class GroupPlanner:
 
         Args:
             nproc: its number of active workers.
-            workers: those that it already has, from before this coordinator led.
+            workers: those that it already has, from before this leader led.
         """
         self.nodes[node] = nproc
         self._vacant = max(0, self._vacant - nproc)

@@ -438,7 +438,7 @@ class JobLeader:
         self._do(self.planner.gather())
         self.form_group()
 
-    # Actions of the coordinator.
+    # Actions of the planner.
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:

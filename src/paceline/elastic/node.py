@@ -119,7 +119,7 @@ class WorkerProcess:
         killed: why the agent killed it; "" if it did not.
         ending: whether its process has ended, with an exit code not known yet.
         beats: whether its channel is open.
-        status: as known by the coordinator.
+        status: as known by the leader.
         generation: of its last group, -1 for none.
         retired: whether the agent ordered it to end.
         failure: its error, if it could not be recorded in the run's directory.

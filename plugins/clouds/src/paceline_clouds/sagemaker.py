@@ -154,7 +154,8 @@ def pack(directory: Path) -> bytes:
         for path in files:
             entry = tarfile.TarInfo(path.relative_to(directory).as_posix())
             content = path.read_bytes()
-            entry.size, entry.mode = len(content), 0o755 if path.stat().st_mode & 0o100 else 0o644
+            entry.size = len(content)
+            entry.mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
             tar.addfile(entry, io.BytesIO(content))
     return packed.getvalue()
 

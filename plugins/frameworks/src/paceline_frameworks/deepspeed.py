@@ -189,7 +189,9 @@ class ZeroOptimizer(ShardedOptimizer):
         world: World,
     ) -> None:
         super().__init__([parameter for group in parameters for parameter in group], {})
-        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+        self.param_groups = base.param_groups
+        self.state = base.state
+        self.defaults = base.defaults
         self.engine = engine
         self.stage = stage
         self._zero = engine.optimizer

@@ -380,7 +380,9 @@ class ActorJobController(ABC):
         """Replace a lost node, if the job can accept another one."""
         where = f"machine {place.rank} ({place.host or 'not placed yet'}) was lost: {why}."
         if self._job.recovers and any(other.code == 0 for other in self._ended):
-            place.replaced, place.code = True, 0  # the run had ended before
+            # the run had ended before
+            place.replaced = True
+            place.code = 0
             self._forget(place)
             return
         why_not = self._why_not_replaced(place)
@@ -393,7 +395,8 @@ class ActorJobController(ABC):
         alone = len(self._places) == 1
         then = "it continues from its last checkpoint" if alone else "another joins the others, which continue"
         self._say(f"{where} As soon as {self._engine} has room, {then}.")
-        place.started, place.replaced = alone, True
+        place.started = alone
+        place.replaced = True
         self._replace(place)
 
     def _why_not_replaced(self, place: NodePlace) -> str:
