@@ -18,7 +18,7 @@ from paceline.core import plugins
 from paceline.core.built_in import BUILT_IN, TRAITS
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
-from paceline.core.parallel_config import STRATEGIES, find_traits
+from paceline.core.option_groups import STRATEGIES, find_traits
 from paceline.core.plugins import all_names, find_plugins, import_object
 from paceline.core.task_loading import check_spec, load_task_class
 from paceline.launch.launcher import get_launcher
@@ -167,7 +167,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> typing.Iterator[
 
 
 STRATEGY = """
-from paceline.core.parallel_config import Traits
+from paceline.core.option_groups import Traits
 from paceline.parallel.data_parallel import DDP
 
 class Mine(DDP):

@@ -15,8 +15,8 @@ from paceline.core.config import (
     select,
 )
 from paceline.core.errors import ConfigError
+from paceline.core.option_groups import STRATEGIES
 from paceline.core.options import Bits, Capability, Resume, Scope, flag, option
-from paceline.core.parallel_config import STRATEGIES
 
 
 def test_an_option_that_is_not_classified_is_an_error_at_import() -> None:

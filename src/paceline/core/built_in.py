@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from paceline.core.process_config import EnvStyle, RankLauncher
+    from paceline.core.option_groups import EnvStyle, RankLauncher
 
 
 @dataclass(frozen=True)

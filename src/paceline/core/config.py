@@ -6,199 +6,34 @@ import functools
 import math
 import typing
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
-from paceline.core.built_in import BUILT_IN, LAUNCHER_OPTIONS, OPTION_GROUPS
+from paceline.core.built_in import LAUNCHER_OPTIONS, OPTION_GROUPS
 from paceline.core.errors import ConfigError, join_names
-from paceline.core.files import check_path, parse_toml
+from paceline.core.files import parse_toml
+from paceline.core.option_groups import (
+    AXIS_TO_STRATEGY,
+    DATA_AXES,
+    DataOptions,
+    EvaluationOptions,
+    ParallelOptions,
+    ProcessOptions,
+    RecordOptions,
+    RecoveryOptions,
+    TrainingOptions,
+    find_traits,
+)
 from paceline.core.options import (
-    BestMetric,
     Changes,
-    EarlyStop,
-    Interval,
     Option,
     OptionGroup,
-    Requirement,
-    Shuffle,
     flag,
-    option,
     options_of,
-    parse_best,
-    parse_early_stop,
-    parse_interval,
-    parse_shuffle,
 )
-from paceline.core.parallel_config import AXIS_TO_STRATEGY, DATA_AXES, ParallelOptions, find_traits
-from paceline.core.plugins import all_names, import_object, plugin_names
-from paceline.core.process_config import ProcessOptions, RecoveryOptions
-
-# --- The core's groups of options ---
-#
-# ``paceline train --global-batch-size 96``, ``paceline.fit(task, global_batch_size=96)`` and
-# ``global_batch_size = 96`` in a ``run.toml`` are the same field. ``--help`` shows the help
-# texts of the fields.
-
-_training_option = partial(option, group="Training", resume="fixed", bits="always", scope="training")
-_data_option = partial(option, group="Data", resume="fixed", bits="always", scope="data")
-_evaluation_option = partial(option, group="Evaluation", resume="fixed", bits="always", scope="evaluation")
-_record_option = partial(option, group="Run directory and checkpoints", resume="kept", bits="never", scope="records")
-
-
-@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class TrainingOptions(OptionGroup):
-    """Options of the optimization."""
-
-    global_batch_size: int | None = _training_option(
-        None, "Samples per step, over all processes.", minimum=1, fingerprint=True, evaluation=True
-    )
-    epochs: int | None = _training_option(
-        None, "Passes over the training data.", replaces="max_steps", minimum=1, evaluation=True
-    )
-    max_steps: int | None = _training_option(
-        None,
-        "Stop after this many steps, instead of --epochs.",
-        replaces="epochs",
-        minimum=1,
-        evaluation=True,
-    )
-    seed: int = _training_option(
-        0,
-        "Seed of the data order, the initial weights and all other randomness.",
-        minimum=0,
-        maximum=2**63 - 1,
-        evaluation=True,
-    )
-    precision: Literal["fp32", "bf16", "fp16"] = _training_option(
-        "fp32", "Mixed precision by torch.amp: bf16 or fp16.", fingerprint=True, evaluation=True
-    )
-    clip_norm: float | None = _training_option(
-        None, "Clip the gradient's 2-norm to this value.", minimum=0, exclusive=True
-    )
-    ema: float | None = _training_option(
-        None,
-        "Keep and evaluate an exponential moving average of the weights, with this decay.",
-        needs="ema",
-        minimum=0,
-        maximum=1,
-        exclusive=True,
-    )
-    compile: bool = _training_option(False, "Compile the model with torch.compile.", needs="compile", fingerprint=True)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class DataOptions(OptionGroup):
-    """Options of the training data."""
-
-    shuffle: Shuffle = _data_option("sample", "sample, window:N (blocks of N neighbours) or none.", parse=parse_shuffle)
-    num_workers: int | Literal["auto"] = option(
-        "auto",
-        "Data-loading processes per rank. auto: 0 for tensors, else up to 4.",
-        group="Data",
-        resume="kept",
-        bits="never",
-        scope="process",
-        minimum=0,
-    )
-    val_fraction: float | None = _data_option(
-        None,
-        "Hold out this fraction of the training data for validation.",
-        minimum=0,
-        maximum=1,
-        exclusive=True,
-        evaluation=True,
-    )
-
-
-@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class EvaluationOptions(OptionGroup):
-    """When to evaluate, and how to select the model."""
-
-    eval_every: Interval = _evaluation_option(
-        "1epoch",
-        "Evaluate every Nsteps or Nepochs, or never.",
-        parse=partial(parse_interval, name="eval_every", allow_time=False),
-        evaluation=True,
-    )
-    early_stop: EarlyStop | None = _evaluation_option(
-        None,
-        "METRIC:PATIENCE or METRIC:min:PATIENCE. Stop after PATIENCE evaluations without a better METRIC. Default: "
-        "higher is better, unless its name ends in loss or --best-metric says min.",
-        parse=parse_early_stop,
-        requires=Requirement(
-            "eval_every",
-            other_than="never",
-            message="--early-stop needs evaluations, but --eval-every is {value}.",
-        ),
-    )
-    best_metric: BestMetric | None = _evaluation_option(
-        None, "METRIC:min or METRIC:max, to select the best checkpoint.", parse=parse_best, evaluation=True
-    )
-
-
-@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class RecordOptions(OptionGroup):
-    """The run directory, checkpoints and logs."""
-
-    run_dir: str | None = option(
-        None,
-        "The run's directory. Default: runs/TASK-TIME.",
-        group="Run directory and checkpoints",
-        resume="fresh",
-        bits="never",
-        scope="place",
-        from_launcher=True,
-    )
-    resume: Literal["auto", "never", "must"] = option(
-        "auto",
-        "auto: continue an existing run; never: refuse one; must: require one.",
-        group="Run directory and checkpoints",
-        resume="fresh",
-        bits="never",
-        scope="place",
-    )
-    checkpoint_every: tuple[Interval, ...] = _record_option(
-        ("1epoch",),
-        "Save every Nsteps, Nepochs or time such as 5min; may be repeated. never: only at the end.",
-        parse=partial(parse_interval, name="checkpoint_every"),
-    )
-    keep_checkpoints: int = _record_option(3, "Checkpoints to keep, besides the best.", minimum=1)
-    backup_to: str | None = _record_option(
-        None,
-        "Also copy each verified checkpoint to this directory, in the background. A run that has lost its own "
-        "checkpoints resumes from there.",
-    )
-    log_every: int = _record_option(50, "Steps between two log records.", minimum=1)
-    log_to: tuple[str, ...] = _record_option(
-        (),
-        "Also log to mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless WANDB_MODE is set.",
-    )
-    profile: int = option(
-        0,
-        "Profile this many steps with torch.profiler.",
-        group="Run directory and checkpoints",
-        resume="fresh",
-        bits="never",
-        scope="records",
-        needs="lockstep",
-        minimum=0,
-    )
-
-    def check(self, config: RunConfig) -> None:
-        """Reject paths that cannot be, and unknown trackers."""
-        for name in ("run_dir", "backup_to"):
-            if (path := getattr(self, name)) is not None:
-                check_path(path, flag(name))
-        for name in self.log_to:
-            if name not in BUILT_IN["paceline.trackers"] and name not in plugin_names("paceline.trackers"):
-                raise ConfigError(
-                    f"--log-to must be {' or '.join(all_names('paceline.trackers'))}, but is {name!r}. TensorBoard "
-                    "files are always written."
-                )
-
+from paceline.core.plugins import import_object
 
 # --- All options of a run ---
 

@@ -20,8 +20,8 @@ from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, EtcdEndpoints, default_threads
 from paceline.core.errors import ConfigError
 from paceline.core.files import parse_json, parse_toml, read_document
+from paceline.core.option_groups import EnvStyle, RankLauncher
 from paceline.core.options import flag
-from paceline.core.process_config import EnvStyle, RankLauncher
 
 if TYPE_CHECKING:
     from paceline.runs.directory import RunDirectory

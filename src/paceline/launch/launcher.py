@@ -14,10 +14,10 @@ from paceline.core.built_in import BUILT_IN, PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.job import Command as Command
 from paceline.core.job import LaunchSpec as LaunchSpec
+from paceline.core.option_groups import EnvStyle as EnvStyle
+from paceline.core.option_groups import RankLauncher as RankLauncher
 from paceline.core.options import flag
 from paceline.core.plugins import load
-from paceline.core.process_config import EnvStyle as EnvStyle
-from paceline.core.process_config import RankLauncher as RankLauncher
 
 if TYPE_CHECKING:
     from paceline.core.job import WorkerConfig

@@ -15,9 +15,9 @@ from typing import Any
 
 from paceline.core.built_in import BUILT_IN, LAUNCHER_OPTIONS
 from paceline.core.errors import ConfigError
+from paceline.core.option_groups import EnvStyle, RankLauncher
 from paceline.core.options import flag, parse_gpus
 from paceline.core.plugins import import_object
-from paceline.core.process_config import EnvStyle, RankLauncher
 from paceline.launch.launcher import LAUNCHER_NAMES, Launcher, load_launcher, option
 from paceline.launch.rank_variables import find_framework
 

@@ -24,9 +24,9 @@ from paceline.core.environment import (
 )
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.job import LaunchSpec
+from paceline.core.option_groups import EnvStyle
 from paceline.core.options import parse_nproc
 from paceline.core.parent_death import die_with_parent
-from paceline.core.process_config import EnvStyle
 from paceline.core.sockets import job_port
 from paceline.launch.rank_output import pass_own_lines_on
 from paceline.launch.rank_variables import env_style_variables, expand_placeholders, interface_variables

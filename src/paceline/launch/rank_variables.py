@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from paceline.core.built_in import FRAMEWORKS
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.core.process_config import EnvStyle
+from paceline.core.option_groups import EnvStyle
 
 if TYPE_CHECKING:
     from paceline.launch.launcher import RenderedJob

@@ -18,7 +18,7 @@ from torch import nn
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.core.parallel_config import DATA_AXES
+from paceline.core.option_groups import DATA_AXES
 from paceline.core.sockets import interface_address
 from paceline.parallel.device import BackendName, DeviceName, choose_device, device_name
 from paceline.parallel.peer_errors import translate_peer_errors

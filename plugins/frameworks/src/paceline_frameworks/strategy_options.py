@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import ConfigError
+from paceline.core.option_groups import ALL_CAPABILITIES, Traits
 from paceline.core.options import OptionGroup, option
-from paceline.core.parallel_config import ALL_CAPABILITIES, Traits
 
 if TYPE_CHECKING:
     from paceline.core.config import RunConfig

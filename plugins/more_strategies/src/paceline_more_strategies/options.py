@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.core.config import all_options
 from paceline.core.errors import ConfigError
+from paceline.core.option_groups import Traits
 from paceline.core.options import Capability, Changes, OptionGroup, Requirement, flag, option
-from paceline.core.parallel_config import Traits
 
 if TYPE_CHECKING:
     from paceline.core.config import RunConfig
