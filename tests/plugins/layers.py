@@ -47,6 +47,17 @@ SYSTEMS = {
 SYSTEM_FIXTURES = {"machines", "slurm_cluster", "ssh_machines", "ray_server", "reports"}
 PROCESS_FIXTURES = {"run_processes", "module_processes", "session_processes"}
 BUDGETS_S = {"unit": 1.0, "integration": 10.0}
+# The files that take over a minute: were one of them begun last, a single worker would run it at the end.
+LONG_FILES = (
+    "plugins/ray/tests/test_ray.py",
+    "plugins/tune/tests/test_population.py",
+    "plugins/tune/tests/test_tune.py",
+    "tests/docs/test_code_blocks.py",
+    "tests/elastic/recovery_nodes/test_agents.py",
+    "tests/elastic/recovery_nodes/test_network_file_system.py",
+    "tests/launch/test_slurm.py",
+    "tests/runs/test_owner_of_a_run.py",
+)
 
 _layer = pytest.StashKey[str]()
 _started_processes: list[str] = []
@@ -89,7 +100,7 @@ def _note_multiprocessing() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its layer; what starts processes is run first, so that short tests fill the end."""
+    """Mark each test with its layer; what takes long is run first, so that short tests fill the end."""
     for item in items:
         item.stash[_layer] = _layer_of(item)
         item.add_marker(item.stash[_layer])
@@ -97,7 +108,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         layers.setdefault(item.path, set()).add(item.stash[_layer])
     order = ("system", "integration", "unit")
-    items.sort(key=lambda item: min(map(order.index, layers[item.path])))
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        return min(map(order.index, layers[item.path])), item.nodeid.partition("::")[0] not in LONG_FILES
+
+    items.sort(key=place)
 
 
 def _layer_of(item: pytest.Item) -> str:

@@ -214,6 +214,10 @@ def test_slow():
     assert line.startswith("test_slow.py::test_slow: call took 2.")
 
 
+def test_the_long_files_are_there() -> None:
+    assert [name for name in layers.LONG_FILES if not (ROOT / name).is_file()] == []
+
+
 def test_the_layers_need_no_cache(tmp_path: Path) -> None:
     some = "def test_fails():\n    assert 0\n\n\ndef test_passes(): ...\n"
     status, counts, output = outcomes(tmp_path, "layers", True, "-p", "no:cacheprovider", "-x", some=some)
