@@ -24,7 +24,6 @@ from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
 from paceline.core.files import parse_toml
 from paceline.core.job import WorkerConfig
-from paceline.launch.launcher import LOCAL_LAUNCHERS
 from paceline.launch.options import JobOptions
 
 _COMMON_OF_RESUME = ("epochs", "max_steps", "nproc", "nodes", "on", "strategy", "device", "checkpoint_every")
@@ -123,18 +122,21 @@ def _start(
     Args:
         typed: the names of the options on the command line.
     """
-    from paceline.launch.local_run import own_environment, refuse_job_options, require_recovery, task_launcher
+    from paceline.launch.local_run import LocalLauncher, own_environment, refuse_job_options, task_launcher
 
     launcher = task_launcher(job.config)
     options, own = JobOptions(**explicit_options(job_flags)), explicit_options(launcher_flags)
-    rank = own_environment(job.config, typed) if launcher.name in LOCAL_LAUNCHERS else Environment()
-    if rank.source == "single":
+    rank = own_environment(job.config, typed) if isinstance(launcher, LocalLauncher) else Environment()
+    if rank.source != "single" and options.preflight:
+        raise ConfigError("--preflight runs once per node: give it to the command that starts the ranks.")
+    if rank.source == "single" or dry_run:
         return launcher.start_task(job, options, own, dry_run=dry_run, json=json)
     refuse_job_options(job.config.processes.on, options, own)
-    if options.preflight:
-        raise ConfigError("--preflight runs once per node: give it to the command that starts the ranks.")
-    if dry_run:
-        return launcher.start_task(job, options, own, dry_run=True, json=json)
+    return _train_as_rank(job, rank, json=json)
+
+
+def _train_as_rank(job: WorkerConfig, rank: Environment, *, json: bool) -> int:
+    from paceline.launch.local_run import require_recovery
     from paceline.training.worker import run_reported
 
     require_recovery(job.config, rank)
