@@ -41,9 +41,10 @@ from paceline.core.plugins import import_object
 @functools.cache
 def option_groups() -> tuple[type[OptionGroup], ...]:
     """Return all groups of options: the core's, and those of the table that are installed."""
+    missing = _missing_packages()
     return (
         *(ProcessOptions, RecoveryOptions),
-        *(import_object(place) for place in OPTION_GROUPS if place.partition(".")[0] not in _missing_packages()),
+        *(import_object(place) for place in OPTION_GROUPS if place.partition(".")[0] not in missing),
         *(ParallelOptions, TrainingOptions, DataOptions, EvaluationOptions, RecordOptions),
     )
 
