@@ -205,7 +205,7 @@ class LoopStep:
         step: steps done before.
         epoch: epochs done before; None if the data is a stream.
         progress: ``step`` over the steps of the run, from 0 to below 1; None if their number is unknown.
-        ends_epoch: whether the epoch ends with this step; False if the data is a stream.
+        ends_epoch: whether the epoch, or the run, ends with this step; False if the data is a stream.
     """
 
     def __init__(self, inner: ComposedStep, group: GroupContext, trainer: Trainer, guard: OptimizerGuard) -> None:
