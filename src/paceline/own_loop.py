@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,12 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, Self
-from weakref import finalize
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from paceline.api import Result, ends_script
 from paceline.core.config import config_from_mapping
@@ -30,6 +32,8 @@ from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import scheduler_state
 from paceline.runs.checkpoint_store import newest_verified
 from paceline.runs.checkpointer import load
+from paceline.runs.directory import OWN_LOOP
+from paceline.runs.rank_log import open_rank_log
 from paceline.training.control import StopCause
 from paceline.training.evaluation import Evaluator
 from paceline.training.group_context import GroupContext
@@ -44,7 +48,11 @@ from paceline.training.worker import join_launched_group
 LossOfBatch = Callable[[Any], torch.Tensor | Loss]
 """Takes a micro-batch; returns the mean loss over its samples, or a :class:`paceline.Loss`."""
 
-_SPEC = "paceline.own_loop:OwnLoop"
+_log = logging.getLogger(__name__)
+_open_runs: list[ReferenceType[Run]] = []
+
+# Workers run the script once more, which needs a guard that most loops do not have. A script's epoch may be its run.
+_DEFAULTS = {"num_workers": 0, "checkpoint_every": ("1epochs", "10min")}
 _OF_STEPS = ("epochs", "max_steps")
 _OF_TASKS = ("set", "val_fraction", "early_stop", "best_metric", "eval_every", "ema")
 _OF_LAUNCHERS = ("nproc", "nodes", "on")
@@ -87,6 +95,9 @@ class OwnLoop(Task):
 
     def __post_init__(self, parts: ScriptParts | None) -> None:
         self._given = parts
+        self._in_eval_mode: frozenset[str] = frozenset()
+        if parts is not None:
+            self._in_eval_mode = frozenset(name for name, m in parts.module.named_modules() if not m.training)
         if parts is not None and parts.collate is not None:
             self.__dict__["collate"] = parts.collate  # rows of tensors are read at once where it is torch's own
 
@@ -117,11 +128,20 @@ class OwnLoop(Task):
         raise TaskError("the script computes its steps itself.")
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: scheduler_state(part) for name, part in self._parts.state.items()}
+        frozen = [name for name, module in self._parts.module.named_modules() if not module.training]
+        return {"state": {name: scheduler_state(part) for name, part in self._parts.state.items()}, "eval": frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._in_eval_mode = frozenset(state["eval"])
         for name, part in self._parts.state.items():
-            part.load_state_dict(state[name])
+            if name not in state["state"]:
+                raise ValueError(f"it has no state[{name!r}], with which the script did not begin the run")
+            part.load_state_dict(state["state"][name])
+
+    def restore_modes(self) -> None:
+        """Give each module the mode that the script has given it: a frozen layer stays in evaluation mode."""
+        for name, module in self._parts.module.named_modules():
+            module.training = name not in self._in_eval_mode
 
 
 class _Metrics(Task):
@@ -171,6 +191,13 @@ def _as_parts(
         TaskError: an optimizer has stepped before, or has a parameter that the model has not; an object of ``state``
             cannot be saved.
     """
+    if isinstance(dataset, DataLoader):
+        raise TaskError(
+            "the run reads the samples itself, in an order that continues exactly: give it the loader's dataset, and "
+            "collate= if the loader has a collate_fn of its own."
+        )
+    if not isinstance(optimizer, Optimizer | Mapping):
+        raise TaskError(f"optimizer is a {type(optimizer).__name__}; give one optimizer, or several by name in a dict.")
     module = model if isinstance(model, nn.Module) else nn.ModuleDict(dict(model))
     optimizers = {"main": optimizer} if isinstance(optimizer, Optimizer) else dict(optimizer)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -220,12 +247,18 @@ class LoopStep:
         done, steps = trainer.state.progress.step_in_epoch + 1, trainer.run.data.steps_per_epoch
         total = trainer.run.data.total_steps
         self.ends_epoch = done == steps or (steps is not None and inner.step + 1 == total)
+        self.has_updated = False
+        self._is_updating = False
+        self._used: set[int] = set()  # parameters whose gradient an update has used
+        for parameter in trainer.state.module.parameters():
+            parameter.grad = None
 
     def backward(self, loss: LossOfBatch, *names: str) -> float:
         """Compute a loss and its gradient over the whole batch: one pass over the micro-batches.
 
-        Afterwards ``parameter.grad`` is the mean gradient, with the same bits on all ranks; where no micro-batch used
-        the parameter, it is None. It lies in memory that the next pass overwrites.
+        The mean gradient, with the same bits on all ranks, is added to ``parameter.grad``, as in PyTorch: within a body
+        gradients add up until :meth:`update` has used them, or ``zero_grad()`` drops them. Where no micro-batch used
+        the parameter, nothing is added.
 
         Args:
             loss: called once for each micro-batch of this rank, with the micro-batch.
@@ -237,10 +270,8 @@ class LoopStep:
         Raises:
             NonFiniteLossError: the loss or the gradient is NaN or infinite.
         """
-        with self._tracker.at_work():
-            mean = self._inner.backward(lambda model, batch: loss(batch))
-        self._keep_gradients_of(names)
-        return mean
+        with self._adding_up(names):
+            return self._inner.backward(lambda model, batch: loss(batch))
 
     def backward_over_batch(
         self,
@@ -255,10 +286,8 @@ class LoopStep:
             loss: takes the embeddings of all N samples, (N, ...); returns a scalar, the mean over the batch.
             names: as for :meth:`backward`.
         """
-        with self._tracker.at_work():
-            mean = self._inner.backward_over_batch(lambda model, batch: embed(batch), loss)
-        self._keep_gradients_of(names)
-        return mean
+        with self._adding_up(names):
+            return self._inner.backward_over_batch(lambda model, batch: embed(batch), loss)
 
     def update(self, *names: str, clip_norm: float | None = None, closure: Callable[[], float] | None = None) -> None:
         """Step optimizers with the gradients as they are now.
@@ -268,23 +297,54 @@ class LoopStep:
             clip_norm: the 2-norm to which the gradients of these optimizers' parameters are scaled down.
             closure: computes the loss again, by :meth:`backward`, for optimizers that need it, such as ``LBFGS``.
         """
-        with self._tracker.at_work(), self._optimizers_step():
-            self._inner.update(*names, clip_norm=clip_norm, closure=closure)
+        self._is_updating = True  # a closure's gradients replace each other
+        try:
+            with self._tracker.at_work(), self._optimizers_step():
+                self._inner.update(*names, clip_norm=clip_norm, closure=closure)
+        finally:
+            self._is_updating = False
+        state = self._trainer.state
+        self._used |= {id(parameter) for name in names or state.optimizers for parameter in state.parameters_of[name]}
+        self.has_updated = True
+
+    def stop(self) -> None:
+        """Let this step be the run's last, as if its length were over; all ranks call this together."""
+        self._trainer.state.progress.stopped_early = True
 
     def log(self, **values: float) -> None:
-        """Add numbers, the same on all ranks, to the step's record in ``metrics.jsonl``."""
-        self._inner.log(**values)
+        """Add numbers, the same on all ranks, to the step's record in ``metrics.jsonl``.
 
-    def _keep_gradients_of(self, names: tuple[str, ...]) -> None:
-        if not names:
-            return
+        Raises:
+            TaskError: a value is not a number.
+        """
+        for name, value in values.items():
+            try:
+                self._inner.log(**{name: float(value)})
+            except (TypeError, ValueError) as error:
+                raise TaskError(f"step.log({name}=...) takes a number, not {value!r:.100}.") from error
+
+    @contextmanager
+    def _adding_up(self, names: tuple[str, ...]) -> Iterator[None]:
+        """Add a pass's gradients, of some optimizers' parameters or all, to those that wait for an update."""
         state = self._trainer.state
         if unknown := [name for name in names if name not in state.optimizers]:
             raise TaskError(f"there is no optimizer {unknown[0]!r}; the optimizers are {', '.join(state.optimizers)}.")
-        kept = {id(parameter) for name in names for parameter in state.parameters_of[name]}
-        for parameter in state.module.parameters():
-            if id(parameter) not in kept:
+        parameters = list(state.module.parameters())
+        waiting = {
+            id(parameter): parameter.grad.clone()
+            for parameter in parameters
+            if parameter.grad is not None and id(parameter) not in self._used and not self._is_updating
+        }
+        with self._tracker.at_work():
+            yield
+        wanted = {id(parameter) for name in names for parameter in state.parameters_of[name]}
+        for parameter in parameters:
+            if names and id(parameter) not in wanted:
                 parameter.grad = None
+            earlier = waiting.get(id(parameter))
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        self._used -= {id(parameter) for parameter in parameters if parameter.grad is not None}
 
     def record_evaluation(self, name: str, metrics: Mapping[str, float]) -> None:
         """Enter an evaluation into the metrics, as of the end of this step; all ranks then draw alike again."""
@@ -386,13 +446,27 @@ class Run:
         self._parts = _as_parts(model, optimizer, dataset, state or {}, collate)
         self._options = {**options, "global_batch_size": global_batch_size, "run_dir": str(directory)}
         self._quiet = quiet
+        config_from_mapping({**self._options, "task": OWN_LOOP}, "Run()")  # a mistake is named here
         self._has_begun = False
+        self._has_warned = False
+        self._is_looping = False
         self._context: RunContext | None = None
         self._world: World | None = None
         self._step: LoopStep | None = None
         self._evaluations: dict[str, _Evaluation] = {}
         self._resources = ExitStack()
         self._closes_at_exit = finalize(self, self._resources.close)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, within the loop and after it.
+
+        Raises:
+            ConfigError: the loop has not begun.
+        """
+        if self._world is None:
+            raise ConfigError("Run.rank is known once the loop over Run.steps() has begun.")
+        return self._world.rank
 
     def close(self) -> None:
         """Leave the group of ranks, and unlock the run's directory."""
@@ -419,9 +493,18 @@ class Run:
         """
         refuse_call_at_import("Run.steps()")
         if self._has_begun:
-            raise ConfigError("Run.steps() was called before: a run has one loop.")
+            raise ConfigError(
+                "Run.steps() was called before: a run has one loop. To continue after an error, build the model and "
+                "the Run again."
+            )
         self._has_begun = True
+        for reference in _open_runs:  # whose loop has ended, by an error in a notebook too
+            if (other := reference()) is not None and not other._is_looping:
+                other.close()
+        _open_runs[:] = [ref(self)]
+        self._is_looping = True
         with ends_script(), ExitStack() as stack:
+            stack.callback(setattr, self, "_is_looping", False)
             try:
                 yield from self._steps({"epochs": epochs, "max_steps": max_steps}, stack)
             except StopRequested as stop:
@@ -433,14 +516,16 @@ class Run:
         started = time.perf_counter()
         open_closed_streams()
         given = {**self._options, **{name: value for name, value in length.items() if value is not None}}
-        # Workers run the script once more, which needs a guard that most loops do not have.
-        config = config_from_mapping({"num_workers": 0, **given, "task": _SPEC}, "Run()")
+        config = config_from_mapping({**_DEFAULTS, **given, "task": OWN_LOOP}, "Run()")
         job = WorkerConfig(config=config, explicit_options=frozenset(given), quiet=self._quiet)
         environment = detect_environment(rdzv_endpoint=config.processes.rdzv_endpoint)
         environment = own_environment(config, given, environment)
         require_recovery(config, environment)
         signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
         self._world, directory = self._resources.enter_context(join_launched_group(job, environment))
+        # Within the loop alone: Python prints an error in it later, on the terminal.
+        rank, world_size = self._world.rank, self._world.world_size
+        stack.enter_context(open_rank_log(directory, rank, world_size, quiet=self._quiet))
         groups = FixedGroup(self._world)
         task = OwnLoop(Path(sys.argv[0]).name, self._parts)
         request = RunRequest(
@@ -457,6 +542,7 @@ class Run:
         tracker = self._world.progress_tracker
         with note_progress(tracker):
             group = enter_group(trainer, self._world, notes)
+            task.restore_modes()
             for step in trainer.steps(group):
                 assert isinstance(step, ComposedStep), "an own loop composes its steps"
                 self._step = LoopStep(step, group, trainer, guard)
@@ -464,6 +550,7 @@ class Run:
                 yield self._step
                 tracker.resume()
                 self._require_state()
+                self._warn_of_unused_gradients(self._step)
             self._step = None
             self.result = Result.of(conclude_run(trainer, group, started))
         tracker.wait()
@@ -481,6 +568,16 @@ class Run:
                 "an optimizer has a learning-rate scheduler that the run does not know, so a resumed run would begin "
                 'its schedule again. Give it to the run: Run(..., state={"scheduler": scheduler}).'
             )
+
+    def _warn_of_unused_gradients(self, step: LoopStep) -> None:
+        if step.has_updated or self._has_warned:
+            return
+        self._has_warned = True
+        _log.warning(
+            "step %d has computed gradients that no update used. Gradients add up within one step, not over several: "
+            "to accumulate more samples, give a larger global_batch_size, and more microbatches for the memory.",
+            step.step + 1,
+        )
 
     def _take_trained_model(self, context: RunContext) -> None:
         """Load the weights of a finished run into the script's model."""

@@ -17,7 +17,7 @@ from tests.processes import Processes
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.runs.checkpoint_store import newest_verified
@@ -304,6 +304,138 @@ def test_lbfgs_computes_its_loss_again(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] / 5
 
 
+def trained(directory: Path, body: Callable[[paceline.LoopStep, nn.Module], object]) -> str:
+    model = linear()
+    with start(directory, model, SGD(model.parameters(), 0.1)) as run:
+        for step in run.steps(max_steps=2):
+            body(step, model)
+            step.update()
+    assert run.result is not None
+    return run.result.model_sha256
+
+
+def test_gradients_add_up_within_a_body_as_in_pytorch(tmp_path: Path) -> None:
+    def both(model: nn.Module) -> Callable[[Any], torch.Tensor]:
+        return lambda batch: squares(model)(batch) + model.weight.square().sum()
+
+    def apart(step: paceline.LoopStep, model: nn.Module) -> None:
+        step.backward(lambda batch: model.weight.square().sum())
+        alone = model.weight.grad
+        assert alone is not None
+        before = alone.clone()
+        step.backward(squares(model))
+        assert model.weight.grad is not None
+        assert not torch.equal(model.weight.grad, before)
+        expected = 2 * model.weight.detach()
+        torch.testing.assert_close(before, expected)
+
+    def dropped(step: paceline.LoopStep, model: nn.Module) -> None:
+        step.backward(lambda batch: model.weight.square().sum())
+        model.zero_grad()
+        step.backward(squares(model))
+
+    def own(step: paceline.LoopStep, model: nn.Module) -> None:
+        model.weight.square().sum().backward()
+        step.backward(squares(model))
+
+    alone = trained(tmp_path / "alone", lambda step, model: step.backward(squares(model)))
+    assert trained(tmp_path / "dropped", dropped) == alone
+    sums = {}
+    for name, body in (("apart", apart), ("own", own), ("whole", lambda step, model: step.backward(both(model)))):
+        trained(tmp_path / name, body)
+        sums[name] = saved_model(tmp_path / name)["weight"]
+    torch.testing.assert_close(sums["apart"], sums["whole"])
+    torch.testing.assert_close(sums["own"], sums["whole"])
+    assert not torch.allclose(sums["whole"], saved_model(tmp_path / "alone")["weight"])
+
+
+def test_an_update_uses_gradients_up(tmp_path: Path) -> None:
+    models = {"left": linear(), "right": linear()}
+    optimizers = {name: SGD(model.parameters(), 0.1) for name, model in models.items()}
+    with start(tmp_path / "run", models, optimizers) as run:
+        for step in run.steps(max_steps=1):
+            step.backward(squares(models["left"]), "left")
+            step.update("left")
+            step.backward(squares(lambda x: models["left"](x) + models["right"](x)))
+            found = models["left"].weight.grad
+            assert found is not None
+            kept = found.clone()
+            models["left"].zero_grad()
+            models["right"].zero_grad()
+            step.backward(squares(lambda x: models["left"](x) + models["right"](x)))
+            assert torch.equal(kept, models["left"].weight.grad)  # type: ignore[arg-type]
+
+
+def test_gradients_that_no_update_used_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = linear()
+    with start(tmp_path / "run", model, SGD(model.parameters(), 0.1)) as run:
+        for step in run.steps(max_steps=6):
+            step.backward(squares(model))
+            if (step.step + 1) % 2 == 0:
+                step.update()
+    assert [record.message[:34] for record in caplog.records if "no update used" in record.message] == [
+        "step 1 has computed gradients that"
+    ]
+
+
+def test_frozen_modules_stay_frozen(tmp_path: Path) -> None:
+    """After an evaluation, and where the run continues."""
+    for attempt in range(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        if attempt == 0:
+            model[1].eval()  # the checkpoint has it afterwards
+        with start(tmp_path / "run", model, SGD(model.parameters(), 0.1), checkpoint_every="1steps") as run:
+            for step in run.steps(max_steps=6):
+                assert [module.training for module in model.children()] == [True, False, True]
+                step.backward(squares(model))
+                step.update()
+                run.evaluate(lambda batch, model=model: {"out": model(batch[0]).flatten()}, points())
+                if attempt == 0 and step.step == 3:
+                    break
+        assert torch.equal(model[1].running_mean, torch.zeros(4))
+    assert run.result is not None
+
+
+def test_stop_ends_the_run_with_its_result(tmp_path: Path) -> None:
+    for expected in ([0, 1, 2], []):
+        model, seen = linear(), []
+        with start(tmp_path / "run", model, SGD(model.parameters(), 0.1)) as run:
+            for step in run.steps(max_steps=8):
+                seen.append(step.step)
+                step.backward(squares(model))
+                step.update()
+                if step.step == 2:
+                    step.stop()
+        assert seen == expected
+        assert run.result is not None
+        assert run.result.steps == 3
+        assert run.rank == 0
+
+
+def test_a_run_whose_loop_failed_is_left_by_the_next_one(tmp_path: Path) -> None:
+    """As in a notebook, where nothing closes it."""
+    for attempt in range(2):
+        model = linear()
+        run = start(tmp_path / "run", model, SGD(model.parameters(), 0.1), checkpoint_every="1steps")
+        with suppress(KeyError):
+            for step in run.steps(max_steps=4):
+                step.backward(squares(model))
+                step.update()
+                if attempt == 0 and step.step == 1:
+                    raise KeyError
+    assert run.result is not None
+    run.close()
+
+
+def test_a_failed_rank_is_seen_on_the_terminal(run_processes: Processes, script: Path) -> None:
+    failing = script.read_text().replace("    scheduler.step()\n", "    scheduler.step()\n    fails_on_rank_1(step)\n")
+    head = "import os\n\n\ndef fails_on_rank_1(step):\n    if os.environ['RANK'] == '1' and step.step == 2:\n"
+    script.write_text(head + "        raise ValueError('of my own')\n" + failing)
+    failed = run_processes.run(command(script, 2, directory="run"))
+    assert failed.returncode != 0
+    assert "ValueError: of my own" in failed.stderr
+
+
 def used(model: nn.Module) -> SGD:
     optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
     model(torch.ones(1, 4)).sum().backward()
@@ -317,6 +449,8 @@ def used(model: nn.Module) -> SGD:
         (lambda model: {"optimizer": used(model)}, "has stepped before"),
         (lambda model: {"optimizer": SGD(linear().parameters(), 0.1)}, "not one of the run's model"),
         (lambda model: {"state": {"count": 3}}, r"state\['count'\] is a int"),
+        (lambda model: {"optimizer": [SGD(model.parameters(), 0.1)]}, "optimizer is a list"),
+        (lambda model: {"seeds": 3}, "seeds"),
         (lambda model: {"nproc": 2}, "has no option nproc. A launcher starts the ranks"),
         (lambda model: {"epochs": 2}, "has no option epochs. Give it to the loop"),
         (lambda model: {"reduction": "allreduce"}, "has no option reduction. The loss calls the script's own model"),
@@ -326,6 +460,8 @@ def used(model: nn.Module) -> SGD:
         "used-optimizer",
         "other-model",
         "no-state-dict",
+        "list-of-optimizers",
+        "unknown",
         "launchers-option",
         "loops-option",
         "wrappers-option",
@@ -340,6 +476,12 @@ def test_parts_that_cannot_work_are_refused_at_once(
     with pytest.raises(paceline.UserError, match=message):
         start(tmp_path / "run", model, **given)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_loader_is_refused_for_its_dataset(tmp_path: Path) -> None:
+    model = linear()
+    with pytest.raises(paceline.TaskError, match="give it the loader's dataset"):
+        paceline.Run(tmp_path, model, SGD(model.parameters(), 0.1), DataLoader(points()), global_batch_size=4)
 
 
 def looks(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
@@ -366,6 +508,12 @@ def names_another(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
         step.backward(squares(model), "critic")
 
 
+def logs_text(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
+    for step in run.steps(max_steps=2):
+        step.backward(squares(model))
+        step.log(name="x")  # type: ignore[arg-type]
+
+
 def loops_twice(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
     for _ in range(2):
         for step in run.steps(max_steps=2):
@@ -383,6 +531,7 @@ def evaluates_before(run: paceline.Run, model: nn.Module, optimizer: Any) -> Non
         (steps_itself, r"optimizer.step\(\) was called in the loop. Call step.update\(\)"),
         (schedules, r'Give it to the run: Run\(..., state={"scheduler": scheduler}\)'),
         (names_another, "there is no optimizer 'critic'; the optimizers are main"),
+        (logs_text, r"step.log\(name=...\) takes a number, not 'x'"),
         (loops_twice, "a run has one loop"),
         (evaluates_before, r"call it within the loop over Run.steps\(\), or after it"),
     ],

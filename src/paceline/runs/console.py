@@ -326,10 +326,11 @@ def _staleness(staleness: Mapping[str, Any] | None) -> str | None:
 
 def _next_steps(directory: RunDirectory) -> Text:
     path = shlex.quote(str(directory.path))
+    has_task = directory.continuation().startswith("paceline resume")
     return _pairs(
         {
-            "report": f"paceline report {path}",
-            "export": f"paceline export {path}",
+            "report": f"paceline report {path}" if has_task else None,
+            "export": f"paceline export {path}" if has_task else None,
             "audit": f"paceline audit {path}",
             "curves": f"tensorboard --logdir {shlex.quote(str(directory.tensorboard))}"
             if directory.tensorboard.is_dir()

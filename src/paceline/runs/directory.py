@@ -36,7 +36,7 @@ from typing import Any, Self
 
 import tomli_w
 
-from paceline.core.errors import RunDirectoryError, RunInUseError
+from paceline.core.errors import PacelineError, RunDirectoryError, RunInUseError
 from paceline.core.file_lock import BRIEF_S, FileLock, describe_holder, is_locked
 from paceline.core.files import (
     append_lines,
@@ -48,6 +48,9 @@ from paceline.core.files import (
     write_atomically,
 )
 from paceline.runs.event_files import event_files, event_line, is_event_file, own_event_file, without_steps
+
+OWN_LOOP = "paceline.own_loop:OwnLoop"
+"""The task of a script that has a loop of its own, as ``run.toml`` names it."""
 
 _MOST_EVENTS = 1000
 _YEAR_9999 = 253_402_300_799  # the last one of a calendar
@@ -214,6 +217,14 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.manifest} cannot be read: {error}. Restore it from a copy, or choose another --run-dir DIR."
             ) from error
+
+    def continuation(self) -> str:
+        """Return what continues the run: a command, or the script whose own loop it is."""
+        with suppress(PacelineError):
+            task = self.read_manifest().get("task", {})
+            if isinstance(task, dict) and task.get("spec") == OWN_LOOP:
+                return f"the same start of {task.get('fields', {}).get('script', 'its script')}"
+        return f"paceline resume {self.path}"
 
     def read_complete_manifest(self) -> dict[str, Any]:
         """Read ``run.toml``, and require everything that resuming needs.

@@ -49,7 +49,7 @@ def describe_stop(event: Mapping[str, Any], directory: RunDirectory) -> str:
     reason = "before --walltime was over" if cause == "walltime" else f"by {cause}"
     return (
         f"stopped after step {event.get('step', 0)}, {reason}; everything is saved. "
-        f"Continue with: paceline resume {directory.path}"
+        f"Continue with: {directory.continuation()}"
     )
 
 

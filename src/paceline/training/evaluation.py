@@ -152,6 +152,21 @@ class Autocast(Protocol):
     def __call__(self) -> AbstractContextManager[Any]: ...
 
 
+class TrainingModes:
+    """Which modules of a model are in training mode: a script may have frozen some."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._was_training = module.training
+        self._modes = [(inner, inner.training) for inner in module.modules()]
+
+    def restore(self) -> None:
+        """Give each module its mode back."""
+        self._module.train(self._was_training)  # which a model may override, to do more
+        for inner, mode in self._modes:
+            inner.training = mode
+
+
 Observe = Callable[[MicroBatch, Mapping[str, Any]], None]
 """Receives each batch after its evaluation, with the task's ``metrics`` for it."""
 
@@ -232,7 +247,7 @@ class Evaluator:
             PeerLostError: a rank is gone.
         """
         world, data = mesh.world, mesh.data
-        was_training = module.training
+        modes = TrainingModes(module)
         module.eval()
         self._whole.reset()
         num_blocks = self._batches.num_batches
@@ -253,7 +268,7 @@ class Evaluator:
                 glance_at += seen[0][1]
                 asked = StopCause(max(of_rank[0] for of_rank in seen))
                 if asked:
-                    module.train(was_training)
+                    modes.restore()
                     raise EvaluationStopped(asked)
             arguments = None
             world.progress_tracker.move("evaluation")
@@ -271,7 +286,7 @@ class Evaluator:
                 for name, pair in pairs.items():
                     sums.setdefault(name, []).append(pair)
             self._whole.update(world, arguments)
-        module.train(was_training)
+        modes.restore()
         _read(sums)
         return _totals(world, sums) | self._whole.compute()
 

@@ -50,7 +50,7 @@ class Carryover:
     speed: Speed | None = None
 
 
-class Step(Protocol):
+class OpenStep(Protocol):
     """A step that an engine has opened; it is committed when its caller asks for the next one."""
 
     def compute(self) -> None:
@@ -104,7 +104,7 @@ class Engine:
         record(self._states.state.progress, epoch, step_in_epoch, sums)
         return sums
 
-    def steps(self, group: GroupContext) -> Generator[Step, None, ControlFlags]:
+    def steps(self, group: GroupContext) -> Generator[OpenStep, None, ControlFlags]:
         """Yield steps for the caller to compute, until all ranks hold the same state again.
 
         All ranks go through it together. An engine that computes steps in an order of its own yields none.

@@ -75,7 +75,7 @@ def _describe_non_finite(
             what += f", {order.describe(progress.epoch, start, stop)}"
     return (
         f"{what}. The step was not applied; checkpoints hold the state before it. "
-        f"Correct the samples or the loss, then continue with: paceline resume {directory.path}. "
+        f"Correct the samples or the loss, then continue with: {directory.continuation()}. "
         "Or start a new run with a lower learning rate or with --clip-norm."
     )
 

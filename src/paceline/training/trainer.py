@@ -20,7 +20,7 @@ from paceline.training import control
 from paceline.training.checkpoint_manager import open_checkpointer
 from paceline.training.control import ControlFlags, StopCause
 from paceline.training.evaluation import EvaluationStopped, Validation
-from paceline.training.group_context import Carryover, Engine, GroupContext, Step
+from paceline.training.group_context import Carryover, Engine, GroupContext, OpenStep
 from paceline.training.purity import watch_evaluation
 from paceline.training.reproducibility import seed_transition
 from paceline.training.run_context import RunContext
@@ -202,7 +202,7 @@ class Trainer:
             group.close()
             self.states.undo_step()
 
-    def steps(self, group: GroupContext) -> Iterator[Step]:
+    def steps(self, group: GroupContext) -> Iterator[OpenStep]:
         """Yield the steps that are left, each for the caller to compute; commits, saves and stops happen in between.
 
         It ends when the run does, or, without :attr:`finished`, where the ranks leave together for another group.

@@ -150,6 +150,7 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
     Raises:
         PacelineError: as :func:`paceline.training.session.train`.
     """
+    from paceline.runs.rank_log import open_rank_log
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import FixedGroup, train
     from paceline.training.stop_signals import StopSignals
@@ -157,6 +158,7 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
     with (
         StopSignals(launched=environment.source != "single") as signals,
         join_launched_group(job, environment) as (world, directory),
+        open_rank_log(directory, world.rank, world.world_size, quiet=job.quiet),
     ):
         job = job.with_run_dir(directory.path)
         request = RunRequest(job=job, task=task, default_threads=default_threads(environment))
@@ -165,12 +167,11 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
 
 @contextmanager
 def join_launched_group(job: WorkerConfig, environment: Environment) -> Iterator[tuple[World, RunDirectory]]:
-    """Join the ranks that a launcher has started, with the run's directory, lock and this rank's log.
+    """Join the ranks that a launcher has started, with the run's directory and its lock.
 
     Raises:
         PacelineError: the group cannot form, or the directory cannot be used.
     """
-    from paceline.runs.rank_log import open_rank_log
     from paceline.training.reproducibility import preserve_numerics
 
     # A script may train several runs; after a restart it repeats them in the same order.
@@ -181,7 +182,6 @@ def join_launched_group(job: WorkerConfig, environment: Environment) -> Iterator
     with ExitStack() as stack:
         stack.enter_context(preserve_numerics())
         world, directory = _open_group(job, environment, key, stack)
-        stack.enter_context(open_rank_log(directory, world.rank, world.world_size, quiet=job.quiet))
         _watch_over(job, world, directory, stack)
         yield world, directory
 

@@ -29,7 +29,7 @@ from paceline.parallel.reducer import StepSums
 from paceline.parallel.transports import map_shared
 from paceline.parallel.world import World
 from paceline.training.control import ControlFlags
-from paceline.training.group_context import Engine, GroupContext, Step
+from paceline.training.group_context import Engine, GroupContext, OpenStep
 from paceline.training.run_context import RunContext
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
@@ -156,7 +156,7 @@ class HogwildEngine(Engine):
         staleness = self._world.broadcast_object(self._staleness.report() if self._world.rank == 0 else None)
         return {"staleness": staleness, "worker_steps": self._worker_steps}
 
-    def steps(self, group: GroupContext) -> Generator[Step, None, ControlFlags]:
+    def steps(self, group: GroupContext) -> Generator[OpenStep, None, ControlFlags]:
         """Take one step after another, until all up to the next sync point are taken; the caller computes none."""
         yield from ()
         state, world, tracker = self._states.state, self._world, self._world.progress_tracker

@@ -26,7 +26,7 @@ from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
 from paceline.training.control import ControlFlags, StopCause
-from paceline.training.group_context import Engine, GroupContext, Step
+from paceline.training.group_context import Engine, GroupContext, OpenStep
 from paceline.training.reproducibility import deterministic_kernels
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainProgress
@@ -114,7 +114,7 @@ class SyncServerEngine(Engine):
         self._servers = OptimizerServers(run, states, world, world.device)
         self._steps = SyncEngine(run, states, world, self._servers.update)
 
-    def steps(self, group: GroupContext) -> Generator[Step, None, ControlFlags]:
+    def steps(self, group: GroupContext) -> Generator[OpenStep, None, ControlFlags]:
         return self._steps.steps(group)
 
     def end_interval(self, group: GroupContext) -> None:
@@ -237,7 +237,7 @@ class AsyncServerEngine(Engine):
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         return self._servers.gather_state(state)
 
-    def steps(self, group: GroupContext) -> Generator[Step, None, ControlFlags]:
+    def steps(self, group: GroupContext) -> Generator[OpenStep, None, ControlFlags]:
         """Train up to the next sync point, each rank in its part: chief, server or worker; the caller computes none."""
         yield from ()
         if self._world.rank == 0:
