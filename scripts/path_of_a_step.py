@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 OLD_WORDS = (
     *("company", "workforce", "seats", "roster", "hiring", "lanes", "lease", "standing", "seen_off", "sent_home"),
     *("view", "member", "place", "node", "job", "coordinator"),
