@@ -446,7 +446,11 @@ class Run:
         self._parts = _as_parts(model, optimizer, dataset, state or {}, collate)
         self._options = {**options, "global_batch_size": global_batch_size, "run_dir": str(directory)}
         self._quiet = quiet
-        config_from_mapping({**self._options, "task": OWN_LOOP}, "Run()")  # a mistake is named here
+        config = config_from_mapping({**self._options, "task": OWN_LOOP}, "Run()")  # a mistake is named here
+        if config.changes.preparation is not None:
+            raise ConfigError(
+                "Run() has no options that change the model (adapters, other weights): the script does that."
+            )
         self._has_begun = False
         self._has_warned = False
         self._is_looping = False
@@ -504,7 +508,7 @@ class Run:
         _open_runs[:] = [ref(self)]
         self._is_looping = True
         with ends_script(), ExitStack() as stack:
-            stack.callback(setattr, self, "_is_looping", False)
+            stack.callback(self._end_loop)
             try:
                 yield from self._steps({"epochs": epochs, "max_steps": max_steps}, stack)
             except StopRequested as stop:
@@ -554,6 +558,10 @@ class Run:
             self._step = None
             self.result = Result.of(conclude_run(trainer, group, started))
         tracker.wait()
+
+    def _end_loop(self) -> None:
+        self._is_looping = False
+        self._step = None
 
     def _require_state(self) -> None:
         """Reject a scheduler that the run does not save.

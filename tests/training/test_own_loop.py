@@ -250,6 +250,9 @@ def test_break_and_errors_leave_a_run_that_continues(tmp_path: Path) -> None:
                     break
                 if attempt == 1 and step.step == 5:
                     raise KeyError("the script's own")
+            if attempt == 0:  # the model is there, and nothing is recorded any more
+                assert run.evaluate(lambda batch, model=model: {"out": model(batch[0]).flatten()}, points())["out"]
+    assert "eval" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert seen == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7]
     assert whole.result is not None
     assert run.result is not None
@@ -451,6 +454,7 @@ def used(model: nn.Module) -> SGD:
         (lambda model: {"state": {"count": 3}}, r"state\['count'\] is a int"),
         (lambda model: {"optimizer": [SGD(model.parameters(), 0.1)]}, "optimizer is a list"),
         (lambda model: {"seeds": 3}, "seeds"),
+        (lambda model: {"lora": "rank=2"}, "has no options that change the model"),
         (lambda model: {"nproc": 2}, "has no option nproc. A launcher starts the ranks"),
         (lambda model: {"epochs": 2}, "has no option epochs. Give it to the loop"),
         (lambda model: {"reduction": "allreduce"}, "has no option reduction. The loss calls the script's own model"),
@@ -462,6 +466,7 @@ def used(model: nn.Module) -> SGD:
         "no-state-dict",
         "list-of-optimizers",
         "unknown",
+        "model-options",
         "launchers-option",
         "loops-option",
         "wrappers-option",
