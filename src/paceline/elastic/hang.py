@@ -34,6 +34,9 @@ from paceline.runs.failures import exit_code_of, record_failure
 # ranks disagree, and would do so again.
 
 
+_DISAGREE_S = 10.0  # so that no snapshot is of a moment before the others'
+
+
 @dataclass(frozen=True)
 class NoResponse:
     """A rank that does not answer.
@@ -88,7 +91,7 @@ def diagnose(reports: Sequence[Told], nodes: Mapping[int, str] | None = None) ->
 
     Returns:
         The verdict. It is certain if each root-cause rank is silent, or is overdue and has not progressed for half of
-        the time in its stage.
+        the time in its stage; and if ranks are in different exchanges of one number.
     """
     snapshots = sorted((r for r in reports if isinstance(r, StallSnapshot)), key=lambda s: s.rank)
     silences = sorted((r for r in reports if isinstance(r, NoResponse)), key=lambda s: s.rank)
@@ -110,7 +113,20 @@ def diagnose(reports: Sequence[Told], nodes: Mapping[int, str] | None = None) ->
     ahead = [s for s in computing if s not in behind]
     finished = sorted(r.rank for r in reports if isinstance(r, ExitedRank))
     sentence = _describe_deadlock(names, inside, in_users, ahead, finished)
-    return HangVerdict({}, victims, sentence, all(map(_is_stuck, snapshots)))
+    certain = all(map(_is_stuck, snapshots)) or _disagree(inside)
+    return HangVerdict({}, victims, sentence, certain)
+
+
+def _disagree(inside: Sequence[StallSnapshot]) -> bool:
+    """Return whether ranks have waited in different exchanges of one number: no time limit could help them.
+
+    Messages between the stages of a pipeline are counted by each stage for itself.
+    """
+    by_number: dict[int, set[str]] = {}
+    for snapshot in inside:
+        if snapshot.exchange != "pipeline" and snapshot.still_s >= _DISAGREE_S:
+            by_number.setdefault(snapshot.collective_seq, set()).add(snapshot.exchange)
+    return any(len(exchanges) > 1 for exchanges in by_number.values())
 
 
 def _is_stuck(snapshot: StallSnapshot) -> bool:

@@ -94,6 +94,16 @@ def test_ranks_in_different_exchanges_wait_for_each_other() -> None:
     )
 
 
+def test_a_long_stage_does_not_hide_that_ranks_disagree() -> None:
+    """As where rank 0 alone evaluates, and the others save, for which there are 30 minutes."""
+    saving = rank(1, 841, 840, exchange="broadcast", stage="checkpoint", overdue=False)
+    assert diagnose([rank(0, 841, 840, exchange="all-gather"), saving]).certain
+    just_now = rank(1, 841, 840, exchange="broadcast", stage="checkpoint", overdue=False, still_s=0.2)
+    assert not diagnose([rank(0, 841, 840, exchange="all-gather"), just_now]).certain
+    assert not diagnose([waits(0), waits(1, overdue=False)]).certain
+    assert not diagnose([waits(0), waits(1, exchange="pipeline", overdue=False)]).certain
+
+
 def test_a_rank_that_left_an_evaluation_early_is_in_a_later_exchange() -> None:
     evaluating = [rank(n, 900, 899, exchange="all-gather", stage="evaluation") for n in range(2)]
     found = diagnose([*evaluating, rank(2, 901, 900)])
