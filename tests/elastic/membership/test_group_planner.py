@@ -99,7 +99,7 @@ def test_a_member_that_is_done_breaks_nothing() -> None:
     planner = formed(3)
     assert planner.done(1) == []
     assert planner.done(0) == []
-    # The last one lost them before it was done itself: it goes on alone, and nobody is started.
+    # The last worker loses the others before it has finished: it continues alone, and no worker is started.
     assert planner.waits(2) == [FormGroup(worker_group(1, (2,)))]
     assert planner.exited(2) == []
 
@@ -295,15 +295,15 @@ def test_spares_are_on_the_last_nodes() -> None:
     ]
 
 
-@pytest.mark.parametrize("leads", ["before", "anew"])
-def test_spares_compute_for_a_node_that_was_lost(leads: str) -> None:
-    """Until another one comes; whoever leads by then."""
+@pytest.mark.parametrize("leader", ["the same", "another"])
+def test_spares_compute_for_a_node_that_was_lost(leader: str) -> None:
+    """They stop when another node joins, also if another agent leads by then."""
     planner = Planner(nodes={"a": 1, "b": 1}, max_workers=12, generation=-1, spares=1)
     planner.begin()
     for worker in (0, 1, 2):
         actions = planner.waits(worker)
     assert actions == [FormGroup(WorkerGroup(0, (0, 1, 2), 2))]
-    if leads == "before":
+    if leader == "the same":
         planner.node_lost("a")
     else:
         planner = Planner(nodes={}, max_workers=12, generation=0, spares=1)
@@ -544,9 +544,9 @@ def test_every_interleaving(
             if after is not None and before is not None and after != before:
                 assert after.generation == before.generation + 1
                 staying = [w for w in survivors if w in after.members]
-                # Rank 0 holds the state unless nobody does, and the survivors keep their order.
+                # Rank 0 holds the state if any worker does, and the survivors keep their order.
                 assert list(after.members[: len(staying)]) == staying
-                assert staying or not survivors, "those who held the state were all sent home"
+                assert staying or not survivors, "no worker that holds the state is in the new group"
             key = following.key()
             if key not in seen:
                 seen.add(key)
