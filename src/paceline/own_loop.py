@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, Self
-from weakref import ReferenceType, finalize, ref
+from weakref import WeakSet, finalize
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from paceline.api import Result, ends_script
 from paceline.core.config import config_from_mapping
-from paceline.core.environment import default_threads, detect_environment
+from paceline.core.environment import default_threads
 from paceline.core.errors import ConfigError, StopRequested, TaskError
 from paceline.core.job import WorkerConfig
 from paceline.core.standard_streams import open_closed_streams
@@ -30,13 +30,12 @@ from paceline.launch.local_run import own_environment, require_recovery
 from paceline.parallel.progress import note_progress
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import scheduler_state
-from paceline.runs.checkpoint_store import newest_verified
-from paceline.runs.checkpointer import load
 from paceline.runs.directory import OWN_LOOP
 from paceline.runs.rank_log import open_rank_log
 from paceline.training.control import StopCause
 from paceline.training.evaluation import Evaluator
 from paceline.training.group_context import GroupContext
+from paceline.training.loaded_model import load_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
 from paceline.training.session import FixedGroup, build_trainer, conclude_run, enter_group, set_up
@@ -49,7 +48,7 @@ LossOfBatch = Callable[[Any], torch.Tensor | Loss]
 """Takes a micro-batch; returns the mean loss over its samples, or a :class:`paceline.Loss`."""
 
 _log = logging.getLogger(__name__)
-_open_runs: list[ReferenceType[Run]] = []
+_open_runs: WeakSet[Run] = WeakSet()
 
 # Workers run the script once more, which needs a guard that most loops do not have. A script's epoch may be its run.
 _DEFAULTS = {"num_workers": 0, "checkpoint_every": ("1epochs", "10min")}
@@ -95,9 +94,7 @@ class OwnLoop(Task):
 
     def __post_init__(self, parts: ScriptParts | None) -> None:
         self._given = parts
-        self._in_eval_mode: frozenset[str] = frozenset()
-        if parts is not None:
-            self._in_eval_mode = frozenset(name for name, m in parts.module.named_modules() if not m.training)
+        self._in_eval_mode = frozenset(() if parts is None else _in_eval_mode(parts.module))
         if parts is not None and parts.collate is not None:
             self.__dict__["collate"] = parts.collate  # rows of tensors are read at once where it is torch's own
 
@@ -128,8 +125,9 @@ class OwnLoop(Task):
         raise TaskError("the script computes its steps itself.")
 
     def state_dict(self) -> dict[str, Any]:
-        frozen = [name for name, module in self._parts.module.named_modules() if not module.training]
-        return {"state": {name: scheduler_state(part) for name, part in self._parts.state.items()}, "eval": frozen}
+        parts = self._parts
+        state = {name: scheduler_state(part) for name, part in parts.state.items()}
+        return {"state": state, "eval": _in_eval_mode(parts.module)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_eval_mode = frozenset(state["eval"])
@@ -142,6 +140,10 @@ class OwnLoop(Task):
         """Give each module the mode that the script has given it: a frozen layer stays in evaluation mode."""
         for name, module in self._parts.module.named_modules():
             module.training = name not in self._in_eval_mode
+
+
+def _in_eval_mode(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if not module.training]
 
 
 class _Metrics(Task):
@@ -235,9 +237,17 @@ class LoopStep:
         ends_epoch: whether the epoch, or the run, ends with this step; False if the data is a stream.
     """
 
-    def __init__(self, inner: ComposedStep, group: GroupContext, trainer: Trainer, guard: OptimizerGuard) -> None:
+    def __init__(
+        self,
+        inner: ComposedStep,
+        group: GroupContext,
+        trainer: Trainer,
+        guard: OptimizerGuard,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         self._inner = inner
         self._group = group
+        self._parameters = parameters
         self._optimizers_step = guard.open
         self._tracker = group.world.progress_tracker
         self._trainer = trainer
@@ -250,7 +260,7 @@ class LoopStep:
         self.has_updated = False
         self._is_updating = False
         self._used: set[int] = set()  # parameters whose gradient an update has used
-        for parameter in trainer.state.module.parameters():
+        for parameter in parameters:
             parameter.grad = None
 
     def backward(self, loss: LossOfBatch, *names: str) -> float:
@@ -329,22 +339,21 @@ class LoopStep:
         state = self._trainer.state
         if unknown := [name for name in names if name not in state.optimizers]:
             raise TaskError(f"there is no optimizer {unknown[0]!r}; the optimizers are {', '.join(state.optimizers)}.")
-        parameters = list(state.module.parameters())
         waiting = {
             id(parameter): parameter.grad.clone()
-            for parameter in parameters
+            for parameter in self._parameters
             if parameter.grad is not None and id(parameter) not in self._used and not self._is_updating
         }
         with self._tracker.at_work():
             yield
         wanted = {id(parameter) for name in names for parameter in state.parameters_of[name]}
-        for parameter in parameters:
+        for parameter in self._parameters:
             if names and id(parameter) not in wanted:
                 parameter.grad = None
             earlier = waiting.get(id(parameter))
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
-        self._used -= {id(parameter) for parameter in parameters if parameter.grad is not None}
+        self._used -= {id(parameter) for parameter in self._parameters if parameter.grad is not None}
 
     def record_evaluation(self, name: str, metrics: Mapping[str, float]) -> None:
         """Enter an evaluation into the metrics, as of the end of this step; all ranks then draw alike again."""
@@ -474,6 +483,7 @@ class Run:
 
     def close(self) -> None:
         """Leave the group of ranks, and unlock the run's directory."""
+        _open_runs.discard(self)
         self._closes_at_exit()
 
     def __enter__(self) -> Run:
@@ -502,10 +512,10 @@ class Run:
                 "the Run again."
             )
         self._has_begun = True
-        for reference in _open_runs:  # whose loop has ended, by an error in a notebook too
-            if (other := reference()) is not None and not other._is_looping:
+        for other in list(_open_runs):
+            if not other._is_looping:  # by an error in a notebook, too
                 other.close()
-        _open_runs[:] = [ref(self)]
+        _open_runs.add(self)
         self._is_looping = True
         with ends_script(), ExitStack() as stack:
             stack.callback(self._end_loop)
@@ -522,8 +532,7 @@ class Run:
         given = {**self._options, **{name: value for name, value in length.items() if value is not None}}
         config = config_from_mapping({**_DEFAULTS, **given, "task": OWN_LOOP}, "Run()")
         job = WorkerConfig(config=config, explicit_options=frozenset(given), quiet=self._quiet)
-        environment = detect_environment(rdzv_endpoint=config.processes.rdzv_endpoint)
-        environment = own_environment(config, given, environment)
+        environment = own_environment(config, given)
         require_recovery(config, environment)
         signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
         self._world, directory = self._resources.enter_context(join_launched_group(job, environment))
@@ -538,7 +547,8 @@ class Run:
         found = groups.load_manifest(directory)
         self._context, notes = set_up(request, groups, found["manifest"], directory, signals)
         if found["result"] is not None:
-            self._take_trained_model(self._context)
+            load_model(directory, "last", model=self._parts.module, device=self._context.device)
+            task.restore_modes()
             self.result = Result.of(found["result"])
             return
         trainer = stack.enter_context(build_trainer(self._context, groups.world_size))
@@ -547,15 +557,15 @@ class Run:
         with note_progress(tracker):
             group = enter_group(trainer, self._world, notes)
             task.restore_modes()
+            parameters = list(trainer.state.module.parameters())  # a walk through all modules
             for step in trainer.steps(group):
                 assert isinstance(step, ComposedStep), "an own loop composes its steps"
-                self._step = LoopStep(step, group, trainer, guard)
+                self._step = LoopStep(step, group, trainer, guard, parameters)
                 tracker.suspend()
                 yield self._step
                 tracker.resume()
                 self._require_state()
                 self._warn_of_unused_gradients(self._step)
-            self._step = None
             self.result = Result.of(conclude_run(trainer, group, started))
         tracker.wait()
 
@@ -586,12 +596,6 @@ class Run:
             "to accumulate more samples, give a larger global_batch_size, and more microbatches for the memory.",
             step.step + 1,
         )
-
-    def _take_trained_model(self, context: RunContext) -> None:
-        """Load the weights of a finished run into the script's model."""
-        found = newest_verified(context.directory.checkpoints)
-        if found.path is not None:
-            self._parts.module.to(context.device).load_state_dict(load(found.path).state["model"])
 
     def evaluate(
         self, metrics: Callable[[Any], Mapping[str, Any]], dataset: Any, *, name: str = "val"
