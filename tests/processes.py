@@ -356,7 +356,8 @@ def _descendants() -> list[psutil.Process]:
         if child.pid in shared:
             continue
         if is_template(child):  # of a process that was killed while this one adopted orphans
-            child.kill()
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
             with suppress(ChildProcessError):
                 os.waitpid(child.pid, os.WNOHANG)
             continue

@@ -411,10 +411,10 @@ def _ignored() -> list[int]:
 
 
 def is_template(process: psutil.Process) -> bool:
-    """Whether a process is one that others are forked from, or was it."""
+    """Whether a process is one that others are forked from, or was it; one that has gone since counts as one."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.name() == _TEMPLATE)
-    return False
+    return True  # a template ends with its starter, between a listing and this question, too
 
 
 def _set_name(name: str) -> None:
