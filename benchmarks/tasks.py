@@ -18,8 +18,8 @@ from paceline.core.environment import detect_environment
 from paceline.core.files import write_atomically
 from paceline.core.task import Callback, Defaults, Task
 from paceline.training.group_context import GroupContext
-from paceline.training.purity import PurityCheck
-from paceline.training.step_hooks import StepHook
+from paceline.training.hooks import StepHook
+from paceline_checks.purity import PurityCheck
 from paceline_tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP
 
 _MEMORY = Path("/proc/self/status")

@@ -29,7 +29,6 @@ from paceline.parallel.world import ParallelDims, World
 from paceline.training.control import ROW_LENGTH, ControlFlags, StopCause, merge, statuses
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.optim import EMA
-from paceline.training.purity import tensor_bits
 from paceline.training.reproducibility import seed_microbatch
 from paceline.training.resolve import check_world, resolve_config, set_up_data
 from paceline.training.schedule import ModelSelector
@@ -588,12 +587,3 @@ def test_gradients_are_clipped_to_the_norm() -> None:
     moved = [a - b.detach() for a, b in zip(before, state.module.parameters(), strict=True)]
     # The learning rate is 0.1; two parameters share the norm.
     torch.testing.assert_close(torch.cat([m.flatten() for m in moved]), torch.full((2,), 0.1 * 0.5 / 2**0.5))
-
-
-@pytest.mark.parametrize("first", [0, 1, 2, 3])
-def test_the_bits_of_a_tensor_do_not_depend_on_where_it_lies(first: int) -> None:
-    values = torch.randn(2**15, generator=torch.Generator().manual_seed(1))
-    part = torch.cat([torch.zeros(first), values])[first:]
-    assert tensor_bits(part) == tensor_bits(values)
-    part[-1] += 1
-    assert tensor_bits(part) != tensor_bits(values)

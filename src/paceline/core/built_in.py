@@ -226,6 +226,7 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
 """Each launcher's own options, which ``--help`` imports without the launcher; a plug-in's class names its own."""
 
 OPTION_GROUPS = (
+    "paceline_checks.options:CheckOptions",
     "paceline_more_strategies.options:CommunicationOptions",
     "paceline.parallel.options:FsdpOptions",
     "paceline_frameworks.strategy_options:DeepSpeedOptions",

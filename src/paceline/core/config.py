@@ -133,6 +133,11 @@ class RunConfig:
         own = [find_traits(name).own_reduction for name in self.strategies]
         return next(filter(None, [self.changes.reducer, *own]), self.parallel.reduction)
 
+    @property
+    def reducer_name(self) -> str:
+        """The engine that sums the gradients, as messages call it."""
+        return "DistributedDataParallel" if self.reducer == "ddp" else self.reducer.capitalize()
+
     @cached_property
     def changes(self) -> Changes:
         """What all groups together change in the training."""
@@ -143,6 +148,8 @@ class RunConfig:
             preparation=next((each.preparation for each in of_groups if each.preparation), None),
             outer_optimizer=next((each.outer_optimizer for each in of_groups if each.outer_optimizer), None),
             sync_every=max(each.sync_every for each in of_groups),
+            hooks=tuple(place for each in of_groups for place in each.hooks),
+            whole_loss=tuple(text for each in of_groups for text in each.whole_loss),
             own_state=tuple(text for each in of_groups for text in each.own_state),
             results={name: value for each in of_groups for name, value in each.results.items()},
         )

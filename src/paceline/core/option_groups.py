@@ -348,22 +348,6 @@ class RecoveryOptions(OptionGroup):
         None, "Save and stop before this time has passed (s, min, h), with exit code 75.", parse=parse_walltime_s
     )
 
-    sdc_check_every: int = _recovery_option(
-        0,
-        "Every N steps, compute one micro-batch's gradient on a second rank too and compare the bits; name and "
-        "remove a rank that differs. 0: never.",
-        needs="corruption",
-        minimum=0,
-    )
-    purity: Literal["error", "warn", "off"] = option(
-        "error",
-        "Check that the task computes the same on any number of processes and after a restart. error: stop before "
-        "the first checkpoint if it does not, later warn.",
-        group="Recovery",
-        resume="adjustable",
-        bits="never",
-        scope="recovery",
-    )
     heartbeat: float = _heartbeat_option(
         2.0, "Replace a process after this many seconds without a heartbeat.", minimum=0.2, maximum=3600
     )
@@ -523,18 +507,9 @@ class ParallelOptions(OptionGroup):
         for name in self.strategies:
             self._check_reduction(name)
             find_traits(name).check(config)
-        reducer = config.reducer
-        if reducer in ("exact", "allreduce"):
-            return
-        engine = "DistributedDataParallel" if reducer == "ddp" else reducer.capitalize()
-        if config.recovery.sdc_check_every:
+        if config.reducer not in ("exact", "allreduce") and config.recovery.hot_spares:
             raise ConfigError(
-                f"--sdc-check-every needs --reduction exact or allreduce: {engine} adds up a rank's micro-batches "
-                "before they can be compared."
-            )
-        if config.recovery.hot_spares:
-            raise ConfigError(
-                f"--hot-spares needs --reduction exact or allreduce: {engine} needs a gradient from "
+                f"--hot-spares needs --reduction exact or allreduce: {config.reducer_name} needs a gradient from "
                 "every process, and a spare process has none."
             )
 

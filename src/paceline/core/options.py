@@ -442,6 +442,8 @@ class Changes:
             :class:`~paceline.training.preparation.ModelPreparation`.
         outer_optimizer: steps when ranks synchronise, as ``module:Class``; a checkpoint has its state.
         sync_every: steps between synchronisations; a run evaluates and saves after one.
+        hooks: what is added to the run, each as ``module:Class``: a :class:`~paceline.training.hooks.RunHook`.
+        whole_loss: the given options with which a task cannot compute its steps itself, as on the command line.
         own_state: the given options with which ranks have state of their own, as on the command line: none can join,
             leave or save alone, and a task cannot compute its steps itself.
         results: entries of ``result.json``.
@@ -452,6 +454,8 @@ class Changes:
     preparation: str | None = None
     outer_optimizer: str | None = None
     sync_every: int = 1
+    hooks: tuple[str, ...] = ()
+    whole_loss: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
     results: Mapping[str, Any] = field(default_factory=dict)
 

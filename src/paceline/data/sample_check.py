@@ -12,12 +12,10 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-
-from paceline.core.impurities import Impurity, impurity
 
 _BUDGET_S = 0.2  # then no further sample is read for the check
 MOST_SAMPLES = 8
@@ -25,6 +23,18 @@ MOST_SAMPLES = 8
 
 ReadSample = Callable[[int, int], Any]
 """Reads, for an epoch, the sample in a row of the dataset, with the random keys of both."""
+
+
+class SampleProblem(NamedTuple):
+    """Why samples differ that should be the same.
+
+    Attributes:
+        kind: what they depend on: draws that no key seeds, draws that the dataset keeps, a stream's own order.
+        what: which samples; "" for the first ones of a stream.
+    """
+
+    kind: Literal["unkeyed-randomness", "cached-randomness", "reshuffled-stream"]
+    what: str
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class SampleCheck:
 
     reference: int
     num_samples: int = 0
-    problem: Impurity | None = None
+    problem: SampleProblem | None = None
     seconds: float = 0.0
 
 
@@ -62,9 +72,9 @@ def check_samples(read: ReadSample, epoch: int, rows: Sequence[int], reference: 
         sample, generators = _observe(read, epoch, row)
         if sample != first[row][0]:
             what = f"sample {row} had other values when it was read again in another order"
-            problem = impurity("unkeyed-randomness", about="sample", what=what)
+            problem = SampleProblem("unkeyed-randomness", what)
         elif generators != first[row][1]:
-            problem = impurity("cached-randomness", about="sample", what=f"sample {row}")
+            problem = SampleProblem("cached-randomness", f"sample {row}")
         if problem is not None:
             break
     number = reference_of(read(0, row) for row in reference)

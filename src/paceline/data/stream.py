@@ -12,9 +12,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.core.impurities import impurity
 from paceline.data.order import derive_key
-from paceline.data.sample_check import SampleCheck, reference_of
+from paceline.data.sample_check import SampleCheck, SampleProblem, reference_of
 from paceline.data.samples import (
     Collate,
     MicroBatch,
@@ -269,7 +268,7 @@ class StreamLoader:
             else:
                 shard = self._open(k, epoch)
                 if self.checked is not None and k == epoch == 0 and reference_of(shard.ahead) != self.checked.reference:
-                    self.checked = replace(self.checked, problem=impurity("reshuffled-stream"))
+                    self.checked = replace(self.checked, problem=SampleProblem("reshuffled-stream", ""))
                 if 0 < len(shard.ahead) < self._min_microbatch_size:
                     raise DataError(
                         f"{self._split} stream, shard {k} contains only {len(shard.ahead)} samples, but a "

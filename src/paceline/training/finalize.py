@@ -63,6 +63,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
             metrics["test"] = dict(trainer.state.callback.on_eval_end("test", measured))
             group.monitor.on_eval_end("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
     of_preparation = run.preparation.results(trainer, group)
+    of_hooks = {name: value for hook in run.hooks for name, value in hook.results(world).items()}
     phases = group.phases()
     return {
         "task": run.task_name,
@@ -81,7 +82,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
         "best_step": progress.best_step,
         "metrics": finite(metrics),  # JSON has no NaN
         **of_preparation,
-        "purity": group.purity_result(),
+        **of_hooks,
         **group.engine.extra_results,
         "model_sha256": sha256,
         **world.broadcast_object(starts(run.directory.read_events()) if world.rank == 0 else None),

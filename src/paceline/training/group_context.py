@@ -13,7 +13,7 @@ from paceline.core.task import RankInfo
 from paceline.data.workers import data_workers
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.load_balancing import LoadBalancer, Speed
-from paceline.parallel.microbatches import ExternalReduceStrategy, ReducerStrategy
+from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import ParallelDims, World
@@ -22,14 +22,12 @@ from paceline.runs.phases import PHASES
 from paceline.training import control
 from paceline.training.checkpoint_manager import CheckpointManager
 from paceline.training.control import ControlFlags, StopCause
+from paceline.training.hooks import DummyMicrobatch, SpeedMeasurement, StepHook
 from paceline.training.optimizer_state import ordered_state
-from paceline.training.purity import PurityCheck, compare_replicas
 from paceline.training.run_context import RunContext
-from paceline.training.sdc import SDCChecker
 from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
 from paceline.training.step import MicrobatchRunner
-from paceline.training.step_hooks import DummyMicrobatch, SpeedMeasurement, StepHook
 
 RecordStep = Callable[[TrainProgress, int, int, StepSums], None]
 """Enters a step into the ledger: the progress after it, its epoch, its number there, its sums."""
@@ -219,18 +217,16 @@ class GroupContext:
             return self._run.build_strategy(state.module, self._strategy_mesh, self.balancer.work_split)
 
     def _build_hooks(self, stack: ExitStack) -> list[StepHook]:
-        """Return the engine's hooks and one for each option that is set, in the order in which a step calls them."""
+        """Return the hooks of the engine and of options, in the order in which a step calls them."""
         run, state, hooks = self._run, self._states.state, self.engine.step_hooks(self)
         state.engine_parts.clear()
-        if run.config.recovery.purity != "off" and not self.strategy.overlaps_steps:
-            hooks.append(PurityCheck(run, self.world, state, self._states.loader, self.runner))
-        if run.config.recovery.sdc_check_every:
-            checker = SDCChecker(run, self.world, state, self.monitor.timer)
-            hooks.append(stack.enter_context(closing(checker)))
+        hooks += filter(None, [hook.step_hook(self, self._states) for hook in run.hooks])
         if self.balancer.measures_speed:
             hooks.append(SpeedMeasurement(self.balancer))
         if isinstance(self.strategy, ExternalReduceStrategy):
             hooks.append(DummyMicrobatch(run, state))
+        for hook in hooks:
+            stack.callback(hook.close)
         return hooks
 
     def _rank_info(self) -> RankInfo:
@@ -329,25 +325,10 @@ class GroupContext:
             self._member.pulse.step = progress.step
             self._member.pulse.version = progress.version
 
-    def check_purity(self) -> None:
-        """Compare the ranks' replicas, if it is time, and settle what was found; all ranks call this together.
-
-        Raises:
-            PurityError: something was found before the first checkpoint, with ``--purity error``.
-        """
-        run = self._run
-        if run.config.recovery.purity == "off" or run.config.asynchronous:
-            return
-        # Elsewhere each rank holds a part of the parameters, or of the optimizers' state.
-        if isinstance(self.strategy, ReducerStrategy) and set(run.config.strategies) <= {"single", "ddp"}:
-            compare_replicas(run, self.world, self._states.state)
-        if any(self.world.all_gather_object(run.purity.has_news)):
-            run.purity.settle(self.world, run.directory)
-
-    def purity_result(self) -> dict[str, Any]:
-        """Return rank 0's record of the purity guard for ``result.json``; all ranks call this together."""
-        record = self._run.purity
-        return dict(self.world.broadcast_object(record.result() if self.world.rank == 0 else None))
+    def check_state(self) -> None:
+        """Let the hooks check the state, before it is evaluated or saved; all ranks call this together."""
+        for hook in self._run.hooks:
+            hook.check_state(self, self._states.state)
 
     def rebalance(self) -> None:
         """Share the micro-batches as the balancer says, between two steps; all ranks do so together."""

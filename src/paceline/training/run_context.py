@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline.core.config import ResolvedConfig
+from paceline.core.plugins import import_object
 from paceline.core.task import RunSchedule, Task
 from paceline.data.loader import EvalBatches, build_loader, resolve_workers
 from paceline.data.samples import Loader
@@ -29,7 +30,6 @@ from paceline.parallel.strategy_selection import build_layout, build_strategy
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.directory import Fork, RunDirectory, backup_path
 from paceline.runs.monitor import Monitor
-from paceline.runs.purity import PurityRecord
 from paceline.runs.trackers import RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH
 from paceline.training.evaluation import Evaluator
@@ -41,6 +41,7 @@ from paceline.training.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from paceline.runs.profiler import StepProfiler
+    from paceline.training.hooks import RunHook
 
 _EVAL_MICROBATCHES = 4  # an evaluation batch holds this many micro-batches' samples: no gradients are kept
 
@@ -88,9 +89,16 @@ class RunContext:
         return build_preparation(self.config)
 
     @cached_property
-    def purity(self) -> PurityRecord:
-        """This process's checks of the task, and what they found."""
-        return PurityRecord(self.config.recovery.purity)
+    def hooks(self) -> tuple[RunHook, ...]:
+        """What options add to the run in this process."""
+        return tuple(import_object(place)(self) for place in self.config.changes.hooks)
+
+    def watch_evaluation(self, module: nn.Module) -> ExitStack:
+        """Return the contexts of all hooks for an evaluation of the model."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.watch_evaluation(module))
+            return stack.pop_all()
 
     @property
     def backup(self) -> Path | None:
@@ -147,6 +155,7 @@ class RunContext:
             DataError: the dataset cannot be read.
         """
         data, task = self.data, self.task
+        check = workers is None and any(hook.checks_samples for hook in self.hooks)
         if data.stream is not None:
             return StreamLoader(
                 data.stream,
@@ -156,7 +165,7 @@ class RunContext:
                 seed=self.config.training.seed,
                 device=self.device,
                 collate=task.collate,
-                check=workers is None and self.config.recovery.purity != "off",
+                check=check,
             )
         assert data.order is not None
         return build_loader(
@@ -169,7 +178,7 @@ class RunContext:
             else workers,
             collate=task.collate,
             index_map=None if data.train_val_split is None else data.train_val_split.train,
-            check=workers is None and self.config.recovery.purity != "off",
+            check=check,
         )
 
     def build_evaluator(self, split: str) -> Evaluator | None:

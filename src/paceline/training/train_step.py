@@ -54,8 +54,7 @@ def require_train_step_support(run: RunContext) -> None:
         f"--strategy {', '.join(config.strategies)}": not set(config.strategies) <= _STRATEGIES,
         f"--reduction {config.parallel.reduction}": config.reducer not in ("exact", "allreduce"),
         "--precision fp16": config.training.precision == "fp16",
-        "--sdc-check-every": bool(config.recovery.sdc_check_every),
-        **dict.fromkeys(config.changes.own_state, True),
+        **dict.fromkeys((*config.changes.whole_loss, *config.changes.own_state), True),
     }
     wrong = [option for option, applies in reasons.items() if applies]
     if wrong:

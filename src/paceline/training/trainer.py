@@ -21,10 +21,8 @@ from paceline.training.checkpoint_manager import open_checkpointer
 from paceline.training.control import ControlFlags, StopCause
 from paceline.training.evaluation import EvaluationStopped, Validation
 from paceline.training.group_context import Carryover, Engine, GroupContext, OpenStep
-from paceline.training.purity import watch_evaluation
 from paceline.training.reproducibility import seed_transition
 from paceline.training.run_context import RunContext
-from paceline.training.sdc import require_verifiable
 from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
 from paceline.training.train_step import ComposedStep, SyncStep, overrides_train_step, require_train_step_support
@@ -116,7 +114,8 @@ class Trainer:
     """
 
     def __init__(self, run: RunContext, engine: type[Engine], member: AgentClient | None = None) -> None:
-        require_verifiable(run)
+        for hook in run.hooks:
+            hook.validate()
         require_train_step_support(run)
         self.run = run
         self._engine = engine
@@ -168,7 +167,7 @@ class Trainer:
             return
         module = self.state.evaluated_module
         before = [buffer.clone() for buffer in module.buffers()]
-        with watch_evaluation(self.run, module):
+        with self.run.watch_evaluation(module):
             self.validation.rehearse(mesh, self.state, is_collective=self.states.is_collective)
         with torch.no_grad():
             for buffer, value in zip(module.buffers(), before, strict=True):
@@ -271,9 +270,9 @@ class Trainer:
 
     def _evaluate(self, group: GroupContext) -> bool:
         group.world.progress_tracker.begin("evaluation")
-        group.check_purity()
+        group.check_state()
         try:
-            with watch_evaluation(self.run, self.state.evaluated_module):
+            with self.run.watch_evaluation(self.state.evaluated_module):
                 metrics = self.validation.measure(
                     group.mesh, self.state, group.monitor, group.stop_reason, is_collective=self.states.is_collective
                 )
@@ -304,7 +303,7 @@ class Trainer:
 
     def _save(self, group: GroupContext, *, last: bool = False) -> None:
         group.world.progress_tracker.begin("checkpoint")
-        group.check_purity()
+        group.check_state()
         state = group.full_state_dict()
         # A rank that dies later takes its positions along: others then read its micro-batches on from these.
         streams = self.states.gather_positions(group.world, group.strategy.microbatches)

@@ -16,7 +16,7 @@ from paceline.parallel.strategy import StrategyOptions
 from paceline.parallel.torch_ddp import TorchDDP
 from paceline.parallel.world import ParallelDims, World
 from paceline.training.group_context import GroupContext
-from paceline.training.step_hooks import StepHook
+from paceline.training.hooks import StepHook
 from paceline.training.trainer import SyncEngine
 from paceline_more_strategies.options import CommunicationOptions
 

@@ -23,11 +23,11 @@ from paceline.parallel.world import ParallelDims, World
 from paceline.torch_internals import foreach_copy_
 from paceline.training.control import ROW_LENGTH
 from paceline.training.group_context import GroupContext, RecordStep
+from paceline.training.hooks import StepHook
 from paceline.training.optimizer_state import is_numbered, named_state, numbered_state
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState, TrainProgress
 from paceline.training.state_manager import StateManager
-from paceline.training.step_hooks import StepHook
 from paceline.training.trainer import SyncEngine
 from paceline_more_strategies.messages import ParameterAverager
 from paceline_more_strategies.options import CommunicationOptions

@@ -23,9 +23,9 @@ from paceline.parallel.strategy import MicrobatchWork, Strategy, StrategyOptions
 from paceline.parallel.world import ParallelDims
 from paceline.training.control import ControlFlags
 from paceline.training.group_context import GroupContext
+from paceline.training.hooks import StepHook
 from paceline.training.schedule import Schedule
 from paceline.training.state import TrainingState, TrainProgress
-from paceline.training.step_hooks import StepHook
 from paceline.training.trainer import SyncEngine
 
 # --- The order of a stage's actions, and the weights of each micro-batch: pure functions of counts ---

@@ -26,7 +26,6 @@ from torch import nn
 from torch.utils.data import Subset
 
 from paceline.core.config import ResolvedConfig
-from paceline.core.impurities import Impurity, impurity
 from paceline.core.plugins import is_own_file, own_folders
 from paceline.core.task import BatchInfo, Loss, RunSchedule, Task
 from paceline.data.order import derive_key
@@ -34,9 +33,10 @@ from paceline.data.sample_check import MOST_SAMPLES, check_samples, digest_of, g
 from paceline.data.samples import seed_everything
 from paceline.torch_internals import BatchNorm
 from paceline.training.evaluation import as_loss
-from paceline.training.purity import Observation, bits_by_name, compute_twice, observe
 from paceline.training.reproducibility import build_split, seed_microbatch, seed_model
 from paceline.training.task_parts import build_task_callback, build_task_model, build_task_optimizers
+from paceline_checks.impurities import Impurity, impurity
+from paceline_checks.purity import Observation, bits_by_name, compute_twice, observe
 from paceline_checks.verify.verify import LintWarning
 
 _log = logging.getLogger(__name__)
@@ -349,7 +349,7 @@ def check_data(context: LintContext) -> Iterator[LintWarning]:
     with watch_calls(_is_unkeyed_draw) as draws:
         problem = check_samples(lambda _, row: context.sample(dataset, row), 0, rows, ()).problem
     if problem is not None:
-        yield _locate(problem, type(dataset).__getitem__, draws)
+        yield _locate(impurity(problem.kind, what=problem.what), type(dataset).__getitem__, draws)
 
 
 _VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}

@@ -1,13 +1,10 @@
-"""Additions of options to a step: the group context makes a hook for each that is set.
-
-The hooks of --sdc-check-every and --purity have files of their own; an engine brings its own.
-"""
+"""Hooks, by which options and engines add to a run, and to the steps of one group of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,14 +14,56 @@ from paceline.data.samples import MicroBatch
 from paceline.parallel.load_balancing import LoadBalancer
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import Strategy
+from paceline.parallel.world import World
 from paceline.training.control import ControlFlags
 from paceline.training.evaluation import as_loss
-from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
+
+if TYPE_CHECKING:
+    from paceline.training.group_context import GroupContext
+    from paceline.training.run_context import RunContext
+    from paceline.training.state_manager import StateManager
+
+
+class RunHook:
+    """An option's addition to a run, one object in each process; each method does nothing unless it is overridden.
+
+    A group of options names a subclass in :attr:`paceline.core.options.Changes.hooks`.
+
+    Attributes:
+        checks_samples: whether the loader reads some samples twice, for :attr:`paceline.data.samples.Loader.checked`.
+    """
+
+    checks_samples = False
+
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+
+    def validate(self) -> None:
+        """Reject a run with which the option does not work, before the run is created.
+
+        Raises:
+            ConfigError: names the option to change.
+        """
+
+    def step_hook(self, group: GroupContext, states: StateManager) -> StepHook | None:
+        """Return the addition to the steps of a group, if there is one; all ranks call this together."""
+        return None
+
+    def check_state(self, group: GroupContext, state: TrainingState) -> None:
+        """Check the state before it is evaluated or saved; all ranks call this together."""
+
+    def watch_evaluation(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context for an evaluation of the model."""
+        return nullcontext()
+
+    def results(self, world: World) -> Mapping[str, Any]:
+        """Return entries of ``result.json``; all ranks call this together."""
+        return {}
 
 
 class StepHook:
-    """An option's addition to a synchronous step; each method does nothing unless it is overridden."""
+    """An addition to the synchronous steps of a group; each method does nothing unless it is overridden."""
 
     def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Run after the strategy's step has begun, before forward and backward."""
@@ -43,6 +82,9 @@ class StepHook:
     def filter_request(self, flags: ControlFlags) -> ControlFlags:
         """Select the flags that the ranks obey after the step, from the control flags of all."""
         return flags
+
+    def close(self) -> None:
+        """Free what the hook holds, when the rank leaves the group."""
 
 
 class SpeedMeasurement(StepHook):

@@ -14,10 +14,13 @@ and the ranks compare the bits of their replicas before they save and evaluate.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
+import logging
 import sys
+import time
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,8 +34,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.built_in import PACKAGES
-from paceline.core.errors import join_names
-from paceline.core.impurities import Impurity, impurity
+from paceline.core.errors import PurityError, join_names
 from paceline.core.task import Loss, Task
 from paceline.data.sample_check import SampleCheck
 from paceline.data.samples import Loader, MicroBatch
@@ -41,13 +43,26 @@ from paceline.parallel.sharded_state import local_shard
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import bytes_of
+from paceline.runs.checkpoint_store import scan
+from paceline.runs.directory import RunDirectory
+from paceline.runs.purity import PuritySummary
 from paceline.training.control import ControlFlags
+from paceline.training.group_context import GroupContext
+from paceline.training.hooks import RunHook, StepHook
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
+from paceline.training.state_manager import StateManager
 from paceline.training.step import MicrobatchRunner
-from paceline.training.step_hooks import StepHook
+from paceline_checks.impurities import Impurity, impurity
+from paceline_checks.options import CheckOptions
+
+_log = logging.getLogger(__name__)
 
 _AT_FIRST = " than those with which the run began"
+_DEPENDS = "depend on the number of processes, or on a restart:"
+_REMEDIES = "What a task may do, and the remedies: docs/what-a-task-may-do.md."
+_EVERY_S = 60.0  # after the first checks, a process checks at most so often,
+_SHARE = 400  # and computes for so many times as long as a check took before the next one
 
 # --- The bits of tensors ---
 
@@ -246,6 +261,91 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [name for name in after if before.get(name) != after[name]]
 
 
+# --- What a process has found, and when it checks ---
+
+
+class PurityClock:
+    """When a check is due: the ``first`` times at once, and then so rarely that checks take little of the time."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._next = 0.0
+
+    def is_due(self) -> bool:
+        """Return whether a check is due."""
+        return self._first > 0 or time.monotonic() >= self._next
+
+    @contextmanager
+    def check(self) -> Iterator[None]:
+        """Measure the check that runs in the context; it determines when the next one is due."""
+        began = time.monotonic()
+        yield
+        now = time.monotonic()
+        self._first -= 1
+        self._next = now + max(_EVERY_S, _SHARE * (now - began))
+
+
+class PurityRecord:
+    """What a process has checked and found, over all groups.
+
+    Attributes:
+        steps: when this process checks a step.
+        replicas: when the ranks compare their replicas; rank 0 decides.
+        checks: how often each check was made.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self.steps = PurityClock(first=2)
+        self.replicas = PurityClock(first=1)
+        self.checks: Counter[str] = Counter()
+        self._known: dict[tuple[str, str], Impurity] = {}
+        self._pending: dict[tuple[str, str], Impurity] = {}
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank found something that the others do not know."""
+        return bool(self._pending)
+
+    def add(self, found: Impurity) -> None:
+        """Keep what this rank found, until the ranks settle it together."""
+        key = found.kind, found.about
+        if key not in self._known:
+            self._pending.setdefault(key, found)
+
+    def settle(self, world: World, directory: RunDirectory) -> None:
+        """Record what any rank found, and stop or warn; all ranks call this together.
+
+        Raises:
+            PurityError: something certain was found before the first checkpoint.
+        """
+        pending, self._pending = self._pending, {}
+        gathered = world.all_gather_object([dataclasses.astuple(found) for found in pending.values()])
+        new: dict[tuple[str, str], Impurity] = {}
+        for found in (Impurity(*entry) for entries in gathered for entry in entries):
+            if (found.kind, found.about) not in self._known:
+                new.setdefault((found.kind, found.about), found)
+        self._known |= new
+        saved = bool(world.broadcast_object(bool(scan(directory.checkpoints)) if world.rank == 0 else None))
+        if world.rank == 0:
+            for found in new.values():
+                directory.append_event("impure", check=found.kind, message=found.message)
+        certain = [found.message for found in new.values() if found.certain]
+        if certain and self._mode == "error" and not saved:
+            raise PurityError(
+                f"the model would {_DEPENDS} {certain[0]} Nothing was saved. {_REMEDIES} To train all the same: "
+                "--purity warn."
+            )
+        if world.rank == 0:
+            for found in new.values():
+                _log.warning("the model may %s %s %s", _DEPENDS, found.message, _REMEDIES)
+
+    def result(self) -> dict[str, Any]:
+        """Return the entry of ``result.json``."""
+        found = tuple(found.message for found in self._known.values())
+        return PuritySummary(self._mode, dict(sorted(self.checks.items())), found).to_json()
+
+
 # --- The guard of a process's steps ---
 
 
@@ -253,9 +353,16 @@ class PurityCheck(StepHook):
     """Checks the first steps of this process, and from time to time another one."""
 
     def __init__(
-        self, run: RunContext, world: World, state: TrainingState, loader: Loader, runner: MicrobatchRunner
+        self,
+        run: RunContext,
+        record: PurityRecord,
+        world: World,
+        state: TrainingState,
+        loader: Loader,
+        runner: MicrobatchRunner,
     ) -> None:
         self._run = run
+        self._record = record
         self._world = world
         self._state = state
         self._loader = loader
@@ -267,9 +374,9 @@ class PurityCheck(StepHook):
     def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Check, if it is time, before this rank's part of the step."""
         self._take_sample_check()
-        if not self._run.purity.steps.is_due():
+        if not self._record.steps.is_due():
             return
-        with self._run.purity.steps.check():
+        with self._record.steps.check():
             if not strategy.moves_parameters:
                 self._parameters = bits_by_name(self._state.module.named_parameters())
             deterministic = self._run.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
@@ -279,16 +386,16 @@ class PurityCheck(StepHook):
     def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Compare the parameters with those before."""
         if self._parameters is not None:
-            self._run.purity.checks["forward"] += 1
+            self._record.checks["forward"] += 1
             self._add(changed_parameters(self._state.module, self._parameters))
             self._parameters = None
 
     def report(self, flags: ControlFlags) -> ControlFlags:
         """Report, once, which samples this rank reads, and whether there is something to settle."""
         samples, self._samples = self._samples, 0
-        if not samples and not self._run.purity.has_news:
+        if not samples and not self._record.has_news:
             return flags  # a step of a small model takes 400 us, and a new object 3 us
-        return replace(flags, impure=self._run.purity.has_news, samples_fingerprint=samples)
+        return replace(flags, impure=self._record.has_news, samples_fingerprint=samples)
 
     def filter_request(self, flags: ControlFlags) -> ControlFlags:
         """Settle what any rank found.
@@ -298,7 +405,7 @@ class PurityCheck(StepHook):
         """
         if not flags.samples_fingerprint and not flags.impure:
             return flags
-        progress, purity = self._state.progress, self._run.purity
+        progress, purity = self._state.progress, self._record
         if flags.samples_fingerprint > 0:
             progress.data_fingerprint = progress.data_fingerprint or flags.samples_fingerprint
             purity.checks["data"] = 1
@@ -315,8 +422,9 @@ class PurityCheck(StepHook):
             return
         self._last_sample_check = checked
         self._samples = checked.reference
-        self._run.purity.checks["samples"] += checked.num_samples
-        if (found := checked.problem) is not None:
+        self._record.checks["samples"] += checked.num_samples
+        if (problem := checked.problem) is not None:
+            found = impurity(problem.kind, about="sample", what=problem.what)
             self._add([replace(found, message=f"{type(self._run.data.train).__name__}: {found.message}")])
 
     def _other_data(self, *, between_ranks: bool) -> Impurity:
@@ -348,40 +456,30 @@ class PurityCheck(StepHook):
         self._world.progress_tracker.move("forward")
         where = f"micro-batch {microbatch.index} of step {state.progress.step + 1}"
         self._add(compute_twice(where, run.task, state.module, state.optimizers, self._parameters, compute))
-        run.purity.checks["microbatches"] += 1
+        self._record.checks["microbatches"] += 1
 
     def _add(self, found: Iterable[Impurity]) -> None:
         for each in found:
-            self._run.purity.add(each)
+            self._record.add(each)
 
 
 # --- The replicas of all ranks, before a save or an evaluation ---
 
 
-def compare_replicas(run: RunContext, world: World, state: TrainingState) -> None:
+def compare_replicas(record: PurityRecord, world: World, state: TrainingState) -> None:
     """Compare the bits of model, buffers and optimizers on all ranks, if it is time; all ranks call this together."""
-    clock = run.purity.replicas
+    clock = record.replicas
     if world.world_size == 1 or not world.broadcast_object(clock.is_due() if world.rank == 0 else None):
         return
     with clock.check():
         mine = bits_by_name(_tensors(state))
         totals = world.all_gather_object(hashlib.blake2b(repr(sorted(mine.items())).encode()).hexdigest())
-    run.purity.checks["replicas"] += 1
+    record.checks["replicas"] += 1
     if len(set(totals)) == 1:
         return
     everyone: list[dict[str, int]] = world.all_gather_object(mine)
     names = [name for name in mine if len({bits.get(name) for bits in everyone}) > 1]
-    run.purity.add(impurity("replicas", names, what=f"after step {state.progress.step}"))
-
-
-@contextmanager
-def watch_evaluation(run: RunContext, module: nn.Module) -> Iterator[None]:
-    """Look for buffers that the evaluation in the context changes, each rank's by its own part of the data."""
-    checks = run.config.recovery.purity != "off"
-    before = bits_by_name(module.named_buffers()) if checks else {}
-    yield
-    if checks and (names := _changed(before, bits_by_name(module.named_buffers()))):
-        run.purity.add(impurity("evaluation", names))
+    record.add(impurity("replicas", names, what=f"after step {state.progress.step}"))
 
 
 def _tensors(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
@@ -393,3 +491,50 @@ def _tensors(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
             for name, value in values.items():
                 if isinstance(value, torch.Tensor):
                     yield f"{name} of {names.get(id(parameter), '?')} in optimizer {optimizer_name}", value
+
+
+# --- The guard of a run ---
+
+
+class PurityGuard(RunHook):
+    """The checks of ``--purity`` in one process, and what they found."""
+
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run)
+        mode = run.config[CheckOptions].purity
+        self.record = PurityRecord(mode)
+        self.checks_samples = mode != "off"
+        self._is_on = mode != "off"
+
+    def step_hook(self, group: GroupContext, states: StateManager) -> PurityCheck | None:
+        """Return the check of a group's steps, unless they overlap."""
+        if not self._is_on or group.strategy.overlaps_steps:
+            return None
+        return PurityCheck(self.run, self.record, group.world, states.state, states.loader, group.runner)
+
+    def check_state(self, group: GroupContext, state: TrainingState) -> None:
+        """Compare the ranks' replicas, if it is time, and settle what was found; all ranks call this together.
+
+        Raises:
+            PurityError: something was found before the first checkpoint, with ``--purity error``.
+        """
+        config = self.run.config
+        if not self._is_on or config.asynchronous:
+            return
+        # Elsewhere each rank holds a part of the parameters, or of the optimizers' state.
+        if isinstance(group.strategy, ReducerStrategy) and set(config.strategies) <= {"single", "ddp"}:
+            compare_replicas(self.record, group.world, state)
+        if any(group.world.all_gather_object(self.record.has_news)):
+            self.record.settle(group.world, self.run.directory)
+
+    @contextmanager
+    def watch_evaluation(self, module: nn.Module) -> Iterator[None]:
+        """Look for buffers that the evaluation in the context changes, each rank's by its own part of the data."""
+        before = bits_by_name(module.named_buffers()) if self._is_on else {}
+        yield
+        if self._is_on and (names := _changed(before, bits_by_name(module.named_buffers()))):
+            self.record.add(impurity("evaluation", names))
+
+    def results(self, world: World) -> dict[str, Any]:
+        """Return rank 0's record."""
+        return {"purity": world.broadcast_object(self.record.result() if world.rank == 0 else None)}

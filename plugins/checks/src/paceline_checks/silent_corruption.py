@@ -19,11 +19,14 @@ from paceline.parallel.world import World
 from paceline.runs.phases import PhaseTimer
 from paceline.training import control
 from paceline.training.control import ControlFlags
+from paceline.training.group_context import GroupContext
+from paceline.training.hooks import RunHook, StepHook
 from paceline.training.reproducibility import verification_key
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
+from paceline.training.state_manager import StateManager
 from paceline.training.step import microbatch_loss
-from paceline.training.step_hooks import StepHook
+from paceline_checks.options import CheckOptions
 
 _log = logging.getLogger(__name__)
 
@@ -31,24 +34,26 @@ Vote = tuple[int, int]
 """A rank, and the fingerprint that it computed."""
 
 
-def require_verifiable(run: RunContext) -> None:
-    """Refuse ``--sdc-check-every`` where two right computations may differ.
+class SilentCorruptionGuard(RunHook):
+    """The check of ``--sdc-check-every``, which must be set."""
 
-    Raises:
-        ConfigError: says why.
-    """
-    if not run.config.recovery.sdc_check_every:
-        return
-    if run.data.stream is not None:
-        raise ConfigError(
-            "--sdc-check-every needs a map-style dataset: a stream's samples cannot be fetched once more, "
-            "by another process. Leave it out."
-        )
-    if run.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
-        raise ConfigError(
-            f"--sdc-check-every compares bits, and --reduction {run.config.parallel.reduction} does not make a GPU's "
-            "operations deterministic. Use --reduction exact, or leave --sdc-check-every out."
-        )
+    def validate(self) -> None:
+        """Reject runs in which two right computations may differ."""
+        run = self.run
+        if run.data.stream is not None:
+            raise ConfigError(
+                "--sdc-check-every needs a map-style dataset: a stream's samples cannot be fetched once more, "
+                "by another process. Leave it out."
+            )
+        if run.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+            raise ConfigError(
+                f"--sdc-check-every compares bits, and --reduction {run.config.parallel.reduction} does not make a "
+                "GPU's operations deterministic. Use --reduction exact, or leave --sdc-check-every out."
+            )
+
+    def step_hook(self, group: GroupContext, states: StateManager) -> SDCChecker:
+        """Return the checker of the group."""
+        return SDCChecker(self.run, group.world, states.state, group.monitor.timer)
 
 
 class SDCChecker(StepHook):
@@ -87,7 +92,7 @@ class SDCChecker(StepHook):
         self._strategy = strategy
         run, progress, ranks = self._run, self._state.progress, self._world.world_size
         self._recomputed = 0
-        if (progress.step + 1) % run.config.recovery.sdc_check_every:
+        if (progress.step + 1) % run.config[CheckOptions].sdc_check_every:
             return
         assert run.data.order is not None
         key = verification_key(run.config.training.seed, progress.step)

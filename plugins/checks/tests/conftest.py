@@ -1,0 +1,8 @@
+"""The jobs of ``tests/training``, with the weights of other runs."""
+
+from __future__ import annotations
+
+from tests.cli.conftest import numerics
+from tests.training.conftest import start_trainings, tasks_file
+
+__all__ = ["numerics", "start_trainings", "tasks_file"]
