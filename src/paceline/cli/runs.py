@@ -165,18 +165,21 @@ def _print_comparison(runs: list[ComparedRun], *, json: bool) -> int:
     from paceline.insight.comparison import differing_settings
 
     differing = differing_settings([run.settings for run in runs])
+    # A run of an earlier version has no record, and would differ in each line.
+    code = differing_settings([run.code for run in runs]) if all(run.code for run in runs) else {}
     if json:
-        document = {"runs": [run.as_json() for run in runs], "differing_settings": differing}
+        document = {"runs": [run.as_json() for run in runs], "differing_settings": differing, "differing_code": code}
         print(json_module.dumps(document))
         return 0
     names = dict.fromkeys((split, name) for run in runs for split, values in run.metrics.items() for name in values)
-    rows: dict[str, list[str]] = {name: [_value(value) for value in values] for name, values in differing.items()}
+    settings = differing | code
+    rows: dict[str, list[str]] = {name: [_value(value) for value in values] for name, values in settings.items()}
     rows["state"] = [run.summary.state for run in runs]
     rows["steps"] = [_value(run.summary.step) for run in runs]
     rows["time"] = ["" if run.summary.seconds is None else short_time(run.summary.seconds) for run in runs]
     for split, name in names:
         rows[f"{split}.{name}"] = [_value(run.metrics.get(split, {}).get(name)) for run in runs]
-    _print_rows([run.name for run in runs], rows, len(differing))
+    _print_rows([run.name for run in runs], rows, len(settings))
     if not differing:
         print("Their configurations are equal.")
     return 0

@@ -83,6 +83,7 @@ def resume(
     run: Annotated[str, Parameter(group=group(ARGUMENTS))],
     *,
     options: Annotated[ResumeOptions | None, Parameter(name="*")] = None,
+    accept_code_changes: DryRun = False,
     dry_run: DryRun = False,
     job_flags: Annotated[JobFlags | None, Parameter(name="*")] = None,
     launcher_flags: Annotated[LauncherFlags | None, Parameter(name="*")] = None,
@@ -95,6 +96,8 @@ def resume(
     ----------
     run
         The run's directory.
+    accept_code_changes
+        Continue although files of the task have changed, which may change the bits.
     dry_run
         Print what would start; start nothing.
     json
@@ -102,9 +105,13 @@ def resume(
     quiet
         Show no progress.
     """
+    from paceline.runs.code_record import require_same_code
     from paceline.runs.directory import RunDirectory
 
-    manifest = RunDirectory(Path(run)).read_complete_manifest()
+    directory = RunDirectory(Path(run))
+    manifest = directory.read_complete_manifest()
+    if not accept_code_changes:
+        require_same_code(directory)
     recorded = config_from_mapping(manifest["config"], f"{run}/run.toml")
     typed = {**explicit_options(options), "run_dir": run, "resume": "must"}
     values = resumed_options(typed, typed, recorded)

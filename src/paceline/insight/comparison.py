@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.core.config import configuration
 from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.runs.code_record import comparable_code
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import (
     FOREIGN,
@@ -33,6 +34,7 @@ class ComparedRun:
         name: the shortest end of its path that no other of the runs has.
         settings: what decides what it computes, by name.
         metrics: the last ones of each split: split -> name -> value.
+        code: its commit, digests of files and versions of packages, by name; empty if they were not recorded.
         search: the directory of the search of which it is a trial; None if it belongs to no search.
     """
 
@@ -41,6 +43,7 @@ class ComparedRun:
     summary: RunSummary
     settings: Mapping[str, Any]
     metrics: Mapping[str, Mapping[str, float | None]]
+    code: Mapping[str, str]
     search: Path | None
 
     def as_json(self) -> dict[str, Any]:
@@ -94,6 +97,7 @@ def _read(directory: RunDirectory, name: str) -> ComparedRun:
             summary=summary,
             settings=configuration(directory.read_complete_manifest()),
             metrics=final_metrics(result, last_records(directory.metrics)),
+            code=comparable_code(directory),
             search=search_of(directory),
         )
     except RunDirectoryError:

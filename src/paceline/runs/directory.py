@@ -4,6 +4,7 @@
 
     run.toml          resolved options, task and fields, data, versions, numerics fingerprint
     events.jsonl      created, started, checkpoint, stopped, failed, finished; of other nodes: events-HOST-BOOT.jsonl
+    code.jsonl        commit, digests of modules, versions of packages; code/: uncommitted changes
     metrics.jsonl     one record every --log-every steps, and one for each evaluation
     ledger/           the samples of each committed step
     initial.safetensors  with --init-from, the initial weights
@@ -80,6 +81,7 @@ class RunDirectory:
     manifest = RelativePath("run.toml")
     events = RelativePath("events.jsonl")
     """The events of the node that began the run; see :meth:`event_files`."""
+    code = RelativePath("code.jsonl")
     metrics = RelativePath("metrics.jsonl")
     ledger = RelativePath("ledger")
     sample_lengths = RelativePath("sample-sizes.npy")

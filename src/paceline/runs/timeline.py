@@ -256,6 +256,8 @@ def describe(event: Event) -> str:
             return f"a checkpoint could not be backed up: {error}"
         case {"event": "impure", "message": message}:
             return f"the purity guard found: {message}"
+        case {"event": "code changed", "files": [*files]}:
+            return f"a process has other code: {', '.join(map(str, files))}"
         case {"event": "fallback", "reason": reason}:
             return f"skipped a checkpoint: {reason}"
         case {"event": "fault", "slot": slot, "how": how}:

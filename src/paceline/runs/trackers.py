@@ -20,6 +20,7 @@ from paceline.core.config import select
 from paceline.core.errors import ConfigError
 from paceline.core.files import rename
 from paceline.core.plugins import load
+from paceline.runs.code_record import read_code
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import final_scalars, scalars
 
@@ -59,13 +60,14 @@ class RunInfo:
         """
         manifest = directory.read_complete_manifest()
         fields = {f"task.{name}": value for name, value in manifest["task"]["fields"].items()}
+        commit = {"paceline.commit": code["commit"]} if "commit" in (code := read_code(directory)) else {}
         return cls(
             id=manifest["id"],
             name=directory.path.resolve().name,
             task=manifest["task"]["spec"],
             directory=directory,
             options={**{n: v for n, v in manifest["config"].items() if n not in _NOT_TRACKED}, **fields},
-            tags={RUN_ID: manifest["id"], "paceline.run": str(directory.path.absolute())},
+            tags={RUN_ID: manifest["id"], "paceline.run": str(directory.path.absolute()), **commit},
         )
 
 

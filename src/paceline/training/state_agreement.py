@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> None:
     """Give every rank the state of the most advanced one, or else the newest saved one."""
     run, directory, world = trainer.run, trainer.run.directory, mesh.world
+    has_just_begun = not trainer.states.valid
     compare_numerics(world, run.config, run.device)
     _share_manifest(run, world)
     agreement = elect_source(world, valid=trainer.states.valid, version=trainer.states.version)
@@ -44,6 +45,8 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
         received = transfer_state(world, agreement, state)
         if received is not None:
             trainer.states.import_state(received)
+        if has_just_begun:
+            trainer.code.warn_of_changes(directory)
         if not _something_is_lost(trainer, world):
             return
     if world.rank == 0:
@@ -69,6 +72,9 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
             run_setup.create(run, run_id, initial)
             for note in [*notes, *trainer.state.describe_precision()]:
                 _log.info("%s", note)
+        if has_just_begun:
+            trainer.code.warn_of_changes(directory)
+            trainer.code.record(directory, trainer.state.progress.step, type(run.task).__module__, run.data.train)
         directory.append_event(
             "started",
             generation=world.generation,

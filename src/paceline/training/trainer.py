@@ -15,6 +15,7 @@ from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import ParallelDims, World
+from paceline.runs.code_record import CodeRecorder
 from paceline.runs.failures import describe_stop
 from paceline.training import control
 from paceline.training.checkpoint_manager import open_checkpointer
@@ -102,6 +103,7 @@ class Trainer:
 
     Attributes:
         states: this rank's copy of the state.
+        code: records the code of the run.
         checkpointer: writes checkpoints in the background while this rank is rank 0 of a group.
         carryover: values that this process takes from one group into the next, in addition to the state.
 
@@ -125,6 +127,7 @@ class Trainer:
         with ExitStack() as stack:
             loader = stack.enter_context(closing(run.build_loader()))
             self.states = stack.enter_context(closing(StateManager(run, loader)))
+            self.code = stack.enter_context(closing(CodeRecorder()))
             self.checkpointer = stack.enter_context(open_checkpointer(run))
             engine.validate(run, self.states)
             self._trial_scheduler: TrialSchedulerClient | None = None
