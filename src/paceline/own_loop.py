@@ -71,6 +71,7 @@ class ScriptParts:
         state: by name, what else lives from one step to the next.
         collate: turns a list of samples into a batch; None: torch's default.
         names: the names of the model's parameters as built, by identity.
+        trained: the models that were given in training mode.
     """
 
     module: nn.Module
@@ -79,6 +80,7 @@ class ScriptParts:
     state: Mapping[str, Any]
     collate: Callable[[list[Any]], Any] | None
     names: Mapping[int, str]
+    trained: Sequence[nn.Module]
 
 
 @dataclass
@@ -217,7 +219,8 @@ def _as_parts(
                 f"state[{label!r}] is a {type(part).__name__}, which has no state_dict and load_state_dict: the run "
                 "cannot save it."
             )
-    return ScriptParts(module, optimizers, dataset, dict(state), collate, names)
+    trained = [each for each in ([model] if isinstance(model, nn.Module) else model.values()) if each.training]
+    return ScriptParts(module, optimizers, dataset, dict(state), collate, names, trained)
 
 
 # --- A step, as the script sees it ---
@@ -235,6 +238,8 @@ class LoopStep:
         epoch: epochs done before; None if the data is a stream.
         progress: ``step`` over the steps of the run, from 0 to below 1; None if their number is unknown.
         ends_epoch: whether the epoch, or the run, ends with this step; False if the data is a stream.
+        has_updated: whether :meth:`update` was called.
+        left_training: whether gradients were computed with a model in evaluation mode that began in training mode.
     """
 
     def __init__(
@@ -244,6 +249,7 @@ class LoopStep:
         trainer: Trainer,
         guard: OptimizerGuard,
         parameters: Sequence[nn.Parameter],
+        trained: Sequence[nn.Module],
     ) -> None:
         self._inner = inner
         self._group = group
@@ -258,6 +264,8 @@ class LoopStep:
         total = trainer.run.data.total_steps
         self.ends_epoch = done == steps or (steps is not None and inner.step + 1 == total)
         self.has_updated = False
+        self.left_training = False
+        self._trained = trained
         self._is_updating = False
         self._used: set[int] = set()  # parameters whose gradient an update has used
         for parameter in parameters:
@@ -344,6 +352,7 @@ class LoopStep:
             for parameter in self._parameters
             if parameter.grad is not None and id(parameter) not in self._used and not self._is_updating
         }
+        self.left_training |= not all(model.training for model in self._trained)
         with self._tracker.at_work():
             yield
         wanted = {id(parameter) for name in names for parameter in state.parameters_of[name]}
@@ -560,12 +569,12 @@ class Run:
             parameters = list(trainer.state.module.parameters())  # a walk through all modules
             for step in trainer.steps(group):
                 assert isinstance(step, ComposedStep), "an own loop composes its steps"
-                self._step = LoopStep(step, group, trainer, guard, parameters)
+                self._step = LoopStep(step, group, trainer, guard, parameters, self._parts.trained)
                 tracker.suspend()
                 yield self._step
                 tracker.resume()
                 self._require_state()
-                self._warn_of_unused_gradients(self._step)
+                self._warn(self._step)
             self.result = Result.of(conclude_run(trainer, group, started))
         tracker.wait()
 
@@ -587,15 +596,24 @@ class Run:
                 'its schedule again. Give it to the run: Run(..., state={"scheduler": scheduler}).'
             )
 
-    def _warn_of_unused_gradients(self, step: LoopStep) -> None:
-        if step.has_updated or self._has_warned:
+    def _warn(self, step: LoopStep) -> None:
+        """Warn once a run of what most probably was a mistake."""
+        if self._has_warned or (step.has_updated and not step.left_training):
             return
         self._has_warned = True
-        _log.warning(
-            "step %d has computed gradients that no update used. Gradients add up within one step, not over several: "
-            "to accumulate more samples, give a larger global_batch_size, and more microbatches for the memory.",
-            step.step + 1,
-        )
+        if not step.has_updated:
+            _log.warning(
+                "step %d has computed gradients that no update used. Gradients add up within one step, not over "
+                "several: to accumulate more samples, give a larger global_batch_size, and more microbatches for the "
+                "memory.",
+                step.step + 1,
+            )
+        else:
+            _log.warning(
+                "step %d computed its gradients with the model in evaluation mode, in which the run did not begin: "
+                "call model.train() after an evaluation of your own.",
+                step.step + 1,
+            )
 
     def evaluate(
         self, metrics: Callable[[Any], Mapping[str, Any]], dataset: Any, *, name: str = "val"

@@ -381,6 +381,20 @@ def test_gradients_that_no_update_used_are_said_once(tmp_path: Path, caplog: pyt
     ]
 
 
+def test_a_model_that_stays_in_evaluation_mode_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    models = {"body": nn.Sequential(linear(), nn.Dropout(0.5)), "teacher": linear().eval()}
+    with start(tmp_path / "run", models, SGD(models["body"].parameters(), 0.1)) as run:
+        for step in run.steps(max_steps=6):
+            step.backward(squares(models["body"]))
+            step.update()
+            if step.step == 2:
+                models["body"].eval()  # for an evaluation, and not back
+    assert [record.message for record in caplog.records if "evaluation mode" in record.message] == [
+        "step 4 computed its gradients with the model in evaluation mode, in which the run did not begin: "
+        "call model.train() after an evaluation of your own."
+    ]
+
+
 def test_frozen_modules_stay_frozen(tmp_path: Path) -> None:
     """After an evaluation, and where the run continues."""
     for attempt in range(2):

@@ -1,0 +1,129 @@
+"""The scripts of others that docs/own-loop-scripts.md moves to ``paceline.Run``: few lines, and one hash."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.processes import Processes
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/own-loop-scripts.md"
+ORIGINALS = ROOT / "tests/scripts_of_others"
+MOST_LINES = 12
+
+# torchvision, as far as the script uses it, without a download.
+TORCHVISION = {
+    "__init__.py": "",
+    "transforms.py": """
+def ToTensor():
+    return lambda image: image
+
+def Normalize(mean, std):
+    return lambda image: (image - mean[0]) / std[0]
+
+def Compose(steps):
+    first, second = steps
+    return lambda image: second(first(image))
+""",
+    "datasets.py": """
+import torch
+
+class MNIST(torch.utils.data.Dataset):
+    def __init__(self, root, train, transform, download=False):
+        generator = torch.Generator().manual_seed(int(train))
+        self.images = torch.rand(96 if train else 20, 1, 28, 28, generator=generator)
+        self.labels = torch.randint(10, (len(self.images),), generator=generator)
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.transform(self.images[index]), self.labels[index]
+""",
+}
+
+
+def prepare_nanogpt(directory: Path) -> list[str]:
+    tokens = np.random.default_rng(0).integers(0, 20, 2000, dtype=np.uint16)
+    data = directory / "data/some"
+    data.mkdir(parents=True)
+    tokens[:1500].tofile(data / "train.bin")
+    tokens[1500:].tofile(data / "val.bin")
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 20}))
+    options = {"dataset": "some", "device": "cpu", "dtype": "float32", "compile": False, "n_layer": 1, "n_head": 2}
+    options |= {"n_embd": 16, "block_size": 8, "batch_size": 4, "dropout": 0.1, "gradient_accumulation_steps": 6}
+    options |= {"max_iters": 24, "warmup_iters": 2, "lr_decay_iters": 24, "eval_interval": 8, "eval_iters": 2}
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def prepare_mnist(directory: Path) -> list[str]:
+    package = directory / "torchvision"
+    package.mkdir()
+    for name, text in TORCHVISION.items():
+        (package / name).write_text(text)
+    return ["--batch-size", "12", "--epochs", "2", "--log-interval", "4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "prepare", "run_dir", "steps", "in_step_8"),
+    [
+        ("nanogpt", "train.py", prepare_nanogpt, "out", 24, "iter 8:"),
+        ("mnist", "main.py", prepare_mnist, "runs/mnist", 16, "Train step: 8\t"),
+    ],
+    ids=["nanogpt", "mnist"],
+)
+def test_a_moved_script_has_one_hash(
+    tmp_path: Path,
+    run_processes: Processes,
+    name: str,
+    file: str,
+    prepare: Callable[[Path], list[str]],
+    run_dir: str,
+    steps: int,
+    in_step_8: str,
+) -> None:
+    shutil.copytree(ORIGINALS / name, tmp_path, dirs_exist_ok=True)
+    page = PAGE.read_text()
+    diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (diff,) = [each for each in diffs if each.startswith(f"--- a/{file}\n")]
+    subprocess.run(["git", "apply", "--unidiff-zero", "-"], input=diff, text=True, cwd=tmp_path, check=True)
+    added = [line for line in diff.splitlines() if line.startswith("+") and line[1:].strip()]
+    assert len(added) - 1 <= MOST_LINES  # the first one names the file
+    deleted = sum(line.startswith("-") for line in diff.splitlines()) - 1
+    assert f"({len((ORIGINALS / name / file).read_text().splitlines())} lines) | {len(added) - 1} | {deleted} |" in page
+    options = prepare(tmp_path)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+    def start(ranks: int) -> subprocess.Popen[str]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        return run_processes.start([sys.executable, *launcher, file, *options], env=environment)
+
+    def record() -> dict[str, object]:
+        result = json.loads((tmp_path / run_dir / "result.json").read_text())
+        shutil.move(tmp_path / run_dir, tmp_path / f"ended-{len(list(tmp_path.glob('ended-*')))}")
+        assert result["steps"] == steps
+        return dict(result)
+
+    whole = run_processes.finish(start(1))
+    assert whole.returncode == 0, whole.stderr
+    first = record()
+    stopped = start(2)
+    assert stopped.stdout is not None
+    assert any(line.startswith(in_step_8) for line in stopped.stdout)
+    stopped.send_signal(signal.SIGTERM)
+    run_processes.finish(stopped)
+    assert not (tmp_path / run_dir / "result.json").exists()
+    resumed = run_processes.finish(start(3))
+    assert resumed.returncode == 0, resumed.stderr
+    assert record()["model_sha256"] == first["model_sha256"]
