@@ -123,7 +123,7 @@ def test_a_script_for_torch_finds_its_place(run: Callable[..., Any], mpi: str, t
 
 def test_a_compiled_program_and_one_in_python(run: Callable[..., Any], mpi: str, tmp_path: Path) -> None:
     compiler = Path(program(mpi)[2]) / "mpicc"
-    subprocess.run([compiler, ROOT / "examples/mpi_hello.c", "-o", tmp_path / "hello"], check=True)
+    subprocess.run([compiler, Path(__file__).with_name("hello.c"), "-o", tmp_path / "hello"], check=True)
     done = run(mpi, "launch", "--on", "mpi", "--nproc", "3", "--env-style", "mpi", "--", "./hello")
     assert done.returncode == 0, done.stderr
     host = os.uname().nodename

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.horovod
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 BESIDE = Path(sys.executable).parent
 TENSORFLOW = Path(sys.prefix) / "horovod-tensorflow" / "bin" / "python"
 

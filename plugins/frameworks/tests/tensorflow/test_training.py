@@ -14,7 +14,7 @@ from tests.lab.slurm_cluster import SlurmCluster
 from tests.lab.sshd import SshLab
 from tests.processes import Processes
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
 OPTIONS = ("--env-style", "tensorflow", "--threads", "1", "--env", "TF_CPP_MIN_LOG_LEVEL=3")
 

@@ -1,7 +1,7 @@
 """A script for Lightning that does not use Paceline.
 
-    torchrun --standalone --nproc-per-node=2 examples/lightning_script.py --devices 2
-    paceline launch --on spawn --nproc 2 --threads 1 -- examples/lightning_script.py --devices 2
+    torchrun --standalone --nproc-per-node=2 lightning_script.py --devices 2
+    paceline launch --on spawn --nproc 2 --threads 1 -- lightning_script.py --devices 2
 
 Both start two processes; Lightning sees that it need start none itself. As everywhere with Lightning,
 ``devices`` must be the number of processes a machine, and ``num_nodes`` the number of machines.

@@ -1,7 +1,7 @@
 """Supervised fine-tuning by TRL, in a script that does not use Paceline.
 
-    torchrun --standalone --nproc-per-node=2 examples/trl_sft_script.py
-    paceline launch --on spawn --nproc 2 --threads 1 -- examples/trl_sft_script.py
+    torchrun --standalone --nproc-per-node=2 trl_sft_script.py
+    paceline launch --on spawn --nproc 2 --threads 1 -- trl_sft_script.py
 
 Both start two processes, which share the batches and end with the same weights. Nothing is downloaded: the
 model is a small one with random weights, its tokenizer has a token for each byte, and the text is made here.

@@ -1,7 +1,7 @@
 """A script for Hugging Face Accelerate that does not use Paceline.
 
-    accelerate launch --cpu --num_processes 2 examples/accelerate_script.py
-    paceline launch --on spawn --nproc 2 --env ACCELERATE_USE_CPU=true -- examples/accelerate_script.py
+    accelerate launch --cpu --num_processes 2 accelerate_script.py
+    paceline launch --on spawn --nproc 2 --env ACCELERATE_USE_CPU=true -- accelerate_script.py
 
 Both start two processes, which share the batches and end with the same weights. ACCELERATE_USE_CPU is what
 ``accelerate launch --cpu`` sets; with GPUs it is not needed.

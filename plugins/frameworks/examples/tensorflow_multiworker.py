@@ -1,7 +1,7 @@
 """A training loop of one's own with Keras layers, under MultiWorkerMirroredStrategy.
 
-paceline launch --on spawn --nproc 2 --env-style tensorflow -- examples/tensorflow_multiworker.py
-paceline launch --on ssh --hosts node0,node1 --env-style tensorflow -- examples/tensorflow_multiworker.py
+paceline launch --on spawn --nproc 2 --env-style tensorflow -- tensorflow_multiworker.py
+paceline launch --on ssh --hosts node0,node1 --env-style tensorflow -- tensorflow_multiworker.py
 
 TF_CONFIG tells each process all workers' addresses and which of them it is. Keras 3 cannot ``fit`` under this
 strategy; its layers can be trained so. For ``fit`` see tensorflow_multiworker_tf_keras.py.

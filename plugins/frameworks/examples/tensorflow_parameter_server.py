@@ -1,7 +1,7 @@
 """Parameter servers: a chief hands steps to workers, which read and change variables that live on servers.
 
 paceline launch --on spawn --nproc 5 --env-style tensorflow --roles chief=1,worker=2,ps=1,evaluator=1 \
-    -- examples/tensorflow_parameter_server.py --checkpoints /tmp/checkpoints
+    -- tensorflow_parameter_server.py --checkpoints /tmp/checkpoints
 
 Workers and servers serve for ever; the launcher ends them once the chief has ended.
 """

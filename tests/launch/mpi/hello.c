@@ -1,7 +1,7 @@
 /* An MPI program that knows nothing of Paceline: every rank says where it is, and rank 0 checks the sum.
 
-       mpicc examples/mpi_hello.c -o mpi_hello
-       paceline launch --on mpi --nproc 4 --env-style mpi -- ./mpi_hello
+       mpicc hello.c -o hello
+       paceline launch --on mpi --nproc 4 --env-style mpi -- ./hello
  */
 #include <mpi.h>
 #include <stdio.h>

@@ -1,7 +1,7 @@
 """A Horovod script for PyTorch that does not use Paceline.
 
-    horovodrun -np 2 python examples/horovod_pytorch.py
-    paceline launch --on horovod --nproc 2 -- examples/horovod_pytorch.py
+    horovodrun -np 2 python horovod_pytorch.py
+    paceline launch --on horovod --nproc 2 -- horovod_pytorch.py
 
 It fits a line to points, of which every rank has its own share, and prints what it found.
 """

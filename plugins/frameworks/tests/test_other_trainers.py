@@ -13,7 +13,7 @@ import pytest
 from tests.lab.slurm_cluster import SlurmCluster
 from tests.lab.sshd import SshLab
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 SAID = re.compile(r"rank (\d) of (\d): (\d+) batches an epoch, weights (\w{16})")
 
 

@@ -1,7 +1,7 @@
 """A Horovod script for TensorFlow that does not use Paceline.
 
-    horovodrun -np 2 python examples/horovod_tensorflow.py
-    paceline launch --on horovod --nproc 2 --python ENV/bin/python -- examples/horovod_tensorflow.py
+    horovodrun -np 2 python horovod_tensorflow.py
+    paceline launch --on horovod --nproc 2 --python ENV/bin/python -- horovod_tensorflow.py
 
 Horovod works with TensorFlow up to 2.15; scripts/build-horovod --tensorflow ENV makes an environment with it.
 """
