@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.export.conftest import TASKS
+from tests.processes import Processes
 
 from paceline.core.errors import PackageError
 from paceline.export.export import ExportRequest, export
@@ -52,6 +53,15 @@ def test_quantized_numbers_are_those_of_the_quantized_weights(
     (loss,) = [each["now"] for each in found["findings"] if each["name"] == "test.loss"]
     assert loss != quantized.manifest.metrics["loss"]
     assert f"{loss:.6g}" in quantized.read("README.md").decode()
+
+
+def test_a_run_with_adapters_was_evaluated_with_the_merged_model(
+    run_processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--lora", "rank=2,target=4", "--max-steps", "3", "--threads", "1", "--quiet")
+    done = run_processes.paceline("train", f"{TASKS}:Shapes", *options, "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert check([tmp_path / "run"]) == 0, capsys.readouterr().out
 
 
 def test_a_number_of_a_package_that_does_not_hold(

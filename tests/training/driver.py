@@ -19,7 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,8 +28,6 @@ import paceline
 from paceline.parallel import load_balancing, reducer, world
 from paceline.parallel.pipeline.stages import cut, find_blocks
 from paceline.training import run_context, session
-from paceline_more_strategies import server_engines
-from paceline_more_strategies.reference import PipeDreamReference
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where the tests are found as they are by pytest
 from tests.training import branch_tasks, data_tasks, impure_tasks, model_tasks, optimizer_tasks, order_tasks, tasks
@@ -76,6 +74,7 @@ def restless(computing: int) -> Iterator[None]:
 @contextmanager
 def simulated(task: paceline.Task, sizes: list[int]) -> Iterator[None]:
     """A pipeline without a flush, stage by stage in this process."""
+    from paceline_more_strategies.reference import PipeDreamReference
 
     def build(module: Any, mesh: Any, options: Any) -> PipeDreamReference:
         return PipeDreamReference(module, mesh, options, cut(find_blocks(module, task.pipeline_blocks(module)), sizes))
@@ -87,15 +86,21 @@ def simulated(task: paceline.Task, sizes: list[int]) -> Iterator[None]:
         yield
 
 
+def arriving(order: list[int]) -> AbstractContextManager[Any]:
+    """Parameter servers that apply the workers' gradients in this order."""
+    from paceline_more_strategies.server_engines import AsyncServerEngine
+
+    return mock.patch.object(AsyncServerEngine, "order", iter(order))
+
+
 def train(job: dict[str, Any]) -> dict[str, Any]:
     tasks.interruption.calls, tasks.interruption.at = 0, job.get("stop_at", 0)
     task = task_named(job["task"])(**job.get("fields", {}))
     try:
-        order = mock.patch.object(server_engines.AsyncServerEngine, "order", iter(job.get("arrival", ())))
         network = mock.patch.object(reducer, "supported", return_value=False)
         with (
             restless(job["computing"]) if "computing" in job else nullcontext(),
-            order if "arrival" in job else nullcontext(),
+            arriving(job["arrival"]) if "arrival" in job else nullcontext(),
             simulated(task, job["pipedream"]) if "pipedream" in job else nullcontext(),
             network if "network" in job else nullcontext(),
         ):

@@ -16,13 +16,13 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from plugins.pages.tests.dashboard.browser import browser, complaints, requested, show_as, why_not
 from plugins.serving.tests.conftest import Server, start_server
 from plugins.serving.tests.page_models import VISIT_SUM, Clothes, put_clothes, put_colours, put_points, put_visits
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+from tests.lab.browser import browser, complaints, requested, show_as, why_not
 from tests.processes import Processes, share
 
 needs_browser = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -13,7 +13,7 @@ from tests.processes import Processes
 from paceline.core.files import read_json_lines
 from paceline_trackers.mlflow import mlflow_metrics
 
-TASK = Path(__file__).parents[2] / "pages/tests/dashboard/paced.py"
+TASK = Path(__file__).parents[3] / "tests/lab/paced.py"
 
 READ_WANDB = """
 import json, struct, sys

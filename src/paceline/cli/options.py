@@ -130,10 +130,10 @@ def relevant_launchers(argv: Sequence[str]) -> Sequence[str]:
     """Return the launchers whose options a command line may contain, since importing all of them is slow.
 
     These are the launcher of ``--on``, or else those that start processes on this machine. Outside of the
-    command line, such as in the documentation, they are all of Paceline's own launchers.
+    command line, such as in the documentation, they are all of Paceline's own launchers that are installed.
     """
     if Path(argv[0]).name not in ("paceline", "__main__.py"):
-        return LAUNCHER_NAMES
+        return installed_launchers()
     words = [word for word in argv[1:] if word.startswith("--on=")]
     named = words[0].removeprefix("--on=") if words else dict(pairwise(argv)).get("--on")
     which = installed_launchers() if "--config" in argv else ()  # a file may name any

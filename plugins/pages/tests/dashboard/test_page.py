@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from plugins.pages.tests.dashboard.browser import browser, complaints, requested, show_as, why_not
 from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.select import Select
 from tests.insight.made import make_run
+from tests.lab.browser import browser, complaints, requested, show_as, why_not
 from tests.processes import Processes
 
 from paceline.core.access import create_token
@@ -23,7 +23,7 @@ from paceline_pages.dashboard import DashboardServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
-TASK = Path(__file__).with_name("paced.py")
+TASK = Path(__file__).parents[4] / "tests/lab/paced.py"
 WAIT_S = 120
 HOSTILE = "<script>window.harm = 1</script><img src=x onerror='window.harm = 1'>"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from plugins.pages.tests.dashboard.browser import asked, complaints, show_as, why_not
-from plugins.pages.tests.dashboard.browser import browser as a_browser
 from plugins.pages.tests.reporting.conftest import HOSTILE
 from selenium.common.exceptions import WebDriverException
 from selenium.webdriver import Chrome
 from selenium.webdriver.support.wait import WebDriverWait
+from tests.lab.browser import asked, complaints, show_as, why_not
+from tests.lab.browser import browser as a_browser
 
 from paceline_pages.report_command import report
 
