@@ -236,6 +236,7 @@ OPTION_GROUPS = (
     "paceline.parallel.options:TensorOptions",
     "paceline.parallel.options:PipelineOptions",
     "paceline_fine_tuning.options:FineTuningOptions",
+    "paceline_planning.options:ProfileOptions",
 )
 """The groups of a run's options besides those of :mod:`paceline.core`."""
 
@@ -259,6 +260,7 @@ PARTS: Mapping[str, str] = {
     "export": "paceline_serving.observed_inputs:observe_inputs",
     "launch": "paceline_frameworks.script_warnings:script_warnings",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
+    "trials": "paceline_tune.trial_scheduler:TrialSchedulerClient",
 }
 """What a plug-in does for an option or a command of the core, as ``module:name``."""
 

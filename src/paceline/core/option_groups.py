@@ -191,16 +191,6 @@ class RecordOptions(OptionGroup):
         (),
         "Also log to mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless WANDB_MODE is set.",
     )
-    profile: int = option(
-        0,
-        "Profile this many steps with torch.profiler.",
-        group="Run directory and checkpoints",
-        resume="fresh",
-        bits="never",
-        scope="records",
-        needs="lockstep",
-        minimum=0,
-    )
 
     def check(self, config: RunConfig) -> None:
         """Reject paths that cannot be, and unknown trackers."""

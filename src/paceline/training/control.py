@@ -34,7 +34,7 @@ class StopCause(IntEnum):
     SIGTERM = signal.SIGTERM
     WALLTIME = 1000
     TRIAL_SCHEDULER = 1001
-    """A trial scheduler ends this trial; see :mod:`paceline.training.trial_scheduler`."""
+    """A search's scheduler ends this trial."""
 
     @property
     def description(self) -> str:

@@ -140,7 +140,6 @@ class GroupContext:
         balancer: divides the micro-batches among them.
         strategy: computes and sums a step's micro-batches.
         monitor: shows and records progress.
-        profiler: the profiler of ``--profile``, if set.
         hooks: additions of the engine and of options to a step.
         fetch: returns this rank's micro-batches of a step: (epoch, step in epoch, numbers).
         runner: runs forward and backward of a micro-batch.
@@ -197,9 +196,6 @@ class GroupContext:
                 run, world, progress, states.recent, checkpointer, copies=copies
             )
             stack.callback(self.checkpoint_manager.close)
-            self.profiler = run.build_profiler(self.monitor, progress.step)
-            if self.profiler is not None:
-                stack.enter_context(closing(self.profiler))
             self.runner = MicrobatchRunner(run, states.state, world.progress_tracker, self.monitor.timer)
             self.strategy.module.train()
             self.monitor.timer.mark("other")
@@ -312,6 +308,11 @@ class GroupContext:
         monitor.timer.mark("other")
         self.world.progress_tracker.end()
         return sums
+
+    def on_step_end(self) -> None:
+        """End a step for the hooks, once nothing else that was due after it is left."""
+        for hook in self.hooks:
+            hook.on_step_end(self._states.state.progress.step)
 
     def count_samples(self, sums: StepSums) -> None:
         """Count a step in which this process took part, also if another rank commits it."""

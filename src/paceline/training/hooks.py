@@ -15,7 +15,7 @@ from paceline.parallel.load_balancing import LoadBalancer
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import World
-from paceline.training.control import ControlFlags
+from paceline.training.control import ControlFlags, StopCause
 from paceline.training.evaluation import as_loss
 from paceline.training.state import TrainingState
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.training.group_context import GroupContext
     from paceline.training.run_context import RunContext
     from paceline.training.state_manager import StateManager
+    from paceline.training.trainer import Trainer
 
 
 class RunHook:
@@ -57,9 +58,16 @@ class RunHook:
         """Return a context for an evaluation of the model."""
         return nullcontext()
 
+    def after_evaluation(self, trainer: Trainer, group: GroupContext) -> StopCause:
+        """Follow up on an evaluation during training; return why to stop, the same on all ranks, or NONE."""
+        return StopCause.NONE
+
     def results(self, world: World) -> Mapping[str, Any]:
         """Return entries of ``result.json``; all ranks call this together."""
         return {}
+
+    def close(self) -> None:
+        """Free what the hook holds, at the end of the training."""
 
 
 class StepHook:
@@ -82,6 +90,9 @@ class StepHook:
     def filter_request(self, flags: ControlFlags) -> ControlFlags:
         """Select the flags that the ranks obey after the step, from the control flags of all."""
         return flags
+
+    def on_step_end(self, step: int) -> None:
+        """Run when so many steps of the run are done: after the commit, or what was due after it."""
 
     def close(self) -> None:
         """Free what the hook holds, when the rank leaves the group."""

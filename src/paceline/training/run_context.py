@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from paceline.core.built_in import PARTS
 from paceline.core.config import ResolvedConfig
 from paceline.core.plugins import import_object
 from paceline.core.task import RunSchedule, Task
@@ -40,7 +41,6 @@ from paceline.training.schedule import Deadline, Schedule
 from paceline.training.stop_signals import StopSignals
 
 if TYPE_CHECKING:
-    from paceline.runs.profiler import StepProfiler
     from paceline.training.hooks import RunHook
 
 _EVAL_MICROBATCHES = 4  # an evaluation batch holds this many micro-batches' samples: no gradients are kept
@@ -90,8 +90,9 @@ class RunContext:
 
     @cached_property
     def hooks(self) -> tuple[RunHook, ...]:
-        """What options add to the run in this process."""
-        return tuple(import_object(place)(self) for place in self.config.changes.hooks)
+        """What options, and the search whose trial this is, add to the run in this process."""
+        of_search = () if self.trial_scheduler is None else (PARTS["trials"],)
+        return tuple(import_object(place)(self) for place in (*self.config.changes.hooks, *of_search))
 
     def watch_evaluation(self, module: nn.Module) -> ExitStack:
         """Return the contexts of all hooks for an evaluation of the model."""
@@ -295,11 +296,3 @@ class RunContext:
         tracked = RunInfo.read(self.directory)
         names = dict.fromkeys(self.config.records.log_to)
         return [TrackerWriter(name, load_tracker(name)(), tracked, earlier) for name in names]
-
-    def build_profiler(self, monitor: Monitor, first_step: int) -> StepProfiler | None:
-        """Build the profiler of ``--profile``."""
-        if not self.config.records.profile:
-            return None
-        from paceline.runs.profiler import StepProfiler
-
-        return StepProfiler(self.directory, steps=self.config.records.profile, first=first_step, monitor=monitor)

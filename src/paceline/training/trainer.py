@@ -27,7 +27,6 @@ from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
 from paceline.training.train_step import ComposedStep, SyncStep, overrides_train_step, require_train_step_support
-from paceline.training.trial_scheduler import TrialSchedulerClient
 
 # --- The step, computed by all ranks together ---
 
@@ -66,8 +65,7 @@ class SyncEngine(Engine):
                 self._keeps_copies = step.updated_before_pass
             if self._run.schedule.sync_schedule.is_sync_step(progress):
                 break
-            if group.profiler is not None:
-                group.profiler.on_step_end(progress.step)
+            group.on_step_end()
         self._run.deadline.step_took(time.monotonic() - began)
         self._speeds = control.speeds(sums.rows)
         flags = control.merge(sums.rows)
@@ -82,11 +80,9 @@ class SyncEngine(Engine):
         return SyncStep(self._run, self._states, group, self._update)
 
     def end_interval(self, group: GroupContext) -> None:
-        """Count the step for the profiler, and rebalance micro-batches if ranks differ in speed."""
-        step = self._states.state.progress.step
-        if group.profiler is not None:
-            group.profiler.on_step_end(step)
-        if group.balancer.observe(self._speeds, step):
+        """End the step for the hooks, and rebalance micro-batches if ranks differ in speed."""
+        group.on_step_end()
+        if group.balancer.observe(self._speeds, self._states.state.progress.step):
             group.rebalance()
 
 
@@ -116,8 +112,6 @@ class Trainer:
     """
 
     def __init__(self, run: RunContext, engine: type[Engine], member: AgentClient | None = None) -> None:
-        for hook in run.hooks:
-            hook.validate()
         require_train_step_support(run)
         self.run = run
         self._engine = engine
@@ -125,14 +119,14 @@ class Trainer:
         self._group: GroupContext | None = None
         self.carryover = Carryover()
         with ExitStack() as stack:
+            for hook in run.hooks:
+                stack.callback(hook.close)
+                hook.validate()
             loader = stack.enter_context(closing(run.build_loader()))
             self.states = stack.enter_context(closing(StateManager(run, loader)))
             self.code = stack.enter_context(closing(CodeRecorder()))
             self.checkpointer = stack.enter_context(open_checkpointer(run))
             engine.validate(run, self.states)
-            self._trial_scheduler: TrialSchedulerClient | None = None
-            if run.trial_scheduler is not None:
-                self._trial_scheduler = stack.enter_context(closing(TrialSchedulerClient(run.trial_scheduler)))
             self._resources = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -291,15 +285,9 @@ class Trainer:
             seed_transition(self.run.config.training.seed, self.state.progress.version + 1)
             improved = self.validation.apply(metrics, self.state, group.monitor)
             self._conclude_epoch()
-        progress = self.state.progress
-        if self._trial_scheduler is not None and not self._trial_scheduler.should_continue(
-            group.world,
-            step=progress.step,
-            epoch=progress.epoch,
-            metrics=self.validation.metrics,
-            finished=self.finished,
-        ):
-            self._save_and_stop(group, StopCause.TRIAL_SCHEDULER)
+        for hook in self.run.hooks:
+            if cause := hook.after_evaluation(self, group):
+                self._save_and_stop(group, cause)
         group.monitor.timer.mark("evaluation")
         group.world.progress_tracker.end()
         return improved

@@ -1,1 +1,1 @@
-"""``paceline plan``, and ``--strategy auto`` for large models: memory and time of a step under each strategy."""
+"""``paceline plan``, ``--strategy auto`` for large models, and ``--profile``: memory and time of a step."""

@@ -13,31 +13,38 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.parallel.world import World
 from paceline.runs.metric_writers import finite
+from paceline.training.control import StopCause
+from paceline.training.group_context import GroupContext
+from paceline.training.hooks import RunHook
+from paceline.training.run_context import RunContext
+from paceline.training.trainer import Trainer
 
 _CONNECT_S = 10.0
 
 
-class TrialSchedulerClient:
+class TrialSchedulerClient(RunHook):
     """Rank 0's end of the connection, which opens at the first request."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run)
+        assert run.trial_scheduler is not None, "the run is a trial"
+        self._address = run.trial_scheduler
         self._socket: socket.socket | None = None
 
-    def should_continue(
-        self, world: World, *, step: int, epoch: int, metrics: Mapping[str, float], finished: bool
-    ) -> bool:
+    def after_evaluation(self, trainer: Trainer, group: GroupContext) -> StopCause:
         """Tell of an evaluation, and wait for the answer; all ranks call this together.
 
-        Returns:
-            Whether to continue; False if the scheduler no longer answers, since it does not need the rest.
+        A scheduler that no longer answers does not need the rest of the trial.
         """
-        answer = False
-        if world.rank == 0:
-            answer = self._ask({"step": step, "epoch": epoch, "metrics": finite(dict(metrics)), "finished": finished})
-        return bool(world.broadcast_object(answer)) or finished
+        progress, finished, go_on = trainer.state.progress, trainer.finished, False
+        if group.world.rank == 0:
+            metrics = finite(dict(trainer.validation.metrics))
+            go_on = self._ask(
+                {"step": progress.step, "epoch": progress.epoch, "metrics": metrics, "finished": finished}
+            )
+        go_on = bool(group.world.broadcast_object(go_on)) or finished
+        return StopCause.NONE if go_on else StopCause.TRIAL_SCHEDULER
 
     def _ask(self, evaluation: Mapping[str, Any]) -> bool:
         try:

@@ -19,6 +19,10 @@ from paceline.core.files import write_atomically
 from paceline.runs.directory import RunDirectory
 from paceline.runs.monitor import Monitor
 from paceline.runs.phases import PhaseTime
+from paceline.training.group_context import GroupContext
+from paceline.training.hooks import RunHook, StepHook
+from paceline.training.state_manager import StateManager
+from paceline_planning.options import ProfileOptions
 
 WARM_UP_STEPS = 5
 """Excluded steps, which allocate, choose kernels and fill caches; the last starts the profiler."""
@@ -26,7 +30,16 @@ WARM_UP_STEPS = 5
 _TOP_OPERATORS = 25
 
 
-class StepProfiler:
+class Profiling(RunHook):
+    """Profiles the run in each group of ranks."""
+
+    def step_hook(self, group: GroupContext, states: StateManager) -> StepProfiler:
+        """Return the profiler of the group's first steps."""
+        steps, first = self.run.config[ProfileOptions].profile, states.state.progress.step
+        return StepProfiler(self.run.directory, steps=steps, first=first, monitor=group.monitor)
+
+
+class StepProfiler(StepHook):
     """Profiles ``steps`` steps of this rank, after :data:`WARM_UP_STEPS` more, once ``first`` are done.
 
     Each rank writes into ``profile/``: ``rank-N.trace.json.gz`` (for chrome://tracing or
@@ -51,7 +64,7 @@ class StepProfiler:
         self._seconds_before: dict[str, float] = {}
 
     def on_step_end(self, step: int) -> None:
-        """Count a step; the caller has marked its phases up to here."""
+        """Count a step, whose phases are marked up to here."""
         if self._profiler is None:
             return
         self._step = step

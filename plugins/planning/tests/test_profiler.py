@@ -9,7 +9,7 @@ import torch
 
 from paceline.runs.directory import RunDirectory
 from paceline.runs.monitor import Monitor
-from paceline.runs.profiler import WARM_UP_STEPS, StepProfiler
+from paceline_planning.profiler import WARM_UP_STEPS, StepProfiler
 
 
 @pytest.fixture
