@@ -70,6 +70,7 @@ class ScriptParts:
         dataset: the training samples.
         state: by name, what else lives from one step to the next.
         collate: turns a list of samples into a batch; None: torch's default.
+        sample_weights: of the samples, or None.
         names: the names of the model's parameters as built, by identity.
         trained: the models that were given in training mode.
     """
@@ -79,6 +80,7 @@ class ScriptParts:
     dataset: Any
     state: Mapping[str, Any]
     collate: Callable[[list[Any]], Any] | None
+    sample_weights: Any
     names: Mapping[int, str]
     trained: Sequence[nn.Module]
 
@@ -114,6 +116,9 @@ class OwnLoop(Task):
 
     def build_dataset(self, split: str) -> Any:
         return self._parts.dataset if split == "train" else None
+
+    def sample_weights(self, dataset: Any) -> Any:
+        return self._parts.sample_weights
 
     def build_optimizer(self, model: nn.Module) -> Mapping[str, Optimizer]:
         parts, placed = self._parts, dict(model.named_parameters())
@@ -188,6 +193,7 @@ def _as_parts(
     dataset: Any,
     state: Mapping[str, Any],
     collate: Callable[[list[Any]], Any] | None,
+    sample_weights: Any,
 ) -> ScriptParts:
     """Put the parts together.
 
@@ -198,7 +204,7 @@ def _as_parts(
     if isinstance(dataset, DataLoader):
         raise TaskError(
             "the run reads the samples itself, in an order that continues exactly: give it the loader's dataset, and "
-            "collate= if the loader has a collate_fn of its own."
+            "collate= and sample_weights= if the loader has a collate_fn or a WeightedRandomSampler."
         )
     if not isinstance(optimizer, Optimizer | Mapping):
         raise TaskError(f"optimizer is a {type(optimizer).__name__}; give one optimizer, or several by name in a dict.")
@@ -220,7 +226,7 @@ def _as_parts(
                 "cannot save it."
             )
     trained = [each for each in ([model] if isinstance(model, nn.Module) else model.values()) if each.training]
-    return ScriptParts(module, optimizers, dataset, dict(state), collate, names, trained)
+    return ScriptParts(module, optimizers, dataset, dict(state), collate, sample_weights, names, trained)
 
 
 # --- A step, as the script sees it ---
@@ -435,6 +441,7 @@ class Run:
         state: by name, all else that a resumed run needs, with ``state_dict`` and ``load_state_dict``, such as
             schedulers. Equal on all ranks.
         collate: turns a list of samples into a batch; by default ``torch.utils.data.default_collate``.
+        sample_weights: by which samples are drawn, as :meth:`paceline.Task.sample_weights` returns them.
         quiet: show nothing on the terminal.
         options: those of ``paceline train``, such as ``microbatches=12, seed=0, strategy="fsdp"``. ``num_workers`` is 0
             unless it is given, and then the loop has to be under ``if __name__ == "__main__":``.
@@ -456,12 +463,13 @@ class Run:
         global_batch_size: int,
         state: Mapping[str, Any] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        sample_weights: Any = None,
         quiet: bool = False,
         **options: Any,
     ) -> None:
         _refuse_options(options)
         self.result: Result | None = None
-        self._parts = _as_parts(model, optimizer, dataset, state or {}, collate)
+        self._parts = _as_parts(model, optimizer, dataset, state or {}, collate, sample_weights)
         self._options = {**options, "global_batch_size": global_batch_size, "run_dir": str(directory)}
         self._quiet = quiet
         config = config_from_mapping({**self._options, "task": OWN_LOOP}, "Run()")  # a mistake is named here

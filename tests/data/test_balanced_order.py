@@ -14,11 +14,10 @@ from paceline.data.balanced_order import (
     assign_by_length,
     balance_order,
     check_lengths,
-    require_same_lengths,
-    save_lengths,
-    with_saved_lengths,
 )
 from paceline.data.order import DeterministicSampler
+from paceline.data.saved_order import require_same_order, restore_order, save_order
+from paceline.runs.directory import RunDirectory
 
 SIZES = np.random.default_rng(3).lognormal(4, 1, 1003).astype(np.int64) + 1
 PLAIN = DeterministicSampler(num_samples=1003, global_batch_size=50, num_microbatches=7, seed=4)
@@ -76,21 +75,22 @@ def test_sizes_that_are_none_are_refused(values: list[int], message: str) -> Non
 
 
 def test_sizes_are_kept_for_whoever_recomputes_the_order(tmp_path: Path) -> None:
-    path, order = tmp_path / "sizes.npy", balance_order(PLAIN, SIZES)
-    save_lengths(path, PLAIN)
+    run, order = RunDirectory(tmp_path), balance_order(PLAIN, SIZES)
+    path = run.sample_lengths
+    save_order(run, PLAIN)
     assert not path.exists()
-    assert with_saved_lengths(PLAIN, path) is PLAIN
-    save_lengths(path, order)
-    again = with_saved_lengths(PLAIN, path)
+    assert restore_order(PLAIN, run) is PLAIN
+    save_order(run, order)
+    again = restore_order(PLAIN, run)
     assert isinstance(again, BalancedOrder)
     assert np.array_equal(again.indices(0, 0, 1003), order.indices(0, 0, 1003))
-    require_same_lengths(order, path)
+    require_same_order(order, run)
     for other in (PLAIN, balance_order(PLAIN, SIZES + 1)):
         with pytest.raises(RunDirectoryError, match="sample_lengths differ from those in"):
-            require_same_lengths(other, path)
+            require_same_order(other, run)
     np.save(path, SIZES[:5])
     with pytest.raises(RunDirectoryError, match="must contain the lengths of 1003 samples"):
-        with_saved_lengths(PLAIN, path)
+        restore_order(PLAIN, run)
     path.write_bytes(b"no array")
     with pytest.raises(RunDirectoryError, match="cannot be read"):
-        with_saved_lengths(PLAIN, path)
+        restore_order(PLAIN, run)

@@ -108,12 +108,14 @@ class Lines(Text):
 
     Attributes:
         balanced: whether it says how long they are.
+        weighted: whether long lines are drawn more often.
         num: lines.
     """
 
     dropout: float = 0.0
     context: int = 120
     balanced: bool = True
+    weighted: bool = False
     num: int = 64
 
     def build_dataset(self, split: str) -> Any:
@@ -125,6 +127,9 @@ class Lines(Text):
 
     def sample_lengths(self, dataset: list[torch.Tensor]) -> list[int] | None:
         return [len(line) - 1 for line in dataset] if self.balanced else None
+
+    def sample_weights(self, dataset: list[torch.Tensor]) -> list[float] | None:
+        return [len(line) ** 0.5 for line in dataset] if self.weighted else None
 
     def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
         padded = torch.full((len(samples), max(map(len, samples))), -1)

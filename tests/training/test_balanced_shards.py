@@ -8,24 +8,25 @@ import numpy as np
 import pytest
 
 from paceline.data.audit import audit
-from paceline.data.balanced_order import with_saved_lengths
 from paceline.data.ledger import read_ledger
+from paceline.data.saved_order import restore_order
 from paceline.runs.directory import RunDirectory
 
 OPTIONS = {"max_steps": 5, "global_batch_size": 24, "log_every": 1}
 LINES = {"task": "Lines", "options": OPTIONS}
 AS_THEY_COME = {**LINES, "fields": {"balanced": False}}
+WEIGHTED = {**LINES, "fields": {"weighted": True}}
 
 
 @pytest.fixture(scope="module")
 def alone(start_trainings: Any) -> Any:
-    return start_trainings({"lines": LINES, "as-they-come": AS_THEY_COME})
+    return start_trainings({"lines": LINES, "as-they-come": AS_THEY_COME, "weighted": WEIGHTED})
 
 
 @pytest.fixture(scope="module")
 def staged(start_trainings: Any) -> Any:
     options = {**OPTIONS, "strategy": "pp", "pp_split": "equal"}
-    return start_trainings({"lines": {**LINES, "options": options}}, ranks=2)
+    return start_trainings({"lines": {**LINES, "options": options}, "weighted": WEIGHTED}, ranks=2)
 
 
 def test_a_pipeline_has_the_bits_of_one_process(alone: Any, staged: Any) -> None:
@@ -46,7 +47,7 @@ def test_micro_batches_have_about_as_many_bytes(alone: Any) -> None:
     alone.results()
     run = RunDirectory(alone.run("lines"))
     plain = read_ledger(run.ledger).order
-    order = with_saved_lengths(plain, run.sample_lengths)
+    order = restore_order(plain, run)
     sizes = np.load(run.sample_lengths, allow_pickle=False)
     assert plain is not None
     assert order is not None
@@ -71,3 +72,14 @@ def test_the_audit_knows_which_samples_a_microbatch_had(alone: Any, staged: Any)
         run.sample_lengths.unlink()
         assert "read other samples" in audit(run).verdict
         run.sample_lengths.write_bytes(kept)
+
+
+def test_weights_draw_the_same_samples_on_two_ranks_also_with_balanced_lengths(alone: Any, staged: Any) -> None:
+    assert staged["weighted"]["model_sha256"] == alone["weighted"]["model_sha256"] != alone["lines"]["model_sha256"]
+    for worlds in (alone, staged):
+        run = RunDirectory(worlds.run("weighted"))
+        report = audit(run)
+        assert (report.clean, [epoch.repeated for epoch in report.epochs]) == (True, [0, 0])
+        assert "every weighted draw of 1 epoch and" in report.verdict
+        run.sample_weights.unlink()
+        assert "read other samples" in audit(run).verdict

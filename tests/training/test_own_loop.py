@@ -121,6 +121,9 @@ Path(f"{options['directory']}.told-{os.environ.get('RANK', 0)}").write_text(json
 """
 
 
+WEIGHTS = [float(number % 3) for number in range(150)]  # a third of the samples is never drawn
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     (tmp_path / "parts.py").write_text(PARTS)
@@ -179,18 +182,19 @@ def test_a_killed_loop_continues_on_another_number_of_ranks(
     run_processes: Processes, script: Path, tmp_path: Path
 ) -> None:
     def run(ranks: int, name: str) -> list[dict[str, Any]]:
-        return told_by(run_processes.start(command(script, ranks, directory=name)), run_processes, tmp_path / name)
+        started = run_processes.start(command(script, ranks, directory=name, sample_weights=WEIGHTS))
+        return told_by(started, run_processes, tmp_path / name)
 
     (whole,) = run(1, "whole")
-    killed = run_processes.run(command(script, 2, directory="run", kill_at=9))
+    killed = run_processes.run(command(script, 2, directory="run", sample_weights=WEIGHTS, kill_at=9))
     assert killed.returncode != 0
-    asked = run_processes.run(command(script, 1, directory="run", ask_at=13))
+    asked = run_processes.run(command(script, 1, directory="run", sample_weights=WEIGHTS, ask_at=13))
     assert asked.returncode == 75, asked.stderr
     assert '"stopped"' in (tmp_path / "run/events.jsonl").read_text()
     resumed = run(3, "run")
     assert {of_rank["sha256"] for of_rank in resumed} == {whole["sha256"]}
     assert resumed[0]["measured"] == whole["measured"][-2:]
-    assert "Clean: every sample of 3 epochs seen exactly once" in run_processes.paceline("audit", "run").stdout
+    assert "Clean: every weighted draw of 3 epochs made exactly once" in run_processes.paceline("audit", "run").stdout
     (again,) = run(1, "run")
     assert again["drawn"] == []  # nothing is left to train, and the script has the trained model
     assert again["measured"] == whole["measured"][-1:]
@@ -264,6 +268,17 @@ def test_break_and_errors_leave_a_run_that_continues(tmp_path: Path) -> None:
     assert again.result is not None
     assert again.result.model_sha256 == whole.result.model_sha256
     assert torch.equal(fresh.weight, saved_model(tmp_path / "run")["weight"])
+
+
+def test_a_run_does_not_continue_with_other_weights(tmp_path: Path) -> None:
+    for weights in ([1.0, 2.0] * 24, [2.0, 1.0] * 24):
+        model = linear()
+        with start(tmp_path / "run", model, SGD(model.parameters(), 0.1), sample_weights=weights) as run:
+            if weights[0] == 1.0:
+                next(run.steps(max_steps=2))
+            else:
+                with pytest.raises(paceline.RunDirectoryError, match="sample_weights differ from those in"):
+                    next(run.steps(max_steps=2))
 
 
 def test_a_step_without_an_update_counts_its_samples(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import paceline
 import paceline_lightning
@@ -282,12 +282,23 @@ def test_several_optimizers_are_refused(lit: Any) -> None:
 
 
 def test_a_sampler_is_refused(lit: Any) -> None:
+    class OfHalf(lit.Points):  # type: ignore[name-defined, misc]
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(self.splits["train"], sampler=SubsetRandomSampler(range(50)))
+
+    with pytest.raises(paceline.DataError, match=r"OfHalf\.train_dataloader has a SubsetRandomSampler.*sample_weights"):
+        variant(lit, data=OfHalf).build_dataset("train")
+
+
+def test_a_weighted_sampler_gives_its_weights(lit: Any) -> None:
+    sampler = WeightedRandomSampler([1.0] * 107, 80)
+
     class Weighted(lit.Points):  # type: ignore[name-defined, misc]
         def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(self.splits["train"], sampler=WeightedRandomSampler([1.0] * 107, 107))
+            return DataLoader(self.splits["train"], sampler=sampler)
 
-    with pytest.raises(paceline.DataError, match=r"Weighted\.train_dataloader has a WeightedRandomSampler"):
-        variant(lit, data=Weighted).build_dataset("train")
+    task = variant(lit, data=Weighted)
+    assert task.sample_weights(task.build_dataset("train")) is sampler
 
 
 def test_a_sampler_of_some_samples_is_refused(lit: Any) -> None:

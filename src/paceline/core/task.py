@@ -192,6 +192,15 @@ class Task:
         """
         return None
 
+    def sample_weights(self, dataset: Any) -> Any:
+        """Return the weight of each training sample, or None if an epoch has each sample once.
+
+        Finite numbers of at least 0, in the dataset's order: a tensor, array or list. An epoch is then as many draws as
+        there are samples, with replacement. A ``torch.utils.data.WeightedRandomSampler`` also says how many draws, and
+        whether with replacement; its generator is not used. ``dataset`` is that of :meth:`sample_lengths`.
+        """
+        return None
+
     def collate(self, samples: list[Any]) -> Any:
         """Turn a list of samples into a batch; the default is ``torch.utils.data.default_collate``."""
         from torch.utils.data import default_collate

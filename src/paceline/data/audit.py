@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import RunDirectoryError
 from paceline.core.files import parse_json, read_document
-from paceline.data.balanced_order import with_saved_lengths
 from paceline.data.ledger import LedgerEntry, read_ledger
 from paceline.data.order import DeterministicSampler
+from paceline.data.saved_order import restore_order
 
 if TYPE_CHECKING:
     from paceline.runs.directory import RunDirectory
@@ -137,7 +137,7 @@ class OrderedEpochAuditor(EpochAuditor):
             self._sequence.misplaced.add(entry.step)
             for start in range(entry.start, min(entry.stop, self._order.num_samples), _CHUNK):
                 stop = min(start + _CHUNK, entry.stop, self._order.num_samples)
-                self._seen.mark(self._order.indices(self.epoch, start, stop))
+                self._mark(start, stop, self._order.indices(self.epoch, start, stop))
             return
         self._sequence.take(entry.step, in_turn=in_turn)
         self._end = max(self._end, entry.stop)
@@ -164,6 +164,10 @@ class OrderedEpochAuditor(EpochAuditor):
             mismatches=self._mismatches,
         )
 
+    def _mark(self, start: int, stop: int, numbers: NDArray[np.int64]) -> None:
+        """Mark positions and the samples there; a draw by weights is its position, since samples recur."""
+        self._seen.mark(np.arange(start, stop, dtype=np.int64) if self._order.is_weighted else numbers)
+
     def _recompute(self) -> None:
         """Mark the samples of the pending, contiguous steps, and compare checksums."""
         pending, self._pending = self._pending, []
@@ -172,7 +176,7 @@ class OrderedEpochAuditor(EpochAuditor):
         start = pending[0].start
         # Checksums are defined on '<i8'; a copy on big-endian machines only.
         numbers = self._order.indices(self.epoch, start, pending[-1].stop).astype("<i8", copy=False)
-        self._seen.mark(numbers)
+        self._mark(start, pending[-1].stop, numbers)
         content = numbers.data
         for entry in pending:
             bounds = self._order.microbatch_bounds(entry.step)
@@ -336,6 +340,7 @@ class AuditReport:
         recomputed_samples: the samples of those steps.
         result_steps: the number of steps in ``result.json``, or None.
         checksums_compared: False for a stream, whose sample numbers cannot be recomputed.
+        is_weighted: the task's weights drew the samples; the counts are of draws, not of different samples.
     """
 
     epochs: tuple[EpochAudit, ...]
@@ -346,6 +351,7 @@ class AuditReport:
     recomputed_samples: int
     result_steps: int | None
     checksums_compared: bool
+    is_weighted: bool
 
     @property
     def steps(self) -> int:
@@ -384,10 +390,11 @@ class AuditReport:
             )
         last = self.epochs[-1]
         whole = len(self.epochs) - (1 if last.not_yet else 0)
-        parts = [f"every sample of {whole} epoch{'s' if whole > 1 else ''}"] if whole else []
+        what, done = ("weighted draw", "made") if self.is_weighted else ("sample", "seen")
+        parts = [f"every {what} of {whole} epoch{'s' if whole > 1 else ''}"] if whole else []
         if last.not_yet:
-            parts.append(f"{last.once:,} of the {last.num_samples:,} samples of epoch {last.epoch}")
-        return f"Clean{' so far' if last.not_yet else ''}: {' and '.join(parts)} seen exactly once."
+            parts.append(f"{last.once:,} of the {last.num_samples:,} {what}s of epoch {last.epoch}")
+        return f"Clean{' so far' if last.not_yet else ''}: {' and '.join(parts)} {done} exactly once."
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON types."""
@@ -405,7 +412,8 @@ def audit(run: RunDirectory) -> AuditReport:
     # Read before the ledger, because an active run writes the ledger first and the result last.
     result_steps = _result_steps(run)
     ledger = read_ledger(run.ledger)
-    lineage = _LineageAuditor(with_saved_lengths(ledger.order, run.sample_lengths))
+    order = restore_order(ledger.order, run)
+    lineage = _LineageAuditor(order)
     recomputed_steps = recomputed_samples = 0
     for entry, final in ledger.entries():
         if final:
@@ -421,7 +429,8 @@ def audit(run: RunDirectory) -> AuditReport:
         recomputed_steps=recomputed_steps,
         recomputed_samples=recomputed_samples,
         result_steps=result_steps,
-        checksums_compared=ledger.order is not None,
+        checksums_compared=order is not None,
+        is_weighted=order is not None and order.is_weighted,
     )
 
 

@@ -8,17 +8,14 @@ first, each to the shortest micro-batch that has capacity left. (Graham, "Bounds
 from __future__ import annotations
 
 import heapq
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import DataError, RunDirectoryError
-from paceline.core.files import write_atomically
+from paceline.core.errors import DataError
 from paceline.data.order import DeterministicSampler
 
 
@@ -27,11 +24,21 @@ class BalancedOrder(DeterministicSampler):
     """A ``DeterministicSampler`` that assigns each step's samples to its micro-batches by length.
 
     Attributes:
-        lengths: the length of each sample, by its number, int64 (num_samples,).
+        order: which samples a step has.
+        lengths: the length of each sample, by its number, int64 (order.dataset_size,).
     """
 
+    order: DeterministicSampler = field(kw_only=True, repr=False)
     lengths: NDArray[np.int64] = field(kw_only=True, repr=False)
     _assigned: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def dataset_size(self) -> int:
+        return self.order.dataset_size
+
+    @property
+    def is_weighted(self) -> bool:
+        return self.order.is_weighted
 
     def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         if not 0 <= start <= stop <= self.num_samples:
@@ -51,7 +58,7 @@ class BalancedOrder(DeterministicSampler):
         assigned = self._assigned.get((epoch, step))
         if assigned is None:
             start, stop = self.batch_range(step)
-            numbers = super().indices(epoch, start, stop)
+            numbers = self.order.indices(epoch, start, stop)
             capacities = [high - low for low, high in self.microbatch_bounds(step)]
             assigned = numbers[assign_by_length(self.lengths[numbers], capacities)]
             self._assigned.clear()
@@ -81,7 +88,8 @@ def assign_by_length(lengths: NDArray[np.int64], capacities: list[int]) -> NDArr
 
 def balance_order(order: DeterministicSampler, lengths: NDArray[np.int64]) -> BalancedOrder:
     """Return the same order, balanced by these lengths."""
-    return BalancedOrder(**{f.name: getattr(order, f.name) for f in fields(DeterministicSampler)}, lengths=lengths)
+    values = {f.name: getattr(order, f.name) for f in fields(DeterministicSampler)}
+    return BalancedOrder(**values, order=order, lengths=lengths)
 
 
 def check_lengths(values: Iterable[Any], num_samples: int, task: str) -> NDArray[np.int64]:
@@ -100,53 +108,3 @@ def check_lengths(values: Iterable[Any], num_samples: int, task: str) -> NDArray
             f"samples, but returned {lengths.dtype} of shape {lengths.shape}. Count tokens, pixels or points."
         )
     return lengths.astype(np.int64)
-
-
-def save_lengths(path: Path, order: DeterministicSampler | None) -> None:
-    """Save the lengths of a balanced order, so that others can recompute it; remove the file for other orders."""
-    if not isinstance(order, BalancedOrder):
-        path.unlink(missing_ok=True)
-        return
-    content = io.BytesIO()
-    np.save(content, order.lengths, allow_pickle=False)
-    write_atomically(path, content.getvalue())
-
-
-def with_saved_lengths(order: DeterministicSampler | None, path: Path) -> DeterministicSampler | None:
-    """Return an order balanced by the saved lengths, if there are any.
-
-    Raises:
-        RunDirectoryError: the file does not fit the order.
-    """
-    if order is None or not path.exists():
-        return order
-    try:
-        lengths = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise RunDirectoryError(f"{path} cannot be read: {error}") from error
-    if lengths.shape != (order.num_samples,) or lengths.dtype != np.int64:
-        raise RunDirectoryError(
-            f"{path} must contain the lengths of {order.num_samples} samples, int64, but contains {lengths.dtype} of "
-            f"shape {lengths.shape}."
-        )
-    return balance_order(order, lengths)
-
-
-def require_same_lengths(order: DeterministicSampler | None, path: Path) -> None:
-    """Reject sample lengths other than those with which the run was created.
-
-    Raises:
-        RunDirectoryError: they differ.
-    """
-    saved_order = with_saved_lengths(order, path)
-    lengths = order.lengths if isinstance(order, BalancedOrder) else None
-    saved = saved_order.lengths if isinstance(saved_order, BalancedOrder) and path.exists() else None
-    if lengths is None or saved is None:
-        same = lengths is saved
-    else:
-        same = np.array_equal(lengths, saved)
-    if not same:
-        raise RunDirectoryError(
-            f"the task's sample_lengths differ from those in {path}, with which the run was created, so its "
-            "micro-batches would have other samples. Restore the task, or start a new run with another --run-dir DIR."
-        )

@@ -167,8 +167,9 @@ class SampleLoader:
                     if not self._checking and time.monotonic() >= self._next_check:
                         self._checking = True
                         reference = self._rows(_reference_numbers(self._order))
-                        yield CheckRequest(e, numbers[:MOST_SAMPLES], rows[:MOST_SAMPLES], reference)
-                    yield ReadRequest(e, numbers, rows)
+                        yield CheckRequest(e, numbers[:MOST_SAMPLES], rows[:MOST_SAMPLES], None, reference)
+                    draws = np.arange(start, stop, dtype=np.int64) if self._order.is_weighted else None
+                    yield ReadRequest(e, numbers, rows, draws)
 
     def _take_check(self, check: SampleCheck) -> None:
         self.checked = check
@@ -177,7 +178,7 @@ class SampleLoader:
 
 
 def _reference_numbers(order: DeterministicSampler) -> Indices:
-    return np.array(sorted({0, order.num_samples // 2}), dtype=np.int64)
+    return np.array(sorted({0, order.dataset_size // 2}), dtype=np.int64)
 
 
 def build_loader(
@@ -196,7 +197,7 @@ def build_loader(
 
     Args:
         dataset: a ``TensorDataset``, or anything with ``__len__`` and ``__getitem__``.
-        order: the samples of each micro-batch; its ``num_samples`` is the split's length.
+        order: the samples of each micro-batch; its ``dataset_size`` is the split's length.
         seed: keys the randomness inside ``__getitem__``.
         device: the device of the batches.
         workers: worker processes; 0 loads in this one. Tensors need none.
@@ -209,10 +210,10 @@ def build_loader(
         DataError: the dataset is not map-style, or its length is not the order's.
     """
     num_samples = dataset_length(dataset, split) if index_map is None else len(index_map)
-    if num_samples != order.num_samples:
+    if num_samples != order.dataset_size:
         raise DataError(
             f"the {split} dataset has {num_samples} samples, but this run was created with "
-            f"{order.num_samples}. Restore the dataset, or start a new run with another --run-dir DIR."
+            f"{order.dataset_size}. Restore the dataset, or start a new run with another --run-dir DIR."
         )
     if is_tensor_backed(dataset, collate):
         return TensorLoader(dataset, order, device=device, index_map=index_map)
@@ -339,7 +340,7 @@ class EvalBatches:
 
     def _read_samples(self, source: SampleSource, batches: Sequence[int]) -> Iterator[MicroBatch]:
         numbers_of = (self._numbers(index) for index in batches)
-        source.start((ReadRequest(0, n, self._rows(n)) for n in numbers_of), ahead=2)
+        source.start((ReadRequest(0, n, self._rows(n), None) for n in numbers_of), ahead=2)
         for index in batches:
             request, batch = source.next()
             yield MicroBatch(index, batch, len(request.numbers), checksum(request.numbers))

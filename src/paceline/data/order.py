@@ -158,7 +158,8 @@ class Permutation:
 # is a range of positions in it; a micro-batch is a part of that range. The values never change across versions.
 
 
-# Domains of the keys, so that no two uses of one seed share a key; data/train_val_split.py has 3.
+# Domains of the keys, so that no two uses of one seed share a key; data/train_val_split.py has 3,
+# data/weighted_order.py 4 and 5.
 _EPOCH, _SHORT_WINDOW = 1, 2
 
 _BY_SAMPLE = Shuffle(window=1)
@@ -225,6 +226,16 @@ class DeterministicSampler:
             )
         if self.num_samples > MAX_SIZE:
             raise DataError(f"the training data claims {self.num_samples} samples; the maximum is 2**62.")
+
+    @property
+    def dataset_size(self) -> int:
+        """The samples of the dataset, of which :meth:`indices` gives the numbers."""
+        return self.num_samples
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether samples are drawn by weights, so that a sample may occur several times, or never."""
+        return False
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:

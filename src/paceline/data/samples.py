@@ -230,11 +230,13 @@ class ReadRequest:
         epoch: keys the randomness.
         numbers: the samples' numbers within the split, for the ledger.
         rows: their numbers in the dataset.
+        draws: their positions in the epoch, which key the randomness as well; None where a sample occurs once.
     """
 
     epoch: int
     numbers: Indices
     rows: Indices
+    draws: Indices | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,15 +278,16 @@ class SampleReader:
         if isinstance(request, CheckRequest):
             return self._check(request)
         rows = request.rows.tolist()
+        keys = [(row,) for row in rows] if request.draws is None else [*zip(rows, request.draws.tolist(), strict=True)]
         samples: list[Any] = []
         try:
             self._set_epoch(request.epoch)
             if self._batched:
-                seed_everything(derive_key(self._seed, _SAMPLE, request.epoch, rows[0]))
+                seed_everything(derive_key(self._seed, _SAMPLE, request.epoch, *keys[0]))
                 samples = list(self._dataset.__getitems__(rows))
             else:
-                for row in rows:
-                    seed_everything(derive_key(self._seed, _SAMPLE, request.epoch, row))
+                for row, key in zip(rows, keys, strict=True):
+                    seed_everything(derive_key(self._seed, _SAMPLE, request.epoch, *key))
                     samples.append(self._dataset[row])
         except Exception as error:
             which = _span(rows) if self._batched else f"sample {rows[len(samples)]}"

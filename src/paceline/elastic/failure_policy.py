@@ -16,8 +16,8 @@ from paceline.core.errors import (
     SilentDataCorruptionError,
 )
 from paceline.core.signals import WORKER_STOP_SIGNALS
-from paceline.data.balanced_order import with_saved_lengths
 from paceline.data.ledger import read_ledger
+from paceline.data.saved_order import restore_order
 from paceline.elastic.group_planner import WorkerGroup
 from paceline.elastic.node import Ended
 from paceline.parallel.reduction_tree import ReductionPlan
@@ -65,7 +65,7 @@ def _samples(directory: RunDirectory, steps: int, rank: int, ranks: int) -> str:
     """Describe the samples of a rank in the step after ``steps``, as far as the run's files contain them."""
     try:
         config = directory.read_manifest()["config"]
-        order = with_saved_lengths(read_ledger(directory.ledger).order, directory.sample_lengths)
+        order = restore_order(read_ledger(directory.ledger).order, directory)
         return of_rank(config, order, steps, rank, ranks)
     except (RunDirectoryError, KeyError, TypeError, ValueError, IndexError):
         # This extra information must not hide why the job ends.

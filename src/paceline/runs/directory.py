@@ -86,6 +86,8 @@ class RunDirectory:
     ledger = RelativePath("ledger")
     sample_lengths = RelativePath("sample-sizes.npy")
     """The lengths by which micro-batches are balanced, if the task returns any."""
+    sample_weights = RelativePath("sample-weights.npy")
+    """The weights by which samples are drawn, if the task returns any."""
     checkpoints = RelativePath("checkpoints")
     initial = RelativePath("initial.safetensors")
     """The initial weights of a fine-tuned run."""
@@ -184,7 +186,7 @@ class RunDirectory:
     def _require_regular_files(self) -> None:
         """Refuse a directory in which another kind of file has a name of the run's: opening a pipe would hang."""
         files = (self.manifest, self.metrics, self.result, self.lock, self.agent, self.agents)
-        names = {path.name for path in (*files, self.sample_lengths, self.initial)}
+        names = {path.name for path in (*files, self.sample_lengths, self.sample_weights, self.initial)}
         # Listed, because a network file system takes a moment for each name that is looked up.
         with os.scandir(self.path) as entries:
             found = [entry for entry in entries if entry.name in names or is_event_file(entry.name)]

@@ -89,7 +89,7 @@ def fork_run(
         for path in sorted(kept):
             copy(path, draft.checkpoints, run=run)
         copy_until(source.ledger, draft.ledger, fork.version)
-        for path in (source.metrics, source.initial, source.sample_lengths):
+        for path in (source.metrics, source.initial, source.sample_lengths, source.sample_weights):
             with suppress(FileNotFoundError):
                 shutil.copyfile(path, draft.path / path.name)
         keep_until(draft.metrics, fork.step)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.utils.data import WeightedRandomSampler
 
 from paceline.core.config import ResolvedConfig, RunConfig
 from paceline.core.errors import ConfigError, DataError
@@ -14,6 +15,7 @@ from paceline.data.balanced_order import balance_order, check_lengths
 from paceline.data.order import DeterministicSampler
 from paceline.data.stream import ShardedStream, as_stream
 from paceline.data.train_val_split import TrainValSplit, split_train_val
+from paceline.data.weighted_order import check_weights, weigh_order
 from paceline.parallel.options import PipelineOptions
 from paceline.training.reproducibility import build_split
 
@@ -116,6 +118,8 @@ def set_up_data(config: ResolvedConfig, task: Task) -> DataSetup:
     if stream is not None:
         if config.data.val_fraction is not None:
             raise ConfigError("--val-fraction needs a dataset with a length; a stream has none.")
+        if task.sample_weights(train) is not None:
+            raise DataError(f"{type(task).__name__}.sample_weights needs a dataset with a length; a stream has none.")
         if "pp" in config.strategies and config[PipelineOptions].pp_schedule == "pipedream":
             raise ConfigError(
                 "--pp-schedule pipedream reads one step ahead, which a stream cannot without knowing that "
@@ -142,12 +146,20 @@ def set_up_data(config: ResolvedConfig, task: Task) -> DataSetup:
         task.min_microbatch_size,
         config.data.shuffle,
     )
+    numbers = slice(None) if train_val_split is None else train_val_split.train(np.arange(num_samples))
+    given = task.sample_weights(train)
+    if given is not None:
+        sampler = given if isinstance(given, WeightedRandomSampler) else None
+        weights = check_weights(given if sampler is None else sampler.weights, len(train), type(task).__name__)
+        order = weigh_order(
+            order,
+            weights[numbers],
+            replacement=sampler is None or sampler.replacement,
+            num_samples=num_samples if sampler is None else sampler.num_samples,
+        )
     sizes = task.sample_lengths(train)
     if sizes is not None:
-        known = check_lengths(sizes, len(train), type(task).__name__)
-        order = balance_order(
-            order, known if train_val_split is None else known[train_val_split.train(np.arange(num_samples))]
-        )
+        order = balance_order(order, check_lengths(sizes, len(train), type(task).__name__)[numbers])
     total_steps = config.training.max_steps
     if total_steps is None:
         assert config.training.epochs is not None

@@ -26,7 +26,7 @@ from paceline.core.task_loading import (
     recorded_spec,
     task_fields,
 )
-from paceline.data.balanced_order import require_same_lengths, save_lengths
+from paceline.data.saved_order import require_same_order, save_order
 from paceline.parallel.strategy_selection import choose_strategy
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import has_tensorboard
@@ -122,7 +122,7 @@ def setup_run(
         trial_scheduler=job.trial_scheduler,
     )
     if manifest is not None:
-        require_same_lengths(run.data.order, directory.sample_lengths)
+        require_same_order(run.data.order, directory)
     return run, notes
 
 
@@ -151,7 +151,7 @@ def create(run: RunContext, run_id: str, initial: InitialWeights | None) -> None
     document = {"id": run_id, **_manifest(run.config, run.task, run.data, run.device)}
     if initial is not None:
         document["parent"] = initial.save_copy(run.directory)
-    save_lengths(run.directory.sample_lengths, run.data.order)
+    save_order(run.directory, run.data.order)
     run.directory.write_manifest(document)
     run.manifest.update(document)
     run.directory.append_event("created", task=run.task_name)

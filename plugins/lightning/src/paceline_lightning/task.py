@@ -19,7 +19,14 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from paceline.core.errors import DataError, TaskError
 from paceline.core.task import BatchInfo, Defaults, Loss, RunSchedule, Task
@@ -41,6 +48,7 @@ class LoadedData:
 
     Attributes:
         collate: a list of samples -> a batch; the same for all splits.
+        sample_weights: the training loader's sampler, if it draws by weights.
 
     Raises:
         DataError: a loader does what Paceline cannot keep.
@@ -61,6 +69,7 @@ class LoadedData:
             )
         self.collate = train.collate_fn
         self.batch_size = int(train.batch_size or 1)
+        self.sample_weights = train.sampler if isinstance(train.sampler, WeightedRandomSampler) else None
         self._datasets: dict[str, Any] = {"train": train.dataset}
 
     def dataset(self, split: str) -> Any:
@@ -93,22 +102,23 @@ class LoadedData:
                 f"{where} returned a {type(loader).__name__}; it must be one torch DataLoader. Several "
                 "validation sets need a task of their own: write a paceline.Task."
             )
-        _check(loader, where)
+        _check(loader, where, weighted=split == "train")
         return loader
 
 
-def _check(loader: DataLoader[Any], where: str) -> None:
+def _check(loader: DataLoader[Any], where: str, *, weighted: bool) -> None:
     if loader.batch_size is None and loader.batch_sampler is None:
         raise DataError(f"{where} has batch_size=None; Paceline makes the batches itself. Return single samples.")
     if isinstance(loader.dataset, IterableDataset):
         return
     samplers = (loader.sampler, loader.batch_sampler)
-    for sampler, known in zip(samplers, ((RandomSampler, SequentialSampler), (BatchSampler,)), strict=True):
+    orders = (RandomSampler, SequentialSampler, *((WeightedRandomSampler,) if weighted else ()))
+    for sampler, known in zip(samplers, (orders, (BatchSampler,)), strict=True):
         if type(sampler) not in known:
             raise DataError(
                 f"{where} has a {type(sampler).__name__}; which samples a step sees is Paceline's to "
                 "decide, so that it is the same for any number of processes. Leave it out (--shuffle none "
-                "keeps the dataset's own order)."
+                "keeps the dataset's own order), or return weights from the task's sample_weights()."
             )
     drawn = loader.sampler
     if not isinstance(drawn, RandomSampler):
@@ -180,6 +190,9 @@ class LightningTask(Task):
 
     def build_dataset(self, split: str) -> Any:
         return self._loaded().dataset(split)
+
+    def sample_weights(self, dataset: Any) -> Any:
+        return self._loaded().sample_weights
 
     def build_model(self) -> nn.Module:
         self._loaded()  # a module's setup() may read the data
