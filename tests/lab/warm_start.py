@@ -469,11 +469,12 @@ class _Server:
                     os.setsid()
                 elif start.group >= 0:
                     os.setpgid(0, start.group)
-                _set_name(Path(start.argv[0]).name)
-                self._channel.send(str(pid).encode())
                 starts_none = program.kind == "module" and program.name in START_NONE
                 template = None if starts_none else self._divide(start)
                 if starts_none or template is not None:
+                    # Its template keeps the name by which tests leave it out of the children of this process.
+                    _set_name(Path(start.argv[0]).name)
+                    self._channel.send(str(pid).encode())
                     self._become(start, descriptors, template)
                     return program, start.blocked
             for descriptor in descriptors:
@@ -512,10 +513,8 @@ class _Server:
     def _divide(self, start: _Start) -> Template | None:
         """Fork a template for this new process, and return it; in the template itself, None."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        starter, name = os.getpid(), Path(start.argv[0]).name
-        _set_name(_TEMPLATE)  # before the fork, since a test may list the children of this process
+        starter = os.getpid()
         if os.fork():
-            _set_name(name)
             theirs.close()
             return Template(ours, start.env)
         ours.close()
