@@ -1,7 +1,11 @@
-"""The scripts of others that docs/own-loop-scripts.md moves to ``paceline.Run``: few lines, and one hash."""
+"""How many lines of a script change for ``paceline.Run``, beside other libraries, and that its hash is one.
+
+The scripts of others are in docs/own-loop-scripts.md; a script for Accelerate and Fabric is in ``own_loop_peers``.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import pickle
 import re
@@ -73,6 +77,33 @@ def prepare_mnist(directory: Path) -> list[str]:
     for name, text in TORCHVISION.items():
         (package / name).write_text(text)
     return ["--batch-size", "12", "--epochs", "2", "--log-interval", "4"]
+
+
+def test_the_lines_that_change_are_counted() -> None:
+    page = (ROOT / "docs/own-loop.md").read_text()
+    (diff,) = re.findall(r"^```diff title=\"plain.py script.py\"\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    before = [line[1:] for line in diff.splitlines() if not line.startswith("+")]
+    scripts = {"Paceline": [line[1:] for line in diff.splitlines() if not line.startswith("-")]}
+    for name in ("Accelerate", "Fabric"):
+        scripts[name] = (Path(__file__).parent / f"own_loop_peers/with_{name.lower()}.py").read_text().splitlines()
+    for name, script in scripts.items():
+        new = [line for line in difflib.ndiff(before, script) if line.startswith("+ ") and line[2:].strip()]
+        assert f"| {name} | {len(new)} |" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["with_accelerate.py", "with_fabric.py"])
+def test_the_scripts_of_other_libraries_train(name: str, tmp_path: Path, run_processes: Processes) -> None:
+    environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = run_processes.run([sys.executable, Path(__file__).parent / "own_loop_peers" / name], env=environment)
+    assert done.returncode == 0, done.stderr
+    assert [line[:7] for line in done.stdout.splitlines() if line.startswith("epoch")] == [
+        "epoch 1",
+        "epoch 2",
+        "epoch 3",
+    ]
+    again = run_processes.run([sys.executable, Path(__file__).parent / "own_loop_peers" / name], env=environment)
+    assert (again.returncode, again.stdout.count("epoch ")) == (0, 0), again.stderr  # it has loaded what it saved
 
 
 @pytest.mark.parametrize(
