@@ -555,7 +555,9 @@ class Run:
         self._world, directory = self._resources.enter_context(join_launched_group(job, environment))
         # Within the loop alone: Python prints an error in it later, on the terminal.
         rank, world_size = self._world.rank, self._world.world_size
-        stack.enter_context(open_rank_log(directory, rank, world_size, quiet=self._quiet))
+        stack.enter_context(
+            open_rank_log(directory, rank, world_size, quiet=self._quiet, log_format=config.records.log_format)
+        )
         groups = FixedGroup(self._world)
         task = OwnLoop(Path(sys.argv[0]).name, self._parts)
         request = RunRequest(

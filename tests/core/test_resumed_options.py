@@ -123,6 +123,7 @@ SAMPLES: dict[str, dict[str, object]] = {
     "keep_checkpoints": {"keep_checkpoints": 5},
     "backup_to": {"backup_to": "/copies"},
     "log_every": {"log_every": 5},
+    "log_format": {"log_format": "json"},
     "log_to": {"log_to": ("wandb",)},
     "profile": {"profile": 3},
 }

@@ -187,6 +187,11 @@ class RecordOptions(OptionGroup):
         "checkpoints resumes from there.",
     )
     log_every: int = _record_option(50, "Steps between two log records.", minimum=1)
+    log_format: Literal["text", "json"] = _record_option(
+        "text",
+        "json: without a terminal, progress, metrics and messages are JSON objects, a line each.",
+        resume="fresh",
+    )
     log_to: tuple[str, ...] = _record_option(
         (),
         "Also log to mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless WANDB_MODE is set.",

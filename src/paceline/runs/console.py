@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from typing import Any, NamedTuple, TextIO, cast
+from typing import Any, Literal, NamedTuple, TextIO, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -19,8 +20,8 @@ from rich.text import Text
 
 from paceline.core.output import Console
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metric_writers import Imbalance
-from paceline.runs.rank_log import Tee, TerminalStream, terminal_and_log
+from paceline.runs.metric_writers import Imbalance, finite
+from paceline.runs.rank_log import Tee, TerminalStream, json_line, terminal_and_log
 
 # --- Rank 0's stderr: a progress bar on terminals, a few plain lines in files and pipes ---
 
@@ -63,9 +64,17 @@ class Terminal:
         total_steps: of the whole run; None if unknown.
         steps_per_epoch: None if epochs have no fixed length.
         quiet: show nothing (the log still gets it).
+        log_format: of lines where there is no terminal.
     """
 
-    def __init__(self, *, total_steps: int | None, steps_per_epoch: int | None, quiet: bool) -> None:
+    def __init__(
+        self,
+        *,
+        total_steps: int | None,
+        steps_per_epoch: int | None,
+        quiet: bool,
+        log_format: Literal["text", "json"] = "text",
+    ) -> None:
         stream, log = terminal_and_log(sys.stderr)
         self._console = Console(file=stream, quiet=quiet, highlight=False)
         # In a notebook rich would show it in the cell, and write nothing into the file.
@@ -80,6 +89,7 @@ class Terminal:
         self._history: deque[tuple[float, ProgressSnapshot]] = deque()
         self._last_line_s = time.monotonic()
         self._drawn_s = 0.0
+        self._is_json = log_format == "json" and not self._console.is_terminal
         has_bar = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
         self._bar = _Bar(self._console, total_steps) if has_bar else None
 
@@ -108,6 +118,20 @@ class Terminal:
             self._bar.show(self._epoch(snapshot.epoch), snapshot.step, self._time_left(snapshot.step), status)
         elif self._line_is_due(snapshot.step, now - self._last_line_s):
             self._last_line_s = now
+            if self._is_json:
+                speed, left_s = self._samples_per_s(), self._seconds_left(snapshot.step)
+                speed = None if speed is None else round(speed, 1)
+                self._print_json(
+                    "progress",
+                    step=snapshot.step,
+                    total_steps=self._total_steps,
+                    epoch=snapshot.epoch,
+                    loss=snapshot.loss,
+                    lr=snapshot.learning_rate,
+                    samples_per_s=speed,
+                    seconds_left=left_s,
+                )
+                return
             parts = [self._position(snapshot.epoch, snapshot.step), f"loss {number(snapshot.loss)}"]
             if snapshot.learning_rate is not None:
                 parts.append(f"lr {number(snapshot.learning_rate)}")
@@ -135,7 +159,20 @@ class Terminal:
         values = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
         self._metrics = f"{split} {values}"
         self.set_status("")
+        if self._is_json:
+            self._print_json("eval", step=step, epoch=epoch, split=split, metrics=dict(metrics))
+            return
         self.print(Text.assemble(f"{self._position(epoch, step)}  ", (self._metrics, "cyan")))
+
+    def finish(self, result: Mapping[str, Any], directory: RunDirectory) -> None:
+        """Print the summary of a finished run, or its result as JSON."""
+        if self._is_json:
+            self._print_json("result", **result)
+        else:
+            self.print(summary(result, directory))
+
+    def _print_json(self, kind: str, **fields: Any) -> None:
+        self._print(Text(json_line(kind, **finite(fields))))
 
     def set_status(self, text: str) -> None:
         """Show the current activity in the bar."""
@@ -145,6 +182,14 @@ class Terminal:
     def print(self, content: RenderableType) -> None:
         """Print above the bar, and into the log."""
         content = Text(content) if isinstance(content, str) else content
+        if self._is_json:
+            lines = Console(file=io.StringIO(), width=100, color_system=None)
+            lines.print(content, soft_wrap=isinstance(content, Text))
+            self._print_json("message", message=cast(io.StringIO, lines.file).getvalue().rstrip("\n"))
+        else:
+            self._print(content)
+
+    def _print(self, content: RenderableType) -> None:
         # The terminal wraps long lines; unbroken ones stay searchable in files.
         is_text = isinstance(content, Text)
         self._console.print(content, soft_wrap=is_text, crop=False)
@@ -173,11 +218,14 @@ class Terminal:
         return (last.samples - first.samples) / seconds if seconds > 0 else None
 
     def _time_left(self, step: int) -> str:
+        seconds = self._seconds_left(step)
+        return "" if seconds is None else f"{duration(seconds)} left"
+
+    def _seconds_left(self, step: int) -> int | None:
         (then, first), (now, last) = self._history[0], self._history[-1]
         if self._total_steps is None or last.step == first.step:
-            return ""
-        seconds = round((now - then) / (last.step - first.step) * max(self._total_steps - step, 0))
-        return f"{duration(seconds)} left"
+            return None
+        return round((now - then) / (last.step - first.step) * max(self._total_steps - step, 0))
 
 
 class _Bar:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.config import configuration
 from paceline.runs.directory import RunDirectory
@@ -55,6 +55,7 @@ class Monitor:
             that no curve has two points for a step.
         log_every: steps between two records.
         quiet: show nothing on the terminal.
+        log_format: of lines where there is no terminal.
         device: the model's device, whose memory and utilisation are reported.
         trackers: builds experiment trackers from the earlier records; called on rank 0 only.
 
@@ -74,6 +75,7 @@ class Monitor:
         first_step: int,
         log_every: int,
         quiet: bool,
+        log_format: Literal["text", "json"] = "text",
         device: object,
         trackers: Callable[[Sequence[Mapping[str, Any]]], Sequence[TrackerWriter]] = lambda earlier: (),
     ) -> None:
@@ -96,7 +98,9 @@ class Monitor:
         # Imported here, because rich takes 0.1 s and only rank 0 needs it.
         from paceline.runs.console import Terminal
 
-        self._terminal = Terminal(total_steps=total_steps, steps_per_epoch=steps_per_epoch, quiet=quiet)
+        self._terminal = Terminal(
+            total_steps=total_steps, steps_per_epoch=steps_per_epoch, quiet=quiet, log_format=log_format
+        )
         kept = keep_until(directory.metrics, first_step)
         self._on_record = {(r.get("split"), r["step"]) for r in kept if r.get("kind") == "eval"}
         self._earlier_s = next((r["seconds"] for r in reversed(kept) if r.get("kind") == "train"), 0.0)
@@ -236,14 +240,12 @@ class Monitor:
     def finish(self, result: Mapping[str, Any]) -> None:
         """Show the run's summary; ``result`` is the content of ``result.json``."""
         if self.rank == 0:
-            from paceline.runs.console import summary
-
             if self._tensorboard is not None:
                 self._tensorboard.finish(result)
             for tracker in self._trackers:
                 tracker.finish(result)
             self._terminal.close()
-            self._terminal.print(summary(result, self._directory))
+            self._terminal.finish(result, self._directory)
 
     def close(self) -> None:
         """Close the progress bar, the files and the heartbeat; a second call does nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 from paceline.core.built_in import PACKAGES
 from paceline.core.errors import DataError, PacelineError
@@ -53,7 +54,9 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 @contextmanager
-def open_rank_log(directory: RunDirectory, rank: int, world_size: int, *, quiet: bool) -> Iterator[None]:
+def open_rank_log(
+    directory: RunDirectory, rank: int, world_size: int, *, quiet: bool, log_format: Literal["text", "json"] = "text"
+) -> Iterator[None]:
     """Log this process's output and show Paceline's own messages within the block; remove an earlier start's error.
 
     Raises:
@@ -61,15 +64,26 @@ def open_rank_log(directory: RunDirectory, rank: int, world_size: int, *, quiet:
     """
     with suppress(OSError):
         directory.error_of(rank).unlink(missing_ok=True)
-    with capture_rank_output(directory, rank, world_size), _show_messages(quiet):
+    with capture_rank_output(directory, rank, world_size), _show_messages(quiet, log_format):
         yield
 
 
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return json_line("message", level=record.levelname.lower(), message=record.getMessage())
+
+
+def json_line(kind: str, **fields: Any) -> str:
+    """Return a line of ``--log-format json``, with the time of now."""
+    return json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
+
+
 @contextmanager
-def _show_messages(quiet: bool) -> Iterator[None]:
+def _show_messages(quiet: bool, log_format: str) -> Iterator[None]:
     """Show log messages of the core and of plug-ins, on stderr as it is now; with ``quiet`` only warnings."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("paceline: %(message)s"))
+    is_json = log_format == "json" and not sys.stderr.isatty()
+    handler.setFormatter(_JsonFormatter() if is_json else logging.Formatter("paceline: %(message)s"))
     previous_levels = {logger: logger.level for logger in map(logging.getLogger, PACKAGES)}
     for logger in previous_levels:
         logger.setLevel(logging.WARNING if quiet else logging.INFO)

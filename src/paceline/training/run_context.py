@@ -286,6 +286,7 @@ class RunContext:
             first_step=first_step,
             log_every=self.config.records.log_every,
             quiet=self.quiet,
+            log_format=self.config.records.log_format,
             device=self.device,
             trackers=self._build_trackers,
         )

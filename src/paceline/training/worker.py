@@ -104,7 +104,9 @@ def _run_member(
     )
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals(launched=True))
-        stack.enter_context(open_rank_log(directory, local_index, processes, quiet=job.quiet))
+        stack.enter_context(
+            open_rank_log(directory, local_index, processes, quiet=job.quiet, log_format=job.config.records.log_format)
+        )
         shown = local_index == 0
 
         def show_at_rank_0() -> None:
@@ -158,7 +160,9 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
     with (
         StopSignals(launched=environment.source != "single") as signals,
         join_launched_group(job, environment) as (world, directory),
-        open_rank_log(directory, world.rank, world.world_size, quiet=job.quiet),
+        open_rank_log(
+            directory, world.rank, world.world_size, quiet=job.quiet, log_format=job.config.records.log_format
+        ),
     ):
         job = job.with_run_dir(directory.path)
         request = RunRequest(job=job, task=task, default_threads=default_threads(environment))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from paceline.runs.console import duration, number, summary
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import RankStatus
 from paceline.runs.monitor import Monitor
-from paceline.runs.rank_log import capture_rank_output, plain
+from paceline.runs.rank_log import capture_rank_output, open_rank_log, plain
 
 RESULT: dict[str, Any] = {
     "steps": 40,
@@ -77,8 +79,16 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
     return screen
 
 
-def train(directory: RunDirectory, *, quiet: bool = False, rows: Any = (), total_steps: int | None = 40) -> None:
+def train(
+    directory: RunDirectory,
+    *,
+    quiet: bool = False,
+    rows: Any = (),
+    total_steps: int | None = 40,
+    log_format: str = "text",
+) -> None:
     options = OPTIONS | {"quiet": quiet, "total_steps": total_steps, "world_size": len(rows) or 1}
+    options["log_format"] = log_format
     with Monitor(directory, **options) as monitor:
         monitor.note("a note")
         for step in range(1, 41):
@@ -232,6 +242,39 @@ def test_a_pipe_gets_a_line_every_30_seconds_within_a_long_epoch(
     assert 2 <= len(lines) < 8
     assert lines[-1].startswith("2026-11-27 22:30:00  epoch 1  step ")
     assert re.search(r"/1000  loss 0\.\d+  lr 0\.1  6,400 samples/s  \S+ left$", lines[-1])
+
+
+def test_json_lines_are_progress_evaluations_messages_and_the_result_and_a_terminal_keeps_its_bar(
+    directory: RunDirectory,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    screen: FakeTerminal,
+) -> None:
+    monkeypatch.setattr(console, "_LEAST_LINE_S", 0.0)
+    with open_rank_log(directory, 0, 1, quiet=False, log_format="json"):
+        logging.getLogger("paceline.runs.anything").warning("a warning")
+        train(directory, log_format="json")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert all(line.pop("time") > 0 for line in lines)
+    assert [line["kind"] for line in lines] == ["message", "message", *["progress", "eval"] * 2, "result"]
+    assert lines[0] == {"kind": "message", "level": "warning", "message": "a warning"}
+    assert lines[1]["message"] == "a note"
+    assert {**lines[4], "seconds_left": 0} == {
+        "kind": "progress",
+        "step": 40,
+        "total_steps": 40,
+        "epoch": 1,
+        "loss": 0.025,
+        "lr": 0.1,
+        "samples_per_s": 6400.0,
+        "seconds_left": 0,
+    }
+    assert lines[5] == {"kind": "eval", "step": 40, "epoch": 1, "split": "val", "metrics": {"accuracy": 0.5}}
+    assert lines[6] == {"kind": "result", **RESULT}
+
+    with screen.in_use():
+        train(directory, log_format="json")
+    assert not [line for line in lines_of(screen) if line.startswith("{")]
 
 
 def test_quiet_shows_nothing_and_still_logs(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
