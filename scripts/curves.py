@@ -26,8 +26,7 @@ def main() -> None:
     picture, *named = sys.argv[1:]
     runs = dict(argument.split("=", 1) for argument in named)
     series = {name: losses(Path(run)) for name, run in runs.items()}
-    chart = line_chart(series, title="Training loss", x_label="step", y_label="loss of a step's batch")
-    Path(picture).write_text(chart, encoding="utf-8")
+    line_chart(series, Path(picture), title="Training loss", x_label="step", y_label="loss of a step's batch")
 
 
 if __name__ == "__main__":

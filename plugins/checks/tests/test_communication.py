@@ -145,7 +145,6 @@ def test_threads_drive_ranks_of_one_process() -> None:
     assert first["share_of_link"] == pytest.approx(first["busbw_gbps"] / 10)
     assert first["algbw_gbps"] == pytest.approx(first["size"] / first["time_us"] / 1e3)
     assert first["busbw_gbps"] == pytest.approx(first["algbw_gbps"] * 4 / 3)
-    ElementTree.fromstring(report.chart())
 
 
 def test_processes_of_the_command_and_of_threads_in_them(run_processes: Processes, tmp_path: Path) -> None:
@@ -155,8 +154,8 @@ def test_processes_of_the_command_and_of_threads_in_them(run_processes: Processe
     assert (report["ranks"], report["carrier"], report["mode"]) == (3, "gloo", "process-per-device")
     assert {result["op"] for result in report["results"]} == set(ALL_OPS)
     assert sum(result["wrong"] for result in report["results"]) == 0
-    title = ElementTree.parse(tmp_path / "comm.svg").getroot()[1].text
-    assert title == "Bus bandwidth: gloo, 3 ranks, process-per-device"
+    texts = [text for text in ElementTree.parse(tmp_path / "comm.svg").getroot().itertext() if text.strip()]
+    assert {"Bus bandwidth: gloo, 3 ranks, process-per-device", "size", "GB/s", *ALL_OPS} <= set(texts)
     # A thread for each rank in several processes: what "multiple devices per thread" does over MPI.
     launched = ("launch", "--on", "spawn", "--nproc", "2", "--", "-m", "paceline", "bench", "comm")
     done = run_processes.paceline(

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from paceline.core.environment import detect_environment, without_rank_variables
 from paceline.core.errors import ConfigError
 from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline_checks.bench_report import print_report
+from paceline_checks.bench_report import print_report, require_matplotlib
 from paceline_checks.collectives import (
     COLLECTIVES,
     Backend,
@@ -69,7 +69,7 @@ def comm(
     interface
         Network interface to the other machines.
     plot
-        Write a chart into this SVG file.
+        Write a chart into this SVG file. Needs matplotlib.
     json
         Print JSON.
     markdown
@@ -77,8 +77,10 @@ def comm(
     """
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot writes SVG, so its name must end in .svg, but is {plot}.")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ConfigError(f"--plot: there is no directory {plot.absolute().parent}.")
+    if plot is not None:
+        require_matplotlib()  # before the measurement, not after it
+        if not plot.absolute().parent.is_dir():
+            raise ConfigError(f"--plot: there is no directory {plot.absolute().parent}.")
     plan = CommunicationPlan(
         backend=backend,
         mode=mode,
@@ -103,7 +105,7 @@ def comm(
         return 0
     report = CommunicationReport(carrier, mode, ranks, place.nodes, link, results)
     if plot is not None:
-        plot.write_text(report.chart(), encoding="utf-8")
+        report.plot(plot)
     print_report(report, json=json, markdown=markdown)
     return 1 if report.wrong else 0
 

@@ -321,10 +321,11 @@ class CommunicationReport:
             verdict,
         ]
 
-    def chart(self) -> str:
-        """Bus bandwidth over size as SVG."""
-        return line_chart(
+    def plot(self, path: Path) -> None:
+        """Draw bus bandwidth over size as SVG."""
+        line_chart(
             {op: [(float(r.size), r.busbw_gbps) for r in results] for op, results in self._by_op().items()},
+            path,
             title=f"Bus bandwidth: {self._who()}",
             x_label="size",
             y_label="GB/s",

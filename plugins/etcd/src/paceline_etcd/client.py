@@ -48,7 +48,6 @@ class EtcdCredentials:
 
     Attributes:
         user: "" if etcd requires no user.
-        password: of that user.
         cacert: a file with the certificates to trust; "" for the system's.
         cert: a file with the client's certificate; "" for none.
         key: a file with the key of that certificate.

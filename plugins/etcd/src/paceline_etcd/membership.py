@@ -500,7 +500,6 @@ class EtcdMembership(EtcdLeadership):
 
     Args:
         node: this agent's name.
-        coordinator: the cluster.
         heartbeat_s: a node that is silent for this long counts as lost.
         answers_within_s: how long to wait for the cluster; 0: do not check.
         job: returns the name of the job's keys, which other nodes learn from the first one.

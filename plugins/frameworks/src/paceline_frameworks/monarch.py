@@ -106,7 +106,6 @@ class MonarchJob(ActorJob):
     Attributes:
         hosts: the addresses of worker loops, the first ones for the job's nodes, others to replace lost ones; empty:
             one node, on this machine.
-        machines: the number of nodes.
     """
 
     hosts: tuple[str, ...] = ()

@@ -109,7 +109,6 @@ def submit_functions(
     """Submit one job for each call; on Slurm several are one array.
 
     Args:
-        function: the function to call.
         calls: arguments and keyword arguments.
         options: the launcher's.
         folder: where submitit keeps its files; default: a new one in ``jobs/``.
@@ -119,7 +118,6 @@ def submit_functions(
         cpus_per_task: of each.
         gpus_per_node: to ask for.
         walltime_s: how long a job may take.
-        python: the interpreter on the machines.
 
     Raises:
         ConfigError: an option is wrong, the folder is not private, or the jobs cannot be recorded; none is
@@ -294,9 +292,7 @@ def submit(
 
     Args:
         work: a function, any callable, or a task.
-        args: the function's arguments.
         on: "slurm", or "local" for processes of this machine.
-        kwargs: the function's keyword arguments.
         folder: the directory of a function's files, private to this user; default: a new one in ``jobs/``. A task's
             job is kept in its run.
         options: the job's: ``nodes``, ``nproc``, ``cpus_per_task``, ``gpus_per_node``, ``walltime="2h"``,
@@ -325,7 +321,6 @@ def submit_array(
     """Submit a job for each element, as ``map(function, *iterables)`` would call; on Slurm as one array.
 
     Args:
-        function: the function that each job calls.
         iterables: its arguments, all of one length.
         on: as for :func:`submit`.
         folder: as for :func:`submit`.

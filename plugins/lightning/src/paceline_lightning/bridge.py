@@ -372,13 +372,11 @@ class LightningBridge(Callback):
     """Connects the module of one training state with Lightning's trainer.
 
     Args:
-        module: the trained module.
         datamodule: the source of the data, or None.
         given: the callbacks.
         build_loggers: makes the loggers, of the run's directory.
 
     Attributes:
-        module: the trained module.
         taps: its metrics.
         place: where the next batch stands.
 

@@ -304,7 +304,6 @@ def task(
         name: the name of its variable, and so the name after ``file.py:``.
         callbacks: returns the callbacks.
         loggers: returns the loggers, of the run's directory.
-        defaults: its recommended options.
 
     Raises:
         TaskError: an argument without a default has no type that ``--set`` could give it.

@@ -55,11 +55,6 @@ class StalenessBound:
         self._done[worker] += 1
 
 
-def most_stale(workers: int, bound: int) -> int:
-    """Return the maximum staleness of a gradient in versions, for this number of workers and this bound."""
-    return (workers - 1) * (2 * bound + 1)
-
-
 class Staleness:
     """How many updates of others came between each gradient's parameters and its own update."""
 

@@ -80,9 +80,6 @@ class OuterOptimizer:
 
     It keeps the weights at which the round began; at a synchronisation these are the model's own, so that a
     checkpoint holds the momentum only.
-
-    Args:
-        module: the model.
     """
 
     def __init__(self, module: nn.Module, config: ResolvedConfig) -> None:
@@ -128,7 +125,6 @@ class StepRecord:
 
     Attributes:
         progress: after the step.
-        epoch, step_in_epoch: the step's.
     """
 
     progress: TrainProgress

@@ -147,11 +147,7 @@ class _Record(msgspec.Struct):
 
 
 class Curves:
-    """The curves of one file, of which each update reads the new lines.
-
-    Attributes:
-        nonfinite: the newest steps whose loss was NaN or infinite.
-    """
+    """The curves of one file, of which each update reads the new lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -163,7 +159,6 @@ class Curves:
         self._offset = 0
         self._curves: dict[str, Curve] = {}
         self._ranks = msgspec.Raw(b"null")
-        self.nonfinite: list[int] = []
 
     def update(self) -> None:
         """Read the new lines; if the file was replaced, as by a resume, read it from the start."""
@@ -209,8 +204,6 @@ class Curves:
         step = record.step
         if record.kind == "train":
             self._ranks = record.ranks
-            if record.loss is None:
-                self.nonfinite = [*self.nonfinite[-9:], step]
             self._add("loss", step, record.loss)
             self._add("lr", step, record.lr)
             self._add("samples_per_s", step, record.samples_per_s)

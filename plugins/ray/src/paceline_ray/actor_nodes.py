@@ -37,7 +37,6 @@ class ActorJob:
     """The job for an engine's nodes; a file has it as JSON.
 
     Attributes:
-        workdir: the command's working directory.
         env: variables for it.
         recovers: the rest of the job continues when a node is lost, and accepts a replacement.
         replacements: number of lost nodes to replace.
@@ -219,7 +218,6 @@ class ActorJobController(ABC):
 
     Args:
         engine: what it is called in messages: "the Ray cluster".
-        machines: the number of nodes.
     """
 
     errors: tuple[type[BaseException], ...] = (OSError,)

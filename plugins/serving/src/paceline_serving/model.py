@@ -370,7 +370,6 @@ class ModelLocation:
     """The location of a replica's model; JSON, since it is sent to another process.
 
     Attributes:
-        package: its directory.
         digest: of the opened package; another one in its place is refused.
         kind: ``pt2`` a torch.export program, ``onnx`` a model for onnxruntime, ``task`` weights with the task's
             own code.

@@ -197,13 +197,7 @@ class Search:
 
     @cached_property
     def parsed_space(self) -> Space:
-        return parse_space(
-            self.space,
-            self.seed,
-            constraints=self.constraints,
-            choices=self.choices,
-            options=self.searched_options,
-        )
+        return parse_space(self.space, self.seed, constraints=self.constraints, choices=self.choices)
 
     @property
     def seed(self) -> int:

@@ -40,7 +40,6 @@ class Dimension:
     name: str
     kind: Kind
     values: tuple[Value, ...]
-    is_option: bool = False
     parent: str | None = None
     parent_values: tuple[Value, ...] = ()
 
@@ -157,13 +156,11 @@ def parse_space(
     *,
     constraints: Sequence[str] = (),
     choices: Mapping[str, Sequence[Value]] | None = None,
-    options: Sequence[str] = (),
 ) -> Space:
     """Parse ``--search`` and ``--constraint``.
 
     Args:
         choices: the values of choices with their types, by name; default: as text.
-        options: the names that are options of ``paceline train``, not fields.
 
     Raises:
         ConfigError: a text has another form, or a name occurs twice.
@@ -180,7 +177,7 @@ def parse_space(
         parent, parent_values = _parse_condition(condition, text, dimensions, given) if condition else (None, ())
         given[name] = words
         values = values if values and len(values) == len(words) else dimension.values
-        dimensions[name] = Dimension(name, dimension.kind, values, name in options, parent, parent_values)
+        dimensions[name] = Dimension(name, dimension.kind, values, parent, parent_values)
     # Without dimensions, the task will declare some.
     parsed = tuple(parse_constraint(each, dimensions) for each in constraints) if dimensions else ()
     return Space(tuple(dimensions.values()), seed, parsed)

@@ -258,7 +258,6 @@ class GroupPlan:
         set: fields of the task.
         root: contains the directory of each run.
         least_microbatches: number of micro-batches, unless options or task ask for more.
-        trainings: in order.
         lint: check the task's arithmetic first.
     """
 
