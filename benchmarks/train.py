@@ -41,11 +41,12 @@ from benchmarks.workloads import (
     train_command,
 )
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import install_command
 from paceline.core.task import Task
 from paceline.launch.local_run import free_master_port
 from paceline_checks.bench_report import installed_version
 
-INSTALL = "pip install 'paceline[bench]'"
+INSTALL = install_command("bench")
 """The command that installs every peer."""
 
 _GUARD_BLOCK = 10

@@ -89,8 +89,8 @@ def test_what_is_in_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
         done = alone(*words)
         assert done.returncode == 2, words
         assert done.stderr == (
-            f"paceline: this needs {package}, a part of Paceline that is not installed here. Install all of it: "
-            "pip install paceline\n"
+            f"paceline: this needs {package}, a part of Paceline that is not installed here. Install all of it, in a "
+            "checkout of Paceline: pip install .\n"
         )
 
 
@@ -101,7 +101,7 @@ def test_an_option_of_a_plug_in_names_what_installs_it(alone: Paceline, tmp_path
         assert done.returncode == 2
         assert name in done.stderr
         assert "paceline_fine_tuning" in done.stderr
-        assert "which `pip install paceline` installs." in done.stderr
+        assert "which `pip install .` in a checkout installs." in done.stderr
 
 
 def test_every_place_of_the_tables_exists() -> None:

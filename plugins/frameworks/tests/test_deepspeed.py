@@ -14,7 +14,7 @@ __all__ = ["start_trainings", "tasks_file"]
 
 pytestmark = pytest.mark.matrix
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'paceline[deepspeed]'")
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install '.[deepspeed]'")
 
 JOBS: dict[str, dict[str, Any]] = {
     "layered": {"task": "Layered", "options": {"max_steps": 6, "clip_norm": 0.05, "eval_every": "2steps"}},

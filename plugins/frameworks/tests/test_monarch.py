@@ -171,7 +171,7 @@ def test_a_missing_library_names_its_extra(run_processes: Any) -> None:
     done = run_processes.run([sys.executable, "-c", program + "sys.exit(main(['job.json']))"])
     assert done.returncode == 1
     assert done.stderr.startswith("paceline: Monarch is not installed")
-    assert done.stderr.endswith("Run: pip install 'paceline[monarch]'\n")
+    assert done.stderr.endswith("Run: pip install 'torchmonarch<0.8,>=0.7'\n")
 
 
 # On this machine

@@ -318,7 +318,7 @@ def test_a_server_that_is_not_there(api: ApiServer) -> None:
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(LaunchError, match=r"pip install 'paceline\[kubernetes\]'"):
+    with pytest.raises(LaunchError, match=r"pip install 'kubeflow-trainer-api<\S+ 'kubernetes<"):
         submit()
 
 

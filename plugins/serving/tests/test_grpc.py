@@ -320,7 +320,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "0")
     monkeypatch.setitem(sys.modules, "paceline_serving.grpc_service", None)
     options = ServingOptions()
-    with pytest.raises(ConfigError, match=r"pip install 'paceline\[grpc\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'tritonclient\[grpc\]<"):
         GrpcServer(
             *("127.0.0.1", 0),
             models=Models(options),

@@ -236,4 +236,4 @@ def test_a_library_that_is_missing_is_named(run_processes: Processes, tmp_path: 
     done = run_processes.paceline("predict", "model", "rows.csv", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 2
     assert "orjson" in done.stderr
-    assert "pip install 'paceline[serve]'" in done.stderr
+    assert "pip install 'httptools<" in done.stderr

@@ -137,7 +137,7 @@ def test_a_missing_library_names_its_command(monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as without_ray:
         without_ray.setitem(sys.modules, "ray", None)
         with (
-            pytest.raises(LaunchError, match=r"pip install 'paceline\[ray-serve\]'"),
+            pytest.raises(LaunchError, match=r"pip install 'ray\[serve\]<"),
             ray_serve(RayServeOptions(address="127.0.0.1:1")),
         ):
             pass

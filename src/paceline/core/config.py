@@ -64,7 +64,7 @@ def _missing_packages() -> list[str]:
 def missing_options() -> str:
     """Return where more options are, as the end of a message about an unknown one; "" where all are installed."""
     missing = _missing_packages()
-    return f"Others need {join_names(missing)}, which `pip install paceline` installs." if missing else ""
+    return f"Others need {join_names(missing)}, which `pip install .` in a checkout installs." if missing else ""
 
 
 G = TypeVar("G", bound=OptionGroup)

@@ -152,9 +152,24 @@ def import_object(place: str) -> Any:
 def missing_part(error: ModuleNotFoundError) -> ConfigError:
     """Return what to do where a plug-in of ours is not installed."""
     return ConfigError(
-        f"this needs {error.name}, a part of Paceline that is not installed here. Install all of it: "
-        "pip install paceline"
+        f"this needs {error.name}, a part of Paceline that is not installed here. Install all of it, in a checkout of "
+        "Paceline: pip install ."
     )
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the libraries of an extra of Paceline, in the versions that it supports.
+
+    They are named one by one, because no package index has Paceline yet: pip would install what took its name there.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        parts = [line.partition(";") for line in requires("paceline") or []]
+    except PackageNotFoundError:
+        parts = []
+    wanted = [f"'{library.strip()}'" for library, _, marker in parts if f"extra == '{extra}'" in marker]
+    return " ".join(["pip install", *(wanted or [f"'.[{extra}]' in a checkout of Paceline"])])
 
 
 # --- Which code is Paceline's own, in the core or in a plug-in, and not a task's or another library's ---

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from paceline.core.errors import ExportError, PackageError
 from paceline.core.inference import InferenceSignature
 from paceline.core.owned_names import own_prefix
+from paceline.core.plugins import install_command
 from paceline.core.task import Task
 from paceline.core.task_loading import BUILT_IN_TASKS, TaskReference, load_task_class
 from paceline.export.inferred_signature import restore_signature
@@ -212,7 +213,7 @@ def require_onnx() -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ExportError(
-            f"--format onnx needs {error.name}, which is not installed. Run: pip install 'paceline[onnx]'"
+            f"--format onnx needs {error.name}, which is not installed. Run: {install_command('onnx')}"
         ) from error
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.core.errors import ConfigError, PackageError
+from paceline.core.plugins import install_command
 from paceline.runs.onnx_files import external_files
 
 
@@ -66,5 +67,5 @@ def require_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise ConfigError(f"serving ONNX needs onnxruntime: pip install 'paceline[onnx]' ({error})") from error
+        raise ConfigError(f"serving ONNX needs onnxruntime: {install_command('onnx')} ({error})") from error
     return onnxruntime

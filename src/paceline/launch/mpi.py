@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.plugins import install_command
 from paceline.core.sockets import job_port
 from paceline.launch.hosts import Host, nodes_of, read_hosts
 from paceline.launch.launcher import (
@@ -259,7 +260,7 @@ def _check_installed(program: str, mpi: Mpi) -> None:
     if shutil.which(program) is None:
         raise LaunchError(
             f"{program} is not installed, or not on PATH. Load your cluster's MPI module, or install Open "
-            "MPI: pip install 'paceline[mpi]'"
+            f"MPI: {install_command('mpi')}"
         )
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     other: Mpi = "mpich" if mpi == "openmpi" else "openmpi"

@@ -19,7 +19,7 @@ from paceline.core.built_in import BUILT_IN
 from paceline.core.config import select
 from paceline.core.errors import ConfigError
 from paceline.core.files import rename
-from paceline.core.plugins import load
+from paceline.core.plugins import install_command, load
 from paceline.runs.code_record import read_code
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import final_scalars, scalars
@@ -116,7 +116,7 @@ def require(names: tuple[str, ...]) -> None:
         load_tracker(name)
         if name in BUILT_IN["paceline.trackers"] and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"--log-to {name} needs {name}, which is not installed. Install it: pip install 'paceline[{name}]', or "
+                f"--log-to {name} needs {name}, which is not installed. Install it: {install_command(name)}, or "
                 f"leave --log-to {name} out."
             )
 

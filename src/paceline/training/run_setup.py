@@ -16,6 +16,7 @@ from paceline.core.config import ResolvedConfig, RunConfig, all_options, config_
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import see_listed
 from paceline.core.job import WorkerConfig
+from paceline.core.plugins import install_command
 from paceline.core.task import Task
 from paceline.core.task_loading import (
     TaskReference,
@@ -92,7 +93,7 @@ def setup_run(
     if (untested := describe_untested(torch.__version__)) is not None:
         notes.append(untested)
     if not has_tensorboard():
-        notes.append("without files for TensorBoard, which is not installed: pip install 'paceline[tensorboard]'")
+        notes.append(f"without files for TensorBoard, which is not installed: {install_command('tensorboard')}")
     # Recorded, and so kept when the run is continued: another number of threads gives other bits.
     threads = config.processes.threads or request.default_threads
     config = config.replace(task=spec, run_dir=str(directory.path), threads=threads)

@@ -20,6 +20,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import install_command
 from paceline.parallel.rendezvous import rendezvous
 from paceline.torch_internals import (
     HashStore,
@@ -384,7 +385,7 @@ class MpiEngine(CollectiveEngine):
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise ConfigError(
-                f"--backend mpi: mpi4py cannot be used ({error}). Install it: pip install 'paceline[mpi]'"
+                f"--backend mpi: mpi4py cannot be used ({error}). Install it: {install_command('mpi')}"
             ) from error
         name = MPI.Get_library_version().partition(",")[0].strip("\0 \n")
         return cls(MPI.COMM_WORLD, name)

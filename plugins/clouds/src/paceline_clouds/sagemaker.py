@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.plugins import install_command
 from paceline.core.signals import interrupt_at_exit
 from paceline.launch.launcher import (
     FileSharing,
@@ -78,7 +79,7 @@ def connect(service: str, region: str | None, *, attempts: int = 3) -> Any:
     except ImportError as error:
         raise LaunchError(
             f"--on sagemaker uploads to --s3, and submits and follows jobs, with boto3 ({error}). Install it: "
-            "pip install 'paceline[sagemaker]'. --dry-run works without."
+            f"{install_command('sagemaker')}. --dry-run works without."
         ) from error
     settings = Config(connect_timeout=5, read_timeout=30, retries={"total_max_attempts": attempts, "mode": "standard"})
     try:

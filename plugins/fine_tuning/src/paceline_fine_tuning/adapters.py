@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from paceline.core.errors import CheckpointError, ConfigError, join_names
+from paceline.core.plugins import install_command
 from paceline.runs.rank_log import silence_loggers
 from paceline.torch_internals import PYTREE_LOGGER
 from paceline_fine_tuning.options import ALL_LINEAR, Lora
@@ -37,7 +38,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
             from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
-            f"--lora needs peft, which cannot be imported ({error}). Install it: pip install 'paceline[lora]'"
+            f"--lora needs peft, which cannot be imported ({error}). Install it: {install_command('lora')}"
         ) from error
     config = LoraConfig(
         r=lora.rank,

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from paceline.core.config import RunConfig
 from paceline.core.environment import patch_environ
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import install_command
 from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
@@ -53,7 +54,7 @@ def import_deepspeed(device: torch.device) -> Any:
     except (ImportError, RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"--strategy deepspeed needs DeepSpeed ({str(error).splitlines()[0]}). "
-            "Install it: pip install 'paceline[deepspeed]'"
+            f"Install it: {install_command('deepspeed')}"
         ) from error
     # It logs to standard output, which is for results.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.plugins import install_command
 from paceline.core.sockets import address_towards
 from paceline.launch.launcher import (
     Command,
@@ -76,7 +77,7 @@ def import_monarch() -> Any:
     try:
         import monarch.actor
     except ImportError as error:
-        raise LaunchError(f"Monarch is not installed ({error}). Run: pip install 'paceline[monarch]'") from error
+        raise LaunchError(f"Monarch is not installed ({error}). Run: {install_command('monarch')}") from error
     return monarch.actor
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from paceline.core.environment import expand_hosts
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.plugins import install_command
 from paceline.launch.slurm import run_slurm
 from paceline_kubernetes.api import KubernetesCluster
 from paceline_kubernetes.manifests import Manifest
@@ -156,7 +157,7 @@ def _pods_of_kubernetes_job(text: str) -> tuple[MonarchHost, ...]:
             f"--hosts {text}: give the namespace and the mesh of the KubernetesJob, as in kubernetes:team/trainers."
         )
     if importlib.util.find_spec("kubernetes") is None:
-        raise LaunchError(f"--hosts {text} needs the kubernetes library. Run: pip install 'paceline[kubernetes]'")
+        raise LaunchError(f"--hosts {text} needs the kubernetes library. Run: {install_command('kubernetes')}")
     selector = f"app.kubernetes.io/name=monarch-worker,monarch.pytorch.org/mesh-name={match['mesh']}"
     pods = KubernetesCluster(match["namespace"], None).pods(selector)
     ranks = {int(index): pod for pod in pods if (index := pod["metadata"]["labels"].get(_INDEX, "")).isdigit()}

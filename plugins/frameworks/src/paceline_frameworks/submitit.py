@@ -19,6 +19,7 @@ import psutil
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.options import flag
+from paceline.core.plugins import install_command
 from paceline.launch.job_logs import follow_files
 from paceline.launch.launcher import Command, JobHandle, JobStatus, LaunchSpec, RenderedJob, option
 from paceline.launch.node import node_command
@@ -376,7 +377,7 @@ def _keywords(values: Mapping[str, Any]) -> str:
 def require_submitit() -> None:
     """Raise :class:`ConfigError` with the command that installs it, where it is missing."""
     if importlib.util.find_spec("submitit") is None:
-        raise ConfigError("submitit is not installed. Install it: pip install 'paceline[submitit]'")
+        raise ConfigError(f"submitit is not installed. Install it: {install_command('submitit')}")
 
 
 def _run(command: Command, rendered: RenderedJob, folder: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.files import home_directory
+from paceline.core.plugins import install_command
 from paceline.launch.launcher import JobHandle, JobStatus
 from paceline.launch.status_poller import StatusPoller
 from paceline_kubernetes.manifests import CONTAINER, Manifest
@@ -71,7 +72,7 @@ class KubernetesCluster:
         except ImportError as error:
             raise LaunchError(
                 "--on kubernetes submits and follows jobs with the kubernetes library. Install it: "
-                "pip install 'paceline[kubernetes]'. --dry-run works without."
+                f"{install_command('kubernetes')}. --dry-run works without."
             ) from error
         configuration = kubernetes.client.Configuration()
         file = os.environ.get("KUBECONFIG")

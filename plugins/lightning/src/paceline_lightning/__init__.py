@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from paceline.core.errors import TaskError
+from paceline.core.plugins import install_command
 
 try:
     import lightning.pytorch  # noqa: F401
 except ModuleNotFoundError as error:
     raise TaskError(
-        f"paceline_lightning needs Lightning ({error.name} is not installed): pip install 'paceline[lightning]'"
+        f"paceline_lightning needs Lightning ({error.name} is not installed): {install_command('lightning')}"
     ) from error
 
 from paceline_lightning.task import LightningTask, task

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from paceline.core.errors import TaskError
+from paceline.core.plugins import install_command
 from paceline.core.task import Callback, Loss, RunSchedule, Task
 from paceline.torch_internals import FakeTensor
 
@@ -22,7 +23,7 @@ try:
 except ModuleNotFoundError as error:
     raise TaskError(
         f"paceline_lm.transformers needs transformers ({error.name} is not installed): "
-        "pip install 'paceline[transformers]'"
+        + install_command("transformers")
     ) from error
 
 IGNORED = -100

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import install_command
 
 _T = TypeVar("_T")
 
@@ -97,7 +98,7 @@ def require_matplotlib() -> None:
             importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"a report needs {error.name}, which is not installed. Install it: pip install 'paceline[report]'"
+            f"a report needs {error.name}, which is not installed. Install it: {install_command('report')}"
         ) from error
 
 

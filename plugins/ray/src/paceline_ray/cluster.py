@@ -15,6 +15,7 @@ import psutil
 from paceline.core.access import create_token
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import LaunchError
+from paceline.core.plugins import install_command
 
 _NICENESS = "RAY_worker_niceness"
 # Ray's way to have its servers listen on loopback alone, named after where that is the default.
@@ -38,7 +39,7 @@ def import_ray(extra: str = "ray") -> ModuleType:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise LaunchError(f"Ray is not installed ({error}). Run: pip install 'paceline[{extra}]'") from error
+        raise LaunchError(f"Ray is not installed ({error}). Run: {install_command(extra)}") from error
     module: ModuleType = ray
     return module
 

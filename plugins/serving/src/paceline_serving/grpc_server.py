@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import install_command
 from paceline_serving.access import AccessPolicy
 from paceline_serving.app import Models
 from paceline_serving.model import ServingOptions
@@ -46,7 +47,7 @@ class GrpcServer:
             from paceline_serving.grpc_service import Service
         except (ImportError, RuntimeError) as error:  # tritonclient converts one into the other
             raise ConfigError(
-                f"--grpc-port needs gRPC: pip install 'paceline[grpc]' ({' '.join(str(error).split())})"
+                f"--grpc-port needs gRPC: {install_command('grpc')} ({' '.join(str(error).split())})"
             ) from error
         self._grace_s = options.timeout_s
         self._server: Any = grpc.aio.server(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import install_command
 
 
 def require_libraries(command: str, *modules: str) -> None:
@@ -17,4 +18,4 @@ def require_libraries(command: str, *modules: str) -> None:
         for module in modules:
             importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"paceline {command}: {error}. Install it: pip install 'paceline[serve]'") from error
+        raise ConfigError(f"paceline {command}: {error}. Install it: {install_command('serve')}") from error

@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError, ServingError
+from paceline.core.plugins import install_command
 from paceline.core.signals import handle_signals
 from paceline_ray.cluster import connect, import_ray, own_cluster
 from paceline_serving.batching import MAX_IN_FLIGHT
@@ -405,7 +406,7 @@ def _require_serve() -> None:
     try:
         from ray import serve  # noqa: F401
     except ImportError as error:
-        raise LaunchError(f"Ray Serve is not installed ({error}). Run: pip install 'paceline[{_EXTRA}]'") from error
+        raise LaunchError(f"Ray Serve is not installed ({error}). Run: {install_command(_EXTRA)}") from error
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.inference import Encoding
+from paceline.core.plugins import install_command
 from paceline_serving.encodings import MAX_TEXT_LENGTH, EncodingError, compose
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Tokenizer(Encoding):
             import tokenizers
         except ImportError as error:
             raise ConfigError(
-                f"this model's texts are encoded by tokenizers. Run: pip install 'paceline[tokenizers]' ({error})"
+                f"this model's texts are encoded by tokenizers. Run: {install_command('tokenizers')} ({error})"
             ) from error
         try:
             tokenizer = tokenizers.Tokenizer.from_str(self.json)

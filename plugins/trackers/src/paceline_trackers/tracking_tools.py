@@ -25,6 +25,7 @@ from typing import Any, Literal
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.files import read_document, read_json_lines, write_atomically
 from paceline.core.parent_death import kill_with_parent_command
+from paceline.core.plugins import install_command
 from paceline.core.signals import handle_signals
 from paceline.insight.comparison import ComparedRun, differing_settings
 from paceline.runs.metric_writers import (
@@ -228,7 +229,7 @@ def _require(tool: Tool) -> None:
     """Check that the tool's page can be served, before anything is copied."""
     if tool == "tensorboard" and not has_tensorboard():
         raise ConfigError(
-            "--in tensorboard: TensorBoard is not installed. Install it: pip install 'paceline[tensorboard]'"
+            f"--in tensorboard: TensorBoard is not installed. Install it: {install_command('tensorboard')}"
         )
     if tool == "mlflow":
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import LaunchError
+from paceline.core.plugins import install_command
 from paceline_tune.history import SearchHistory, Trial
 from paceline_tune.search import Search
 from paceline_tune.space import Dimension
@@ -28,7 +29,7 @@ def draw(search: Search, journal: SearchHistory, directory: Path) -> list[Path]:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise LaunchError(f"plots need matplotlib ({error}). Run: pip install 'paceline[report]'") from error
+        raise LaunchError(f"plots need matplotlib ({error}). Run: {install_command('report')}") from error
     best = journal.best(search.metric_name, search.mode, search.repeats)
     scored_trials = [trial for trial in journal.trials.values() if trial.curve(search.metric_name)]
     if not scored_trials:

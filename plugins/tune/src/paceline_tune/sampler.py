@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from paceline.core.errors import LaunchError
+from paceline.core.plugins import install_command
 from paceline_tune.history import SearchHistory
 from paceline_tune.search import Search
 from paceline_tune.space import Dimension, Parameters, Value
@@ -24,7 +25,7 @@ def import_optuna() -> ModuleType:
     try:
         import optuna
     except ModuleNotFoundError as error:
-        raise LaunchError(f"--sampler tpe needs Optuna ({error}). Run: pip install 'paceline[tune]'") from error
+        raise LaunchError(f"--sampler tpe needs Optuna ({error}). Run: {install_command('tune')}") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     module: ModuleType = optuna
     return module
