@@ -28,7 +28,7 @@ TRAINING = (
     "launch/local.py",
     "training/worker.py",
     "elastic/forkserver.py",
-    "parallel/data_parallel.py",
+    "parallel/microbatches.py",
 )
 """A training on two processes: the command, and what it names in text, not by an import."""
 

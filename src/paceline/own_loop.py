@@ -32,15 +32,14 @@ from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import scheduler_state
 from paceline.runs.directory import OWN_LOOP
 from paceline.runs.rank_log import open_rank_log
-from paceline.training.control import StopCause
+from paceline.training.control import StopCause, StopSignals
 from paceline.training.evaluation import Evaluator
 from paceline.training.group_context import GroupContext
 from paceline.training.loaded_model import load_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
 from paceline.training.session import FixedGroup, build_trainer, conclude_run, enter_group, set_up
-from paceline.training.stop_signals import StopSignals
-from paceline.training.train_step import ComposedStep
+from paceline.training.step import ComposedStep
 from paceline.training.trainer import Trainer
 from paceline.training.worker import join_launched_group
 

@@ -168,7 +168,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> typing.Iterator[
 
 STRATEGY = """
 from paceline.core.option_groups import Traits
-from paceline.parallel.data_parallel import DDP
+from paceline.parallel.microbatches import DDP
 
 class Mine(DDP):
     traits = Traits({})

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ChainDataset, Dataset, IterableDataset, default_collate
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.data.sample_check import SampleCheck
-from paceline.data.samples import MicroBatch
+from paceline.data.samples import MicroBatch, SampleCheck
 from paceline.data.stream import IterableShards, ShardedStream, StreamLoader, as_stream
 
 

@@ -23,7 +23,7 @@ from paceline.data.order import DeterministicSampler
 from paceline.data.saved_order import require_same_order, restore_order, save_order
 from paceline.data.weighted_order import WeightedOrder, check_weights, weigh_order
 from paceline.runs.directory import RunDirectory
-from paceline.training.resolve import set_up_data
+from paceline.training.run_context import set_up_data
 
 PLAIN = DeterministicSampler(num_samples=1000, global_batch_size=50, num_microbatches=6, seed=4)
 WEIGHTS = np.array([0.0, 1.0, 2.0, 5.0] * 250)

@@ -66,7 +66,7 @@ def _take_counts():
 
 def _find_steps():
     """From the first step on, write a line for each, as soon as it has ended."""
-    step = getattr(sys.modules.get("paceline.training.train_step"), "SyncStep", None)
+    step = getattr(sys.modules.get("paceline.training.step"), "SyncStep", None)
     if step is None or hasattr(step.__init__, "__wrapped__"):
         return
     opened, group_context = step.__init__, sys.modules["paceline.training.group_context"].GroupContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.parallel.gradient_fingerprint import fingerprint
+from paceline.parallel.grad_buffers import fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -25,7 +25,7 @@ import paceline
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
 from paceline.parallel.world import World
-from paceline.training import train_step
+from paceline.training import step
 from paceline.training.reproducibility import (
     compare_numerics,
     configure_numerics,
@@ -250,7 +250,7 @@ class Noting(Points):
 
 def test_only_the_computation_of_a_step_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The task's callbacks and its evaluation are not."""
-    monkeypatch.setattr(train_step, "deterministic_kernels", note_checked)
+    monkeypatch.setattr(step, "deterministic_kernels", note_checked)
     paceline.fit(Noting(num_val=8), run_dir=str(tmp_path / "run"), max_steps=2, device="cpu")
     assert Checked.seen == {"training": {True}, "update": {True}, "callback": {False}, "evaluation": {False}}
 

@@ -21,7 +21,7 @@ from paceline.core.errors import TaskError
 from paceline.runs.checkpoint_manifest import read_manifest
 from paceline.runs.checkpoint_store import scan
 from paceline.runs.checkpointer import load
-from paceline.training.optimizer_state import (
+from paceline.training.optim import (
     describe_difference,
     group_names,
     named_state,

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.order import DeterministicSampler
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.training.reproducibility import seed_model
-from paceline.training.resolve import DataSetup
+from paceline.training.run_context import DataSetup
 from paceline.training.state import TrainProgress
 from paceline_more_strategies.asynchronous import Staleness, StalenessBound, SyncPoints
 from paceline_more_strategies.parameter_server import partition_parameters

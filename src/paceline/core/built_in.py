@@ -178,9 +178,9 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "google": "paceline_clouds.rendered:Google",
     },
     "paceline.strategies": {
-        "single": "paceline.parallel.data_parallel:Single",
+        "single": "paceline.parallel.microbatches:Single",
         "dp": "paceline_more_strategies.dp_threads:DataParallel",
-        "ddp": "paceline.parallel.data_parallel:DDP",
+        "ddp": "paceline.parallel.microbatches:DDP",
         "zero1": "paceline.parallel.zero1:ZeRO1",
         "fsdp": "paceline.parallel.fsdp:FSDP",
         "tp": "paceline.parallel.tensor_parallel:TP",

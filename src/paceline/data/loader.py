@@ -16,8 +16,8 @@ import torch
 from paceline.core.errors import DataError
 from paceline.core.task_loading import name_in_session
 from paceline.data.order import DeterministicSampler
-from paceline.data.sample_check import MOST_SAMPLES, SampleCheck, reference_of
 from paceline.data.samples import (
+    MOST_SAMPLES,
     CheckRequest,
     Collate,
     Indices,
@@ -25,10 +25,12 @@ from paceline.data.samples import (
     MicroBatch,
     ReadRequest,
     RowNumbers,
+    SampleCheck,
     SampleSource,
     TensorGather,
     checksum,
     is_tensor_backed,
+    reference_of,
     without_subsets,
 )
 from paceline.data.train_val_split import Split

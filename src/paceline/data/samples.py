@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import logging
 import pickle
 import random
+import time
 import traceback
 import warnings
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from paceline.core.errors import DataError
 from paceline.core.task import Task
 from paceline.core.task_loading import name_in_session
 from paceline.data.order import derive_key
-from paceline.data.sample_check import SampleCheck, check_samples
-from paceline.data.set_epoch import EpochSetter
 from paceline.data.train_val_split import Split
 from paceline.data.workers import (
     DataWorkers,
@@ -510,3 +512,180 @@ class SampleSource:
         self.start(itertools.chain(tuple(self._pending), self._requests), ahead=self._ahead)
         assert self._workers is not None
         return self._next_from_workers(self._workers)
+
+
+# --- Whether a dataset is a function of sample number and epoch: some samples are read twice, in two orders ---
+#
+# Each process reads samples of its own, in its own order. A dataset that remembers what it read, or draws from a
+# generator of its own, then yields other samples on another number of processes, and after a restart.
+
+
+_BUDGET_S = 0.2  # then no further sample is read for the check
+MOST_SAMPLES = 8
+"""The samples that one check compares."""
+
+ReadSample = Callable[[int, int], Any]
+"""Reads, for an epoch, the sample in a row of the dataset, with the random keys of both."""
+
+
+class SampleProblem(NamedTuple):
+    """Why samples differ that should be the same.
+
+    Attributes:
+        kind: what they depend on: draws that no key seeds, draws that the dataset keeps, a stream's own order.
+        what: which samples; "" for the first ones of a stream.
+    """
+
+    kind: Literal["unkeyed-randomness", "cached-randomness", "reshuffled-stream"]
+    what: str
+
+
+@dataclass(frozen=True)
+class SampleCheck:
+    """What a check of the dataset found.
+
+    Attributes:
+        reference: a number in [1, 2**48] for the bits of some samples that every process reads.
+        num_samples: the samples that were compared; 0 if they could not be.
+        problem: what differed; None if nothing did.
+        seconds: how long it took.
+    """
+
+    reference: int
+    num_samples: int = 0
+    problem: SampleProblem | None = None
+    seconds: float = 0.0
+
+
+def check_samples(read: ReadSample, epoch: int, rows: Sequence[int], reference: Sequence[int]) -> SampleCheck:
+    """Read samples in order, and then in reverse order, and compare them.
+
+    Args:
+        epoch: the epoch of the samples that are compared.
+        reference: rows that every process reads, as in epoch 0, for :attr:`SampleCheck.reference`.
+    """
+    started = time.monotonic()
+    first: dict[int, tuple[bytes, dict[str, bytes]]] = {}
+    for row in dict.fromkeys(rows):
+        if len(first) >= 2 and time.monotonic() - started > _BUDGET_S:
+            break
+        first[row] = _observe(read, epoch, row)
+    problem = None
+    for row in reversed(first):
+        sample, generators = _observe(read, epoch, row)
+        if sample != first[row][0]:
+            what = f"sample {row} had other values when it was read again in another order"
+            problem = SampleProblem("unkeyed-randomness", what)
+        elif generators != first[row][1]:
+            problem = SampleProblem("cached-randomness", f"sample {row}")
+        if problem is not None:
+            break
+    number = reference_of(read(0, row) for row in reference)
+    return SampleCheck(number, len(first), problem, time.monotonic() - started)
+
+
+def reference_of(samples: Iterable[Any]) -> int:
+    """Return the :attr:`SampleCheck.reference` of some samples."""
+    digest = hashlib.blake2b(digest_size=6)
+    for sample in samples:
+        digest.update(digest_of(sample))
+    return int.from_bytes(digest.digest(), "little") + 1
+
+
+def _observe(read: ReadSample, epoch: int, row: int) -> tuple[bytes, dict[str, bytes]]:
+    """Read a sample; return a digest of its values, and those of the random generators afterwards."""
+    return digest_of(read(epoch, row)), generator_digests()
+
+
+def generator_digests() -> dict[str, bytes]:
+    """Return digests of the states of the global random generators, by name."""
+    numpy_state = np.random.get_state(legacy=False)
+    states = {"torch": torch.get_rng_state(), "random": repr(random.getstate()), "numpy": numpy_state}
+    return {name: digest_of(state) for name, state in states.items()}
+
+
+def digest_of(value: Any) -> bytes:
+    """Return a digest of the bits in a sample or batch: tensors, arrays, images, numbers, text, and nested ones."""
+    digest = hashlib.blake2b(digest_size=16)
+    _update(digest, value)
+    return digest.digest()
+
+
+def _update(digest: Any, value: Any) -> None:
+    digest.update(type(value).__name__.encode())
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            value = value.to_dense()
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray | np.generic):
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        digest.update(repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes())
+    elif isinstance(value, bool | int | float | complex | str | bytes | None):
+        digest.update(repr(value).encode())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            digest.update(repr(key).encode())
+            _update(digest, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _update(digest, item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _update(digest, getattr(value, field.name, None))
+    elif callable(getattr(value, "tobytes", None)):  # an image
+        digest.update(value.tobytes())
+
+
+# --- ``set_epoch``, by which datasets learn the epoch: called for a dataset and all that it wraps ---
+
+
+_MOST_ITEMS = 64  # of a list or mapping that may hold datasets
+
+_last: weakref.ref[EpochSetter] | None = None
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a dataset, of the datasets in its attributes, and of what these hold, such as a sampler.
+
+    Hugging Face's streams, for one, keep the order of their first epoch if nothing calls it.
+    """
+    for part in _parts(dataset):
+        if callable(getattr(type(part), "set_epoch", None)):
+            part.set_epoch(epoch)
+
+
+class EpochSetter:
+    """Calls :func:`set_epoch` when the epoch of the samples changes.
+
+    Two of them may share a dataset in one process, as training and validation do: each calls again after the other.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._epoch = -1
+
+    def __call__(self, epoch: int) -> None:
+        """Announce the epoch of the next samples."""
+        global _last
+        if epoch == self._epoch and _last is not None and _last() is self:
+            return
+        self._epoch, _last = epoch, weakref.ref(self)
+        set_epoch(self._dataset, epoch)
+
+
+def _parts(root: Any) -> Iterator[Any]:
+    pending, seen = [root], set[int]()
+    while pending:
+        part = pending.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if isinstance(part, list | tuple):
+            pending += part[:_MOST_ITEMS]
+        elif isinstance(part, dict):
+            pending += islice(part.values(), _MOST_ITEMS)
+        elif part is root or isinstance(part, Dataset):
+            pending += getattr(part, "__dict__", {}).values()

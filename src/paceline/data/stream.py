@@ -13,16 +13,18 @@ from torch.utils.data import IterableDataset
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.data.order import derive_key
-from paceline.data.sample_check import SampleCheck, SampleProblem, reference_of
 from paceline.data.samples import (
     Collate,
     MicroBatch,
+    SampleCheck,
+    SampleProblem,
     describe_ragged,
     preserve_rng_state,
+    reference_of,
     seed_everything,
+    set_epoch,
     to_device,
 )
-from paceline.data.set_epoch import set_epoch
 
 _ITEM = 17
 """Domain of the keys, distinct from those of ``paceline.data.order`` and ``samples``."""

@@ -1,4 +1,4 @@
-"""Base classes of strategies that compute one micro-batch after the other."""
+"""Strategies that compute one micro-batch after the other: base classes, one process, and DDP."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError
 from paceline.data.samples import MicroBatch
 from paceline.parallel.grad_buffers import FlatLayout
 from paceline.parallel.reducer import GradientReducer, StepSums, are_finite
@@ -201,3 +202,27 @@ def compile_model(module: nn.Module) -> nn.Module:
     wrapped = torch.compile(module, dynamic=True)
     assert isinstance(wrapped, nn.Module)
     return wrapped
+
+
+# --- One process computes all micro-batches ---
+
+
+class Single(ReducerStrategy):
+    """The strategy of a world of one.
+
+    Raises:
+        ConfigError: there are several processes.
+    """
+
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
+        processes = mesh.world.world_size
+        if processes != 1:
+            raise ConfigError(f"--strategy single needs one process, but there are {processes}. Use ddp.")
+        super().__init__(module, mesh, options)
+
+
+# --- Distributed data parallel: every rank holds the model and computes a part of the micro-batches ---
+
+
+class DDP(ReducerStrategy):
+    """Data parallelism with Paceline's reducer (``--reduction exact`` or ``allreduce``)."""

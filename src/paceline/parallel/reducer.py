@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import DataError, TaskError
-from paceline.parallel.grad_buffers import FlatLayout, MicrobatchBuffers
-from paceline.parallel.gradient_fingerprint import ScratchGradient
+from paceline.parallel.grad_buffers import FlatLayout, MicrobatchBuffers, ScratchGradient
 from paceline.parallel.reduction_tree import Accumulate, ReductionPlan
 from paceline.parallel.sharded_state import distributed_part, local_shard
 from paceline.parallel.step_header import MicrobatchSums, StepHeader

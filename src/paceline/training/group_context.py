@@ -23,7 +23,7 @@ from paceline.training import control
 from paceline.training.checkpoint_manager import CheckpointManager
 from paceline.training.control import ControlFlags, StopCause
 from paceline.training.hooks import DummyMicrobatch, SpeedMeasurement, StepHook
-from paceline.training.optimizer_state import ordered_state
+from paceline.training.optim import ordered_state
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager

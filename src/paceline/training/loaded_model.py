@@ -24,14 +24,13 @@ from paceline.runs.checkpoint_admin import select_checkpoint
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
-from paceline.training.control import StopCause
+from paceline.training.control import StopCause, StopSignals
 from paceline.training.evaluation import Evaluator, Observe
 from paceline.training.preparation import build_preparation
 from paceline.training.reproducibility import numerics_fingerprint, preserve_numerics, seed_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
 from paceline.training.state import load_changed_buffers
-from paceline.training.stop_signals import StopSignals
 from paceline.training.task_parts import build_task_callback, build_task_model
 
 Device = Literal["auto", "cpu", "cuda"]

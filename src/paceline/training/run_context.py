@@ -9,17 +9,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import WeightedRandomSampler
 
 from paceline.core.built_in import PARTS
 from paceline.core.config import ResolvedConfig
+from paceline.core.errors import ConfigError, DataError
 from paceline.core.plugins import import_object
 from paceline.core.task import RunSchedule, Task
+from paceline.data.balanced_order import balance_order, check_lengths
 from paceline.data.loader import EvalBatches, build_loader, resolve_workers
+from paceline.data.order import DeterministicSampler
 from paceline.data.samples import Loader
-from paceline.data.stream import StreamLoader
-from paceline.data.train_val_split import Split
+from paceline.data.stream import ShardedStream, StreamLoader, as_stream
+from paceline.data.train_val_split import Split, TrainValSplit, split_train_val
+from paceline.data.weighted_order import check_weights, weigh_order
+from paceline.parallel.options import PipelineOptions
 from paceline.parallel.strategy import (
     AMP_DTYPES,
     ExampleBatchProvider,
@@ -32,18 +39,122 @@ from paceline.parallel.world import ParallelDims, World
 from paceline.runs.directory import Fork, RunDirectory, backup_path
 from paceline.runs.monitor import Monitor
 from paceline.runs.trackers import RunInfo, TrackerWriter, load_tracker
-from paceline.training.control import ROW_LENGTH
+from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
 from paceline.training.preparation import ModelPreparation, build_preparation
 from paceline.training.reproducibility import build_split
-from paceline.training.resolve import DataSetup
 from paceline.training.schedule import Deadline, Schedule
-from paceline.training.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from paceline.training.hooks import RunHook
 
 _EVAL_MICROBATCHES = 4  # an evaluation batch holds this many micro-batches' samples: no gradients are kept
+
+
+# --- The data, and the length of the run ---
+
+
+@dataclass(frozen=True)
+class DataSetup:
+    """The training data and the run's length.
+
+    Attributes:
+        train: the dataset, where it is map-style.
+        stream: the dataset, where it is one of streams.
+        order: of the training samples; None for streams.
+        train_val_split: if a validation split is taken out of ``train``.
+        val: the task's own validation split, or None.
+        total_steps: of the whole run; None for streams run by epochs.
+    """
+
+    train: Any
+    stream: ShardedStream | None
+    order: DeterministicSampler | None
+    train_val_split: TrainValSplit | None
+    val: Any
+    total_steps: int | None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None for streams."""
+        return None if self.order is None else self.order.steps_per_epoch
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation split."""
+        return self.train_val_split is not None or self.val is not None
+
+
+def set_up_data(config: ResolvedConfig, task: Task) -> DataSetup:
+    """Build the training and validation datasets and the order of the samples.
+
+    Raises:
+        ConfigError: batch, micro-batches and data do not fit together.
+        DataError: a dataset is missing or of an unknown kind.
+    """
+    train = build_split(task, config.training.seed, "train")
+    if train is None:
+        raise DataError(f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to train on.')
+    val = build_split(task, config.training.seed, "val")
+    if config.evaluation.early_stop is not None and val is None and config.data.val_fraction is None:
+        raise ConfigError(
+            f"--early-stop needs a validation split, and {type(task).__name__} has none. "
+            "Carve one out of the training data with --val-fraction 0.1, or leave --early-stop out."
+        )
+    stream = as_stream(train)
+    if stream is not None:
+        if config.data.val_fraction is not None:
+            raise ConfigError("--val-fraction needs a dataset with a length; a stream has none.")
+        if task.sample_weights(train) is not None:
+            raise DataError(f"{type(task).__name__}.sample_weights needs a dataset with a length; a stream has none.")
+        if "pp" in config.strategies and config[PipelineOptions].pp_schedule == "pipedream":
+            raise ConfigError(
+                "--pp-schedule pipedream reads one step ahead, which a stream cannot without knowing that "
+                "there is one. Use --pp-schedule 1f1b."
+            )
+        return DataSetup(train, stream, None, None, val, config.training.max_steps)
+    if not callable(getattr(train, "__len__", None)):
+        raise DataError(
+            f"the train dataset ({type(train).__name__}) has no length and is not an IterableDataset. "
+            "Return a map-style dataset (__len__ and __getitem__) or a stream."
+        )
+    num_samples = len(train)
+    train_val_split = None
+    if config.data.val_fraction is not None:
+        if val is not None:
+            raise ConfigError(f"{type(task).__name__} has its own validation split; leave --val-fraction out.")
+        train_val_split = split_train_val(num_samples, config.data.val_fraction, config.training.seed)
+        num_samples = len(train_val_split.train)
+    order = DeterministicSampler(
+        num_samples,
+        config.global_batch_size,
+        config.microbatches,
+        config.training.seed,
+        task.min_microbatch_size,
+        config.data.shuffle,
+    )
+    numbers = slice(None) if train_val_split is None else train_val_split.train(np.arange(num_samples))
+    given = task.sample_weights(train)
+    if given is not None:
+        sampler = given if isinstance(given, WeightedRandomSampler) else None
+        weights = check_weights(given if sampler is None else sampler.weights, len(train), type(task).__name__)
+        order = weigh_order(
+            order,
+            weights[numbers],
+            replacement=sampler is None or sampler.replacement,
+            num_samples=num_samples if sampler is None else sampler.num_samples,
+        )
+    sizes = task.sample_lengths(train)
+    if sizes is not None:
+        order = balance_order(order, check_lengths(sizes, len(train), type(task).__name__)[numbers])
+    total_steps = config.training.max_steps
+    if total_steps is None:
+        assert config.training.epochs is not None
+        total_steps = config.training.epochs * order.steps_per_epoch
+    return DataSetup(train, None, order, train_val_split, val, total_steps)
+
+
+# --- The run ---
 
 
 @dataclass(frozen=True, kw_only=True)

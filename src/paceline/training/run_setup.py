@@ -33,17 +33,11 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import has_tensorboard
 from paceline.runs.trackers import require
 from paceline.torch_internals import describe_untested
+from paceline.training.control import StopSignals
 from paceline.training.preparation import InitialWeights
 from paceline.training.reproducibility import configure_numerics, fix_cublas_workspace, numerics_fingerprint
-from paceline.training.resolve import (
-    DataSetup,
-    check_world,
-    resolve_config,
-    set_up_data,
-)
-from paceline.training.run_context import RunContext
+from paceline.training.run_context import DataSetup, RunContext, set_up_data
 from paceline.training.schedule import Deadline
-from paceline.training.stop_signals import StopSignals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +139,59 @@ def validate(
     )
     check_world(config, world_size)
     return task, spec, config, []
+
+
+# --- Defaults that depend on the task or the job are decided once, when the run is created ---
+
+
+def resolve_config(config: RunConfig, task: Task, world_size: int) -> tuple[ResolvedConfig, list[str]]:
+    """Return the options with the task's defaults, and lines to print about them.
+
+    Raises:
+        ConfigError: the result cannot work.
+    """
+    notes = []
+    microbatches = config.parallel.microbatches
+    if microbatches is None:
+        microbatches = task.defaults.microbatches if config.parallel.grad_accumulation == 1 else "auto"
+    if microbatches in (None, "auto"):
+        ranks = config.data_ranks(world_size)
+        microbatches = ranks * config.parallel.grad_accumulation
+        of_each = config.parallel.grad_accumulation
+        notes.append(f"micro-batches: {microbatches} ({ranks} processes x {of_each}), fixed for this run")
+    batch = config.training.global_batch_size or task.defaults.global_batch_size or task.recommended_batch_size()
+    epochs = config.training.epochs
+    if epochs is None and config.training.max_steps is None:
+        epochs = task.defaults.epochs
+    resolved = ResolvedConfig(
+        **{
+            **config.values,
+            "microbatches": microbatches,
+            "global_batch_size": batch,
+            "epochs": epochs,
+            "best_metric": config.values["best_metric"] or task.defaults.best_metric,
+        }
+    )
+    check_world(resolved, world_size)
+    return resolved, notes
+
+
+def check_world(config: ResolvedConfig, world_size: int) -> None:
+    """Reject a number of processes that does not fit the mesh, or exceeds the micro-batches.
+
+    Raises:
+        ConfigError: says which numbers work.
+    """
+    world_size = config.data_ranks(world_size)
+    if world_size > config.microbatches:
+        raise ConfigError(
+            f"{world_size} processes cannot share {config.microbatches} micro-batches: each needs at least one. "
+            f"Use --nproc {config.microbatches} or fewer, or create the run with --microbatches {world_size} or more "
+            "(12 divides well)."
+        )
+
+
+# --- The run's record ---
 
 
 def create(run: RunContext, run_id: str, initial: InitialWeights | None) -> None:

@@ -8,12 +8,15 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.options import BestMetric, Direction, Interval
-from paceline.training.resolve import DataSetup
 from paceline.training.state import TrainProgress
+
+if TYPE_CHECKING:
+    from paceline.training.run_context import DataSetup
 
 # --- When ranks that train apart come together: pure functions of where a run stands ---
 

@@ -29,16 +29,14 @@ from paceline.training.optim import (
     EMA,
     ShardedGradScaler,
     current_lr,
-    scaled_lr,
-    sparse_gradients,
-)
-from paceline.training.optimizer_state import (
     group_names,
     is_numbered,
     named_state,
     numbered_state,
     require_shapes,
+    scaled_lr,
     sort_parameters,
+    sparse_gradients,
 )
 from paceline.training.preparation import build_preparation
 from paceline.training.task_parts import build_task_callback, build_task_optimizers, build_task_scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from enum import Enum, auto
 from functools import partial
@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.core.errors import DataError
+from paceline.core.task import Loss
 from paceline.data.ledger import LedgerEntry
-from paceline.data.samples import Loader
+from paceline.data.samples import Loader, MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.parallel.options import MemoryOptions
 from paceline.parallel.sharded_state import require_common_state
@@ -21,11 +23,11 @@ from paceline.parallel.strategy import ParameterLayout, Replicated
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import checkpoint_activations
 from paceline.training.checkpoint_manager import RECENT_STEPS
-from paceline.training.example_batch import ExampleBatch
-from paceline.training.optimizer_state import require_equal_groups
+from paceline.training.optim import require_equal_groups
 from paceline.training.reproducibility import release_cublas_workspace, seed_model
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
+from paceline.training.step import microbatch_loss
 from paceline.training.task_parts import build_task_model
 
 
@@ -309,3 +311,34 @@ class StateManager:
                     furthest[microbatch] = position
         self.loader.add_positions(furthest)
         return furthest
+
+
+# --- A trial of the task, before its model is laid out on the ranks ---
+
+
+class ExampleBatch:
+    """Tries the task on the first micro-batch of its training data."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._microbatch: MicroBatch | None = None
+
+    def parts(self, module: nn.Module) -> Sequence[Any] | None:
+        """Return the task's parts of its model's forward."""
+        return self._run.task.pipeline_blocks(module)
+
+    def loss(self, module: nn.Module) -> Loss:
+        """Compute the loss of the first micro-batch.
+
+        Raises:
+            DataError: there is no sample.
+            TaskError: the task returned no loss.
+        """
+        if self._microbatch is None:
+            # With another loader, so that the run's own keeps its position in streams.
+            with closing(self._run.build_loader(workers=0)) as loader:
+                there = loader.fetch(0, 0, range(self._run.num_microbatches))
+            if not there:
+                raise DataError("the training data holds no sample.")
+            self._microbatch = there[0]
+        return microbatch_loss(self._run, module, 0, self._microbatch)

@@ -1,27 +1,45 @@
-"""The computation of a step: forward and backward of a micro-batch, and the refusal of sums that are not finite."""
+"""A step of synchronous training: forward and backward of micro-batches, their reduction, one update or several."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from paceline.core.errors import NonFiniteLossError, TaskError
-from paceline.core.task import BatchInfo, Loss
+from paceline.core.errors import ConfigError, NonFiniteLossError, TaskError
+from paceline.core.task import BatchInfo, Callback, Loss, LossFunction, Task, TrainStep
 from paceline.data.order import DeterministicSampler
 from paceline.data.samples import MicroBatch
+from paceline.data.stream import StreamLoader
+from paceline.parallel.microbatches import ReducerStrategy
+from paceline.parallel.point_to_point import describe_tensor, empty_tensor
 from paceline.parallel.progress import ProgressTracker
 from paceline.parallel.reducer import StepSums
+from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
 from paceline.runs.phases import PhaseTimer
+from paceline.training.control import ControlFlags
 from paceline.training.evaluation import as_loss
 from paceline.training.optim import LEAST_SCALE, ShardedGradScaler
-from paceline.training.reproducibility import seed_microbatch
+from paceline.training.reproducibility import (
+    deterministic_kernels,
+    seed_between_passes,
+    seed_microbatch,
+    seed_step,
+    seed_update,
+)
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState, TrainProgress
+
+if TYPE_CHECKING:
+    from paceline.training.group_context import GroupContext
+    from paceline.training.state_manager import StateManager
 
 # --- Losses and gradients that are NaN or infinite: the step, the micro-batch and the samples that caused them ---
 
@@ -179,3 +197,319 @@ class MicrobatchRunner:
     def backward_done(self) -> None:
         """Record that the micro-batch's backward has run, or is enqueued."""
         self._timer.mark("backward")
+
+
+# --- A step: the task's loss and one update, or passes and updates that the task composes ---
+
+
+_STRATEGIES = frozenset({"single", "ddp", "zero1", "fsdp"})
+
+
+def overrides_train_step(task: Task) -> bool:
+    """Return whether the task computes its steps itself."""
+    return type(task).train_step is not Task.train_step
+
+
+def require_train_step_support(run: RunContext) -> None:
+    """Refuse options under which a task cannot compute its steps itself.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if not overrides_train_step(run.task):
+        return
+    config = run.config
+    reasons = {
+        f"--strategy {', '.join(config.strategies)}": not set(config.strategies) <= _STRATEGIES,
+        f"--reduction {config.parallel.reduction}": config.reducer not in ("exact", "allreduce"),
+        "--precision fp16": config.training.precision == "fp16",
+        **dict.fromkeys((*config.changes.whole_loss, *config.changes.own_state), True),
+    }
+    wrong = [option for option, applies in reasons.items() if applies]
+    if wrong:
+        raise ConfigError(
+            f"{type(run.task).__name__} defines train_step: steps of your own, there or in a loop over paceline.Run, "
+            "work with --strategy single, ddp, zero1 and fsdp, --reduction exact and allreduce, --precision fp32 and "
+            "bf16, and without --sdc-check-every and --local-sgd-steps; they do not work with "
+            f"{' and '.join(wrong)}."
+        )
+
+
+class SyncStep:
+    """A step that all ranks compute together, and every one applies: the task's loss, and one update.
+
+    The engine opens it with its data. Its caller computes it, and asks the engine for the next step; then it is
+    committed.
+
+    Args:
+        states: this rank's copy of the state.
+        update: applies the gradients if those of all ranks are finite; None: to the whole state.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        states: StateManager,
+        group: GroupContext,
+        update: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._run = run
+        self._states = states
+        self._group = group
+        self._update = states.update if update is None else update
+        self._sums: StepSums | None = None
+        self._row: Sequence[float] = ()
+        progress, timer, tracker = states.state.progress, group.monitor.timer, group.world.progress_tracker
+        self._begin_callbacks(progress)
+        tracker.move("data")
+        self._microbatches = group.fetch(progress.epoch, progress.step_in_epoch, group.strategy.microbatches)
+        timer.mark("data")
+
+    def _begin_callbacks(self, progress: TrainProgress) -> None:
+        callback = self._states.state.callback
+        if type(callback) is not Callback:
+            seed_step(self._run.config.training.seed, progress.step)
+        if progress.step_in_epoch == 0:
+            callback.on_epoch_begin(progress.epoch)
+        callback.on_step_begin(progress.step, progress.step_in_epoch)
+
+    def compute(self) -> None:
+        """Run forward and backward, reduce, and update; afterwards the state is invalid until the commit."""
+        run, group, states = self._run, self._group, self._states
+        step = states.state.progress.step
+        self._sums = self._reduce()
+        group.world.progress_tracker.move("optimizer")
+        seed_update(run.config.training.seed, step)  # an optimizer or callback may add noise
+        self.logged: Mapping[str, float] = states.state.callback.on_gradients_reduced(
+            due=group.monitor.is_due(step + 1)
+        )
+        states.invalidate()
+        with deterministic_kernels(run.config, run.device):
+            self._update(self._sums.finite)
+        group.monitor.timer.mark("optimizer")
+
+    def commit(self) -> StepSums:
+        """Make the computed step count; return its sums, with the rows of all ranks."""
+        assert self._sums is not None, "a step is computed before it is committed"
+        return self._group.commit(self._sums, self._row, self.logged)
+
+    def _reduce(self, current_pass: Pass = ONLY_PASS) -> StepSums:
+        """Run forward and backward, and reduce; this rank's row travels with the first pass of a step."""
+        run, group, state = self._run, self._group, self._states.state
+        strategy, microbatches = group.strategy, self._microbatches
+        strategy.begin_step([microbatch.index for microbatch in microbatches])
+        group.runner.current_pass = current_pass
+        with deterministic_kernels(run.config, run.device):
+            for hook in group.hooks:
+                hook.before_microbatches(strategy, microbatches)
+            strategy.run_microbatches(microbatches, group.runner)
+            for hook in group.hooks:
+                hook.after_microbatches(strategy, microbatches)
+
+        group.world.progress_tracker.move("reduction")
+        if current_pass.number == 0:
+            self._row = self._own_row()
+        sums = strategy.reduce(self._row if current_pass.number == 0 else ControlFlags().row())
+        for hook in group.hooks:
+            sums = hook.after_reduce(sums)
+        group.monitor.timer.mark("reduction")
+        require_finite(run, state.progress, sums, state.scaler)
+        return sums
+
+    def _own_row(self) -> Sequence[float]:
+        """Return the row that travels with the step's sums: control flags, and this rank's status and speed if due."""
+        run, group, progress = self._run, self._group, self._states.state.progress
+        strategy, loader, monitor = group.strategy, self._states.loader, group.monitor
+        has_next_batch = not (isinstance(loader, StreamLoader) and loader.exhausted(strategy.microbatches))
+        evaluates = run.deadline.is_set and run.schedule.evaluation_follows(progress, has_next_batch=has_next_batch)
+        flags = ControlFlags(
+            stop=group.stop_reason(evaluates=evaluates),
+            save=group.checkpoint_manager.is_due_by_clock(),
+            has_next_batch=has_next_batch,
+            reform=group.should_reform,
+        )
+        for hook in group.hooks:
+            flags = hook.report(flags)
+        step = progress.step + 1
+        # If steps overlap, the rows that arrive with a step are those of the previous one.
+        due = monitor.is_due(step) or (strategy.overlaps_steps and monitor.is_due(step + 1))
+        return flags.row(monitor.status(step) if due else None, group.balancer.row(progress.step))
+
+
+class ComposedStep(SyncStep, TrainStep):
+    """A step of passes and updates, which a task's ``train_step`` or a script's own loop puts together.
+
+    Attributes:
+        updated_before_pass: whether an update came before a pass, so that a pass that fails leaves half a step.
+
+    Args:
+        keeps_copy: copy the state first if ranks may be lost: a pass may fail after an update.
+    """
+
+    def __init__(self, run: RunContext, states: StateManager, group: GroupContext, *, keeps_copy: bool) -> None:
+        super().__init__(run, states, group)
+        if keeps_copy and group.can_lose_ranks:
+            states.keep_copy()
+        states.invalidate()
+        progress, data = states.state.progress, run.data
+        self.module = states.state.module
+        self.optimizers = states.state.optimizers
+        self.step = progress.step
+        self.epoch = None if data.steps_per_epoch is None else self.step // data.steps_per_epoch
+        self.progress = None if data.total_steps is None else self.step / data.total_steps
+        self.updated_before_pass = False
+        self.logged: dict[str, float] = {}
+        self._passes = 0
+        self._updates = 0
+        self._loss = 0.0
+        seed_between_passes(run.config.training.seed, self.step, 0)
+
+    def compute(self) -> None:
+        """Let the task compute the step."""
+        loss = self._run.task.train_step(self)
+        if loss is not None:
+            self._loss = float(loss)
+
+    def commit(self) -> StepSums:
+        """Make the step count.
+
+        Raises:
+            TaskError: it made no pass over the micro-batches.
+        """
+        if self._sums is None:
+            raise TaskError(
+                "each step must call step.backward or step.backward_over_batch: the ranks agree there whether to save, "
+                "to stop or to continue."
+            )
+        with warnings.catch_warnings():  # about a schedule whose optimizer the task has not stepped yet
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            self._states.state.advance()
+        return self._group.commit(replace(self._sums, loss=self._loss), (), self.logged)
+
+    def backward(self, loss: LossFunction) -> float:
+        return self._run_pass(lambda model, microbatch: loss(model, microbatch.batch))
+
+    def backward_over_batch(
+        self, embed: Callable[[nn.Module, Any], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]
+    ) -> float:
+        strategy = self._group.strategy
+        if not isinstance(strategy, ReducerStrategy) or self._states.is_collective:
+            raise ConfigError(
+                f"--strategy {', '.join(self._run.config.strategies)} shards the model, so all ranks must call it "
+                "together, and step.backward_over_batch does not. Use --strategy ddp or zero1."
+            )
+        with deterministic_kernels(self._run.config, self._run.device):
+            embedded = self._embed(strategy, embed)
+            indices, sizes, rows = _gather_rows(self._group.world, embedded)
+            value, gradient = self._loss_over_batch(rows, loss)
+        parts = dict(zip(indices, torch.split(gradient, sizes), strict=True))
+
+        def loss_by_chain_rule(model: nn.Module, microbatch: MicroBatch) -> Loss:
+            # The reducer divides by the number of samples.
+            product = embed(model, microbatch.batch) * (parts[microbatch.index] * len(rows))
+            return Loss(product.sum(), float(microbatch.num_samples))
+
+        self._run_pass(loss_by_chain_rule)
+        self._loss = value
+        return value
+
+    def update(self, *names: str, clip_norm: float | None = None, closure: Callable[[], float] | None = None) -> None:
+        state, monitor = self._states.state, self._group.monitor
+        if unknown := [name for name in names if name not in self.optimizers]:
+            raise TaskError(f"the step updates {unknown[0]!r}, but the optimizers are {', '.join(self.optimizers)}.")
+        self._group.world.progress_tracker.move("optimizer")
+        seed_update(self._run.config.training.seed, self.step, self._updates)
+        self._updates += 1
+        self.logged |= state.callback.on_gradients_reduced(due=monitor.is_due(self.step + 1))
+        with deterministic_kernels(self._run.config, self._run.device):
+            self._states.apply_gradients(names or tuple(self.optimizers), clip_norm, closure)
+        monitor.timer.mark("optimizer")
+
+    def log(self, **values: float) -> None:
+        self.logged |= values
+
+    def _run_pass(self, loss: Callable[[nn.Module, MicroBatch], torch.Tensor | Loss]) -> float:
+        self.updated_before_pass |= self._updates > 0
+        sums = self._reduce(Pass(loss, self._passes))
+        self._sums = self._sums or sums
+        self._passes += 1
+        self._loss = sums.loss
+        self.align_random_numbers()
+        return sums.loss
+
+    def align_random_numbers(self) -> None:
+        """Let all ranks draw the same numbers from here on, after each has drawn for its own micro-batches."""
+        seed_between_passes(self._run.config.training.seed, self.step, self._passes)
+
+    def _embed(
+        self, strategy: ReducerStrategy, embed: Callable[[nn.Module, Any], torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Compute the embeddings of this rank's micro-batches, without an effect on the model's buffers.
+
+        Raises:
+            TaskError: they are not a tensor with one row for each sample.
+        """
+        run, buffers = self._run, strategy.reducer.buffers
+        embedded = {}
+        self._group.world.progress_tracker.move("forward")
+        buffers.begin()
+        for microbatch in self._microbatches:
+            seed_microbatch(run.config.training.seed, self.step, microbatch.index, self._passes)
+            announce_microbatch(run, self.step, microbatch)
+            with torch.no_grad(), run.autocast():
+                rows: Any = embed(strategy.model, copy.deepcopy(microbatch.batch))
+            buffers.reset()
+            if not isinstance(rows, torch.Tensor) or rows.dim() == 0 or len(rows) != microbatch.num_samples:
+                what = f"a tensor of shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else type(rows)
+                raise TaskError(
+                    f"the embeddings of a micro-batch must be a tensor with one row for each of its "
+                    f"{microbatch.num_samples} samples, but they are {what}."
+                )
+            embedded[microbatch.index] = rows
+        self._group.monitor.timer.mark("forward")
+        return embedded
+
+    def _loss_over_batch(
+        self, rows: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[float, torch.Tensor]:
+        """Compute the loss of all embeddings and its gradient, on rank 0, for all ranks.
+
+        Raises:
+            TaskError: the loss is not a scalar with a gradient.
+        """
+        world = self._group.world
+        gradient, value = torch.zeros_like(rows), 0.0
+        seed_between_passes(self._run.config.training.seed, self.step, self._passes)
+        if world.rank == 0:  # ranks on other hardware could get other bits
+            leaf = rows.detach().requires_grad_()
+            with torch.enable_grad(), self._run.autocast():
+                total: Any = loss(leaf)
+            if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.requires_grad:
+                raise TaskError("the loss over the batch must be a scalar tensor that depends on the embeddings.")
+            total.backward()  # type: ignore[no-untyped-call]
+            assert leaf.grad is not None
+            gradient, value = leaf.grad, float(total.detach())
+        world.broadcast_tensor(gradient)
+        return float(world.broadcast_object(repr(value))), gradient
+
+
+def _gather_rows(world: World, embedded: Mapping[int, torch.Tensor]) -> tuple[list[int], list[int], torch.Tensor]:
+    """Gather the rows of all micro-batches; all ranks call this together.
+
+    Returns:
+        The numbers of the micro-batches in their order, the number of rows of each, and all rows.
+    """
+    described = world.all_gather_object([[index, describe_tensor(rows)] for index, rows in embedded.items()])
+    sizes_of_ranks = [[shape[0] for _, (_, shape, _) in of_rank] for of_rank in described]
+    if embedded:
+        own = torch.cat(list(embedded.values()))
+    else:
+        dtype, shape, on_gpu = next(description for of_rank in described for _, description in of_rank)
+        own = empty_tensor([dtype, [0, *shape[1:]], on_gpu], world.device)
+    gathered = world.all_gather_rows(own, [sum(sizes) for sizes in sizes_of_ranks])
+    parts: dict[int, torch.Tensor] = {}
+    for of_rank, sizes, rows in zip(described, sizes_of_ranks, gathered, strict=True):
+        pieces = torch.split(rows, sizes) if sizes else ()
+        parts |= {index: piece for (index, _), piece in zip(of_rank, pieces, strict=True)}
+    indices = sorted(parts)
+    return indices, [len(parts[index]) for index in indices], torch.cat([parts[index] for index in indices])

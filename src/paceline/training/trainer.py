@@ -26,7 +26,7 @@ from paceline.training.reproducibility import seed_transition
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
-from paceline.training.train_step import ComposedStep, SyncStep, overrides_train_step, require_train_step_support
+from paceline.training.step import ComposedStep, SyncStep, overrides_train_step, require_train_step_support
 
 # --- The step, computed by all ranks together ---
 

@@ -91,9 +91,9 @@ def _run_member(
 ) -> None:
     from paceline.parallel.device import choose_device
     from paceline.runs.rank_log import open_rank_log, show_on
+    from paceline.training.control import StopSignals
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import ElasticGroups, train
-    from paceline.training.stop_signals import StopSignals
 
     counts, world_size = job.config.processes.nproc, job.world_size
     assert counts is not None, "an agent counts the processes"
@@ -153,9 +153,9 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
         PacelineError: as :func:`paceline.training.session.train`.
     """
     from paceline.runs.rank_log import open_rank_log
+    from paceline.training.control import StopSignals
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import FixedGroup, train
-    from paceline.training.stop_signals import StopSignals
 
     with (
         StopSignals(launched=environment.source != "single") as signals,

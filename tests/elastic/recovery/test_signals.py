@@ -15,7 +15,7 @@ import pytest
 from tests.processes import children
 
 from paceline.core.access import create_token
-from paceline.training.stop_signals import StopSignals
+from paceline.training.control import StopSignals
 
 LAUNCHED = {
     "inprocess": ("--nproc", "1"),

@@ -6,7 +6,7 @@ processes, or on a restart, without any error. So in the first steps, and sparse
 
 - computes one of its micro-batches twice from the same random keys, and compares loss, gradients, buffers and plain
   attributes,
-- reads some samples twice in two orders (:mod:`paceline.data.sample_check`),
+- reads some samples twice in two orders (:mod:`paceline.data.samples`),
 
 and the ranks compare the bits of their replicas before they save and evaluate.
 """
@@ -36,8 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.core.built_in import PACKAGES
 from paceline.core.errors import PurityError, join_names
 from paceline.core.task import Loss, Task
-from paceline.data.sample_check import SampleCheck
-from paceline.data.samples import Loader, MicroBatch
+from paceline.data.samples import Loader, MicroBatch, SampleCheck
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.sharded_state import local_shard
 from paceline.parallel.strategy import Strategy

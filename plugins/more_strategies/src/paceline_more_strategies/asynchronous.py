@@ -21,8 +21,7 @@ from paceline.data.stream import StreamLoader
 from paceline.parallel.reducer import StepSums
 from paceline.training.control import ControlFlags, StopCause
 from paceline.training.group_context import GroupContext
-from paceline.training.resolve import DataSetup
-from paceline.training.run_context import RunContext
+from paceline.training.run_context import DataSetup, RunContext
 from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.data_parallel import DDP
+from paceline.parallel.microbatches import DDP
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.transports import map_shared

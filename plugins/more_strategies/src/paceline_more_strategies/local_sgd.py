@@ -24,7 +24,7 @@ from paceline.torch_internals import foreach_copy_
 from paceline.training.control import ROW_LENGTH
 from paceline.training.group_context import GroupContext, RecordStep
 from paceline.training.hooks import StepHook
-from paceline.training.optimizer_state import is_numbered, named_state, numbered_state
+from paceline.training.optim import is_numbered, named_state, numbered_state
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState, TrainProgress
 from paceline.training.state_manager import StateManager

@@ -12,9 +12,8 @@ from torch import distributed as dist
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.data_parallel import DDP
 from paceline.parallel.grad_buffers import FlatLayout
-from paceline.parallel.microbatches import MicrobatchStrategy
+from paceline.parallel.microbatches import DDP, MicrobatchStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.point_to_point import Message, start_messages
 from paceline.parallel.reducer import StepSums

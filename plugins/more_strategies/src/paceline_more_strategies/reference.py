@@ -32,11 +32,10 @@ from paceline.parallel.strategy import (
 )
 from paceline.parallel.world import ParallelDims, World
 from paceline.torch_internals import foreach_mul_
-from paceline.training.example_batch import ExampleBatch
 from paceline.training.run_context import RunContext
 from paceline.training.session import build_trainer, train_in_group
 from paceline.training.state import TrainingState
-from paceline.training.state_manager import StateManager
+from paceline.training.state_manager import ExampleBatch, StateManager
 from paceline.training.step import microbatch_loss
 from paceline_more_strategies.local_sgd import tensors_to_average
 from paceline_more_strategies.options import CommunicationOptions

@@ -29,8 +29,7 @@ from paceline.core.config import ResolvedConfig
 from paceline.core.plugins import is_own_file, own_folders
 from paceline.core.task import BatchInfo, Loss, RunSchedule, Task
 from paceline.data.order import derive_key
-from paceline.data.sample_check import MOST_SAMPLES, check_samples, digest_of, generator_digests
-from paceline.data.samples import seed_everything
+from paceline.data.samples import MOST_SAMPLES, check_samples, digest_of, generator_digests, seed_everything
 from paceline.torch_internals import BatchNorm
 from paceline.training.evaluation import as_loss
 from paceline.training.reproducibility import build_split, seed_microbatch, seed_model

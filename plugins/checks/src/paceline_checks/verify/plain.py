@@ -29,8 +29,7 @@ from paceline.training.reproducibility import (
     seed_update,
 )
 from paceline.training.run_context import RunContext
-from paceline.training.step import announce_microbatch
-from paceline.training.train_step import overrides_train_step
+from paceline.training.step import announce_microbatch, overrides_train_step
 
 AVERAGE = "the average of "
 """Before the name of a tensor of the moving average (``--ema``)."""

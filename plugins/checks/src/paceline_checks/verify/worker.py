@@ -42,10 +42,10 @@ from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure, record_failure
 from paceline.torch_internals import tree_leaves, tree_map
+from paceline.training.control import StopSignals
 from paceline.training.reproducibility import configure_numerics, preserve_numerics
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
-from paceline.training.stop_signals import StopSignals
 from paceline.training.worker import run
 from paceline_checks.verify.cases import (
     GroupPlan,
