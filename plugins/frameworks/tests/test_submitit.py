@@ -92,8 +92,7 @@ def test_the_whole_text() -> None:
 
 def test_an_array_of_functions_has_what_submitit_calls_the_same() -> None:
     options = SubmititOptions(array_parallelism=4, stderr_to_stdout=True)
-    job = {"name": "add", "nodes": 1, "tasks_per_node": 1, "cpus_per_task": None, "gpus_per_node": None}
-    parameters = executor_parameters(options, **job, walltime_s=None, signal_name="USR2")
+    parameters = executor_parameters(spec(), options, tasks_per_node=1, cpus_per_task=None, signal_name="USR2")
     assert (parameters["slurm_array_parallelism"], parameters["stderr_to_stdout"]) == (4, True)
     assert "cpus_per_task" not in parameters
 

@@ -92,38 +92,27 @@ class FunctionJob(SubmititJob):
         return f"FunctionJob(id={self.id!r}, tasks={self._tasks}, folder={str(self._folder)!r})"
 
 
-def submit_functions(
-    function: Callable[..., Any],
-    calls: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]],
-    *,
-    options: SubmititOptions,
-    folder: str | Path | None = None,
-    name: str | None = None,
-    nodes: int = 1,
-    nproc: int = 1,
-    cpus_per_task: int | None = None,
-    gpus_per_node: int | None = None,
-    walltime_s: float | None = None,
-    python: str = sys.executable,
-) -> list[FunctionJob]:
-    """Submit one job for each call; on Slurm several are one array.
+_FUNCTION_OPTIONS = ("name", "nodes", "nproc", "cpus_per_task", "gpus_per_node", "walltime")
 
-    Args:
-        calls: arguments and keyword arguments.
-        options: the launcher's.
-        folder: where submitit keeps its files; default: a new one in ``jobs/``.
-        name: the job's; default: the function's.
-        nodes: machines.
-        nproc: tasks of each machine; each calls the function.
-        cpus_per_task: of each.
-        gpus_per_node: to ask for.
-        walltime_s: how long a job may take.
+
+def _submit_functions(
+    function: Callable[..., Any],
+    calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
+    on: str,
+    folder: str | Path | None,
+    given: Mapping[str, Any],
+) -> list[FunctionJob]:
+    """Submit one job for each call, of arguments and keyword arguments; on Slurm several are one array.
 
     Raises:
-        ConfigError: an option is wrong, the folder is not private, or the jobs cannot be recorded; none is
-            left.
+        ConfigError: an option is wrong, the folder is not private, or the jobs cannot be recorded; none is left.
         LaunchError: submitit or Slurm refused.
     """
+    own = {key: value for key, value in given.items() if key not in _FUNCTION_OPTIONS}
+    options = make_options(get_launcher("submitit"), {"executor": on, **own})
+    nodes, nproc = given.get("nodes", 1), given.get("nproc", 1)
+    walltime = given.get("walltime")
+    walltime_s = None if walltime is None else parse_walltime_s(walltime)
     for option, value in (("nodes", nodes), ("nproc", nproc)):
         if value < 1:
             raise ConfigError(f"{option} must be at least 1, but is {value}.")
@@ -131,17 +120,7 @@ def submit_functions(
     import submitit
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    name = name or job_name(getattr(function, "__name__", type(function).__name__))
-    parameters = executor_parameters(
-        options,
-        name=name,
-        nodes=nodes,
-        tasks_per_node=nproc,
-        cpus_per_task=cpus_per_task,
-        gpus_per_node=gpus_per_node,
-        walltime_s=walltime_s,
-        signal_name=submitit.JobEnvironment.USR_SIG,
-    )
+    name = given.get("name") or job_name(getattr(function, "__name__", type(function).__name__))
     wrapped = callable_for(function)
     chosen = Path(folder) if folder is not None else job_directory(name, attached=False)
     spec = LaunchSpec(
@@ -150,15 +129,22 @@ def submit_functions(
         directory=chosen.absolute(),
         nodes=(nodes, nodes),
         nproc=(nproc,),
-        cpus_per_task=cpus_per_task,
-        gpus_per_node=gpus_per_node,
+        cpus_per_task=given.get("cpus_per_task"),
+        gpus_per_node=given.get("gpus_per_node"),
         walltime_s=walltime_s,
+    )
+    parameters = executor_parameters(
+        spec,
+        options,
+        tasks_per_node=nproc,
+        cpus_per_task=spec.cpus_per_task,
+        signal_name=submitit.JobEnvironment.USR_SIG,
     )
     fresh = not chosen.exists()
     private = make_private(chosen)
     try:
         with room_for_record():
-            executor = submitit.AutoExecutor(private, **executor_arguments(options, python))
+            executor = submitit.AutoExecutor(private, **executor_arguments(options, sys.executable))
             executor.update_parameters(**parameters)
             with executor.batch():
                 jobs = [executor.submit(wrapped, *args, **kwargs) for args, kwargs in calls]
@@ -339,29 +325,6 @@ def submit_array(
     if not calls:
         raise ConfigError("submit_array(): there are no arguments, so there is nothing to submit.")
     return _submit_functions(function, calls, on, folder, options)
-
-
-_FUNCTION_OPTIONS = ("name", "nodes", "nproc", "cpus_per_task", "gpus_per_node", "walltime")
-
-
-def _submit_functions(
-    function: Callable[..., Any],
-    calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
-    on: str,
-    folder: str | Path | None,
-    options: Mapping[str, Any],
-) -> list[FunctionJob]:
-    given = {name: options[name] for name in _FUNCTION_OPTIONS if name in options}
-    own = {name: value for name, value in options.items() if name not in given}
-    walltime = given.pop("walltime", None)
-    return submit_functions(
-        function,
-        calls,
-        options=make_options(get_launcher("submitit"), {"executor": on, **own}),
-        folder=folder,
-        walltime_s=None if walltime is None else parse_walltime_s(walltime),
-        **given,
-    )
 
 
 def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:

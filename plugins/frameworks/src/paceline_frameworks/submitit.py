@@ -85,39 +85,34 @@ def executor_arguments(options: SubmititOptions, python: str) -> dict[str, Any]:
 
 
 def executor_parameters(
+    spec: LaunchSpec,
     options: SubmititOptions,
     *,
-    name: str,
-    nodes: int,
     tasks_per_node: int,
     cpus_per_task: int | None,
-    gpus_per_node: int | None,
-    walltime_s: float | None,
     signal_name: str,
 ) -> dict[str, Any]:
     """Arguments of ``AutoExecutor.update_parameters``.
 
     Args:
-        nodes: machines.
-        tasks_per_node: processes that submitit starts on each.
+        tasks_per_node: processes that submitit starts on each machine.
         cpus_per_task: of each of these.
-        gpus_per_node: to ask for.
-        walltime_s: how long the job may take.
         signal_name: the signal before the end of the time limit, such as "USR1".
 
     Raises:
         ConfigError: the local executor cannot do this.
     """
-    limit_s = _DEFAULT_WALLTIME_S[options.executor] if walltime_s is None else walltime_s
+    limit_s = _DEFAULT_WALLTIME_S[options.executor] if spec.walltime_s is None else spec.walltime_s
+    nodes = spec.nodes[0]
     parameters: dict[str, Any] = {
-        "name": name,
+        "name": spec.name,
         "nodes": nodes,
         "tasks_per_node": tasks_per_node,
         "timeout_min": max(1, math.ceil(limit_s / 60)),
         "stderr_to_stdout": options.stderr_to_stdout,
     }
-    if gpus_per_node is not None:
-        parameters["gpus_per_node"] = gpus_per_node
+    if spec.gpus_per_node is not None:
+        parameters["gpus_per_node"] = spec.gpus_per_node
     if options.executor == "local":
         if nodes > 1:
             raise ConfigError(f"--executor local has one machine, but --nodes is {nodes}. Use --executor slurm.")
@@ -335,14 +330,7 @@ class Submitit(ClusterLauncher):
         processes = 1 if spec.starts_each_rank else max(spec.nproc)
         cpus = None if spec.cpus_per_task is None and processes == 1 else (spec.cpus_per_task or 1) * processes
         parameters = executor_parameters(
-            options,
-            name=spec.name,
-            nodes=spec.nodes[0],
-            tasks_per_node=tasks,
-            cpus_per_task=cpus,
-            gpus_per_node=spec.gpus_per_node,
-            walltime_s=spec.walltime_s,
-            signal_name=PREEMPT_SIGNAL,
+            spec, options, tasks_per_node=tasks, cpus_per_task=cpus, signal_name=PREEMPT_SIGNAL
         )
         command = rank_command(spec) if spec.starts_each_rank else node_command(spec)
         program = _PROGRAM.format(
