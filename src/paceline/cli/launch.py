@@ -10,14 +10,15 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.options import explicit_options, job_options, launchers_options
+from paceline.cli.defaults import read_defaults
+from paceline.cli.options import job_options, launchers_options
 from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.job import RecoveryPolicy
 from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.plugins import import_object
 from paceline.launch.launcher import LOCAL_LAUNCHERS, LaunchSpec, get_launcher
-from paceline.launch.options import JobOptions, make_options
+from paceline.launch.options import make_options
 
 JobFlags: Any = job_options()
 LauncherFlags: Any = launchers_options()
@@ -81,9 +82,15 @@ def launch(
         start,
     )
 
-    job = JobOptions(**explicit_options(job_flags))
-    launcher = get_launcher(on)
-    own = make_options(launcher, explicit_options(launcher_flags))
+    defaults, launcher = read_defaults(), get_launcher(on)
+    job, of_run = defaults.job_options(job_flags), defaults.values("run")
+    own_options = defaults.launcher_options(on, launcher_flags)
+    own = make_options(launcher, own_options)
+    interface = interface or of_run.get("interface")
+    python = python or of_run.get("python")
+    if dry_run and not json:
+        defaults.print_used("job", vars(job))
+        defaults.print_used(on, own_options)
     if nproc == "gpu" and on in LOCAL_LAUNCHERS:
         from paceline.core.gpus import visible_gpus
 

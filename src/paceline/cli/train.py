@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from paceline.cli.defaults import FileDefaults, read_defaults
 from paceline.cli.options import (
     ARGUMENTS,
     COMMON,
@@ -24,7 +25,6 @@ from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
 from paceline.core.files import parse_toml
 from paceline.core.job import WorkerConfig
-from paceline.launch.options import JobOptions
 
 _COMMON_OF_RESUME = ("epochs", "max_steps", "nproc", "nodes", "on", "strategy", "device", "checkpoint_every")
 
@@ -72,11 +72,15 @@ def train(
         **({"run_dir": run_dir} if run_dir else {}),
         **explicit_options(options),
     }
-    values = typed if config is None else _with_file(typed, config)
+    given = typed if config is None else _with_file(typed, config)
+    defaults = read_defaults(given.get("task"))
+    values = defaults.run_options(given)
     job = WorkerConfig(
-        config=config_from_mapping(values, "the command line"), explicit_options=frozenset(values), quiet=quiet
+        config=config_from_mapping(values, "the command line"), explicit_options=frozenset(given), quiet=quiet
     )
-    return _start(job, typed, job_flags, launcher_flags, dry_run=dry_run, json=json)
+    if dry_run and not json:
+        defaults.print_used("run", {name: value for name, value in values.items() if name not in given})
+    return _start(job, typed, defaults, job_flags, launcher_flags, dry_run=dry_run, json=json)
 
 
 def resume(
@@ -118,11 +122,18 @@ def resume(
     job = WorkerConfig(
         config=config_from_mapping(values, "the command line"), explicit_options=frozenset(typed), quiet=quiet
     )
-    return _start(job, typed, job_flags, launcher_flags, dry_run=dry_run, json=json)
+    return _start(job, typed, read_defaults(), job_flags, launcher_flags, dry_run=dry_run, json=json)
 
 
 def _start(
-    job: WorkerConfig, typed: Collection[str], job_flags: Any, launcher_flags: Any, *, dry_run: bool, json: bool
+    job: WorkerConfig,
+    typed: Collection[str],
+    defaults: FileDefaults,
+    job_flags: Any,
+    launcher_flags: Any,
+    *,
+    dry_run: bool,
+    json: bool,
 ) -> int:
     """Have the launcher of ``--on`` start the task; a process that another launcher has made a rank trains here.
 
@@ -132,7 +143,12 @@ def _start(
     from paceline.launch.local_run import LocalLauncher, own_environment, refuse_job_options, task_launcher
 
     launcher = task_launcher(job.config)
-    options, own = JobOptions(**explicit_options(job_flags)), explicit_options(launcher_flags)
+    if isinstance(launcher, LocalLauncher):
+        defaults = FileDefaults({})  # those of jobs on a cluster do not hold here
+    options, own = defaults.job_options(job_flags), defaults.launcher_options(launcher.name, launcher_flags)
+    if dry_run and not json:
+        defaults.print_used("job", vars(options))
+        defaults.print_used(launcher.name, own)
     rank = own_environment(job.config, typed) if isinstance(launcher, LocalLauncher) else Environment()
     if rank.source != "single" and options.preflight:
         raise ConfigError("--preflight runs once per node: give it to the command that starts the ranks.")

@@ -137,6 +137,9 @@ COMMANDS: Mapping[str, CliCommand] = {
     "checkpoint": CliCommand(
         "Keep clean", "paceline.cli.checkpoint:app", "List, verify and remove a run's checkpoints."
     ),
+    "config": CliCommand(
+        "Other", "paceline.cli.defaults:show_config", "Show the options that files of defaults set, and which file."
+    ),
     "version": CliCommand(
         "Other", "paceline.cli.version:version", "Print the versions of Paceline and its dependencies."
     ),

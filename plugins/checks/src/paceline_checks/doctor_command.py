@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.options import explicit_options, launchers_options
+from paceline.cli.defaults import read_defaults
+from paceline.cli.options import launchers_options
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.task_loading import check_spec
@@ -104,7 +105,7 @@ def doctor(
     if task:
         check_spec(task)
     launcher = get_launcher(on if on not in LOCAL_LAUNCHERS else "spawn")
-    own = explicit_options(launcher_options)
+    own = read_defaults().launcher_options(launcher.name, launcher_options)
     options = make_options(launcher, own)
     (least, most), counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), options)
     if counts is None:
