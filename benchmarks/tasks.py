@@ -19,7 +19,6 @@ from paceline.core.files import write_atomically
 from paceline.core.task import Callback, Defaults, Task
 from paceline.training.group_context import GroupContext
 from paceline.training.hooks import StepHook
-from paceline_checks.purity import PurityCheck
 from paceline_tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP
 
 _MEMORY = Path("/proc/self/status")
@@ -186,6 +185,8 @@ class GuardByTurns(WithoutEvaluation):
 
 class _GuardSwitch(Callback):
     def __init__(self, task: GuardByTurns) -> None:
+        from paceline_checks.purity import PurityCheck  # the other tasks need the core only
+
         self._task = task
         self._hooks: list[list[StepHook]] = []
         self._guards: list[StepHook] = []

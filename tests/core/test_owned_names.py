@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.gc import gc
 from paceline.core.owned_names import SHARED_MEMORY, Owner, leftovers, remove_leftovers
+from paceline_maintenance.gc_command import gc
 
 # The worker is one of multiprocessing's, as torch's data workers are; it holds a name of torch's for shared memory.
 TRAINER = """

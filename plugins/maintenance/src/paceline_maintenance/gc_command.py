@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.insight.gc import Artifact
+    from paceline_maintenance.gc import Artifact
 
 Flag = Annotated[bool, Parameter(negative="")]
 _DEFAULT_ROOT = Path("runs")
@@ -38,9 +38,9 @@ def gc(root: Path = _DEFAULT_ROOT, *, keep_last: int = 3, yes: Flag = False, jso
         Print one JSON object.
     """
     from paceline.core import owned_names
-    from paceline.insight.gc import keep, packages_in, remove, runs_in
     from paceline.runs.package_registry import Registry
     from paceline.runs.status import check_folder
+    from paceline_maintenance.gc import keep, packages_in, remove, runs_in
 
     if keep_last < 1:
         raise ConfigError(f"--keep-last must be at least 1, but is {keep_last}.")

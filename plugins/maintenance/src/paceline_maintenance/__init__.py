@@ -1,0 +1,1 @@
+"""``paceline gc``: the removal of runs and packages that nothing needs any more."""
