@@ -260,6 +260,7 @@ PARTS: Mapping[str, str] = {
     "--strategy auto": "paceline_planning.auto:choose_by_plan",
     "SageMaker's nodes": "paceline_clouds.nodes:sagemaker_node",
     "Vertex AI's nodes": "paceline_clouds.nodes:vertex_node",
+    "doctor --horovod": "paceline_frameworks.horovod:check_build",
     "export": "paceline_serving.observed_inputs:observe_inputs",
     "launch": "paceline_frameworks.script_warnings:script_warnings",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",

@@ -14,8 +14,10 @@ from cyclopts import Parameter
 
 from paceline.cli.defaults import read_defaults
 from paceline.cli.options import launchers_options
+from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc, parse_walltime_s
+from paceline.core.plugins import import_object
 from paceline.core.task_loading import check_spec
 from paceline.launch.launcher import LOCAL_LAUNCHERS, Launcher, LaunchSpec, get_launcher
 from paceline.launch.options import make_options, parse_env
@@ -222,9 +224,7 @@ def _show(report: PreflightReport, *, json: bool) -> int:
 
 
 def _show_horovod(python: str, *, json: bool) -> int:
-    from paceline_frameworks.horovod import check_build
-
-    build = check_build(python)
+    build = import_object(PARTS["doctor --horovod"])(python)
     print(json_module.dumps(dataclasses.asdict(build)) if json else build.text)
     return 0
 

@@ -345,13 +345,3 @@ def test_every_check_is_documented() -> None:
     page = (ROOT / "docs/doctor.md").read_text()
     rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")]
     assert [f"`{id}`" for id in CHECKS] == [row for row in rows if row.strip("`") in CHECKS]
-
-
-@pytest.mark.slow
-@pytest.mark.horovod
-def test_what_horovod_was_built_with(run_processes: Any) -> None:
-    pytest.importorskip("horovod")
-    done = run_processes.paceline("doctor", "--horovod")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Horovod v")
-    assert "Available Controllers:" in done.stdout

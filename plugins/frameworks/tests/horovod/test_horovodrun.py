@@ -167,6 +167,7 @@ def test_doctor_shows_what_horovod_was_built_with(run: Callable[..., Any]) -> No
     plain = subprocess.run([BESIDE / "horovodrun", "--check-build"], capture_output=True, text=True, check=True)
     build = json.loads(run("doctor", "--horovod", "--json").stdout)
     assert build["text"] == plain.stdout.strip()
+    assert run("doctor", "--horovod").stdout.strip() == build["text"]
     assert (build["frameworks"]["PyTorch"], build["controllers"]["Gloo"]) == (True, True)
     assert build["version"] == "0.28.1"
 
