@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.launch.job_records import jobs_directory
 from paceline.launch.launcher import LaunchSpec, RenderedJob
 from paceline.launch.submit import task_job
+from paceline_kubernetes.api import _PLURALS
 from paceline_kubernetes.launcher import Kubernetes
 from paceline_kubernetes.options import KubernetesOptions
 
@@ -160,6 +162,54 @@ def test_where_pods_may_run_and_what_they_get(kind: str, holder: str) -> None:
     trainer = objects_of(rendered)[-1]["spec"].get("trainer")
     resources = pod["containers"][0]["resources"] if trainer is None else trainer["resourcesPerNode"]
     assert resources["limits"] == {"nvidia.com/gpu": "4", "rdma/hca": "2", "hugepages-2Mi": "1Gi"}
+
+
+@pytest.mark.parametrize(("kind", "holder"), [("job", "Job"), ("jobset", "JobSet"), ("trainjob", "TrainingRuntime")])
+def test_pods_of_a_user_meet_the_restricted_standard(kind: str, holder: str) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards, and a read-only root file system."""
+    rendered = render({"kind": kind, "user": "1000:2000", "volume": ("runs:/runs",)})
+    pod = pod_of(rendered, holder)
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 1000,
+        "runAsGroup": 2000,
+        "fsGroup": 2000,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert pod["automountServiceAccountToken"] is False
+    [container] = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", "/tmp", "/runs"}
+    assert {next(iter(volume.keys() - {"name"})) for volume in pod["volumes"]} <= {"emptyDir", "persistentVolumeClaim"}
+    trainer = objects_of(rendered)[-1]["spec"].get("trainer")
+    assert {"name": "HOME", "value": "/tmp"} in (container if trainer is None else trainer)["env"]
+
+
+def test_the_pages_role_is_what_submitting_and_following_need() -> None:
+    page = (Path(__file__).parents[3] / "docs/launchers/kubernetes.md").read_text()
+    (text,) = [block for block in re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S) if "kind: Role" in block]
+    role, policy = yaml.safe_load_all(text)
+    allowed = {
+        (group, name): set(rule["verbs"])
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for name in rule["resources"]
+    }
+    for group, _, plural in _PLURALS.values():
+        assert allowed.pop((group, plural)) == {"create", "get", "patch", "delete"}
+    assert allowed == {("", "pods"): {"list"}, ("", "pods/log"): {"get"}}
+    chosen = policy["spec"]["podSelector"]
+    assert chosen["matchLabels"].items() <= pod_labels().items()
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": chosen}]}]
+
+
+def pod_labels() -> Any:
+    (job_set,) = objects_of(render({"kind": "jobset"}))
+    return job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]["labels"]
 
 
 def test_a_patch_is_merged_by_kind_and_name(tmp_path: Path) -> None:

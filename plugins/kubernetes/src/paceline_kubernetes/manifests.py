@@ -163,7 +163,7 @@ def _pod(name: str, spec: LaunchSpec, options: KubernetesOptions) -> Manifest:
     if resources:
         container["resources"] = resources
     container["ports"] = [{"containerPort": _port(spec)}]
-    container["volumeMounts"] = _mounts(options)
+    container |= _container_settings(options)
     return {"restartPolicy": "Never", **_pod_settings(options), "containers": [container]}
 
 
@@ -184,21 +184,40 @@ def _pod_settings(options: KubernetesOptions) -> Manifest:
         settings |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}  # else pods' names are unknown
     # Data loaders and gloo use shared memory between processes; the default is 64 MiB.
     volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    if ids := options.user_ids():
+        settings["automountServiceAccountToken"] = False
+        settings["securityContext"] = {
+            "runAsNonRoot": True,
+            "runAsUser": ids[0],
+            "runAsGroup": ids[1],
+            "fsGroup": ids[1],
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        volumes.append({"name": "tmp", "emptyDir": {}})
     for number, claim in enumerate(options.claims()):
         volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
     return {**settings, "volumes": volumes}
 
 
-def _mounts(options: KubernetesOptions) -> list[Manifest]:
+def _container_settings(options: KubernetesOptions) -> Manifest:
+    """Return the settings of a pod's container, also used to patch a runtime's."""
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    settings: Manifest = {"volumeMounts": mounts}
+    if options.user is not None:
+        mounts.append({"name": "tmp", "mountPath": "/tmp"})
+        settings["securityContext"] = {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        }
     for number, path in enumerate(options.claims().values()):
         mounts.append({"name": f"volume-{number}", "mountPath": path})
-    return mounts
+    return settings
 
 
 def _patch(options: KubernetesOptions) -> Manifest:
     """Return the changes of the cluster's runtime for this job."""
-    container = {"name": CONTAINER, "volumeMounts": _mounts(options)}
+    container = {"name": CONTAINER, **_container_settings(options)}
     pod = {"spec": {**_pod_settings(options), "containers": [container]}}
     replicated = {"name": CONTAINER, "template": {"spec": {"template": pod}}}
     template = {"spec": {"replicatedJobs": [replicated]}}
@@ -217,6 +236,7 @@ def _env(name: str, spec: LaunchSpec, options: KubernetesOptions) -> list[Manife
         "PYTHONUNBUFFERED": "1",
         NODES: str(most),
         HOSTS: ",".join(hosts(name, options.kind, most)),
+        **({} if options.user is None else {"HOME": "/tmp"}),
         **spec.env,
     }
     env: list[Manifest] = [

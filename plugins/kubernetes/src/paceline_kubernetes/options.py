@@ -56,6 +56,10 @@ class KubernetesOptions:
     patch: str | None = option(
         "A YAML file of partial objects (kind, and what to change), merged into the manifests as by kubectl patch."
     )
+    user: str | None = option(
+        "UID[:GID] of the pods, which then meet the restricted Pod Security Standard: no privileges, and a root file "
+        "system that is read-only, but for /tmp and the volumes."
+    )
     workdir: str | None = option("Working directory in the image. Default: the image's own.")
     grace: str = option("How long a pod may take to save when it is stopped. Default: 5min.", "5min")
     runtime: str | None = option("An existing ClusterTrainingRuntime. Default: create one for the job.")
@@ -73,6 +77,7 @@ class KubernetesOptions:
             raise ConfigError(f"--runtime is only for --kind trainjob, but --kind is {self.kind}.")
         if self.workdir is not None and self.runtime is not None:
             raise ConfigError("--workdir cannot be combined with --runtime, which has its own. Leave one of them out.")
+        self.user_ids()
         self.claims()
         self.secrets()
         self.labels()
@@ -86,6 +91,15 @@ class KubernetesOptions:
             raise ConfigError(f"--priority-class must be the name of a class, but is {self.priority_class!r}.")
         if self.grace_s() < 1:
             raise ConfigError(f"--grace must be at least 1s, but is {self.grace!r}.")
+
+    def user_ids(self) -> tuple[int, int] | None:
+        """Return the numbers of the pods' user and group, if they are given."""
+        if self.user is None:
+            return None
+        match = re.fullmatch(r"([1-9][0-9]{0,8})(?::([0-9]{1,9}))?", self.user)
+        if match is None:
+            raise ConfigError(f"--user must be UID or UID:GID, such as 1000:1000, and not root, but is {self.user!r}.")
+        return int(match[1]), int(match[2] or match[1])
 
     def claims(self) -> dict[str, str]:
         """Return the mount point of each persistent volume claim."""
