@@ -97,6 +97,14 @@ fuzz: install-dev ## Send damaged requests, packages, runs and options for some 
 docs: install-dev ## Build the documentation into site/ (ARGS=serve shows it while you write)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --strict --quiet)
 
+# Into an environment in which nothing is but what a user's has: torch, and the packages of run.lock.
+.PHONY: dist
+dist: install-dev ## Build wheel and sdist into dist/, and try both in an environment of their own
+	@$(MAKE) --no-print-directory --always-make VENV=.venv-dist .venv-dist/.torch
+	@.venv-dist/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes -r requirements/run.lock
+	@$(BIN)/python scripts/build_dist.py --python .venv-dist/bin/python
+	@rm -rf .venv-dist
+
 .PHONY: lock
 lock: ## Renew requirements/*.lock from pyproject.toml
 	@python=$$(scripts/find-python $(PYTHON)) && PYTHON="$$python" scripts/lock

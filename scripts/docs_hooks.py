@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages that are written from the code when the site is built, so they cannot go stale."""
+"""MkDocs hooks: pages that are written from the code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from paceline.core.options import flag
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the references of commands and options."""
+    """Add the reference of commands. That of options is a file, which a test compares (``--update`` writes it)."""
     text = app.generate_docs(output_format="markdown")
     # The site has its own table of contents next to the page.
     text = re.sub(r"## Table of Contents\n.*?(?=\*\*)", "", text, flags=re.DOTALL)
     files.append(File.generated(config, "reference/cli.md", content=text))
-    files.append(File.generated(config, "reference/options.md", content=_options()))
     return files
 
 
@@ -30,8 +29,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"\[(`[^`]+`)\]\((?:(?:\.\./)+src|decisions)/[^)]*\)", r"\1", markdown)
 
 
-def _options() -> str:
-    """All options of a run as a page, a table for each group."""
+def options_page() -> str:
+    """Return all options of a run as a page, a table for each group."""
     groups: dict[str, list[str]] = {}
     for name, its in all_options().items():
         default = " ".join(its.default) if isinstance(its.default, tuple) else its.default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,3 +56,12 @@ def test_commands_and_options_are_those_of_the_files(golden: Callable[[Path, str
         importlib.import_module(package)
         folder = ROOT / "src" if package == "paceline" else ROOT / "plugins" / package.removeprefix("paceline_")
         golden(folder / "interface.txt", text)
+
+
+def test_the_reference_of_options_is_that_of_the_code(golden: Callable[[Path, str], None]) -> None:
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "scripts" / "docs_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    golden(ROOT / "docs" / "reference" / "options.md", hooks.options_page())
