@@ -255,6 +255,7 @@ TRAITS: Mapping[str, str] = {
 PARTS: Mapping[str, str] = {
     "--coordinator": "paceline_etcd.membership:EtcdMembership",
     "--pp-schedule pipedream": "paceline_more_strategies.pipedream:PipeDream",
+    "--log-to": "paceline_trackers.writer:start_writers",
     "--preflight": "paceline_checks.preflight.job",
     "--rank-launcher ray": "paceline_ray.node:ray_node_command",
     "--strategy auto": "paceline_planning.auto:choose_by_plan",

@@ -33,6 +33,9 @@ class Writer(Protocol):
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record (see :mod:`paceline.runs.monitor` for its keys) before returning."""
 
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the end of the run; ``result`` is the content of ``result.json``."""
+
     def close(self) -> None:
         """Write queued records and close the file."""
 
@@ -52,6 +55,9 @@ class JsonlWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write((json.dumps(finite(record), allow_nan=False) + "\n").encode())
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        pass  # ``result.json`` has it
 
     def close(self) -> None:
         self._file.close()

@@ -22,7 +22,6 @@ from paceline.runs.metric_writers import (
     keep_until,
 )
 from paceline.runs.phases import PhaseTimer
-from paceline.runs.trackers import TrackerWriter
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -77,7 +76,7 @@ class Monitor:
         quiet: bool,
         log_format: Literal["text", "json"] = "text",
         device: object,
-        trackers: Callable[[Sequence[Mapping[str, Any]]], Sequence[TrackerWriter]] = lambda earlier: (),
+        trackers: Callable[[Sequence[Mapping[str, Any]]], Sequence[Writer]] = lambda earlier: (),
     ) -> None:
         self.rank = rank
         self._world_size = world_size
@@ -92,7 +91,6 @@ class Monitor:
         self._started = perf_counter()
         self._heartbeat = Heartbeat(directory, rank=rank, world_size=world_size, step=first_step)
         self._writers: list[Writer] = []
-        self._trackers: tuple[TrackerWriter, ...] = ()
         if rank != 0:
             return
         # Imported here, because rich takes 0.1 s and only rank 0 needs it.
@@ -106,12 +104,9 @@ class Monitor:
         self._earlier_s = next((r["seconds"] for r in reversed(kept) if r.get("kind") == "train"), 0.0)
         self._writers.append(JsonlWriter(directory.metrics))
         hparams = configuration(directory.read_manifest()) if directory.exists() else {}
-        self._tensorboard: TensorBoardWriter | None = None
         if has_tensorboard():
-            self._tensorboard = TensorBoardWriter(directory.tensorboard, first_step + 1, hparams)
-            self._writers.append(self._tensorboard)
-        self._trackers = tuple(trackers(kept))
-        self._writers.extend(self._trackers)
+            self._writers.append(TensorBoardWriter(directory.tensorboard, first_step + 1, hparams))
+        self._writers.extend(trackers(kept))
         self._recorded_samples = 0
         self._recorded_s = 0.0
         # Between records, a step is reported only to the terminal, when it is time or an epoch ends.
@@ -240,10 +235,8 @@ class Monitor:
     def finish(self, result: Mapping[str, Any]) -> None:
         """Show the run's summary; ``result`` is the content of ``result.json``."""
         if self.rank == 0:
-            if self._tensorboard is not None:
-                self._tensorboard.finish(result)
-            for tracker in self._trackers:
-                tracker.finish(result)
+            for writer in self._writers:
+                writer.finish(result)
             self._terminal.close()
             self._terminal.finish(result, self._directory)
 

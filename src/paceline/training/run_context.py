@@ -37,8 +37,8 @@ from paceline.parallel.strategy import (
 from paceline.parallel.strategy_selection import build_layout, build_strategy
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.directory import Fork, RunDirectory, backup_path
+from paceline.runs.metric_writers import Writer
 from paceline.runs.monitor import Monitor
-from paceline.runs.trackers import RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
 from paceline.training.preparation import ModelPreparation, build_preparation
@@ -402,9 +402,7 @@ class RunContext:
             trackers=self._build_trackers,
         )
 
-    def _build_trackers(self, earlier: Sequence[Mapping[str, Any]]) -> list[TrackerWriter]:
-        if not self.config.records.log_to:
-            return []
-        tracked = RunInfo.read(self.directory)
-        names = dict.fromkeys(self.config.records.log_to)
-        return [TrackerWriter(name, load_tracker(name)(), tracked, earlier) for name in names]
+    def _build_trackers(self, earlier: Sequence[Mapping[str, Any]]) -> Sequence[Writer]:
+        names = self.config.records.log_to
+        writers: Sequence[Writer] = import_object(PARTS["--log-to"])(names, self.directory, earlier) if names else ()
+        return writers

@@ -17,7 +17,8 @@ from typing import Any
 
 from paceline.core.files import link, read_document
 from paceline.runs.status import search_of
-from paceline.runs.trackers import RUN_ID, RunInfo, describe
+from paceline.runs.trackers import RUN_ID, RunInfo
+from paceline_trackers.writer import describe
 
 _LONGEST = 500  # characters of a parameter, which all stores take
 _LONGEST_NAME = 250

@@ -38,8 +38,9 @@ from paceline.runs.metric_writers import (
 )
 from paceline.runs.package import find_packages
 from paceline.runs.package_registry import Registry
-from paceline.runs.trackers import RunInfo, finite_scalars
+from paceline.runs.trackers import RunInfo
 from paceline_trackers.mlflow import MlflowStore, mlflow_metrics, mlflow_tags
+from paceline_trackers.writer import finite_scalars
 
 Tool = Literal["tensorboard", "mlflow"]
 

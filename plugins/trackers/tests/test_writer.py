@@ -13,7 +13,8 @@ import pytest
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.runs.directory import RunDirectory
-from paceline.runs.trackers import RunInfo, TrackerWriter, require
+from paceline.runs.trackers import RunInfo, require
+from paceline_trackers.writer import TrackerWriter
 
 
 class Recorder:
