@@ -72,6 +72,7 @@ class ScriptParts:
         sample_weights: of the samples, or None.
         names: the names of the model's parameters as built, by identity.
         trained: the models that were given in training mode.
+        hyperparameters: of each optimizer's groups as built, by the optimizer's name.
     """
 
     module: nn.Module
@@ -82,6 +83,7 @@ class ScriptParts:
     sample_weights: Any
     names: Mapping[int, str]
     trained: Sequence[nn.Module]
+    hyperparameters: Mapping[str, list[dict[str, Any]]]
 
 
 @dataclass
@@ -98,6 +100,7 @@ class OwnLoop(Task):
     def __post_init__(self, parts: ScriptParts | None) -> None:
         self._given = parts
         self._in_eval_mode = frozenset(() if parts is None else _in_eval_mode(parts.module))
+        self._hyperparameters = {} if parts is None else parts.hyperparameters
         if parts is not None and parts.collate is not None:
             self.__dict__["collate"] = parts.collate  # rows of tensors are read at once where it is torch's own
 
@@ -133,7 +136,7 @@ class OwnLoop(Task):
     def state_dict(self) -> dict[str, Any]:
         parts = self._parts
         state = {name: scheduler_state(part) for name, part in parts.state.items()}
-        return {"state": state, "eval": _in_eval_mode(parts.module)}
+        return {"state": state, "eval": _in_eval_mode(parts.module), "hyperparameters": self._hyperparameters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_eval_mode = frozenset(state["eval"])
@@ -141,6 +144,24 @@ class OwnLoop(Task):
             if name not in state["state"]:
                 raise ValueError(f"it has no state[{name!r}], with which the script did not begin the run")
             part.load_state_dict(state["state"][name])
+        self._hyperparameters = state.get("hyperparameters", self._hyperparameters)
+        self._warn_of_other_hyperparameters()
+
+    def _warn_of_other_hyperparameters(self) -> None:
+        """Say what the script builds in another way now, since the run keeps what its checkpoint has."""
+        changes = [
+            f"{label}: {name} {before.get(name)} -> {value}"
+            for label, groups in self._parts.hyperparameters.items()
+            for before, now in zip(self._hyperparameters[label], groups, strict=False)
+            for name, value in now.items()
+            if before.get(name, value) != value
+        ]
+        if changes:
+            _log.warning(
+                "the script builds an optimizer with other hyperparameters than when the run began (%s); the run keeps "
+                "those of its checkpoint. To change them, set them in the loop: optimizer.param_groups[0]['lr'] = ...",
+                ", ".join(changes),
+            )
 
     def restore_modes(self) -> None:
         """Give each module the mode that the script has given it: a frozen layer stays in evaluation mode."""
@@ -225,7 +246,16 @@ def _as_parts(
                 "cannot save it."
             )
     trained = [each for each in ([model] if isinstance(model, nn.Module) else model.values()) if each.training]
-    return ScriptParts(module, optimizers, dataset, dict(state), collate, sample_weights, names, trained)
+    hyperparameters = {label: [_plain(group) for group in built.param_groups] for label, built in optimizers.items()}
+    return ScriptParts(
+        module, optimizers, dataset, dict(state), collate, sample_weights, names, trained, hyperparameters
+    )
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's hyperparameters that are numbers, or lists of them, as a checkpoint gives them back."""
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in group.items()}
+    return {name: value for name, value in listed.items() if name != "params" and isinstance(value, int | float | list)}
 
 
 # --- A step, as the script sees it ---

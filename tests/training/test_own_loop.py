@@ -410,6 +410,22 @@ def test_a_model_that_stays_in_evaluation_mode_is_said_once(tmp_path: Path, capl
     ]
 
 
+def test_hyperparameters_that_the_script_has_changed_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for lr, betas in ((0.1, (0.9, 0.99)), (0.1, (0.9, 0.99)), (0.2, (0.8, 0.99))):
+        assert not [record for record in caplog.records if "hyperparameters" in record.message]
+        model = linear()
+        optimizer = Adam(model.parameters(), lr, betas)
+        with start(tmp_path / "run", model, optimizer, checkpoint_every="1steps") as run:
+            for step in run.steps(max_steps=9):
+                step.backward(squares(model))
+                step.update()
+                if step.step in (3, 6):
+                    break
+    (said,) = [record.message for record in caplog.records if "hyperparameters" in record.message]
+    assert "(main: lr 0.1 -> 0.2, main: betas [0.9, 0.99] -> [0.8, 0.99])" in said
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_frozen_modules_stay_frozen(tmp_path: Path) -> None:
     """After an evaluation, and where the run continues."""
     for attempt in range(2):
