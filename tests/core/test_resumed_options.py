@@ -126,6 +126,9 @@ SAMPLES: dict[str, dict[str, object]] = {
     "log_format": {"log_format": "json"},
     "log_to": {"log_to": ("wandb",)},
     "profile": {"profile": 3},
+    "metrics_port": {"metrics_port": 9400},
+    "metrics_host": {"metrics_host": "localhost", "metrics_port": 9400},
+    "metrics_token_file": {"metrics_token_file": "token", "metrics_port": 9400},
 }
 """Of each option a value other than its default, and what it needs beside it."""
 
@@ -150,7 +153,8 @@ def test_a_resumed_run_takes_another_value_of_all_but_the_fixed_options() -> Non
         before: dict[str, object] = {"ps_staleness": 5} if name == "ps_staleness" else {}  # it has no default there
         beside = {key: value for key, value in sample.items() if key != name} | before
         recorded = RunConfig(**beside)
-        asked = {"run_dir": "runs/a", "resume": "must", name: sample[name]}
+        needed = {key: value for key, value in beside.items() if all_options()[key].resume == "fresh"}
+        asked = {"run_dir": "runs/a", "resume": "must", **needed, name: sample[name]}
         if all_options()[name].resume == "fixed":
             with pytest.raises(ConfigError, match=f"{flag(name)}: .* when the run was created"):
                 require_unchanged(asked, asked, recorded)

@@ -14,7 +14,7 @@ import pytest
 from paceline.core.errors import RunDirectoryError
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import keep_until, scalars
-from paceline.training.session import starts
+from paceline.runs.timeline import starts
 
 TASK = """
 from dataclasses import dataclass

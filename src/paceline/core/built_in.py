@@ -240,6 +240,7 @@ OPTION_GROUPS = (
     "paceline.parallel.options:PipelineOptions",
     "paceline_fine_tuning.options:FineTuningOptions",
     "paceline_planning.options:ProfileOptions",
+    "paceline_pages.metrics_options:MetricsOptions",
 )
 """The groups of a run's options besides those of :mod:`paceline.core`."""
 

@@ -151,6 +151,7 @@ class RunConfig:
             hooks=tuple(place for each in of_groups for place in each.hooks),
             whole_loss=tuple(text for each in of_groups for text in each.whole_loss),
             own_state=tuple(text for each in of_groups for text in each.own_state),
+            companions=tuple(place for each in of_groups for place in each.companions),
             results={name: value for each in of_groups for name, value in each.results.items()},
         )
 

@@ -446,6 +446,8 @@ class Changes:
         whole_loss: the given options with which a task cannot compute its steps itself, as on the command line.
         own_state: the given options with which ranks have state of their own, as on the command line: none can join,
             leave or save alone, and a task cannot compute its steps itself.
+        companions: context managers next to the processes of each node, as ``module:Class``, which is called with the
+            configuration and the run directory.
         results: entries of ``result.json``.
     """
 
@@ -457,6 +459,7 @@ class Changes:
     hooks: tuple[str, ...] = ()
     whole_loss: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
     results: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -10,7 +10,7 @@ import socket
 import sys
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from paceline.core.files import write_atomically
 from paceline.core.gpus import preferred_device, visible_gpus
 from paceline.core.job import Command, Placement, Recovery, RecoveryPolicy, WorkerConfig, default_run_path
 from paceline.core.options import flag
+from paceline.core.plugins import import_object
 from paceline.core.sockets import require_loopback
 from paceline.core.standard_streams import lasting_streams
 from paceline.core.task_loading import check_spec
@@ -282,7 +283,10 @@ class LocalRun:
             write_atomically(spec.job_file, job.to_toml().encode())
         except OSError as error:
             raise directory.unwritable(error) from error
-        code = self.launcher.submit(self.rendered).wait()
+        with ExitStack() as stack:
+            for place in job.config.changes.companions:
+                stack.enter_context(import_object(place)(job.config, directory))
+            code = self.launcher.submit(self.rendered).wait()
         if code == 0 and spec.nodes[1] == 1 and not directory.has_result():
             print(
                 f"paceline: the processes ended with status 0, but {directory.path} has no result: the task's own code "
@@ -550,11 +554,16 @@ def own_environment(
 
 
 def require_recovery(config: RunConfig, environment: Environment) -> None:
-    """Reject values of ``--recover`` that need Paceline's agent where another launcher has started the ranks.
+    """Reject options that need Paceline's launcher or agent where another launcher has started the ranks.
 
     Raises:
         ConfigError: the user gave the option.
     """
+    if config.changes.companions:
+        raise ConfigError(
+            "--metrics-port needs ranks that Paceline starts. Leave it out, or give the command once on each node, "
+            "without another launcher."
+        )
     if config.recovery.recover in ("auto", "none") or (
         config.recovery.recover == "restart" and environment.source == "torchrun"
     ):

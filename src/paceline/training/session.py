@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import finite
 from paceline.runs.phases import OUTSIDE_STEPS
+from paceline.runs.timeline import starts
 from paceline.training import run_setup
 from paceline.training.checkpoint_manager import retry
 from paceline.training.control import StopSignals
@@ -409,14 +410,6 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
         "devices": world.description,
         "torch": str(torch.__version__),
     }
-
-
-def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the restarts of a run, and the groups that formed after a fault."""
-    groups = {event.get("generation"): bool(event.get("recovery")) for event in events if event["event"] == "group"}
-    # Without survivors, a group starts from a checkpoint: that is a recovery, not a restart.
-    started = [e for e in events if e["event"] == "started" and e.get("generation") not in groups]
-    return {"restarts": max(0, len(started) - 1), "recoveries": sum(groups.values())}
 
 
 def _load_best(trainer: Trainer, world: World) -> None:

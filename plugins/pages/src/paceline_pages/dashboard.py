@@ -18,10 +18,11 @@ from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from paceline import __version__
+from paceline.core.access import create_token, read_token
 from paceline.core.config import configuration
 from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDirectoryError
@@ -97,6 +98,15 @@ class DashboardAccess:
     def _cookie(self) -> str:
         assert self._token is not None
         return hmac.new(self._token, b"paceline dashboard", hashlib.sha256).hexdigest()
+
+
+def read_or_create_token(path: Path) -> bytes:
+    """Return the token in a file that only its owner can read; make it if it is missing.
+
+    Raises:
+        ConfigError: others can read it, it holds no token, or it cannot be written.
+    """
+    return read_token(path) if path.exists() else create_token(path)
 
 
 # --- Jobs submitted from this machine, queried in a background thread because a scheduler may be slow ---
@@ -304,29 +314,32 @@ _MAX_CLIENTS = 64
 _MAX_FORM_BYTES = 1024  # bytes
 
 
-class DashboardServer:
+class Resources(Protocol):
+    """What a server sends, by path."""
+
+    def find(self, path: str, query: dict[str, list[str]]) -> Page | None:
+        """Return a resource; None if there is none."""
+
+
+class PageServer:
     """A server in threads of its own, until it is closed.
 
     Args:
         port: 0 picks a free one.
         token: the secret that visitors must send; None: the server requires no token.
+        prefix: of the options of the address, in messages.
 
     Raises:
         ConfigError: the address is not available, or other machines could reach it without a token.
     """
 
-    def __init__(
-        self, roots: list[Path], *, host: str = "127.0.0.1", port: int = 0, token: bytes | None = None
-    ) -> None:
+    def __init__(self, pages: Resources, *, host: str, port: int, token: bytes | None, prefix: str = "") -> None:
         DashboardAccess(host, port, token)  # check before anything is opened
-        self._jobs = Jobs()
-        pages = Pages(Index(roots), self._jobs)
         try:
             self._server = _Server(host, port, lambda bound: DashboardAccess(host, bound, token), pages)
         except OSError as error:
-            self._jobs.close()
             raise ConfigError(
-                f"cannot listen on {host}, port {port}: {error.strerror or error}. Choose another --port; 0 "
+                f"cannot listen on {host}, port {port}: {error.strerror or error}. Choose another --{prefix}port; 0 "
                 "picks a free one."
             ) from error
         self.port: int = self._server.server_address[1]
@@ -341,6 +354,23 @@ class DashboardServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class DashboardServer(PageServer):
+    """The dashboard of the runs in some folders; the other arguments are those of :class:`PageServer`."""
+
+    def __init__(
+        self, roots: list[Path], *, host: str = "127.0.0.1", port: int = 0, token: bytes | None = None
+    ) -> None:
+        self._jobs = Jobs()
+        try:
+            super().__init__(Pages(Index(roots), self._jobs), host=host, port=port, token=token)
+        except ConfigError:
+            self._jobs.close()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self._jobs.close()
 
 
@@ -431,7 +461,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, access: Callable[[int], DashboardAccess], pages: Pages) -> None:
+    def __init__(self, host: str, port: int, access: Callable[[int], DashboardAccess], pages: Resources) -> None:
         if ":" in host:
             self.address_family = socket.AF_INET6
         self._connections: dict[socket.socket, _Connection] = {}

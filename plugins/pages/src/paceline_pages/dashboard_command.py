@@ -46,14 +46,14 @@ def dashboard(
     json
         Print the address as JSON.
     """
-    from paceline_pages.dashboard import DashboardServer
+    from paceline_pages.dashboard import DashboardServer, read_or_create_token
 
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be from 0 to 65535, but is {port}.")
     for root in roots:
         if not root.is_dir() and root != _DEFAULT_ROOT:
             raise RunDirectoryError(f"the folder {root} does not exist. Give folders that contain runs.")
-    token = None if token_file is None else _token(token_file)
+    token = None if token_file is None else read_or_create_token(token_file)
     ended = threading.Event()
     with (
         handle_signals(_ENDING, lambda *_: ended.set()),
@@ -70,9 +70,3 @@ def dashboard(
             webbrowser.open(server.url)
         wait_for(ended)
     return 0
-
-
-def _token(path: Path) -> bytes:
-    from paceline.core.access import create_token, read_token
-
-    return read_token(path) if path.exists() else create_token(path)

@@ -17,7 +17,7 @@ from tests.insight.made import make_run
 from paceline.core.access import create_token
 from paceline.core.errors import ConfigError
 from paceline_pages import dashboard
-from paceline_pages.dashboard import DashboardServer, _Connection, choose_to_end
+from paceline_pages.dashboard import DashboardServer, _Connection, choose_to_end, read_or_create_token
 
 
 def ask(
@@ -235,12 +235,10 @@ def test_a_port_that_is_taken_is_named(server: DashboardServer, runs: Path) -> N
 
 
 def test_a_token_file_is_its_owners_alone(tmp_path: Path) -> None:
-    from paceline_pages.dashboard_command import _token
-
     path = tmp_path / "token"
-    token = _token(path)
+    token = read_or_create_token(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert _token(path) == token
+    assert read_or_create_token(path) == token
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        _token(path)
+        read_or_create_token(path)

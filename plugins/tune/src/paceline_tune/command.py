@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.core.output import Console
     from paceline_tune.search import Search, SearchDirectory
 
-Options: Any = run_options(without=("resume",))
+Options: Any = run_options(without=("resume", "metrics_port", "metrics_host", "metrics_token_file"))
 Flag = Annotated[bool, Parameter(negative="")]
 _SEARCH, _BUDGET, _RESOURCES = group("Search", 0), group("Budget", 1), group("Resources", 2)
 _TRIALS, _MEMBERS = 128, 8

@@ -1,0 +1,137 @@
+"""A run's metrics for Prometheus, read from its directory whenever they are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from paceline.core.errors import ConfigError
+from paceline.core.standard_streams import print_status
+from paceline.runs.status import FOREIGN, last_records
+from paceline.runs.timeline import starts, timeline
+from paceline_pages.dashboard import Page, PageServer, read_or_create_token
+from paceline_pages.metrics_options import MetricsOptions
+from paceline_pages.run_index import read_beats
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from paceline.core.config import RunConfig
+    from paceline.runs.directory import RunDirectory
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_OF_RECORD = {
+    "epoch": ("epoch", "Epoch of the last record, from 0."),
+    "loss": ("loss", "Mean loss of the last recorded step."),
+    "lr": ("learning_rate", "Learning rate of the first parameter group."),
+    "samples_per_s": ("samples_per_second", "Samples per second of all processes, without evaluations."),
+    "seconds": ("seconds", "Seconds of the run, over all starts."),
+    "time": ("record_timestamp_seconds", "Unix time of the last record."),
+}
+
+
+class RunMetrics:
+    """Collects the metrics of one run; Prometheus's library calls :meth:`collect`."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the run's files, and leave out missing and damaged ones."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        gauges: dict[str, GaugeMetricFamily] = {}
+
+        def add(name: str, help: str, value: object, /, **labels: str) -> None:
+            if isinstance(value, int | float):
+                if name not in gauges:
+                    gauges[name] = GaugeMetricFamily(f"paceline_run_{name}", help, labels=(*labels,))
+                gauges[name].add_metric((*labels.values(),), value)
+
+        for read in (self._add_progress, self._add_history):
+            try:
+                read(add)
+            except FOREIGN:
+                continue
+        yield from gauges.values()
+        try:
+            counts = starts(self._directory.read_events())
+        except FOREIGN:
+            return
+        yield CounterMetricFamily("paceline_run_restarts", "Restarts of the run.", counts["restarts"])
+        help = "Groups that formed after a fault, within a start."
+        yield CounterMetricFamily("paceline_run_recoveries", help, counts["recoveries"])
+
+    def _add_progress(self, add: Callable[..., None]) -> None:
+        manifest = self._directory.read_complete_manifest()
+        name = self._directory.path.resolve().name
+        add("info", "The run; its value is 1.", 1, run=name, id=manifest["id"], task=str(manifest["task"]["spec"]))
+        add("total_steps", "Steps of the whole run.", manifest.get("data", {}).get("total_steps"))
+        records, beats = last_records(self._directory.metrics), read_beats(self._directory)
+        add("processes", "Processes that have sent a heartbeat.", len(beats))
+        steps = [record["step"] for record in records] + [beat.step for beat in beats]
+        add("step", "Steps done.", max(steps, default=0))
+        last: dict[str, Any] = next((record for record in reversed(records) if record["kind"] == "train"), {})
+        for key, (name, help) in _OF_RECORD.items():
+            add(name, help, last.get(key))
+        evaluations = {record["split"]: record for record in records if record["kind"] == "eval"}
+        for split, record in evaluations.items():
+            for name, value in record["metrics"].items():
+                add("evaluation", "The last evaluation.", value, split=split, name=name)
+
+    def _add_history(self, add: Callable[..., None]) -> None:
+        goodput = timeline(self._directory.read_events(), until=time.time()).goodput
+        add("active_seconds", "Active time, over all starts.", goodput.active_s)
+        add("goodput_ratio", "Share of the active time in steps that count.", goodput.share)
+        for cause, seconds in goodput.lost_s.items():
+            add("lost_seconds", "Active time that was lost, by cause.", seconds, cause=cause)
+        for cause, number in goodput.interruptions.items():
+            add("interruptions", "Interruptions, by cause.", number, cause=cause)
+
+
+class _MetricsPages:
+    """The one resource of the server."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        from prometheus_client import CollectorRegistry
+
+        self._registry = CollectorRegistry()
+        self._registry.register(RunMetrics(directory))
+
+    def find(self, path: str, query: dict[str, list[str]]) -> Page | None:
+        from prometheus_client import generate_latest
+
+        return Page(_CONTENT_TYPE, generate_latest(self._registry), tag="") if path == "/metrics" else None
+
+
+class RunMetricsServer:
+    """Serves a run's metrics next to its processes, while the context is open.
+
+    Raises:
+        ConfigError: the library is missing, the token file cannot be used, or the address is not available.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+        options = config[MetricsOptions]
+        try:
+            pages = _MetricsPages(directory)
+        except ImportError as error:
+            raise ConfigError(f"--metrics-port: {error}. Install it: pip install prometheus-client") from error
+        file = options.metrics_token_file
+        self._server = PageServer(
+            pages,
+            host=options.metrics_host,
+            port=options.metrics_port or 0,
+            token=None if file is None else read_or_create_token(Path(file)),
+            prefix="metrics-",
+        )
+
+    def __enter__(self) -> Self:
+        self._server.__enter__()
+        print_status(f"the run's metrics are at {self._server.url}metrics")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.__exit__(*error)
