@@ -47,7 +47,7 @@ def prepare_child(request: Mapping[str, Any], descriptors: Sequence[int]) -> Chi
 
 def _run_worker(job: str, channel: int, local_index: int, terminal: tuple[int, int]) -> int:
     sys.argv = [_WORKER, job]
-    code: int = importlib.import_module(_WORKER).main_member(Path(job), channel, local_index, terminal)
+    code: int = importlib.import_module(_WORKER).main_under_agent(Path(job), channel, local_index, terminal)
     return code
 
 

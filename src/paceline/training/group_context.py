@@ -146,7 +146,7 @@ class GroupContext:
 
     Args:
         carryover: values from earlier groups; kept up to date.
-        member: the client of the agent; None if the group is fixed.
+        agent: the client of the agent; None if the group is fixed.
 
     Raises:
         UserError: the strategy cannot work with so many processes, or the run directory is not writable.
@@ -162,11 +162,11 @@ class GroupContext:
         *,
         checkpointer: Checkpointer,
         carryover: Carryover,
-        member: AgentClient | None,
+        agent: AgentClient | None,
     ) -> None:
         self._run = run
         self._states = states
-        self._member = member
+        self._agent = agent
         self._carryover = carryover
         self.mesh = mesh
         self.world = mesh.world
@@ -191,7 +191,7 @@ class GroupContext:
             states.gather_positions(world)
             self.monitor = stack.enter_context(run.build_monitor(world, progress.step))
             stack.callback(self._keep_phases)
-            copies = member is not None and not states.is_collective
+            copies = agent is not None and not states.is_collective
             self.checkpoint_manager = CheckpointManager(
                 run, world, progress, states.recent, checkpointer, copies=copies
             )
@@ -255,12 +255,12 @@ class GroupContext:
     @property
     def can_lose_ranks(self) -> bool:
         """Whether the others continue from memory if a rank is lost."""
-        return self._member is not None and self.world.world_size > 1 and not self._run.config.parallel.shards_state
+        return self._agent is not None and self.world.world_size > 1 and not self._run.config.parallel.shards_state
 
     @property
     def should_reform(self) -> bool:
         """Whether the agent asks the ranks to leave this group, after a step, for another one."""
-        return self._member is not None and self._member.should_reform(self.world.generation)
+        return self._agent is not None and self._agent.should_reform(self.world.generation)
 
     def stop_reason(self, *, evaluates: bool = False) -> StopCause:
         """Return the cause of a stop request to this rank.
@@ -322,9 +322,9 @@ class GroupContext:
         """Report step and version to the agent and to the hang diagnosis."""
         progress = self._states.state.progress
         self.world.progress_tracker.step = progress.step
-        if self._member is not None:
-            self._member.pulse.step = progress.step
-            self._member.pulse.version = progress.version
+        if self._agent is not None:
+            self._agent.pulse.step = progress.step
+            self._agent.pulse.version = progress.version
 
     def check_state(self) -> None:
         """Let the hooks check the state, before it is evaluated or saved; all ranks call this together."""

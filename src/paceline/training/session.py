@@ -88,7 +88,7 @@ def _train(request: RunRequest, groups: Groups, directory: RunDirectory, signals
             _log.info("%s has finished; nothing is left to train.", directory.path)
         return dict(found["result"])
     run, notes = set_up(request, groups, found["manifest"], directory, signals)
-    with build_trainer(run, groups.world_size, groups.member) as trainer:
+    with build_trainer(run, groups.world_size, groups.agent) as trainer:
         return groups.train(trainer, partial(train_in_group, trainer, notes, started))
 
 
@@ -114,12 +114,12 @@ def set_up(
         processes=groups.processes,
         memory=groups.memory_per_process(),
     )
-    if groups.member is not None:
+    if groups.agent is not None:
         require_replaceable(run.config, request.job.config)
     return run, notes
 
 
-def build_trainer(run: RunContext, world_size: int, member: AgentClient | None = None) -> Trainer:
+def build_trainer(run: RunContext, world_size: int, agent: AgentClient | None = None) -> Trainer:
     """Build the run's trainer, with the engine that its strategy names (``module:Class``) or :class:`SyncEngine`.
 
     Raises:
@@ -127,7 +127,7 @@ def build_trainer(run: RunContext, world_size: int, member: AgentClient | None =
     """
     place = getattr(strategy_class(run.config, world_size), "engine", None)
     engine: type[Engine] = SyncEngine if place is None else import_object(place)
-    return Trainer(run, engine, member)
+    return Trainer(run, engine, agent)
 
 
 def train_in_group(
@@ -179,11 +179,11 @@ class FixedGroup:
     Attributes:
         world_size: how many processes begin the run.
         processes: how many of them share this node.
-        member: None: there is no agent.
+        agent: None: there is no agent.
         announces: whether this process tells the user that nothing is left to train.
     """
 
-    member: AgentClient | None = None
+    agent: AgentClient | None = None
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -232,7 +232,7 @@ class ElasticGroups:
 
     def __init__(
         self,
-        member: AgentClient,
+        agent: AgentClient,
         *,
         local: LocalDevice,
         processes: int,
@@ -240,10 +240,10 @@ class ElasticGroups:
         comm_debug: bool,
         on_rank_0: Callable[[], None],
     ) -> None:
-        self.member: AgentClient | None = member
-        self._member = member
+        self.agent: AgentClient | None = agent
+        self._agent = agent
         self._on_rank_0 = on_rank_0
-        self._open_group = partial(open_process_group, agent=member, local=local, comm_debug=comm_debug)
+        self._open_group = partial(open_process_group, agent=agent, local=local, comm_debug=comm_debug)
         self.device = local.device
         self.processes = processes
         self.world_size = world_size
@@ -264,37 +264,37 @@ class ElasticGroups:
         signals = trainer.run.signals
         generation, why = -1, "has just started"
         while True:
-            place = self._member.next_group(
+            assignment = self._agent.next_group(
                 generation, why, lambda: bool(signals.received) and not trainer.states.valid
             )
-            if place is None:
+            if assignment is None:
                 raise StopRequested(
                     "stopped before the first step, as requested; there is nothing to save.",
                     exit_code=signals.received.exit_code,
                 )
-            if place.rank == 0:
+            if assignment.rank == 0:
                 self._on_rank_0()
-            self._member.progress_tracker.wait()
+            self._agent.progress_tracker.wait()
             trainer.run.directory.wait_for_disk()
-            self._member.progress_tracker.join()
-            result, why = self._train_once(trainer, train_in_group, place)
+            self._agent.progress_tracker.join()
+            result, why = self._train_once(trainer, train_in_group, assignment)
             # A process that loses the others only after the run's end has nothing left to do.
             with suppress(RunDirectoryError):  # its disk may fail meanwhile
                 result = result or trainer.run.directory.read_result()
             if result is not None:
                 return result
-            generation = place.generation
+            generation = assignment.generation
 
     def _train_once(
-        self, trainer: Trainer, train_in_group: TrainInGroup, place: Assignment
+        self, trainer: Trainer, train_in_group: TrainInGroup, assignment: Assignment
     ) -> tuple[dict[str, Any] | None, str]:
         """Return the run's result, or None and the reason why this process left the group."""
         result, why = None, "left it as asked, after a step"
         try:
-            with self._open_group(place) as world:
+            with self._open_group(assignment) as world:
                 self._unconnected_since = math.inf
                 try:
-                    result = train_in_group(world, partial(self._member.joined, place.generation))
+                    result = train_in_group(world, partial(self._agent.joined, assignment.generation))
                 except PeerLostError as error:
                     why = str(error)
                     _clear_frames(error)
@@ -303,10 +303,10 @@ class ElasticGroups:
         except PeerLostError as error:
             why = str(error)
             _clear_frames(error)
-            self._limit_attempts(place, trainer.run.config, why)
+            self._limit_attempts(assignment, trainer.run.config, why)
         return result, why
 
-    def _limit_attempts(self, place: Assignment, config: RunConfig, why: str) -> None:
+    def _limit_attempts(self, assignment: Assignment, config: RunConfig, why: str) -> None:
         """Give up connecting to processes of this node; other nodes may come back at any time.
 
         Raises:
@@ -314,10 +314,10 @@ class ElasticGroups:
         """
         now = time.monotonic()
         self._unconnected_since = min(self._unconnected_since, now)
-        is_one_node = place.local_world_size == place.world_size
+        is_one_node = assignment.local_world_size == assignment.world_size
         if is_one_node and now - self._unconnected_since > config.processes.init_timeout:
             raise ConfigError(
-                f"processes of this node could not connect to each other at {place.address} for "
+                f"processes of this node could not connect to each other at {assignment.address} for "
                 f"{config.values['init_timeout']} (--init-timeout): {why}. A firewall of this node may drop "
                 "connections: allow those of the loopback interface, then resume the run."
             )

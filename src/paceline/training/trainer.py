@@ -105,17 +105,17 @@ class Trainer:
 
     Args:
         engine: computes and applies the steps.
-        member: the client of the agent; None if the group is fixed.
+        agent: the client of the agent; None if the group is fixed.
 
     Raises:
         UserError: the task's model, optimizers or data cannot be built, or the engine cannot train them.
     """
 
-    def __init__(self, run: RunContext, engine: type[Engine], member: AgentClient | None = None) -> None:
+    def __init__(self, run: RunContext, engine: type[Engine], agent: AgentClient | None = None) -> None:
         require_train_step_support(run)
         self.run = run
         self._engine = engine
-        self._member = member
+        self._agent = agent
         self._group: GroupContext | None = None
         self.carryover = Carryover()
         with ExitStack() as stack:
@@ -184,7 +184,7 @@ class Trainer:
             self._engine,
             checkpointer=self.checkpointer,
             carryover=self.carryover,
-            member=self._member,
+            agent=self._agent,
         )
         return self._group
 

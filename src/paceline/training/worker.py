@@ -52,8 +52,8 @@ def preload() -> None:
     preload_deterministic_algorithms()
 
 
-def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[int, int]) -> int:
-    """Run a job as a member that an agent has forked; return the process's exit code.
+def main_under_agent(job_file: Path, channel: int, local_index: int, terminal: tuple[int, int]) -> int:
+    """Run a job in a worker that an agent has forked; return the process's exit code.
 
     Args:
         job_file: the worker's configuration.
@@ -68,26 +68,26 @@ def main_member(job_file: Path, channel: int, local_index: int, terminal: tuple[
     job = WorkerConfig.from_toml(job_file)
     assert job.config.records.run_dir is not None, "an agent names the run"
     directory = RunDirectory(Path(job.config.records.run_dir))
-    member = AgentClient(WorkerChannel.of(channel), job.config.recovery.heartbeat)
-    member.progress_tracker.limit_steps_to(job.config.recovery.hang_timeout)
+    agent = AgentClient(WorkerChannel.of(channel), job.config.recovery.heartbeat)
+    agent.progress_tracker.limit_steps_to(job.config.recovery.hang_timeout)
     code = 1
     existed = directory.exists()
     try:
-        _run_member(job, member, directory, local_index, terminal)
+        _run_under_agent(job, agent, directory, local_index, terminal)
         code = 0
     except Retired:
         code = 0
     except Exception as raised:
         error = explain_disk_error(raised, directory)
-        member.beat()  # the agent judges by the step at which it happened
-        code = record_worker_failure(directory, local_index, error, existed=existed, tell_agent=member.fail)
+        agent.beat()  # the agent judges by the step at which it happened
+        code = record_worker_failure(directory, local_index, error, existed=existed, tell_agent=agent.fail)
     finally:
-        member.leave(code)
+        agent.leave(code)
     return code
 
 
-def _run_member(
-    job: WorkerConfig, member: AgentClient, directory: RunDirectory, local_index: int, terminal: tuple[int, int]
+def _run_under_agent(
+    job: WorkerConfig, agent: AgentClient, directory: RunDirectory, local_index: int, terminal: tuple[int, int]
 ) -> None:
     from paceline.parallel.device import choose_device
     from paceline.runs.rank_log import open_rank_log, show_on
@@ -116,7 +116,7 @@ def _run_member(
                 show_on(terminal, stack)
 
         groups = ElasticGroups(
-            member,
+            agent,
             local=choose_device(
                 job.config.processes.device, job.config.processes.backend, local_rank=local_index, expected=job.device
             ),

@@ -30,15 +30,15 @@ def on_signal(number: int, frame: object) -> None:
     raise Stop(number)
 
 
-def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, int]) -> int:
+def main_under_agent(job_file: Path, channel: int, slot: int, terminal: tuple[int, int]) -> int:
     """Work, and announce the exit code, as a worker does."""
-    member = AgentClient(WorkerChannel.of(channel))
-    code = work(member, job_file, slot, terminal)
-    member.leave(code)
+    agent = AgentClient(WorkerChannel.of(channel))
+    code = work(agent, job_file, slot, terminal)
+    agent.leave(code)
     return code
 
 
-def work(member: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int]) -> int:
+def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int]) -> int:
     """Do the script's steps, in step with the others only as far as the agent asks for it."""
     script = json.loads(job_file.read_text())
     place_of_work = job_file.parent
@@ -58,18 +58,18 @@ def work(member: AgentClient, job_file: Path, slot: int, terminal: tuple[int, in
             end(kind)
         progress = place_of_work / "step"
         while True:
-            place = member.next_group(left, "test")
+            place = agent.next_group(left, "test")
             assert place is not None
             left = place.generation
             with (place_of_work / "views").open("a") as file:
                 file.write(json.dumps([place.generation, place.rank, place.world_size, slot]) + "\n")
             if kind == "bug":
                 end(kind)
-            member.pulse.step = int(progress.read_text()) if progress.exists() else 0
-            member.joined(left)
-            while not (member.broken(left) or member.should_reform(left)):
+            agent.pulse.step = int(progress.read_text()) if progress.exists() else 0
+            agent.joined(left)
+            while not (agent.broken(left) or agent.should_reform(left)):
                 step = int(progress.read_text()) if progress.exists() else 0
-                member.pulse.step = step
+                agent.pulse.step = step
                 if step >= script["steps"] and place.world_size == script["world"]:
                     return 0
                 # Who stops does so among all: then it is the same view each time.
@@ -94,7 +94,7 @@ def work(member: AgentClient, job_file: Path, slot: int, terminal: tuple[int, in
         (place_of_work / f"asked-{slot}").write_text(str(asked))
         return 130 if asked.args[0] == signal.SIGINT else 75
     except Exception as error:
-        member.beat()
+        agent.beat()
         return record_failure(RunDirectory(place_of_work), slot, error)
 
 
@@ -118,7 +118,7 @@ def end(kind: str) -> None:
             raise errors.ConfigError("an option is wrong")
 
 
-worker.main_member = main_member
+worker.main_under_agent = main_under_agent
 
 
 def preload() -> None:

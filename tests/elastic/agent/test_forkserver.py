@@ -33,7 +33,7 @@ def main(job, *arguments):
     print(*names, file=open(job.with_name("started"), "w"), flush=True)
     time.sleep(600)
 
-worker.main_member = main
+worker.main_under_agent = main
 for number in WORKER_STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)
 child = ForkServerProcess(socket.socket(fileno=int(sys.argv[1])), prepare_child).serve()
