@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from paceline.core.config import config_from_mapping
 from paceline.core.environment import Environment, detect_environment
@@ -30,6 +30,8 @@ from paceline.training.worker import run
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from paceline.core.run_options import RunOptions
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def fit(
     rank: int | None = None,
     world_size: int | None = None,
     init_url: str | None = None,
-    **options: Any,
+    **options: Unpack[RunOptions],
 ) -> Result:
     """Train ``task``, and return the result.
 

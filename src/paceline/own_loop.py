@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 from weakref import WeakSet, finalize
 
 import torch
@@ -42,6 +42,9 @@ from paceline.training.session import FixedGroup, build_trainer, conclude_run, e
 from paceline.training.step import ComposedStep
 from paceline.training.trainer import Trainer
 from paceline.training.worker import join_launched_group
+
+if TYPE_CHECKING:
+    from paceline.core.run_options import LoopOptions
 
 LossOfBatch = Callable[[Any], torch.Tensor | Loss]
 """Takes a micro-batch; returns the mean loss over its samples, or a :class:`paceline.Loss`."""
@@ -494,7 +497,7 @@ class Run:
         collate: Callable[[list[Any]], Any] | None = None,
         sample_weights: Any = None,
         quiet: bool = False,
-        **options: Any,
+        **options: Unpack[LoopOptions],
     ) -> None:
         _refuse_options(options)
         self.result: Result | None = None

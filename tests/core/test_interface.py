@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 from cyclopts import App
 
@@ -14,7 +16,9 @@ from paceline.cli import app
 from paceline.core.built_in import BUILT_IN, COMMANDS
 from paceline.core.config import all_options
 from paceline.core.options import flag
+from paceline.core.plugins import GROUP_OF_TYPE
 from paceline.launch.options import option_names
+from paceline.own_loop import _OF_LAUNCHERS, _OF_STEPS, _OF_TASKS, _OF_WRAPPERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +60,47 @@ def test_commands_and_options_are_those_of_the_files(golden: Callable[[Path, str
         importlib.import_module(package)
         folder = ROOT / "src" if package == "paceline" else ROOT / "plugins" / package.removeprefix("paceline_")
         golden(folder / "interface.txt", text)
+
+
+HEAD = '''"""The options of a run as types of keywords, which tests/core/test_interface.py writes from their groups."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+Texts = str | list[str] | tuple[str, ...]
+'''
+NOT_OF_RUN = {"global_batch_size", "run_dir", *_OF_LAUNCHERS, *_OF_STEPS, *_OF_TASKS, *_OF_WRAPPERS}
+
+
+def type_of(hint: Any) -> str:
+    """Return the type of a keyword as text; names that other distributions add are any text."""
+    if typing.get_origin(hint) is Literal:
+        return f"Literal[{', '.join(map(repr, typing.get_args(hint)))}]".replace("'", '"')
+    if typing.get_origin(hint) is tuple:
+        return "Texts"
+    parts = typing.get_args(hint)
+    if set(parts) & GROUP_OF_TYPE.keys():
+        return "str"
+    return " | ".join(map(type_of, parts)) if parts else "None" if hint is type(None) else str(hint.__name__)
+
+
+def keywords() -> str:
+    """Return the module of the types of keywords."""
+    loop, others = [], []
+    for name, its in all_options().items():
+        if name not in ("task", "set"):
+            of_run = name in NOT_OF_RUN or its.group == "Fine-tuning"
+            (others if of_run else loop).append(f"    {name}: {type_of(its.type)}\n")
+    classes = (
+        f'class LoopOptions(TypedDict, total=False):\n    """Those of :class:`paceline.Run`."""\n\n{"".join(loop)}',
+        f'class RunOptions(LoopOptions, total=False):\n    """Those of :func:`paceline.fit`."""\n\n{"".join(others)}',
+    )
+    return "\n\n".join([HEAD, *classes])
+
+
+def test_the_keywords_of_fit_and_run_are_the_options(golden: Callable[[Path, str], None]) -> None:
+    golden(ROOT / "src" / "paceline" / "core" / "run_options.py", keywords())
 
 
 def test_the_reference_of_options_is_that_of_the_code(golden: Callable[[Path, str], None]) -> None:
