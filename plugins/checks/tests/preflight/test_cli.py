@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-import yaml
 from plugins.checks.tests.preflight.examined import found
 from tests.processes import children
 from tests.small_disk import small_disk
@@ -224,26 +223,6 @@ def test_how_long_machines_wait_for_each_other(
     done = run_processes.paceline(*words, "--preflight", "--dry-run", *script)
     assert done.returncode == 0, done.stderr
     assert f'"timeout_s": {seconds}' in done.stdout
-
-
-KUBERNETES = ("--on", "kubernetes", "--image", "i:1", "--name", "mine")
-
-
-def test_what_pods_check(run_processes: Any, tmp_path: Path) -> None:
-    """The run's directory, which is in a volume; for a script none: nothing of the machine that submits is there."""
-    job = (*KUBERNETES, "--kind", "job", "--preflight", "--dry-run", "--nodes", "2")
-
-    def run_of(*words: str) -> str | None:
-        done = run_processes.paceline(*words)
-        assert done.returncode == 0, done.stderr
-        *_, job = yaml.safe_load_all(done.stdout)
-        [container] = job["spec"]["template"]["spec"]["containers"]
-        command = container["command"]
-        text = shlex.split(command[command.index("--preflight") + 1])[-1]
-        return msgspec.json.decode(text, type=PreflightSpec).run
-
-    assert run_of("launch", *job, "--", "s.py") is None
-    assert run_of("train", "fashion-mnist", *job, "--volume", "runs:/runs", "--run-dir", "/runs/a") == "/runs/a"
 
 
 def test_the_whole_job(run_processes: Any, tmp_path: Path) -> None:
