@@ -24,7 +24,7 @@ from paceline.core.environment import default_threads
 from paceline.core.errors import ConfigError, StopRequested, TaskError
 from paceline.core.job import WorkerConfig
 from paceline.core.standard_streams import open_closed_streams
-from paceline.core.task import Loss, Task
+from paceline.core.task import LossResult, Task
 from paceline.core.task_loading import refuse_call_at_import
 from paceline.launch.local_run import own_environment, require_recovery
 from paceline.parallel.progress import note_progress
@@ -46,8 +46,8 @@ from paceline.training.worker import join_launched_group
 if TYPE_CHECKING:
     from paceline.core.run_options import LoopOptions
 
-LossOfBatch = Callable[[Any], torch.Tensor | Loss]
-"""Takes a micro-batch; returns the mean loss over its samples, or a :class:`paceline.Loss`."""
+LossOfBatch = Callable[[Any], LossResult]
+"""Takes a micro-batch; returns what :meth:`paceline.Task.loss` does."""
 
 _log = logging.getLogger(__name__)
 _open_runs: WeakSet[Run] = WeakSet()

@@ -137,10 +137,13 @@ class Lines(Text):
             row[: len(line)] = line
         return padded
 
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> paceline.Loss:
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[paceline.Loss, dict[str, Any]]:
         logits, targets = model(batch[:, :-1].clamp(min=0)), batch[:, 1:]
         summed = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-        return paceline.Loss(summed, (targets >= 0).sum())
+        known = targets >= 0
+        right = (logits.argmax(-1) == targets) & known
+        loss = paceline.Loss(summed, known.sum())
+        return loss, {"right": (right.sum(), known.sum()), "bytes": known.sum(1).float()}
 
 
 class PointStream(IterableDataset[Any]):

@@ -34,6 +34,15 @@ def test_a_pipeline_has_the_bits_of_one_process(alone: Any, staged: Any) -> None
     assert staged["lines"]["model_sha256"] == alone["lines"]["model_sha256"]
 
 
+def test_what_a_loss_says_is_recorded_alike_by_a_pipeline_and_on_two_ranks(alone: Any, staged: Any) -> None:
+    staged.results()
+    for name in ("lines", "weighted"):
+        one, two = ([record["logged"] for record in worlds.records(name, "train")] for worlds in (alone, staged))
+        assert one == two
+        assert len(one) == 5
+        assert all(1 < values["bytes"] < 120 and 0 <= values["right"] <= 1 for values in one)
+
+
 def test_the_mean_over_bytes_is_that_of_micro_batches_as_they_come(alone: Any) -> None:
     alone.results()
     balanced, plain = (

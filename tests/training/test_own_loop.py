@@ -35,7 +35,15 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-OPTIONS = {"global_batch_size": 24, "microbatches": 6, "seed": 3, "threads": 1, "device": "cpu", "quiet": True}
+OPTIONS = {
+    "global_batch_size": 24,
+    "microbatches": 6,
+    "seed": 3,
+    "threads": 1,
+    "log_every": 1,
+    "device": "cpu",
+    "quiet": True,
+}
 
 
 def build_model():
@@ -50,7 +58,9 @@ def build_data():
 
 
 def loss_of(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+    output = model(batch[0])
+    right = (output.argmax(1) == batch[1]).float()
+    return nn.functional.cross_entropy(output, batch[1]), {"right": right, "rows": (output.sum(), len(output))}
 
 
 @dataclass
@@ -148,6 +158,11 @@ def told_by(popen: subprocess.Popen[str], processes: Processes, directory: Path)
     return told
 
 
+def logged_by(directory: Path) -> list[Any]:
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [record["logged"] for record in records if record["kind"] == "train"]
+
+
 def test_an_own_loop_has_the_bits_of_fit_under_each_strategy(
     run_processes: Processes, script: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +187,10 @@ def test_an_own_loop_has_the_bits_of_fit_under_each_strategy(
     assert all(of_rank == first for of_ranks in told for of_rank in of_ranks)
     assert len(first["measured"]) == 4
     assert first["measured"][2] == first["measured"][3]  # within the last step, and after the loop
+    logged = [logged_by(tmp_path / name) for name in ("fit", *started)]
+    assert len(logged[0]) == 21
+    assert all(values == logged[0] for values in logged)
+    assert all(0 <= values["right"] <= 1 for values in logged[0])
     records = [json.loads(line) for line in (tmp_path / "3-fsdp/metrics.jsonl").read_text().splitlines()]
     evaluations = [record for record in records if record["kind"] == "eval"]
     assert [record["step"] for record in evaluations] == [7, 14, 21]
@@ -194,6 +213,7 @@ def test_a_killed_loop_continues_on_another_number_of_ranks(
     resumed = run(3, "run")
     assert {of_rank["sha256"] for of_rank in resumed} == {whole["sha256"]}
     assert resumed[0]["measured"] == whole["measured"][-2:]
+    assert logged_by(tmp_path / "run") == logged_by(tmp_path / "whole")
     assert "Clean: every weighted draw of 3 epochs made exactly once" in run_processes.paceline("audit", "run").stdout
     (again,) = run(1, "run")
     assert again["drawn"] == []  # nothing is left to train, and the script has the trained model

@@ -33,6 +33,7 @@ def worlds(start_trainings: Any) -> dict[int, Any]:
                 "moved-1": {**hogwild(LEARNED, run_dir="moved"), "stop_at": 30},
                 "moved-2": {**LEARNED, "options": {**LEARNED["options"], "run_dir": "moved"}},
                 "stream": {"task": "Uneven", "options": {"strategy": "hogwild"}},
+                "said": {"task": "Lines", "options": {"strategy": "hogwild", "global_batch_size": 24, "max_steps": 2}},
             },
             ranks=2,
         ),
@@ -80,6 +81,10 @@ def test_another_strategy_goes_on(worlds: dict[int, Any]) -> None:
 
 def test_a_stream_is_read_in_turn_only(worlds: dict[int, Any]) -> None:
     assert "a stream must be read in turn" in worlds[2]["stream"]["message"]
+
+
+def test_values_of_a_loss_are_refused(worlds: dict[int, Any]) -> None:
+    assert "returned values to record, which --strategy hogwild cannot add up" in worlds[2]["said"]["message"]
 
 
 def test_bad_input(run_processes: Any, tasks_file: Path) -> None:

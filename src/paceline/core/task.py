@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from paceline.core.errors import TaskError
 from paceline.core.options import Interval
@@ -29,6 +29,10 @@ class Loss(NamedTuple):
 
     sum: torch.Tensor
     weight: torch.Tensor | float
+
+
+LossResult: TypeAlias = "torch.Tensor | Loss | tuple[torch.Tensor | Loss, Mapping[str, Any]]"
+"""What a loss returns; the mapping has values for the run's records, as :meth:`Task.loss` describes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +88,12 @@ class Task:
         """
         return None
 
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | Loss:
-        """Return the mean loss over the batch's samples, or a :class:`Loss`."""
+    def loss(self, model: nn.Module, batch: Any) -> LossResult:
+        """Return the mean loss over the batch's samples, or a :class:`Loss`.
+
+        Or a pair of either and a dict of values to record, by name: a 1-d tensor is one value for each sample; a pair
+        ``(sum, weight)`` is added up. The step's record has their means, with the same bits on any number of ranks.
+        """
         raise TaskError(f"{type(self).__name__} must define loss(self, model, batch).")
 
     def train_step(self, step: TrainStep) -> float | None:
@@ -346,7 +354,7 @@ class Callback:
 # --- A step that the task computes itself: several passes over the micro-batches, and updates between them ---
 
 
-LossFunction = Callable[["nn.Module", Any], "torch.Tensor | Loss"]
+LossFunction = Callable[["nn.Module", Any], LossResult]
 """Takes the model and a micro-batch, as :meth:`Task.loss` does."""
 
 

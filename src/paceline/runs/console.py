@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TextIO, cast
 
 from rich.box import SIMPLE_HEAD
@@ -47,6 +48,7 @@ class ProgressSnapshot(NamedTuple):
         learning_rate: of the first parameter group.
         samples: samples seen by all ranks.
         training_s: seconds in training steps.
+        logged: what the last record has from the task, by name.
     """
 
     step: int
@@ -55,6 +57,7 @@ class ProgressSnapshot(NamedTuple):
     learning_rate: float | None
     samples: int
     training_s: float
+    logged: Mapping[str, float] = MappingProxyType({})
 
 
 class Terminal:
@@ -107,8 +110,9 @@ class Terminal:
         self._history.append((now, snapshot))
         while len(self._history) > 2 and now - self._history[0][0] > _WINDOW_S:
             self._history.popleft()
+        logged = [f"{name} {number(value)}" for name, value in snapshot.logged.items()]
         if self._bar is not None:
-            status = Text(f"loss {number(snapshot.loss)}")
+            status = Text("  ".join([f"loss {number(snapshot.loss)}", *logged]))
             if rate := self._samples_per_s():
                 status.append(f"  {rate:,.0f} samples/s")
             if self._warning:
@@ -127,12 +131,13 @@ class Terminal:
                     total_steps=self._total_steps,
                     epoch=snapshot.epoch,
                     loss=snapshot.loss,
+                    **({"logged": dict(snapshot.logged)} if snapshot.logged else {}),
                     lr=snapshot.learning_rate,
                     samples_per_s=speed,
                     seconds_left=left_s,
                 )
                 return
-            parts = [self._position(snapshot.epoch, snapshot.step), f"loss {number(snapshot.loss)}"]
+            parts = [self._position(snapshot.epoch, snapshot.step), f"loss {number(snapshot.loss)}", *logged]
             if snapshot.learning_rate is not None:
                 parts.append(f"lr {number(snapshot.learning_rate)}")
             if rate := self._samples_per_s():

@@ -107,6 +107,7 @@ class Monitor:
         if has_tensorboard():
             self._writers.append(TensorBoardWriter(directory.tensorboard, first_step + 1, hparams))
         self._writers.extend(trackers(kept))
+        self._logged: Mapping[str, float] = {}
         self._recorded_samples = 0
         self._recorded_s = 0.0
         # Between records, a step is reported only to the terminal, when it is time or an epoch ends.
@@ -167,9 +168,10 @@ class Monitor:
         training_s = self.timer.training_s()
         rates = learning_rates() if callable(learning_rates) else learning_rates
         if due:
+            self._logged = logged
             self._record(step, epoch, loss, rates, rows() if callable(rows) else rows, training_s, logged)
         self._terminal.progress(
-            ProgressSnapshot(step, epoch, loss, rates[0] if rates else None, self._samples, training_s)
+            ProgressSnapshot(step, epoch, loss, rates[0] if rates else None, self._samples, training_s, self._logged)
         )
         self._refresh_s = perf_counter() + self._terminal.interval_s
 

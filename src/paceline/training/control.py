@@ -63,6 +63,7 @@ class ControlFlags:
         impure: the purity guard found something that the ranks have to settle.
         samples_fingerprint: of some samples, as this rank reads them; 0 if it does not know. Merged: negative if two
             ranks have different ones.
+        has_values: the losses of this rank's micro-batches gave values to record.
     """
 
     stop: StopCause = StopCause.NONE
@@ -73,6 +74,7 @@ class ControlFlags:
     recomputed: int = 0
     impure: bool = False
     samples_fingerprint: int = 0
+    has_values: bool = False
 
     def row(self, status: Sequence[float] | None = None, speed: Sequence[float] | None = None) -> list[float]:
         """Return the rank's row, with its status if a record is due, and its speed if it has a measurement."""
@@ -106,6 +108,7 @@ def merge(rows: Sequence[Sequence[float]]) -> ControlFlags:
         recomputed=highest["recomputed"],
         impure=bool(highest["impure"]),
         samples_fingerprint=-1 if len(fingerprints) > 1 else max(fingerprints, default=0),
+        has_values=bool(highest["has_values"]),
     )
 
 

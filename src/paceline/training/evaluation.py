@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import DataError, TaskError
-from paceline.core.task import BatchInfo, Callback, Loss, Task
+from paceline.core.task import BatchInfo, Callback, Loss, LossResult, Task
 from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
 from paceline.parallel.peer_errors import translate_peer_errors
@@ -256,7 +257,7 @@ class Evaluator:
         rounds = -(-num_blocks // computing) if most_batches is None else min(most_batches, -(-num_blocks // computing))
         own = len(mine)
         blocks = self._batches.read([*mine, *[num_blocks - 1] * (rounds - own if is_collective else 0)])
-        sums: dict[str, list[_Pair]] = {}
+        sums: dict[str, list[Pair]] = {}
         began, glance_at = time.perf_counter(), 1
         for number in range(rounds):
             if number == glance_at:
@@ -287,7 +288,6 @@ class Evaluator:
                     sums.setdefault(name, []).append(pair)
             self._whole.update(world, arguments)
         modes.restore()
-        _read(sums)
         return _totals(world, sums) | self._whole.compute()
 
     def close(self) -> None:
@@ -296,57 +296,110 @@ class Evaluator:
 
     def _batch(
         self, module: nn.Module, microbatch: MicroBatch, observe: Observe | None
-    ) -> tuple[dict[str, _Pair], dict[str, Any]]:
+    ) -> tuple[dict[str, Pair], dict[str, Any]]:
         """Return one batch's (sum, weight) by name, and the arguments of torchmetrics objects, by name."""
         batch, samples = microbatch.batch, microbatch.num_samples
         values = self._task.metrics(module, batch)
-        pairs = {n: self._pair(n, v, samples) for n, v in values.items() if n not in self._whole.names}
+        own = {n: v for n, v in values.items() if n not in self._whole.names}
+        pairs = as_pairs(f"{type(self._task).__name__}.metrics", own, samples)
         arguments = {name: value for name, value in values.items() if name in self._whole.names}
         if self._with_loss and "loss" not in values:
-            loss = as_loss(self._task, self._task.loss(module, batch), samples)
-            pairs["loss"] = (_number(loss.sum), _number(loss.weight))
+            loss, said = split_values(self._task.loss(module, batch))
+            total = as_loss(self._task, loss, samples)
+            own = {n: v for n, v in said.items() if n not in values}
+            pairs |= as_pairs(f"{type(self._task).__name__}.loss", own, samples)
+            pairs["loss"] = (_number(total.sum), _number(total.weight))
         if observe is not None:
             observe(microbatch, values)
         return pairs, arguments
 
-    def _pair(self, name: str, value: Any, samples: int) -> _Pair:
-        if isinstance(value, torch.Tensor) and value.shape == (samples,):
-            return _number(value.double().sum()), float(samples)
-        if isinstance(value, tuple) and len(value) == 2:
-            return _number(value[0]), _number(value[1])
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise TaskError(
-            f"{type(self._task).__name__}.metrics gave {what} for {name!r} in a batch of {samples} samples; "
-            "it must be a 1-d tensor with one value a sample, or a pair (sum, weight)."
-        )
-
 
 _Number = torch.Tensor | float
-_Pair = tuple[_Number, _Number]
+Pair = tuple[_Number, _Number]
 """The sum and the weight of a batch; a GPU's are tensors until :func:`_read`."""
 
 
+def as_pairs(where: str, values: Mapping[str, Any], samples: int) -> dict[str, Pair]:
+    """Return the sums and weights of a batch's values.
+
+    Args:
+        where: the method that returned them.
+        values: by name, one for each sample or (sum, weight).
+
+    Raises:
+        TaskError: a value is neither.
+    """
+    return {name: _as_pair(where, name, value, samples) for name, value in values.items()}
+
+
+def _as_pair(where: str, name: str, value: Any, samples: int) -> Pair:
+    if isinstance(value, torch.Tensor) and value.shape == (samples,):
+        return _number(value.double().sum()), float(samples)
+    if isinstance(value, tuple) and len(value) == 2:
+        return _number(value[0]), _number(value[1])
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise TaskError(
+        f"{where} gave {what} for {name!r} in a batch of {samples} samples; "
+        "it must be a 1-d tensor with one value a sample, or a pair (sum, weight)."
+    )
+
+
 def _number(value: Any) -> _Number:
-    if isinstance(value, torch.Tensor) and value.is_cuda:
-        return value.detach().to(torch.float64, copy=True).reshape(())
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if value.is_cuda:
+            copied: torch.Tensor = value.to(torch.float64, copy=True).reshape(())
+            return copied
     return float(value)
 
 
-def _read(sums: dict[str, list[_Pair]]) -> None:
+def _read(sums: dict[Any, list[Pair]]) -> None:
     """Turn what is a tensor in some pairs into numbers, with one wait for the GPU."""
     numbers = iter(read_numbers([number for pairs in sums.values() for pair in pairs for number in pair]))
     for name, pairs in sums.items():
         sums[name] = [(next(numbers), next(numbers)) for _ in pairs]
 
 
-def _totals(world: World, sums: Mapping[str, list[_Pair]]) -> dict[str, float]:
+def _totals(world: World, sums: dict[str, list[Pair]]) -> dict[str, float]:
+    _read(sums)
     gathered = world.all_gather_object(sums)
     metrics = {}
     for name in dict.fromkeys(name for of_rank in gathered for name in of_rank):
         pairs = [pair for of_rank in gathered for pair in of_rank.get(name, ())]
-        weight = math.fsum(pair[1] for pair in pairs)
-        metrics[name] = math.fsum(pair[0] for pair in pairs) / weight if weight else math.nan
+        metrics[name] = _mean(pairs)
     return metrics
+
+
+def mean_values(world: World, values: Mapping[int, Mapping[str, Pair]]) -> dict[str, float]:
+    """Return the means of values by name, over the micro-batches of all ranks; all call this together.
+
+    Args:
+        values: of this rank's micro-batches, by micro-batch and name. Each counts once, also where several ranks share
+            a model replica.
+    """
+    own = {(number, name): [pair] for number, pairs in values.items() for name, pair in pairs.items()}
+    _read(own)
+    gathered = world.all_gather_object([[*key, *pair] for key, (pair,) in own.items()])
+    by_name: dict[str, dict[int, tuple[float, float]]] = {}
+    for number, name, value, weight in (row for of_rank in gathered for row in of_rank):
+        by_name.setdefault(name, {})[number] = value, weight
+    return {name: _mean(list(by_name[name].values())) for name in sorted(by_name)}
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the mean of (sum, weight); exact, so the order does not matter."""
+    is_finite = all(map(math.isfinite, itertools.chain.from_iterable(pairs)))
+    value, weight = map(math.fsum if is_finite else sum, zip(*pairs, strict=True))
+    return value / weight if weight else math.nan
+
+
+def split_values(result: LossResult) -> tuple[torch.Tensor | Loss, Mapping[str, Any]]:
+    """Return the loss, and the values that came with it."""
+    if isinstance(result, tuple) and not isinstance(result, Loss) and len(result) == 2:
+        loss, values = result
+        if isinstance(values, Mapping):
+            return loss, values
+    return result, {}
 
 
 def as_loss(task: Task, value: Any, samples: int) -> Loss:
@@ -355,13 +408,15 @@ def as_loss(task: Task, value: Any, samples: int) -> Loss:
     Raises:
         TaskError: it is neither a scalar tensor nor a :class:`Loss`.
     """
+    value, _ = split_values(value)
     loss = value if isinstance(value, Loss) else None
     total = value if loss is None else loss.sum
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
         raise TaskError(
             f"{type(task).__name__}.loss returned {'' if loss is None else 'a Loss whose sum is '}{what}; "
-            "it must return the mean loss of the batch as a scalar tensor, or paceline.Loss(sum, weight)."
+            "it must return the mean loss of the batch as a scalar tensor, or paceline.Loss(sum, weight); or a pair of "
+            "either and a dict of values to record."
         )
     if loss is not None:
         return loss

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError, NonFiniteLossError, TaskError
-from paceline.core.task import BatchInfo, Callback, Loss, LossFunction, Task, TrainStep
+from paceline.core.task import BatchInfo, Callback, Loss, LossFunction, LossResult, Task, TrainStep
 from paceline.data.order import DeterministicSampler
 from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
@@ -24,8 +24,8 @@ from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
 from paceline.runs.phases import PhaseTimer
-from paceline.training.control import ControlFlags
-from paceline.training.evaluation import as_loss
+from paceline.training.control import ControlFlags, merge
+from paceline.training.evaluation import Pair, as_loss, as_pairs, mean_values, split_values
 from paceline.training.optim import LEAST_SCALE, ShardedGradScaler
 from paceline.training.reproducibility import (
     deterministic_kernels,
@@ -110,7 +110,7 @@ class Pass:
         number: index of the pass within the step.
     """
 
-    loss: Callable[[nn.Module, MicroBatch], torch.Tensor | Loss] | None = None
+    loss: Callable[[nn.Module, MicroBatch], LossResult] | None = None
     number: int = 0
 
 
@@ -118,7 +118,12 @@ ONLY_PASS = Pass()
 
 
 def microbatch_loss(
-    run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch, current_pass: Pass = ONLY_PASS
+    run: RunContext,
+    model: nn.Module,
+    step: int,
+    microbatch: MicroBatch,
+    current_pass: Pass = ONLY_PASS,
+    record: Callable[[MicroBatch, Mapping[str, Any]], None] = lambda microbatch, values: None,
 ) -> Loss:
     """Run a micro-batch's forward, with the random keys of this step, pass and micro-batch.
 
@@ -126,7 +131,7 @@ def microbatch_loss(
         TaskError: the task returned no loss, or one that does not depend on the parameters.
     """
     seed_microbatch(run.config.training.seed, step, microbatch.index, current_pass.number)
-    return _loss(run, model, step, microbatch, current_pass)
+    return _loss(run, model, step, microbatch, current_pass, record)
 
 
 def announce_microbatch(run: RunContext, step: int, microbatch: MicroBatch) -> None:
@@ -144,12 +149,22 @@ def announce_microbatch(run: RunContext, step: int, microbatch: MicroBatch) -> N
     )
 
 
-def _loss(run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch, current_pass: Pass = ONLY_PASS) -> Loss:
+def _loss(
+    run: RunContext,
+    model: nn.Module,
+    step: int,
+    microbatch: MicroBatch,
+    current_pass: Pass = ONLY_PASS,
+    record: Callable[[MicroBatch, Mapping[str, Any]], None] = lambda microbatch, values: None,
+) -> Loss:
     announce_microbatch(run, step, microbatch)
     own = current_pass.loss
     with run.autocast():
-        value = run.task.loss(model, microbatch.batch) if own is None else own(model, microbatch)
+        result = run.task.loss(model, microbatch.batch) if own is None else own(model, microbatch)
+        value, values = split_values(result)
         loss = as_loss(run.task, value, microbatch.num_samples)
+    if values:
+        record(microbatch, values)
     if not loss.sum.requires_grad:
         raise TaskError(
             f"{type(run.task).__name__}.loss does not depend on the model's parameters in micro-batch "
@@ -164,10 +179,12 @@ class MicrobatchRunner:
 
     Attributes:
         current_pass: the pass to which the micro-batches belong.
+        values: what the losses gave with them in this pass, by micro-batch and name; None: the steps cannot record it.
     """
 
     def __init__(self, run: RunContext, state: TrainingState, activity: ProgressTracker, timer: PhaseTimer) -> None:
         self.current_pass = ONLY_PASS
+        self.values: dict[int, dict[str, Pair]] | None = None
         self._run = run
         self._state = state
         self._activity = activity
@@ -184,11 +201,21 @@ class MicrobatchRunner:
 
     def loss(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 0) -> Loss:
         """Compute the micro-batch's loss in the current pass."""
-        return microbatch_loss(self._run, model, self._state.progress.step + ahead, microbatch, self.current_pass)
+        step = self._state.progress.step + ahead
+        return microbatch_loss(self._run, model, step, microbatch, self.current_pass, self._record)
 
     def forward_unseeded(self, model: nn.Module, microbatch: MicroBatch) -> Loss:
         """Compute the micro-batch's loss without seeding; several threads may call this at once."""
-        return _loss(self._run, model, self._state.progress.step, microbatch)
+        return _loss(self._run, model, self._state.progress.step, microbatch, record=self._record)
+
+    def _record(self, microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
+        where = f"{type(self._run.task).__name__}.loss"
+        if self.values is None:
+            raise TaskError(
+                f"{where} returned values to record, which --strategy {', '.join(self._run.config.strategies)} cannot "
+                "add up: its ranks do not step together. Return the loss alone."
+            )
+        self.values[microbatch.index] = as_pairs(where, values, microbatch.num_samples)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale the loss for backward."""
@@ -259,6 +286,7 @@ class SyncStep:
         self._update = states.update if update is None else update
         self._sums: StepSums | None = None
         self._row: Sequence[float] = ()
+        self._values: dict[str, float] = {}  # that the losses gave, if a record is due
         progress, timer, tracker = states.state.progress, group.monitor.timer, group.world.progress_tracker
         self._begin_callbacks(progress)
         tracker.move("data")
@@ -280,9 +308,8 @@ class SyncStep:
         self._sums = self._reduce()
         group.world.progress_tracker.move("optimizer")
         seed_update(run.config.training.seed, step)  # an optimizer or callback may add noise
-        self.logged: Mapping[str, float] = states.state.callback.on_gradients_reduced(
-            due=group.monitor.is_due(step + 1)
-        )
+        due = group.monitor.is_due(step + 1)
+        self.logged: Mapping[str, float] = {**self._values, **states.state.callback.on_gradients_reduced(due=due)}
         states.invalidate()
         with deterministic_kernels(run.config, run.device):
             self._update(self._sums.finite)
@@ -299,6 +326,7 @@ class SyncStep:
         strategy, microbatches = group.strategy, self._microbatches
         strategy.begin_step([microbatch.index for microbatch in microbatches])
         group.runner.current_pass = current_pass
+        values = group.runner.values = {}
         with deterministic_kernels(run.config, run.device):
             for hook in group.hooks:
                 hook.before_microbatches(strategy, microbatches)
@@ -309,9 +337,12 @@ class SyncStep:
         group.world.progress_tracker.move("reduction")
         if current_pass.number == 0:
             self._row = self._own_row()
-        sums = strategy.reduce(self._row if current_pass.number == 0 else ControlFlags().row())
+        row = self._row if current_pass.number == 0 else ControlFlags(has_values=bool(values)).row()
+        sums = strategy.reduce(row)
         for hook in group.hooks:
             sums = hook.after_reduce(sums)
+        if merge(sums.rows).has_values and group.monitor.is_due(state.progress.step + 1):
+            self._values |= mean_values(group.world, values)
         group.monitor.timer.mark("reduction")
         require_finite(run, state.progress, sums, state.scaler)
         return sums
@@ -327,6 +358,7 @@ class SyncStep:
             save=group.checkpoint_manager.is_due_by_clock(),
             has_next_batch=has_next_batch,
             reform=group.should_reform,
+            has_values=bool(group.runner.values),
         )
         for hook in group.hooks:
             flags = hook.report(flags)
@@ -384,7 +416,7 @@ class ComposedStep(SyncStep, TrainStep):
         with warnings.catch_warnings():  # about a schedule whose optimizer the task has not stepped yet
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
             self._states.state.advance()
-        return self._group.commit(replace(self._sums, loss=self._loss), (), self.logged)
+        return self._group.commit(replace(self._sums, loss=self._loss), (), self._values | self.logged)
 
     def backward(self, loss: LossFunction) -> float:
         return self._run_pass(lambda model, microbatch: loss(model, microbatch.batch))
@@ -428,7 +460,7 @@ class ComposedStep(SyncStep, TrainStep):
     def log(self, **values: float) -> None:
         self.logged |= values
 
-    def _run_pass(self, loss: Callable[[nn.Module, MicroBatch], torch.Tensor | Loss]) -> float:
+    def _run_pass(self, loss: Callable[[nn.Module, MicroBatch], LossResult]) -> float:
         self.updated_before_pass |= self._updates > 0
         sums = self._reduce(Pass(loss, self._passes))
         self._sums = self._sums or sums

@@ -22,6 +22,7 @@ from paceline.parallel.fsdp import AUTO_WRAP
 from paceline.parallel.tp_autoplan import infer_tp_plan
 from paceline.parallel.wrap_units import exclude_tied, wrap_units
 from paceline.torch_internals import FakeTensorMode, tree_leaves, tree_map_only
+from paceline.training.evaluation import split_values
 from paceline.training.task_parts import build_task_model, build_task_optimizers
 from paceline_planning.model_partition import (
     MemoryTrace,
@@ -360,7 +361,7 @@ def _run(
     watched = Watched([child for _, child in candidates], live)
     with live, watched.hooked():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            loss = task.loss(module, batch)
+            loss, _ = split_values(task.loss(module, batch))
         total = loss.sum if isinstance(loss, Loss) else loss * microbatch
         forward_events = len(live.events)
         total.backward()  # type: ignore[no-untyped-call]

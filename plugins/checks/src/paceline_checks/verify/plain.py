@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.core.errors import ConfigError, TaskError
 from paceline.core.task import Callback, Loss, RankInfo
 from paceline.torch_internals import buffer_table
+from paceline.training.evaluation import split_values
 from paceline.training.reproducibility import (
     seed_microbatch,
     seed_model,
@@ -92,7 +93,7 @@ def train_plainly(run: RunContext, world_size: int = 1) -> dict[str, torch.Tenso
             for microbatch in loader.fetch(epoch, step_in_epoch, range(run.num_microbatches)):
                 seed_microbatch(config.training.seed, step, microbatch.index)
                 announce_microbatch(run, step, microbatch)
-                loss = task.loss(model, microbatch.batch)
+                loss, _ = split_values(task.loss(model, microbatch.batch))
                 if not isinstance(loss, Loss):
                     loss = Loss(loss * microbatch.num_samples, microbatch.num_samples)
                 loss.sum.backward()  # type: ignore[no-untyped-call]

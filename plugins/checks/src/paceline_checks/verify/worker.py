@@ -31,7 +31,7 @@ from paceline.core.files import write_atomically
 from paceline.core.job import WorkerConfig
 from paceline.core.plugins import import_object
 from paceline.core.signals import dump_stacks_on_signal
-from paceline.core.task import BatchInfo, Callback, Loss, RunSchedule, Task
+from paceline.core.task import BatchInfo, Callback, LossResult, RunSchedule, Task
 from paceline.core.task_loading import TaskReference, parse_assignments
 from paceline.parallel.device import choose_device
 from paceline.parallel.sharded_state import gather_full
@@ -265,7 +265,7 @@ class _InstrumentedTask(Task):
         self._watch.place = info
         super().on_batch_begin(info)
 
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | Loss:
+    def loss(self, model: nn.Module, batch: Any) -> LossResult:
         if not self._watch.double:
             return super().loss(model, batch)
         with Float64Mode():
