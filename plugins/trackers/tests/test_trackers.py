@@ -83,6 +83,9 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["--run-dir", folder / "run", "--threads", "1", "--log-every", "2", "--eval-every", "4steps"]
     options += ["--checkpoint-every", "5steps", "--log-to", "mlflow", "--log-to", "wandb"]
     options += ["--max-steps", "16"]
+    # As `wandb offline` writes it: W&B's own settings decide.
+    (folder / "settings").write_text("[default]\nmode = offline\n")
+    store["WANDB_CONFIG_DIR"] = str(folder)
     patch = pytest.MonkeyPatch()
     patch.delenv("WANDB_MODE", raising=False)
     try:
@@ -178,6 +181,19 @@ def test_a_new_database_of_mlflow_is_whole_or_not_there(
     # Whoever could not note which run it had begun finds it again.
     again = run_processes.run([*command, "abc"], env=store)
     assert again.stdout == abc.stdout != other.stdout
+
+
+def test_wandb_without_an_api_key_is_one_warning_that_says_what_to_do(
+    run_processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    env = {"WANDB_CONFIG_DIR": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    options = ("--run-dir", tmp_path / "run", "--max-steps", "4", "--threads", "1", "--log-every", "2")
+    done = run_processes.paceline("train", "fashion-mnist-mlp", *options, "--log-to", "wandb", env=env)
+    assert done.returncode == 0
+    assert done.stderr.count("--log-to wandb failed") == 1
+    assert "wandb login, or set WANDB_MODE=offline" in done.stderr
 
 
 def test_wandb_has_each_step_once_under_one_id(resumed: Path, run_processes: Processes) -> None:

@@ -194,7 +194,7 @@ class RecordOptions(OptionGroup):
     )
     log_to: tuple[str, ...] = _record_option(
         (),
-        "Also log to mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless WANDB_MODE is set.",
+        "Also log to mlflow or wandb, besides TensorBoard; may be repeated.",
     )
 
     def check(self, config: RunConfig) -> None:

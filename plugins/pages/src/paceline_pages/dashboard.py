@@ -66,6 +66,7 @@ class DashboardAccess:
         if is_loopback(host):
             self._names.add(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self._token = token
+        self._cookie_name = f"{COOKIE}-{port}"  # browsers send a host's cookies to all of its ports
 
     def is_our_name(self, host_header: str) -> bool:
         """Return whether a Host header names this server: a foreign name that resolves to loopback is an attack.
@@ -82,7 +83,7 @@ class DashboardAccess:
         if scheme.lower() == "bearer" and self.knows(candidate):
             return True
         try:
-            cookie = SimpleCookie(cookies).get(COOKIE)
+            cookie = SimpleCookie(cookies).get(self._cookie_name)
         except CookieError:
             return False
         return cookie is not None and is_same_token(cookie.value, self._cookie())
@@ -93,7 +94,7 @@ class DashboardAccess:
 
     def set_cookie(self) -> str:
         """Return the header that sets a browser's cookie, which is derived from the token and does not contain it."""
-        return f"{COOKIE}={self._cookie()}; HttpOnly; SameSite=Strict; Path=/"
+        return f"{self._cookie_name}={self._cookie()}; HttpOnly; SameSite=Strict; Path=/"
 
     def _cookie(self) -> str:
         assert self._token is not None
@@ -523,6 +524,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not access.is_our_name(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has another host name")
             return
+        if target.path == "/" and access.knows(parse_qs(target.query).get("token", [""])[0]):
+            self._enter()
+            return
         if not access.admits(self.headers.get("Authorization", ""), self.headers.get("Cookie", "")):
             if target.path not in ("/", "/static/login.css", "/static/icon.svg"):
                 self._refuse(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
@@ -564,9 +568,13 @@ class _Handler(BaseHTTPRequestHandler):
         if not access.knows(form.get("token", [""])[0]):
             self._refuse(HTTPStatus.UNAUTHORIZED, "the token is wrong")
             return
+        self._enter()
+
+    def _enter(self) -> None:
+        """Give the browser the cookie, and the address without the token."""
         self.send_response(HTTPStatus.SEE_OTHER)
         self.send_header("Location", "/")
-        self.send_header("Set-Cookie", access.set_cookie())
+        self.send_header("Set-Cookie", self.server.access.set_cookie())
         self._end(b"")
 
     def _answer(self, status: HTTPStatus, page: Page) -> None:

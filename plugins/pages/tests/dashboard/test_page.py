@@ -88,7 +88,10 @@ def test_a_run_is_watched_while_it_is_trained(
     paceline = [sys.executable, "-m", "paceline"]
     serving = run_processes.start([*paceline, "dashboard", tmp_path / "runs", "--port", "0", "--json"])
     assert serving.stdout is not None
-    url = json.loads(serving.stdout.readline())["url"]
+    told = json.loads(serving.stdout.readline())
+    token_file = Path(told["token_file"])
+    assert token_file.stat().st_mode & 0o077 == 0
+    url = f"{told['url']}?token={token_file.read_text().strip()}"
     options = ["--threads", "1", "--nproc", "2", "--log-every", "1", "--eval-every", "8steps", "--quiet"]
     # A busy machine is no fault; only the kill is.
     options += ["--heartbeat", "10", "--hang-timeout", "never"]

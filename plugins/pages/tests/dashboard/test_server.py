@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
+import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from urllib.parse import urlencode
 
 import pytest
 from tests.insight.made import make_run
+from tests.processes import Processes
 
 from paceline.core.access import create_token
 from paceline.core.errors import ConfigError
@@ -220,7 +228,37 @@ def test_the_token_lets_in_by_header_or_cookie(runs: Path, tmp_path: Path) -> No
         assert "HttpOnly" in rules
         assert "SameSite=Strict" in rules
         assert ask(server, "/api/runs", Cookie=cookie)[0] == 200
+        assert ask(server, f"/?token={token.hex()}")[1]["Set-Cookie"].startswith(cookie)
+        assert "Set-Cookie" not in ask(server, f"/?token={'0' * 64}")[1]
         assert b"app.js" in ask(server, "/", Cookie=cookie)[2]
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_the_command_always_asks_for_a_token_and_prints_it_on_a_terminal_only(
+    runs: Path, run_processes: Processes, on_terminal: bool
+) -> None:
+    control, terminal = os.openpty()
+    command = [sys.executable, "-m", "paceline", "dashboard", runs, "--port", "0"]
+    with os.fdopen(control, "r") as screen, os.fdopen(terminal, "w") as stdout:
+        serving = subprocess.Popen(command, stdout=stdout) if on_terminal else run_processes.start(command)
+        try:
+            output = screen if serving.stdout is None else serving.stdout
+            said = "".join(output.readline() for _ in range(1 if on_terminal else 2))
+            port = int(re.findall(r"127\.0\.0\.1:(\d+)/", said)[0])
+            server = cast("DashboardServer", SimpleNamespace(port=port))
+            assert ask(server, "/api/runs")[0] == 401
+            if on_terminal:
+                token = re.findall(r"token=([0-9a-f]{64})", said)[0]
+            else:
+                assert "token=" not in said
+                file = Path(re.findall(r"token in (\S+)\.$", said)[0])
+                assert stat.S_IMODE(file.stat().st_mode) == 0o600
+                token = file.read_text().strip()
+            assert ask(server, "/api/runs", Authorization=f"Bearer {token}")[0] == 200
+        finally:
+            serving.send_signal(signal.SIGTERM)
+            assert serving.wait(60) == 0
+    assert on_terminal or not file.exists()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])

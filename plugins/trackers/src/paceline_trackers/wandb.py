@@ -1,4 +1,4 @@
-"""A run in Weights & Biases: in the run directory, offline unless ``WANDB_MODE`` is set."""
+"""A run in Weights & Biases, in the mode of W&B's own settings; its files are in the run directory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.core.errors import ConfigError
 from paceline.runs.trackers import RunInfo
 
 # Send neither the command line, nor details of the node, nor the output.
@@ -25,7 +26,10 @@ class WandbTracker:
     def open(self, run: RunInfo, earlier: str | None) -> str:
         import wandb
 
-        mode: Any = os.environ.get("WANDB_MODE") or "offline"
+        mode: Any = wandb.setup().settings.mode
+        # Without a prompt, for which a job would wait.
+        if mode in ("online", "run", "shared") and not wandb.login(prompt=False, verify=False):
+            raise ConfigError("no API key: run wandb login, or set WANDB_MODE=offline")
         run_id = earlier or run.id
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "paceline"),
