@@ -45,4 +45,5 @@ def test_the_files_of_a_release_name_its_version() -> None:
 
 
 def test_the_changelog_can_be_read() -> None:
-    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 80
+    """A user reads one page; the history is git's."""
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 120
