@@ -22,6 +22,7 @@ from rich.table import Table
 
 from paceline.core.errors import ConfigError
 from paceline.core.output import Console
+from paceline.core.plugins import install_command
 
 _ALARMS = ("WRONG", "NOT met")
 """Words of a note that a terminal shows in red."""
@@ -163,7 +164,7 @@ def require_matplotlib() -> None:
         ConfigError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("a chart needs matplotlib, which is not installed. Run: pip install 'paceline[report]'")
+        raise ConfigError(f"a chart needs matplotlib, which is not installed. Run: {install_command('report')}")
 
 
 def line_chart(
