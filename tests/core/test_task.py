@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import enum
 import json
@@ -20,6 +21,7 @@ from paceline.core.task_loading import (
     BUILT_IN_TASKS,
     TaskReference,
     build_task,
+    field_type,
     is_same,
     load_task_class,
     parse_assignments,
@@ -265,6 +267,40 @@ def test_a_value_that_people_can_type_is_recorded_so() -> None:
     }
     typed = build_task(Typed, {"nested": "{'warmup': 'long'}", "colours": "['BLUE']"})
     assert typed == Typed(nested=Schedule("long"), colours=(Colour.BLUE,))
+
+
+@dataclass(frozen=True)
+class Net:
+    width: int = 16
+    colour: Colour = Colour.RED
+    schedule: Schedule = field(default_factory=Schedule)
+
+
+@dataclass
+class Nested(Task):
+    net: Net = field(default_factory=lambda: Net(width=4))
+    spare: Net | None = None
+
+
+def test_a_field_of_a_nested_dataclass_is_set_by_its_path() -> None:
+    given = {"net.colour": "BLUE", "net.schedule.until": "2026-02-03"}
+    task = build_task(Nested, given)
+    assert isinstance(task, Nested)
+    assert task.net == Net(4, Colour.BLUE, Schedule(3, datetime.date(2026, 2, 3)))  # the task's default, else as given
+    recorded = parse_toml(tomli_w.dumps({"fields": task_fields(task)}).encode())["fields"]
+    assert recorded["net"] == {"width": 4, "colour": "BLUE", "schedule": {"warmup": 3, "until": "2026-02-03"}}
+    more = parse_assignments(["net.width=8", "spare={'width': 2}", "spare.width=3"])
+    again = build_task(Nested, {**recorded, **more})
+    assert again == Nested(dataclasses.replace(task.net, width=8), Net(3))
+    assert field_type(Nested, "spare.schedule.until") == datetime.date | None
+    assert field_type(Nested, "net.depth") is None
+    for wrong, message in (
+        ({"net.depth": "3"}, r"Net has no field 'depth'. Its fields: width, colour, schedule"),
+        ({"net.width": "wide"}, r"Net.width must be int, but 'wide' was given"),
+        ({"spare.width": "3"}, r"Nested.spare has no field 'width': its value is None. Give Nested.spare itself"),
+    ):
+        with pytest.raises(TaskError, match=message):
+            build_task(Nested, wrong)
 
 
 def test_fields_must_be_recordable() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import ConfigError, UserError
+from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class
 from paceline_tune.plan_search import resolve_space
 from paceline_tune.search import Search
@@ -190,6 +191,27 @@ def test_fields_of_every_kind_can_be_searched() -> None:
     fields = [f"{name}={value}" for name, value in drawn[0].items() if name not in search.searched_options]
     assert options["set"] == ["waits_at=0", *fields]
     assert json.loads(json.dumps(asdict(search)))["choices"]["with_val"] == [True, False]
+
+
+@dataclass
+class Net:
+    width: int = 4
+
+
+@dataclass
+class Nested(Task):
+    net: Net = field(default_factory=Net)
+
+
+def test_a_field_of_a_nested_dataclass_can_be_searched() -> None:
+    search = Search(options={"task": TASK}, space=("net.width=int:2:8",), trials=4, metric="loss:min")
+    search = resolve_space(Nested, search)
+    parameters = search.parameters(0)
+    assert search.run_options(0, parameters)["set"] == [f"net.width={parameters['net.width']}"]
+    with pytest.raises(UserError, match=r"net\.width is int\. Search it with int"):
+        resolve_space(Nested, replace(search, space=("net.width=uniform:1:2",)))
+    with pytest.raises(UserError, match="Net has no field 'depth'"):
+        resolve_space(Nested, replace(search, space=("net.depth=int:1:2",)))
 
 
 def texts_of_choices(texts: tuple[str, ...]) -> list[str]:

@@ -500,6 +500,8 @@ def _syntax_message(spec: str, error: SyntaxError) -> str:
 def build_task(task_class: type[Task], values: Mapping[str, Any]) -> Task:
     """Build a task from field values; strings are converted to the field's type.
 
+    ``model.width`` is a field of the dataclass that the field ``model`` has, by an earlier value or by default.
+
     Raises:
         TaskError: a field is unknown (lists the fields), a value has the wrong type, or the class lacks ``@dataclass``.
     """
@@ -510,20 +512,58 @@ def build_task(task_class: type[Task], values: Mapping[str, Any]) -> Task:
             f"{task_class.__name__} has fields ({', '.join(bare)}) but is not a dataclass. "
             f"Write @dataclass above class {task_class.__name__}."
         )
-    hints = typing.get_type_hints(task_class)
-    fields = {f.name: f for f in dataclasses.fields(task_class) if f.init}
-    converted = {}
+    converted: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in fields:
-            names = ", ".join(fields) or "none"
-            raise TaskError(f"{task_class.__name__} has no field {name!r}. Its fields: {names}.")
-        converted[name] = convert(value, hints[name], f"{task_class.__name__}.{name}")
+        first, *path = name.split(".")
+        _set_field(task_class, converted, first, path, value)
     try:
         return task_class(**converted)
     except TypeError as error:
         raise TaskError(
             f"{task_class.__name__} cannot be built: {error}. Give the missing fields with --set NAME=VALUE."
         ) from error
+
+
+def _set_field(kind: Any, converted: dict[str, Any], name: str, path: list[str], value: Any) -> None:
+    """Convert a value of a dataclass's field, or of a field within the dataclass that it has now, or by default.
+
+    Args:
+        kind: the dataclass.
+        converted: the values of its fields so far.
+        path: the names from the field's value on.
+    """
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    where = f"{kind.__name__}.{name}"
+    if name not in fields:
+        names = ", ".join(fields) or "none"
+        raise TaskError(f"{kind.__name__} has no field {name!r}. Its fields: {names}.")
+    if not path:
+        converted[name] = convert(value, typing.get_type_hints(kind)[name], where)
+        return
+    now = converted.get(name, _default(fields[name]))
+    if not dataclasses.is_dataclass(now) or isinstance(now, type):
+        raise TaskError(f"{where} has no field {path[0]!r}: its value is {now!r}. Give {where} itself.")
+    inner: dict[str, Any] = {f.name: getattr(now, f.name) for f in dataclasses.fields(now) if f.init}
+    _set_field(type(now), inner, path[0], path[1:], value)
+    converted[name] = type(now)(**inner)
+
+
+def _default(of: dataclasses.Field[Any]) -> Any:
+    if of.default_factory is not dataclasses.MISSING:
+        return of.default_factory()
+    return None if of.default is dataclasses.MISSING else of.default
+
+
+def field_type(kind: Any, name: str) -> Any:
+    """Return the type of a dataclass's field, or of a nested one's (``model.width``); None: there is no such field."""
+    first, _, rest = name.partition(".")
+    if first not in {f.name for f in dataclasses.fields(kind) if f.init}:
+        return None
+    hint = typing.get_type_hints(kind)[first]
+    if not rest:
+        return hint
+    nested = (option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option))
+    return next((field_type(option, rest) for option in nested), None)
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, str]:

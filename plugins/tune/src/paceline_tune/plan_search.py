@@ -27,7 +27,7 @@ from paceline.core.owned_names import own_prefix
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.sockets import require_loopback
 from paceline.core.task import Task
-from paceline.core.task_loading import build_task, convert, load_task_class, parse_assignments, split_spec
+from paceline.core.task_loading import build_task, convert, field_type, load_task_class, parse_assignments, split_spec
 from paceline.launch.launcher import Command, LaunchSpec
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
@@ -230,15 +230,14 @@ def resolve_space(task_class: type[Task], search: Search) -> Search:
             'defaults = Defaults(search=("lr=log:1e-3:1",)).'
         )
     fixed = parse_assignments(search.config.processes.set)
-    hints = typing.get_type_hints(task_class)
-    known = {f.name for f in dataclasses.fields(task_class) if f.init}
     options = all_options()
     choices: dict[str, tuple[Value, ...]] = {}
     searched_options = []
     for dimension in dataclasses.replace(search, space=space).parsed_space.dimensions:
         name = dimension.name
-        if name in known:
-            where, hint = f"{task_class.__name__}.{name}", hints[name]
+        hint = field_type(task_class, name)
+        if hint is not None:
+            where = f"{task_class.__name__}.{name}"
             if name in fixed:
                 raise ConfigError(f"{name} is both set by --set and searched. Remove one of them.")
         elif name in options:

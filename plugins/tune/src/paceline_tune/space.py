@@ -188,7 +188,7 @@ def _parse(text: str, whole: str) -> tuple[Dimension, Sequence[str]]:
     name, _, distribution = text.partition("=")
     kind, _, rest = distribution.partition(":")
     name = name.strip().removeprefix("--").replace("-", "_")
-    if not name.isidentifier():
+    if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"--search {whole!r} must be {FORMS}.")
     match kind.strip():
         case "choice":
