@@ -50,6 +50,9 @@ class LoopOptions(TypedDict, total=False):
     pp_schedule: Literal["sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
     pp_split: str
     profile: int
+    metrics_port: int | None
+    metrics_host: str
+    metrics_token_file: str | None
     strategy: str
     mesh: str | None
     load_balance: Literal["auto", "equal"]
