@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
 from paceline.data.samples import MicroBatch
-from paceline.parallel.gradient_norm import clip_gradients
 from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.options import FsdpOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.sharded_state import gather_full
+from paceline.parallel.sharded_state import clip_gradients, gather_full
 from paceline.parallel.strategy import AMP_DTYPES, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import exclude_tied, wrap_units

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from paceline.core.config import ResolvedConfig
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
-from paceline.parallel.gradient_norm import clip_gradients
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import ReductionOrder
+from paceline.parallel.sharded_state import clip_gradients
 
 # --- Parameter layouts ---
 
