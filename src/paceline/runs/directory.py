@@ -50,6 +50,9 @@ from paceline.core.files import (
 )
 from paceline.runs.event_files import event_files, event_line, is_event_file, own_event_file, without_steps
 
+RUN_FORMAT = 1
+"""The format of a run's directory; docs/reference/compatibility.md says when it becomes another."""
+
 OWN_LOOP = "paceline.own_loop:OwnLoop"
 """The task of a script that has a loop of its own, as ``run.toml`` names it."""
 
@@ -214,13 +217,19 @@ class RunDirectory:
             RunDirectoryError: it is missing or damaged.
         """
         try:
-            return parse_toml(read_document(self.manifest))
+            document = parse_toml(read_document(self.manifest))
         except FileNotFoundError:
             raise RunDirectoryError(f"{self.path} is not a run directory: it has no run.toml.") from None
         except (OSError, ValueError) as error:
             raise RunDirectoryError(
                 f"{self.manifest} cannot be read: {error}. Restore it from a copy, or choose another --run-dir DIR."
             ) from error
+        if document.get("format", RUN_FORMAT) != RUN_FORMAT:
+            raise RunDirectoryError(
+                f"{self.manifest} has format {document['format']}, and this version of Paceline reads {RUN_FORMAT}: a "
+                "newer one wrote it. Install that version."
+            )
+        return document
 
     def continuation(self) -> str:
         """Return what continues the run: a command, or the script whose own loop it is."""
@@ -252,7 +261,7 @@ class RunDirectory:
 
     def write_manifest(self, document: Mapping[str, Any]) -> None:
         """Write ``run.toml`` atomically."""
-        write_atomically(self.manifest, tomli_w.dumps(_without_none(document)).encode())
+        write_atomically(self.manifest, tomli_w.dumps(_without_none({"format": RUN_FORMAT, **document})).encode())
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write ``result.json`` atomically."""
