@@ -27,6 +27,12 @@ class Server:
     popen: subprocess.Popen[str]
     url: str
     grpc: str | None
+    token_file: Path
+
+    @property
+    def admin(self) -> dict[str, str]:
+        """The header of one who may replace its packages."""
+        return {"Authorization": f"Bearer {self.token_file.read_text().strip()}"}
 
     def replicas(self) -> list[psutil.Process]:
         """Its replicas' processes."""
@@ -64,7 +70,7 @@ def start_server(processes: Processes, env: dict[str, str], *words: str | Path, 
     if not line:
         pytest.fail(f"the server did not start: {processes.finish(popen, timeout_s=START_TIMEOUT_S)}")
     ready = json.loads(line)
-    return Server(popen, ready["url"], ready["grpc"])
+    return Server(popen, ready["url"], ready["grpc"], Path(ready["token_file"]))
 
 
 @pytest.fixture

@@ -137,8 +137,8 @@ def test_an_origin_that_is_none(origin: str) -> None:
 
 def test_a_page_that_may_use_the_models_may_not_exchange_them() -> None:
     origin = b"https://app.example"
-    policy = AccessPolicy(None, (origin.decode(),))
-    headers = {b"host": b"localhost:8000", b"content-type": b"application/json"}
+    policy = AccessPolicy(None, (origin.decode(),), "secret")
+    headers = {b"host": b"localhost:8000", b"content-type": b"application/json", b"authorization": b"Bearer secret"}
     policy.check_admin("127.0.0.1", headers)
     policy.check_origin({**headers, b"origin": origin})
     with pytest.raises(RequestFailure, match="only programs of this machine"):
@@ -173,11 +173,15 @@ def test_what_a_browser_or_another_machine_could_send_exchanges_nothing(server: 
     address = f"{server.url}/v2/repository/models/fashion-mnist/load"
     body = json.dumps({"parameters": {"package": "fashion-mnist@next"}})
     missing = json.dumps({"parameters": {"package": "fashion-mnist@nobody"}})
-    as_json = {"Content-Type": "application/json"}
+    as_json = {"Content-Type": "application/json", **server.admin}
+    assert server.token_file.stat().st_mode & 0o077 == 0
     with httpx.Client(timeout=60) as client:
         assert client.post(address, content=body, headers={"Content-Type": "text/plain"}).status_code == 415
         elsewhere = {**as_json, "Host": "evil.example:80"}
         assert client.post(address, content=body, headers=elsewhere).status_code == 403
+        for other in ({}, {"Authorization": f"Bearer {'0' * 64}"}, {"Authorization": "Basic x"}):
+            unknown = {"Content-Type": "application/json", **other}
+            assert client.post(address, content=body, headers=unknown).status_code == 401
         assert client.post(address, content="{}", headers=as_json).status_code == 400
         assert client.post(address, content=missing, headers=as_json).status_code == 409
 

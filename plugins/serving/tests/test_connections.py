@@ -314,7 +314,8 @@ def test_no_request_is_an_error_of_the_server(
     server: Server, path: str, fields: dict[str, str], body: bytes, status: int
 ) -> None:
     lines = [f"POST {path} HTTP/1.1", "Host: localhost"]
-    lines += [f"{name}: {value}" for name, value in {"Content-Length": str(len(body)), **fields}.items()]
+    fields = {"Content-Length": str(len(body)), **fields, **server.admin}
+    lines += [f"{name}: {value}" for name, value in fields.items()]
     with connected(server) as connection, connection.makefile("rb") as stream:
         connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
         given, _, answered = read_answer(stream)

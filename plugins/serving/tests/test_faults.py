@@ -64,7 +64,8 @@ def test_a_server_that_is_killed_during_a_swap_leaves_no_process(
 
     def swap() -> None:
         with suppress(httpx.TransportError):
-            answers.append(httpx.post(f"{server.url}{LOAD_PATH}", json=body, timeout=120).status_code)
+            answer = httpx.post(f"{server.url}{LOAD_PATH}", json=body, headers=server.admin, timeout=120)
+            answers.append(answer.status_code)
 
     swapping = threading.Thread(target=swap)
     swapping.start()

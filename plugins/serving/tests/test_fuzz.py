@@ -53,7 +53,7 @@ def try_schema(server: Server, examples: int) -> int:
             def send(case: schemathesis.Case) -> None:
                 nonlocal sent
                 sent += 1
-                case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=60)
+                case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=60, headers=server.admin)
 
             send()
     return sent
@@ -114,6 +114,7 @@ def test_some_hundred_requests(server: Server) -> None:
 def test_another_generator_finds_no_failure(server: Server, run_processes: Processes, tmp_path: Path) -> None:
     """Schemathesis with all its phases: examples, the limits of each rule, random requests, and sequences of them."""
     command = [str(Path(sys.executable).with_name("st")), "run", f"{server.url}/openapi.json", "--no-color", "-n", "30"]
+    command += ["-H", f"Authorization: {server.admin['Authorization']}"]
     command += ["--exclude-checks", "positive_data_acceptance", "--generation-deterministic"]
     done = run_processes.finish(run_processes.start(command, cwd=tmp_path), timeout_s=600)
     assert done.returncode == 0, done.stdout

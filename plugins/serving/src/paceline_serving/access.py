@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError
 from paceline_serving.batching import RequestFailure
-from paceline_serving.bearer_tokens import BearerTokens
+from paceline_serving.bearer_tokens import BearerTokens, is_same_token
 
 _ORIGIN = re.compile(r"https?://[a-z0-9._-]+(:\d{1,5})?|https?://\[[0-9a-f:.]+\](:\d{1,5})?")
 _ALLOWED_HEADERS = b"Authorization, Content-Type, Inference-Header-Content-Length, Request-Timeout-Ms"
@@ -53,15 +53,19 @@ class AccessPolicy:
 
     Without a token, everything is open to every client, so the server must listen on loopback only, and answers only
     under a local name: otherwise a page in a browser could use it under a name of its own. Packages may then be
-    replaced only by programs of this machine.
+    replaced only by programs of this machine that have the administrator's token.
 
     Args:
         tokens: of the clients; None: the server requires no token.
         cors_origins: whose pages in a browser may use the server, in addition to its own page.
+        admin_token: with which packages may be replaced if clients have no tokens; None: they stay.
     """
 
-    def __init__(self, tokens: BearerTokens | None, cors_origins: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokens: BearerTokens | None, cors_origins: Sequence[str] = (), admin_token: str | None = None
+    ) -> None:
         self._tokens = tokens
+        self._admin_token = admin_token
         self._cors_origins = frozenset(origin.encode() for origin in cors_origins)
 
     def check_token(self, headers: Mapping[bytes, bytes]) -> str:
@@ -132,6 +136,15 @@ class AccessPolicy:
         # A page that may use the models may not exchange them.
         if not is_loopback(client) or not _is_local_name(headers.get(b"host", b"")) or _is_cross_site(headers):
             raise RequestFailure(403, "without a token, only programs of this machine may change the served models.")
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        is_bearer = scheme.lower() == b"bearer" and self._admin_token is not None
+        if not is_bearer or not is_same_token(given.strip(), self._admin_token or ""):
+            raise RequestFailure(
+                401,
+                "changing the served models needs the token in the file that the server has named at its start, which "
+                "paceline deploy of the same user finds. Send it as Authorization: Bearer TOKEN.",
+                [(b"www-authenticate", b"Bearer")],
+            )
 
 
 def _is_cross_site(headers: Mapping[bytes, bytes]) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.core.access import read_checked
 from paceline.core.errors import ConfigError
+from paceline.core.files import user_directory
 
 _SHORTEST_BEARER_TOKEN = 16
 _MAX_TOKENS_BYTES = 2**20
@@ -77,6 +78,11 @@ class BearerTokens:
             log.warning("the tokens of before stay valid: %s", error)
         else:
             log.info("--token-file %s has changed: %d tokens are valid", self._path, len(self._tokens))
+
+
+def admin_token_path(port: int) -> Path:
+    """Return the file with the token to change the models of this user's server at a port of this machine."""
+    return user_directory("state") / f"serve-{port}.token"
 
 
 def _stamp_of(path: Path) -> tuple[int, ...] | None:

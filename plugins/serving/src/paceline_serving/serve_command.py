@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import logging
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -11,11 +12,14 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
 from paceline.cli.options import ARGUMENTS, COMMON, explicit_options, group
+from paceline.core.access import TOKEN_BYTES
 from paceline.core.errors import ConfigError
+from paceline.core.files import write_atomically
 from paceline.core.options import parse_duration_s
 from paceline.core.standard_streams import escape_controls
 from paceline_serving.kserve_options import KServeOptions, print_service
@@ -171,7 +175,10 @@ def serve(
     from paceline_serving.server import ListenAddress
 
     tokens = None if token_file is None else BearerTokens(token_file)
-    address = ListenAddress(host=host, port=port, grpc_port=grpc_port, tokens=tokens, cors_origins=cors_origin)
+    admin_token = None if tokens is not None else secrets.token_hex(TOKEN_BYTES)
+    address = ListenAddress(
+        host=host, port=port, grpc_port=grpc_port, tokens=tokens, cors_origins=cors_origin, admin_token=admin_token
+    )
     ray_options = None
     if on == "ray":
         from paceline_serving.ray_serve import RayServeOptions
@@ -193,9 +200,13 @@ def serve(
     logging.getLogger("paceline_serving.access").setLevel(logging.INFO if access_log else logging.WARNING)
     names = [model.spec.name for model in models]
 
+    stack = ExitStack()
+
     def on_ready(url: str, grpc: str | None) -> None:
+        admin_file = token_file if admin_token is None else _admin_file(stack, url, admin_token)
         if json:
-            print(json_module.dumps({"url": url, "grpc": grpc, "models": names}), flush=True)
+            ready = {"url": url, "grpc": grpc, "models": names, "token_file": admin_file and str(admin_file)}
+            print(json_module.dumps(ready), flush=True)
         else:
             for model in models:
                 print(f"{url}/v2/models/{model.spec.name} is ready.", flush=True)
@@ -205,9 +216,27 @@ def serve(
             if grpc is not None:
                 print(f"{grpc} serves gRPC.", flush=True)
             print(f"Try it in a browser: {url}/", flush=True)
+            if admin_file is not None:
+                print(f"Replace a package: paceline deploy {url} PACKAGE (the token is in {admin_file})", flush=True)
 
-    _run(models, address, options, on_ready, ray_options)
+    with stack:
+        _run(models, address, options, on_ready, ray_options)
     return 0
+
+
+def _admin_file(stack: ExitStack, url: str, token: str) -> Path | None:
+    """Make the file of mode 600 in which ``paceline deploy`` finds the token; it goes with the stack."""
+    from paceline_serving.bearer_tokens import admin_token_path
+
+    try:
+        path = admin_token_path(urlsplit(url).port or 80)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, f"{token}\n".encode(), private=True)
+    except (OSError, ConfigError) as error:
+        logging.getLogger("paceline_serving").warning("no package can be replaced without --token-file: %s", error)
+        return None
+    stack.callback(path.unlink, missing_ok=True)
+    return path
 
 
 def _print_inputs(spec: ModelSpec, url: str, path: str, token: str) -> None:

@@ -32,6 +32,7 @@ class ListenAddress:
     port: int = 8000
     grpc_port: int | None = None
     tokens: BearerTokens | None = None
+    admin_token: str | None = None
     cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -131,7 +132,7 @@ async def serve(
         loop.add_signal_handler(number, stop.on_signal, number)
     with bind(address) as bound:
         models = Models(options, deploy)
-        app = App(models, options, AccessPolicy(address.tokens, address.cors_origins))
+        app = App(models, options, AccessPolicy(address.tokens, address.cors_origins, address.admin_token))
         async with contextlib.AsyncExitStack() as stack:
             grpc = None
             if address.grpc_port is not None:
