@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.errors import RunDirectoryError, RunInUseError
 from paceline.core.files import read_json_lines, write_atomically
-from paceline.runs.directory import RunDirectory, RunLock
+from paceline.runs.directory import RUN_FORMAT, RunDirectory, RunLock
 
 
 @pytest.fixture
@@ -45,7 +45,9 @@ def test_the_manifest_round_trips_without_what_is_none(run: RunDirectory) -> Non
     assert not run.exists()
     run.write_manifest({"config": {"seed": 3, "epochs": None, "checkpoint_every": ("1epoch",)}, "data": {}})
     assert run.exists()
-    assert run.read_manifest() == {"config": {"seed": 3, "checkpoint_every": ["1epoch"]}, "data": {}}
+    read = run.read_manifest()
+    assert read.pop("format") == RUN_FORMAT
+    assert read == {"config": {"seed": 3, "checkpoint_every": ["1epoch"]}, "data": {}}
 
 
 def test_a_missing_or_damaged_manifest_is_an_error(run: RunDirectory) -> None:
@@ -146,7 +148,7 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: 
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from paceline.runs.directory import RunDirectory, RunLock
+from paceline.runs.directory import RUN_FORMAT, RunDirectory, RunLock
 lock = RunLock(RunDirectory(Path(sys.argv[1])))
 lock.take()
 os.set_inheritable(lock.fileno(), True)
