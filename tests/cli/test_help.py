@@ -135,7 +135,7 @@ def test_all_groups_follow_in_the_order_in_which_they_are_met(said: dict[str, tu
 @pytest.mark.parametrize("command", WITH_RUN_OPTIONS)
 def test_every_option_is_explained(said: dict[str, tuple[int, str]], command: str) -> None:
     words = said[f"{command} --help-all"][1].split()
-    own = {"tune": ("resume",)}
+    own = {"tune": ("resume", "metrics_port", "metrics_host", "metrics_token_file")}
     for name in all_options():
         if name not in ("task", "run_dir", *own.get(command, ())):
             assert words.count(flag(name)) >= 1, name
