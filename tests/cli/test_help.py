@@ -39,7 +39,7 @@ GROUPS = {
     "Tune": ("tune",),
     "Serve": ("export", "registry", "serve", "deploy", "predict"),
     "Keep clean": ("gc", "checkpoint"),
-    "Other": ("version",),
+    "Other": ("config", "version"),
 }
 COMMANDS = tuple(command for commands in GROUPS.values() for command in commands)
 SUBCOMMANDS = (*("runs show", "runs pipeline", "bench comm", "registry pull", "checkpoint ls"),)

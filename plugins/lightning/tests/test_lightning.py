@@ -214,9 +214,9 @@ def test_loaders_of_the_module_with_workers_and_two_schedules(run_processes: Any
     by_epochs = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     expected = []
     for step in range(10):
+        expected.append(optimizer.param_groups[0]["lr"])  # with which the step is taken
         optimizer.step()
         by_steps.step()
-        expected.append(optimizer.param_groups[0]["lr"])
         if step == 4:
             by_epochs.step()
     assert rates == expected
