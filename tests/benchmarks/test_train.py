@@ -266,7 +266,7 @@ def test_a_process_at_half_speed_runs_on_when_it_is_over() -> None:
 
 def test_without_any_peer_the_command_to_install_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PEERS, "lightning", Peer(name="lightning", title="Lightning", package="not-installed"))
-    with pytest.raises(ConfigError, match=r"none of these peers is installed: lightning.*paceline\[bench\]"):
+    with pytest.raises(ConfigError, match=r"none of these peers is installed: lightning.*pip install .*accelerate"):
         command.train(workload="mlp", peers=("lightning",))
 
 
