@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.processes import children
 
 pytestmark = pytest.mark.integration
 
@@ -97,8 +98,10 @@ def test_a_signal_is_heard_once_and_ends_no_rank_that_saves(
     (tmp_path / "codes").mkdir()
     process = start(tmp_path, "bash", "-c", SAVES, "rank", str(code))
     wait_until((tmp_path / "ready").exists, "the rank")
+    # The process by which it learns what the signals have reached has to hear them.
+    wait_until(lambda: "sleep" in [child.name() for child in children(process.pid)], "the canary")
     send(process.pid, number)
-    send(process.pid, number)
+    os.kill(process.pid, number)  # it passes a signal on once
     process.communicate(timeout=60)
     assert process.returncode == 0
     assert left(tmp_path) == {"code": f"{code}\n"}
