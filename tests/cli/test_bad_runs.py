@@ -16,6 +16,7 @@ from tests.cli.faulty import STEPS, TASKS, Paceline, assert_refused, sha256, tra
 from tests.small_disk import small_disk as mounted_at
 
 from paceline.data.audit import audit
+from paceline.runs import code_record
 from paceline.runs.directory import RunDirectory
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("numerics")]
@@ -150,8 +151,14 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], None]]:
 
 @pytest.mark.chaos
 def test_a_full_disk_and_a_read_only_one(
-    paceline: Paceline, tmp_path: Path, trained: Path, small_disk: Callable[[str], None]
+    paceline: Paceline,
+    tmp_path: Path,
+    trained: Path,
+    small_disk: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # This process has imported all tests, whose digests would leave no space for a checkpoint.
+    monkeypatch.setattr(code_record, "_local_modules", dict)
     said = train(paceline, run="disk/run")
     assert said.code == 1
     assert "cannot save the checkpoint of step" in said.err
