@@ -127,7 +127,7 @@ def test_a_run_is_watched_while_it_is_trained(
     chrome.find_element(By.CSS_SELECTOR, ".log summary").send_keys(Keys.ENTER)
     wait_until(lambda: any(texts(chrome, ".log pre")), "the log", WAIT_S)
     assert complaints(chrome) == []
-    assert {address for address in requested(chrome) if not address.startswith(url)} == set()
+    assert {address for address in requested(chrome) if not address.startswith(told["url"])} == set()
 
     serving.send_signal(signal.SIGINT)
     ended = run_processes.finish(serving)
