@@ -145,7 +145,7 @@ def draw_recovery(run: Path, picture: Path) -> None:
             axes.axvline(at, color="#329650", linewidth=1)
             axes.annotate(
                 text,
-                (at, top * (0.08 if count > 1 else 0.2)),
+                (at, top * (0.08 if count > 1 else 0.02)),
                 (3, 0),
                 textcoords="offset points",
                 color="#329650",
