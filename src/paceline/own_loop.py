@@ -155,7 +155,7 @@ class OwnLoop(Task):
         changes = [
             f"{label}: {name} {before.get(name)} -> {value}"
             for label, groups in self._parts.hyperparameters.items()
-            for before, now in zip(self._hyperparameters[label], groups, strict=False)
+            for before, now in zip(self._hyperparameters.get(label, ()), groups, strict=False)
             for name, value in now.items()
             if before.get(name, value) != value
         ]

@@ -116,6 +116,13 @@ class Pass:
 
 ONLY_PASS = Pass()
 
+RecordValues = Callable[[MicroBatch, Mapping[str, Any]], None]
+"""Takes the values that a micro-batch's loss returned beside the loss."""
+
+
+def _ignore_values(microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
+    """Record nothing."""
+
 
 def microbatch_loss(
     run: RunContext,
@@ -123,7 +130,7 @@ def microbatch_loss(
     step: int,
     microbatch: MicroBatch,
     current_pass: Pass = ONLY_PASS,
-    record: Callable[[MicroBatch, Mapping[str, Any]], None] = lambda microbatch, values: None,
+    record: RecordValues = _ignore_values,
 ) -> Loss:
     """Run a micro-batch's forward, with the random keys of this step, pass and micro-batch.
 
@@ -155,7 +162,7 @@ def _loss(
     step: int,
     microbatch: MicroBatch,
     current_pass: Pass = ONLY_PASS,
-    record: Callable[[MicroBatch, Mapping[str, Any]], None] = lambda microbatch, values: None,
+    record: RecordValues = _ignore_values,
 ) -> Loss:
     announce_microbatch(run, step, microbatch)
     own = current_pass.loss
@@ -341,7 +348,7 @@ class SyncStep:
         sums = strategy.reduce(row)
         for hook in group.hooks:
             sums = hook.after_reduce(sums)
-        if merge(sums.rows).has_values and group.monitor.is_due(state.progress.step + 1):
+        if group.monitor.is_due(state.progress.step + 1) and merge(sums.rows).has_values:
             self._values |= mean_values(group.world, values)
         group.monitor.timer.mark("reduction")
         require_finite(run, state.progress, sums, state.scaler)
