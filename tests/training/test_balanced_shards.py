@@ -35,6 +35,7 @@ def test_a_pipeline_has_the_bits_of_one_process(alone: Any, staged: Any) -> None
 
 
 def test_what_a_loss_says_is_recorded_alike_by_a_pipeline_and_on_two_ranks(alone: Any, staged: Any) -> None:
+    alone.results()
     staged.results()
     for name in ("lines", "weighted"):
         one, two = ([record["logged"] for record in worlds.records(name, "train")] for worlds in (alone, staged))
