@@ -117,7 +117,7 @@ class Pass:
 ONLY_PASS = Pass()
 
 RecordValues = Callable[[MicroBatch, Mapping[str, Any]], None]
-"""Takes the values that a micro-batch's loss returned beside the loss."""
+"""Takes the values that a micro-batch's loss returned in addition to the loss."""
 
 
 def _ignore_values(microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
