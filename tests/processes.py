@@ -265,8 +265,8 @@ def plain_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         os.seteuid(0)
 
 
-# pytest's own, and what torch sets when an optimizer is first stepped.
-_SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# pytest's own, and what torch sets when an optimizer is first stepped, and accelerate when it is imported.
+_SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
 
 _warm_starts = WarmStarts(share)
@@ -328,7 +328,10 @@ def nothing_leaks() -> Iterator[None]:
         problems.append(f"environment variables: {sorted(changed)}")
         os.environ.clear()
         os.environ.update(variables)
-    left = [t.name for t in threading.enumerate() if t not in threads and not t.daemon]
+    started = [t for t in threading.enumerate() if t not in threads and not t.daemon]
+    for thread in started:
+        thread.join(timeout=5.0)  # transformers does not wait for those with which it has loaded a model
+    left = [t.name for t in started if t.is_alive()]
     if left:
         problems.append(f"threads: {left}")
     for child in _descendants():

@@ -66,10 +66,12 @@ HEAD = '''"""The options of a run as types of keywords, which tests/core/test_in
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Literal, TypedDict
 
 Texts = str | list[str] | tuple[str, ...]
 '''
+PATHS = {"backup_to", "init_from", "run_dir"}
 NOT_OF_RUN = {"global_batch_size", "run_dir", *_OF_LAUNCHERS, *_OF_STEPS, *_OF_TASKS, *_OF_WRAPPERS}
 
 
@@ -91,7 +93,9 @@ def keywords() -> str:
     for name, its in all_options().items():
         if name not in ("task", "set"):
             of_run = name in NOT_OF_RUN or its.group == "Fine-tuning"
-            (others if of_run else loop).append(f"    {name}: {type_of(its.type)}\n")
+            (others if of_run else loop).append(
+                f"    {name}: {'PathLike[str] | ' if name in PATHS else ''}{type_of(its.type)}\n"
+            )
     classes = (
         f'class LoopOptions(TypedDict, total=False):\n    """Those of :class:`paceline.Run`."""\n\n{"".join(loop)}',
         f'class RunOptions(LoopOptions, total=False):\n    """Those of :func:`paceline.fit`."""\n\n{"".join(others)}',

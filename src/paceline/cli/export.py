@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from paceline.core.standard_streams import escape_controls
 
 if TYPE_CHECKING:
+    from paceline.export.export import ExportRequest
     from paceline.runs.package import Package
 
 
@@ -22,12 +23,13 @@ def export(
     *,
     checkpoint: str | None = None,
     format: Annotated[
-        tuple[Literal["safetensors", "pt2", "onnx"], ...],
+        tuple[Literal["safetensors", "pt2", "onnx", "hf", "peft"], ...],
         Parameter(consume_multiple=True, negative="", show_default=" ".join),
     ] = ("safetensors", "pt2"),
     quantize: Literal["int8", "bf16"] | None = None,
     name: str | None = None,
-    tag: str = "latest",
+    tag: str | None = None,
+    output: Path | None = None,
     tolerance: float | None = None,
     task: str = "",
     json: Annotated[bool, Parameter(negative="")] = False,
@@ -38,6 +40,8 @@ def export(
     SHA-256 of its content identifies it, and NAME@TAG refers to it. Every format's outputs are compared with
     the trained model's on the test split; if they differ too much, nothing is exported.
 
+    With --format hf or peft, the model becomes a directory that transformers or peft loads, outside the registry.
+
     Parameters
     ----------
     run
@@ -45,13 +49,16 @@ def export(
     checkpoint
         best, last or a step. Default: the best, else the last.
     format
-        Contents in addition to the weights: pt2 runs without the task's code, onnx without torch.
+        Contents in addition to the weights: pt2 runs without the task's code, onnx without torch. Or alone:
+        hf, the whole model and its tokenizer for transformers, vLLM and TRL; peft, the adapters of --lora.
     quantize
         Keep weight matrices as int8 (a quarter of the size) or bf16 (half).
     name
         The package's name. Default: the task's.
     tag
-        Point NAME@TAG at this package.
+        Point NAME@TAG at this package. Default: latest.
+    output
+        The directory of hf or peft. Default: of that name, in RUN.
     tolerance
         Largest difference of an output. Default: 0.0001 of the largest output; with --quantize, 99 % (int8)
         or 99.5 % (bf16) of the labels must be equal.
@@ -60,9 +67,11 @@ def export(
     json
         Print one JSON object: the package's directory, digest, reference and differences.
     """
+    from paceline.core.built_in import DIRECTORY_FORMATS
+    from paceline.core.errors import ConfigError
     from paceline.export.export import ExportRequest
     from paceline.export.export import export as export_run
-    from paceline.runs.package_registry import Registry
+    from paceline.runs.package_registry import LATEST, Registry
 
     request = ExportRequest(
         run=run,
@@ -70,16 +79,38 @@ def export(
         formats=format,
         quantization=quantize,
         name=name,
-        tag=tag,
+        tag=tag or LATEST,
         tolerance=tolerance,
         task=task,
     )
+    if not DIRECTORY_FORMATS.keys().isdisjoint(format):
+        if name is not None or tag is not None:
+            raise ConfigError("--name and --tag are of packages in the registry. Name a directory with --output.")
+        return _export_directory(request, output, json)
+    if output is not None:
+        raise ConfigError("--output is for --format hf or peft; a package goes into the registry. Leave it out.")
     with _progress(json) as (on_stage, on_progress):
         package, reference = export_run(request, Registry.of_user(), on_stage, on_progress)
     if json:
         print(json_module.dumps({**as_json(package), "reference": str(reference)}))
     else:
         print_package(package, str(reference))
+    return 0
+
+
+def _export_directory(request: ExportRequest, output: Path | None, json: bool) -> int:
+    from dataclasses import asdict
+
+    from paceline.export.directory import export_directory
+
+    with _progress(json) as (on_stage, _):
+        exported = export_directory(request, output, on_stage)
+    if json:
+        print(json_module.dumps(asdict(exported)))
+    else:
+        checked = f"{exported.difference.samples} samples of the {exported.split} split"
+        print(f"{exported.directory}: step {exported.step} of {exported.run}, as {exported.format}")
+        print(f"largest difference of an output: {exported.difference.largest:.3g}, on {checked}")
     return 0
 
 
@@ -123,9 +154,10 @@ def print_package(package: Package, title: str) -> None:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
-    """Show on a terminal the current stage and the number of samples compared."""
+    """Show on a terminal the current stage and the number of samples compared; prints of others go to stderr."""
     if quiet or not sys.stderr.isatty():
-        yield (lambda stage: None), (lambda done, total: None)
+        with redirect_stdout(sys.stderr):
+            yield (lambda stage: None), (lambda done, total: None)
         return
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
@@ -133,7 +165,8 @@ def _progress(quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[in
     from paceline.core.output import Console
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as progress, redirect_stdout(sys.stderr):
         task = progress.add_task("", total=None)
         yield (
             lambda stage: progress.update(task, description=escape(stage)),

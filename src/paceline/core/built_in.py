@@ -208,6 +208,12 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
 ENGINE_PARTS = ("powersgd",)
 """Parts of a checkpoint that the engine of a plug-in adds."""
 
+DIRECTORY_FORMATS: Mapping[str, str] = {
+    "hf": "paceline_lm.hf_directory:write_hf",
+    "peft": "paceline_fine_tuning.peft_directory:write_peft",
+}
+"""The values of ``export --format`` that another library loads as a directory, as ``module:function``."""
+
 VERIFIED = ("paceline_more_strategies.verify_cases:CASES", "paceline_frameworks.verify_cases:CASES")
 """Cases of ``paceline verify`` for the strategies of plug-ins."""
 
@@ -284,7 +290,11 @@ PACKAGES = frozenset(
     for place in (
         *(command.place for command in COMMANDS.values()),
         *OPTION_GROUPS,
-        *(place for places in (NAMES, PARTS, LAUNCHER_OPTIONS, *BUILT_IN.values()) for place in places.values()),
+        *(
+            place
+            for places in (NAMES, PARTS, DIRECTORY_FORMATS, LAUNCHER_OPTIONS, *BUILT_IN.values())
+            for place in places.values()
+        ),
     )
 )
 """The core and its plug-ins, as packages to import."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import typing
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
@@ -254,7 +255,7 @@ def config_from_mapping(values: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def check_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Reject unknown options, and convert lists, and single strings of list options, to tuples."""
+    """Reject unknown options, and convert paths to text, and lists and single strings of list options to tuples."""
     import difflib
 
     known = all_options()
@@ -264,7 +265,9 @@ def check_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             hint = f"Did you mean {' or '.join(near)}?" if near else f"The options are: {', '.join(known)}."
             raise ConfigError(f"{source}: there is no option {key!r}. {hint} {missing_options()}".rstrip())
     return {
-        key: tuple(value)
+        key: os.fspath(value)
+        if isinstance(value, os.PathLike)
+        else tuple(value)
         if isinstance(value, list)
         else (value,)
         if isinstance(known[key].default, tuple) and isinstance(value, str)

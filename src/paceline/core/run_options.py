@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Literal, TypedDict
 
 Texts = str | list[str] | tuple[str, ...]
@@ -66,7 +67,7 @@ class LoopOptions(TypedDict, total=False):
     resume: Literal["auto", "never", "must"]
     checkpoint_every: Texts
     keep_checkpoints: int
-    backup_to: str | None
+    backup_to: PathLike[str] | str | None
     log_every: int
     log_format: Literal["text", "json"]
     log_to: Texts
@@ -78,7 +79,7 @@ class RunOptions(LoopOptions, total=False):
     on: str
     nproc: int | str
     nodes: int | str
-    init_from: str | None
+    init_from: PathLike[str] | str | None
     reset_head: bool
     reset: Texts
     freeze: Texts
@@ -94,4 +95,4 @@ class RunOptions(LoopOptions, total=False):
     eval_every: str
     early_stop: str | None
     best_metric: str | None
-    run_dir: str | None
+    run_dir: PathLike[str] | str | None

@@ -102,7 +102,7 @@ class TrainedSource:
 
     def first_batch(self) -> Any:
         """Return the first evaluation batch of the split."""
-        return _first_batch(self.trained, self.split)
+        return first_batch(self.trained, self.split)
 
     def measure(
         self,
@@ -161,10 +161,11 @@ def inference_on(trained: EvaluableModel, split: str) -> InferenceSignature:
 
 
 def _infer(trained: EvaluableModel, split: str, task: Task, model: nn.Module) -> InferenceSignature:
-    return infer_signature(task, model, _first_batch(trained, split))
+    return infer_signature(task, model, first_batch(trained, split))
 
 
-def _first_batch(trained: EvaluableModel, split: str) -> Any:
+def first_batch(trained: EvaluableModel, split: str) -> Any:
+    """Return the first evaluation batch of a split that the run has."""
     batches = trained.run.build_eval_batches(split)
     assert batches is not None
     with closing(batches):

@@ -19,7 +19,8 @@ from paceline.torch_internals import PYTREE_LOGGER
 from paceline_fine_tuning.options import ALL_LINEAR, Lora
 
 _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-_NOISY = ("torchao", PYTREE_LOGGER)  # peft imports it, and it is not used here
+NOISY = ("torchao", PYTREE_LOGGER)
+"""Loggers of what peft imports, and is not used here."""
 
 
 def add_adapters(module: nn.Module, lora: Lora) -> None:
@@ -33,13 +34,9 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
         ConfigError: peft is not installed or refuses a layer, or no linear layer is meant.
     """
     layers = target_layers(module, lora)
-    try:
-        with silence_loggers(*_NOISY):
-            from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ConfigError(
-            f"--lora needs peft, which cannot be imported ({error}). Install it: {install_command('lora')}"
-        ) from error
+    require_peft()
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -49,7 +46,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
         bias="none",
     )
     try:
-        with silence_loggers(*_NOISY):
+        with silence_loggers(*NOISY):
             inject_adapter_in_model(config, module)
     except ValueError as error:
         raise ConfigError(f"--lora: peft refuses these layers: {error} Name others with target=.") from error
@@ -82,6 +79,49 @@ def target_layers(module: nn.Module, lora: Lora) -> list[str]:
     return found
 
 
+def require_peft() -> None:
+    """Import peft.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    try:
+        with silence_loggers(*NOISY):
+            import peft  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"--lora needs peft, which cannot be imported ({error}). Install it: {install_command('lora')}"
+        ) from error
+
+
+def adapted_layers(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of the layers that have an adapter in the state of a trained model."""
+    return [name.removesuffix(_A) for name in state if name.endswith(_A)]
+
+
+def base_weights(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the task's own model as it was before adapters were trained around its layers."""
+    return {name.replace(_BASE, "."): tensor for name, tensor in state.items() if not name.endswith((_A, _B))}
+
+
+def matrices(state: Mapping[str, Any], layer: str) -> tuple[Any, Any]:
+    """Return the matrices A and B of a layer's adapter.
+
+    Raises:
+        CheckpointError: B is missing.
+    """
+    if layer + _B not in state:
+        raise CheckpointError(f"the adapter of {layer!r} is incomplete: {layer}{_B} is missing.")
+    return state[layer + _A], state[layer + _B]
+
+
+def matching_exactly(module: nn.Module, layers: list[str]) -> list[str] | str:
+    """Return peft's ``target_modules`` that mean these layers alone: the ends of their names, else a pattern."""
+    ends = sorted({layer.rpartition(".")[2] for layer in layers})
+    meant = {name for name, _ in module.named_modules() if name.rpartition(".")[2] in ends}
+    return ends if meant == set(layers) else "|".join(map(re.escape, layers))
+
+
 def merge_adapters(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
     """Merge adapters: return the state of an equivalent model without them.
 
@@ -94,12 +134,11 @@ def merge_adapters(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
     Raises:
         CheckpointError: an adapter has only one of its two matrices.
     """
-    plain = {name.replace(_BASE, "."): tensor for name, tensor in state.items() if not name.endswith((_A, _B))}
-    for name, a in state.items():
-        if not name.endswith(_A):
-            continue
-        layer = name.removesuffix(_A)
-        if layer + _B not in state or f"{layer}.weight" not in plain:
-            raise CheckpointError(f"the adapter of {layer!r} is incomplete: {layer}{_B} or its layer is missing.")
-        plain[f"{layer}.weight"] = plain[f"{layer}.weight"] + state[layer + _B] @ a * lora.scaling
+    plain = base_weights(state)
+    for layer in adapted_layers(state):
+        a, b = matrices(state, layer)
+        weight = plain.get(f"{layer}.weight")
+        if weight is None:
+            raise CheckpointError(f"the adapter of {layer!r} is incomplete: its layer is missing.")
+        plain[f"{layer}.weight"] = weight + b @ a * lora.scaling
     return plain

@@ -19,7 +19,7 @@ from paceline.core.task import Callback, Loss, RunSchedule, Task
 from paceline.torch_internals import FakeTensor
 
 try:
-    from transformers import PreTrainedModel, default_data_collator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
 except ModuleNotFoundError as error:
     raise TaskError(
         f"paceline_lm.transformers needs transformers ({error.name} is not installed): "
@@ -60,6 +60,11 @@ class TransformersTask(Task):
         """Return what makes a batch of samples, such as ``DataCollatorForLanguageModeling(tokenizer)``."""
         collator: Collator = default_data_collator
         return collator
+
+    def build_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the tokenizer that ``export --format hf`` writes next to the model: the collator's, if any."""
+        found = getattr(self.build_collator(), "tokenizer", None)
+        return found if isinstance(found, PreTrainedTokenizerBase) else None
 
     def loss_weight(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
         """Count the labels of a batch over which the model's loss is the mean.
