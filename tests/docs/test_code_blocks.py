@@ -3,7 +3,7 @@
 All blocks of a page are run in order, in one empty directory:
 
 - ``python``: a program, run by itself;
-- ``python title="file.py"``: a file, written where the blocks after it find it;
+- ``python title="file.py"``, ``yaml title="file.yaml"``: a file, written where the blocks after it find it;
 - ``diff title="before.py after.py"``: two whole files, written in the same way;
 - ``console``: every line that starts with ``$`` is a command that must succeed; the other lines
   show its output and are not compared;
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -44,6 +45,7 @@ LONG = (
         "communication",
         "export",
         "fine-tuning",
+        "hydra",
         "maintenance",
         "parameter-server",
         "pipedream",
@@ -187,12 +189,17 @@ def run_block(block: Block, directory: Path) -> None:
                 run(words_of(command), directory)
         case "toml":
             tomllib.loads(block.text)
+        case "yaml" if block.title is not None:
+            yaml.safe_load(block.text)
+            path = directory / block.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text, encoding="utf-8")
         case "json":
             json.loads(block.text)
         case "text" | "mermaid":
             pass
         case other:
-            pytest.fail(f"a block is python, console, toml, json, mermaid or text, not {other!r}")
+            pytest.fail(f"a block is python, console, toml, yaml, json, mermaid or text, not {other!r}")
 
 
 @pytest.mark.docs

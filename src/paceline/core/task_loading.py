@@ -178,7 +178,7 @@ def convert(value: Any, hint: Any, where: str) -> Any:
             return _convert_to(value, option, where)
         except (ValueError, SyntaxError, TaskError):
             continue
-    wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options)
+    wanted = " or ".join(o.__name__ if isinstance(o, type) else str(o).removeprefix("typing.") for o in options)
     raise TaskError(f"{where} must be {wanted}, but {value!r} was given.")
 
 
