@@ -26,7 +26,7 @@ from cyclopts import (
 )
 
 from paceline import __version__
-from paceline.core.built_in import COMMANDS, PACKAGES
+from paceline.core.built_in import COMMANDS, PACKAGES, TASK_PREFIXES
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import FULL, check_path
 from paceline.core.standard_streams import PrintableStream, escape_controls
@@ -157,7 +157,7 @@ def _call(arguments: list[str]) -> int:
             path = [word for word in own if word not in _HELP_FLAGS]
             print_help(app, path, everything="--help-all" in own)
         else:
-            code = app(arguments, exit_on_error=False, print_error=False)
+            code = app(_expand_task_prefix(arguments), exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _is_pipe_closed(sys.stdout):
@@ -219,6 +219,34 @@ def _user_arguments(words: list[str]) -> list[str]:
     from paceline.core.environment import has_local_rank
 
     return others if has_local_rank() else words
+
+
+def _expand_task_prefix(words: list[str]) -> list[str]:
+    """Replace a task such as ``hf:DIR``, and the flags of its fields, by the task's class and ``--set``.
+
+    Raises:
+        ConfigError: a flag lacks its value.
+    """
+    own = _own_arguments(words)
+    named = next((word for word in own[1:] if ":" in word and word.partition(":")[0] in TASK_PREFIXES), None)
+    if named is None:
+        return words
+    prefix, _, value = named.partition(":")
+    task, expanded, rest = TASK_PREFIXES[prefix], [], iter(own)
+    for word in rest:
+        flag, separator, given = word.partition("=")
+        field = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
+        if word == named:
+            expanded += [task.place, "--set", f"{task.field}={value}"]
+        elif field not in task.flags:
+            expanded.append(word)
+        else:
+            if not separator:
+                given = next(rest, "--") if task.flags[field] else "true"
+            if given.startswith("--"):
+                raise ConfigError(f"{flag} needs a value.")
+            expanded += ["--set", f"{field}={given}"]
+    return [*expanded, *words[len(own) :]]
 
 
 def _own_arguments(words: list[str]) -> list[str]:

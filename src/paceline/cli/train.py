@@ -55,7 +55,7 @@ def train(
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
+        file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
     run_dir
         The run's directory. Default: runs/TASK-TIME.
     config

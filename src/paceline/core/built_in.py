@@ -205,6 +205,31 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
 }
 """The class of each name of ours, as an entry point's value: ``module:Class``."""
 
+
+@dataclass(frozen=True)
+class TaskPrefix:
+    """Tasks of one class that the command line names by a prefix, such as ``hf:DIR``.
+
+    Attributes:
+        place: ``module:Class``.
+        field: the field whose value is the text after the prefix.
+        flags: further fields with a flag of their own, each with whether the flag takes a value.
+    """
+
+    place: str
+    field: str
+    flags: Mapping[str, bool]
+
+
+TASK_PREFIXES: Mapping[str, TaskPrefix] = {
+    "hf": TaskPrefix(
+        "paceline_lm:LanguageModel",
+        "model",
+        {"data": True, "context": True, "from_scratch": False},
+    )
+}
+"""Tasks that the command line names by a prefix: it replaces the name by the class and its fields."""
+
 ENGINE_PARTS = ("powersgd",)
 """Parts of a checkpoint that the engine of a plug-in adds."""
 
@@ -290,6 +315,7 @@ PACKAGES = frozenset(
     for place in (
         *(command.place for command in COMMANDS.values()),
         *OPTION_GROUPS,
+        *(prefix.place for prefix in TASK_PREFIXES.values()),
         *(
             place
             for places in (NAMES, PARTS, DIRECTORY_FORMATS, LAUNCHER_OPTIONS, *BUILT_IN.values())

@@ -42,7 +42,7 @@ def chaos(
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
+        file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
     faults
         Number of faults.
     kinds

@@ -46,7 +46,7 @@ def verify(
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
+        file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
     strategies
         Comma-separated names, as in the table's first column. Default: all.
     worlds

@@ -45,7 +45,7 @@ def plan(
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a built-in task such as transformer.
+        file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as transformer.
     gpus
         Total number of GPUs, with one process each.
     gpu_memory

@@ -59,7 +59,7 @@ def tune(
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
+        file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
     search
         Values of a field or of an option; may be repeated for others. lr=log:1e-3:1,
         n=log-int:16:1024, momentum=uniform:0.1:0.9, n=int:1:8, width=choice:32,64, or
