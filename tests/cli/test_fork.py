@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from paceline.runs.directory import RunDirectory
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("numerics")]
 
 TASK = """
+    import os
     from dataclasses import dataclass
 
     import torch
@@ -48,6 +50,10 @@ TASK = """
 
         def build_scheduler(self, optimizer, total_steps):
             return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps) if self.anneals else None
+
+        def on_batch_begin(self, info):
+            if info.split == "train" and os.environ.get("DIES_AT") == str(info.step):
+                os.kill(os.getpid(), 9)
 
         def loss(self, model, batch):
             points, labels = batch
@@ -135,10 +141,66 @@ def test_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(traine
 
 
 def test_a_length_that_cannot_work_is_refused(trained: Path, paceline: Paceline) -> None:
-    assert_refused(paceline("resume", "old", "--epochs", "6"), "paceline fork old --epochs N")
+    assert_refused(paceline("resume", "old", "--epochs", "6"), "paceline fork old --epochs 6")
     assert_refused(paceline("fork", "old", "--run-dir", "new", "--epochs", "2"), "make it longer by --epochs")
     assert_refused(paceline("fork", "old", "--run-dir", "new", "--epochs", "9", "--max-steps", "9"), "not both")
     assert not trained.with_name("new").exists()
+
+
+def test_other_batches_follow_the_end_of_an_epoch(
+    trained: Path, paceline: Paceline, module_processes: Processes
+) -> None:
+    """The fork has one hash on any number of processes, also killed, and each sample of each epoch once."""
+    batches = ("--global-batch-size", "48", "--microbatches", "4")
+    said = paceline("fork", "old", "--run-dir", "one", "--step", "10", *batches)
+    assert "with global_batch_size 24 -> 48, microbatches 6 -> 4" in said.out
+    shutil.copytree(trained.with_name("one"), trained.with_name("two"))
+    shutil.copytree(trained.with_name("one"), trained.with_name("killed"))
+    assert paceline("resume", "one", "--quiet").code == 0
+    one, two, killed = map(trained.with_name, ("one", "two", "killed"))
+    dies = {"DIES_AT": "15"}
+    done = module_processes.paceline("resume", killed, "--nproc", "3", "--recover", "none", "--quiet", env=dies)
+    assert done.returncode != 0
+    for run in (two, killed):
+        done = module_processes.paceline("resume", run, "--nproc", "2", "--quiet")
+        assert done.returncode == 0, done.stderr
+        assert "differs from the one that wrote" not in done.stderr
+    assert sha256(one) == sha256(two) == sha256(killed) != sha256(trained)
+    # Epochs 3 and 4 have three steps each, of 48, 48 and 24 samples, after two epochs of five.
+    assert max(losses(one)) == 16
+    for run in (one, two, killed):
+        report = audit(RunDirectory(run))
+        assert report.clean, report.verdict
+        assert [(epoch.steps, epoch.once) for epoch in report.epochs] == [(5, 120), (5, 120), (3, 120), (3, 120)]
+    expected = {step: 0.05 * (1 + math.cos(math.pi * (step - 1) / 16)) for step in range(11, 17)}
+    assert {s: rate for s, rate in learning_rates(one).items() if s > FORKED_AT} == pytest.approx(expected)
+    assert_refused(paceline("fork", "one", "--step", "15", "--microbatches", "6"), "choose --step 16")
+    assert paceline("fork", "one", "--run-dir", "again", "--epochs", "6", "--global-batch-size", "24").code == 0
+    assert paceline("resume", "again", "--quiet").code == 0
+    report = audit(RunDirectory(trained.with_name("again")))
+    assert report.clean, report.verdict
+    assert [epoch.steps for epoch in report.epochs] == [5, 5, 3, 3, 5, 5]
+    assert all(
+        record["epoch"] == 4
+        for record in read_json_lines(trained.with_name("again") / "metrics.jsonl")
+        if 16 < record["step"] <= 21 and record["kind"] == "train"
+    )
+
+
+def test_a_damaged_lineage_of_other_batches_is_found(trained: Path, paceline: Paceline) -> None:
+    assert paceline("fork", "old", "--run-dir", "new", "--step", "10", "--microbatches", "4").code == 0
+    assert paceline("resume", "new", "--quiet").code == 0
+    ledger = trained.with_name("new") / "ledger"
+    first = ledger / "gen-00000.jsonl"
+    first.write_bytes(b"".join(first.read_bytes().splitlines(keepends=True)[:-1]))
+    assert "epoch 1: 1 step (4) missing" in audit(RunDirectory(trained.with_name("new"))).verdict
+
+
+def test_other_batches_of_the_same_run_are_refused(trained: Path, paceline: Paceline) -> None:
+    batches = ("--global-batch-size", "48", "--microbatches", "4")
+    assert_refused(paceline("resume", "old", *batches), "paceline fork old --global-batch-size 48 --microbatches 4")
+    new = ("fork", "old", "--run-dir", "new", "--step", "10")
+    assert_refused(paceline(*new, "--global-batch-size", "4"), "--global-batch-size 4 is too small")
 
 
 def test_a_fork_may_add_and_remove_a_scheduler(trained: Path, paceline: Paceline) -> None:

@@ -107,7 +107,7 @@ def test_it_is_called_at_each_point_and_may_add_numbers(tmp_path: Path) -> None:
     task = Watched()
     result = fit(task, tmp_path / "run")
     assert task.diary.calls == [*EPOCH_0, *EPOCH_1, "end"]
-    assert task.diary.schedule == RunSchedule(total_steps=4, steps_per_epoch=2)
+    assert task.diary.schedule == RunSchedule(total_steps=4, steps_per_epoch=2, epochs=2)
     assert result.metrics["val"]["doubled"] == 2 * result.metrics["val"]["loss"]
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert [record["logged"]["calls"] for record in records if record["kind"] == "train"] == [1, 3, 8, 10]

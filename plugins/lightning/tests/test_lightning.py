@@ -342,7 +342,7 @@ def test_hooks_of_checkpoints_find_the_weights_and_keep_what_they_add(lit: Any) 
 
     task = variant(lit, module=Sparing)
     module = task.build_model()
-    session = task.build_callback(module, RunSchedule(total_steps=4, steps_per_epoch=2))
+    session = task.build_callback(module, RunSchedule(total_steps=4, steps_per_epoch=2, epochs=2))
     state = session.state_dict()
     assert state["checkpoint"] == {"kept": [0, 0]}
     session.load_state_dict(state)

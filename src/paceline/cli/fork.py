@@ -9,6 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from paceline.core.config import OF_FORKS
 from paceline.core.job import default_run_path
 from paceline.core.task_loading import parse_assignments, recorded_spec
 from paceline.runs.directory import RunDirectory
@@ -21,11 +22,15 @@ def fork(
     set: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     epochs: int | None = None,
     max_steps: int | None = None,
+    global_batch_size: int | None = None,
+    microbatches: int | None = None,
     step: int | None = None,
     run_dir: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Make a run that continues from a checkpoint of RUN with other hyperparameters, or longer; RUN stays as it is.
+    """Make a run that continues from a checkpoint of RUN with other hyperparameters, longer, or with other batches.
+
+    RUN stays as it is.
 
     It takes over the weights, the optimizer's state and the position in the data. The optimizer's hyperparameters and
     the schedule are those that the task builds with the new values. Start it with paceline resume.
@@ -40,6 +45,10 @@ def fork(
         Passes over the data of the whole new run, those of RUN included.
     max_steps
         Steps of the whole new run, instead of epochs.
+    global_batch_size
+        Samples of a step; needs a checkpoint at an epoch's end.
+    microbatches
+        Micro-batches of a step; needs a checkpoint at an epoch's end.
     step
         The step of a checkpoint of RUN. Default: the newest one.
     run_dir
@@ -49,8 +58,9 @@ def fork(
     """
     source = RunDirectory(run)
     target = run_dir or Path(default_run_path(recorded_spec(source.read_complete_manifest()["task"])))
-    length = {name: value for name, value in (("epochs", epochs), ("max_steps", max_steps)) if value is not None}
-    made = fork_run(source, RunDirectory(target), parse_assignments(set), options=length, step=step)
+    given = zip(OF_FORKS, (epochs, max_steps, global_batch_size, microbatches), strict=True)
+    options = {name: value for name, value in given if value is not None}
+    made = fork_run(source, RunDirectory(target), parse_assignments(set), options=options, step=step)
     if json:
         print(json_module.dumps({"run_dir": str(target), **dataclasses.asdict(made)}))
         return 0

@@ -345,6 +345,8 @@ def configuration(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LAYOUT = ("strategy", "mesh")
+OF_FORKS = ("epochs", "max_steps", "global_batch_size", "microbatches")
+"""The options of a run that a fork of it may have with other values."""
 
 
 def resumed_options(current: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> dict[str, Any]:
@@ -396,18 +398,18 @@ def require_unchanged(current: Mapping[str, Any], explicit: Collection[str], rec
     Raises:
         ConfigError: lists the options with both values.
     """
-    conflicts = [
-        f"  {flag(name)}: {before} when the run was created, {current[name]} now"
+    conflicts = {
+        name: f"  {flag(name)}: {before} when the run was created, {current[name]} now"
         for name in select(lambda its: its.resume == "fixed")
         if name in explicit and current[name] not in (before := recorded.values[name], "auto")
-    ]
+    }
     if conflicts:
-        length = any(line.startswith(("  --epochs", "  --max-steps")) for line in conflicts)
+        forked = [f"{flag(name)} {current[name]}" for name in OF_FORKS if name in conflicts]
         raise ConfigError(
             f"{current['run_dir']} was created with other options, and a run's bits depend on them:\n"
-            + "\n".join(conflicts)
+            + "\n".join(conflicts.values())
             + "\nLeave them out to continue the run, or start a new one with another --run-dir DIR."
-            + (f" To train longer: paceline fork {current['run_dir']} --epochs N." if length else "")
+            + (f" To go on with them: paceline fork {current['run_dir']} {' '.join(forked)}." if forked else "")
         )
 
 

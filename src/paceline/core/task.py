@@ -229,11 +229,13 @@ class RunSchedule:
     Attributes:
         total_steps: of the whole run; None for a stream trained by epochs.
         steps_per_epoch: None for streams.
+        epochs: of the whole run, of which the last may be cut short; None for streams.
         eval_every: steps or epochs between two evaluations.
     """
 
     total_steps: int | None
     steps_per_epoch: int | None
+    epochs: int | None = None
     eval_every: Interval = _EACH_EPOCH
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -412,8 +413,9 @@ def audit(run: RunDirectory) -> AuditReport:
     # Read before the ledger, because an active run writes the ledger first and the result last.
     result_steps = _result_steps(run)
     ledger = read_ledger(run.ledger)
-    order = restore_order(ledger.order, run)
-    lineage = _LineageAuditor(order)
+    restore = cache(lambda order: restore_order(order, run))
+    order = restore(ledger.order)
+    lineage = _LineageAuditor(lambda entry: restore(ledger.order_of(entry)))
     recomputed_steps = recomputed_samples = 0
     for entry, final in ledger.entries():
         if final:
@@ -437,10 +439,10 @@ def audit(run: RunDirectory) -> AuditReport:
 class _LineageAuditor:
     """Splits the final lineage into epochs and audits each."""
 
-    def __init__(self, order: DeterministicSampler | None) -> None:
+    def __init__(self, order_of: Callable[[LedgerEntry], DeterministicSampler | None]) -> None:
         self.missing_epochs: list[tuple[int, int]] = []
         self.stray_steps: list[tuple[int, int]] = []
-        self._order = order
+        self._order_of = order_of
         self._done: list[EpochAudit] = []
         self._current: EpochAuditor | None = None
         self._version = 0
@@ -455,7 +457,7 @@ class _LineageAuditor:
                 self._done.append(self._current.report(is_last=False))
             if entry.epoch > reached + 1:
                 self.missing_epochs.append((reached + 1, entry.epoch - 1))
-            self._current = self._begin(entry.epoch)
+            self._current = self._begin(entry)
         self._current.add(entry, in_turn=entry.version > self._version)
         self._version = max(self._version, entry.version)
 
@@ -463,11 +465,12 @@ class _LineageAuditor:
         last = [] if self._current is None else [self._current.report(is_last=True)]
         return (*self._done, *last)
 
-    def _begin(self, epoch: int) -> EpochAuditor:
-        if self._order is not None:
-            return OrderedEpochAuditor(epoch, self._order)
+    def _begin(self, first: LedgerEntry) -> EpochAuditor:
+        order = self._order_of(first)  # the batch of a fork begins with an epoch
+        if order is not None:
+            return OrderedEpochAuditor(first.epoch, order)
         before = self._current
-        return StreamEpochAuditor(epoch, before.end if isinstance(before, StreamEpochAuditor) else 0)
+        return StreamEpochAuditor(first.epoch, before.end if isinstance(before, StreamEpochAuditor) else 0)
 
 
 def _result_steps(run: RunDirectory) -> int | None:

@@ -94,7 +94,16 @@ class Ledger:
     """The ledger files of a run, oldest generation first."""
 
     files: tuple[LedgerFile, ...]
-    order: DeterministicSampler | None
+
+    @property
+    def order(self) -> DeterministicSampler | None:
+        """The order of the newest generation."""
+        return self.files[-1].order
+
+    def order_of(self, entry: LedgerEntry) -> DeterministicSampler | None:
+        """Return the order of an entry of the final lineage; a fork may have had another batch."""
+        orders = (file.order for file in reversed(self.files) if (file.parent_version or 0) < entry.version)
+        return next(orders, self.order)
 
     def entries(self) -> Iterator[tuple[LedgerEntry, bool]]:
         """Yield each committed step, and whether it is in the final lineage (else it was recomputed).
@@ -122,12 +131,17 @@ def read_ledger(directory: Path) -> Ledger:
         raise RunDirectoryError(f"{directory} holds no ledger, because no step of this run was committed.")
     first = files[0]
     for file in files[1:]:
-        if file.order != first.order:
+        if _samples_of(file.order) != _samples_of(first.order):
             raise RunDirectoryError(
                 f"{file.path}, line 1: its order of the data differs from that of {first.path.name}. "
                 "A run has one order, so these files belong to different runs."
             )
-    return Ledger(tuple(files), first.order)
+    return Ledger(tuple(files))
+
+
+def _samples_of(order: DeterministicSampler | None) -> tuple[object, ...]:
+    """Return what a fork with another batch keeps."""
+    return () if order is None else (order.num_samples, order.seed, order.min_microbatch_size, order.shuffle)
 
 
 def last_recorded_version(directory: Path) -> int | None:

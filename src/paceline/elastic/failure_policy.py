@@ -22,6 +22,7 @@ from paceline.elastic.group_planner import WorkerGroup
 from paceline.elastic.node import Ended
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.runs.directory import RunDirectory
+from paceline.runs.epochs import EpochSteps
 from paceline.runs.failures import STOPPED, FailureRecord, ProcessExit, advise, describe, report_job_failure
 
 if TYPE_CHECKING:
@@ -64,32 +65,33 @@ def describe_crash_loop(
 def _samples(directory: RunDirectory, steps: int, rank: int, ranks: int) -> str:
     """Describe the samples of a rank in the step after ``steps``, as far as the run's files contain them."""
     try:
-        config = directory.read_manifest()["config"]
+        manifest = directory.read_manifest()
         order = restore_order(read_ledger(directory.ledger).order, directory)
-        return of_rank(config, order, steps, rank, ranks)
+        return of_rank(manifest, order, steps, rank, ranks)
     except (RunDirectoryError, KeyError, TypeError, ValueError, IndexError):
         # This extra information must not hide why the job ends.
         return ""
 
 
-def of_rank(config: Mapping[str, Any], order: DeterministicSampler | None, steps: int, rank: int, ranks: int) -> str:
+def of_rank(manifest: Mapping[str, Any], order: DeterministicSampler | None, steps: int, rank: int, ranks: int) -> str:
     """Describe the micro-batches and samples of a rank in the step after ``steps``; "" if it has none.
 
     Args:
-        config: the run's options.
+        manifest: the content of ``run.toml``.
         order: of the training samples; None for streams, whose samples are only counted.
         steps: steps done.
         ranks: number of ranks, with an equal split.
     """
+    config, epochs = manifest["config"], EpochSteps.of(manifest)
     microbatches = ReductionPlan(int(config["microbatches"]), ranks).microbatches_of(rank)
     named = (
         f"micro-batch {microbatches[0]}"
         if len(microbatches) == 1
         else f"micro-batches {microbatches[0]} to {microbatches[-1]}"
     )
-    if order is None:
+    if order is None or epochs is None:
         return f"{named} of the stream, after about {steps * int(config['global_batch_size'])} samples in all"
-    epoch, step = divmod(steps, order.steps_per_epoch)
+    epoch, step = epochs.position(steps)
     bounds = order.microbatch_bounds(step)[microbatches.start : microbatches.stop]
     return f"{named}: {order.describe(epoch, bounds[0][0], bounds[-1][1])}" if bounds else ""
 

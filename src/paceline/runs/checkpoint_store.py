@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
 from paceline.core.files import fsync_directory, rename
@@ -160,7 +161,7 @@ def commit(
     return target
 
 
-def copy(source: Path, directory: Path, *, run: str | None = None) -> Path:
+def copy(source: Path, directory: Path, **changed: Any) -> Path:
     """Copy a checkpoint into another directory atomically, and return the copy's path.
 
     The source may be deleted meanwhile. The copy is read back and verified before it gets its name; an existing copy
@@ -169,7 +170,7 @@ def copy(source: Path, directory: Path, *, run: str | None = None) -> Path:
     Args:
         source: the checkpoint.
         directory: the checkpoints' directory; created if missing.
-        run: the id of the run that the copy belongs to; None: the source's.
+        changed: fields of the copy's :class:`CheckpointInfo`, such as the id of the run that it belongs to.
 
     Raises:
         CheckpointWriteError: the disk is full, read-only or broken, or returned other bytes.
@@ -187,8 +188,7 @@ def copy(source: Path, directory: Path, *, run: str | None = None) -> Path:
                 for name, file in files:
                     if write_file(temporary / name, chunks(file)) != manifest.files[name]:
                         raise CheckpointError(f"checkpoint {source} changed while it was copied: {name}.")
-                if run is not None:
-                    manifest = replace(manifest, info=replace(manifest.info, run=run))
+                manifest = replace(manifest, info=replace(manifest.info, **changed))
                 write_file(temporary / MANIFEST, [manifest.to_bytes()])
                 fsync_directory(temporary)
                 try:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from paceline.core.output import Console
 from paceline.runs.directory import RunDirectory
+from paceline.runs.epochs import EpochSteps
 from paceline.runs.metric_writers import Imbalance, finite
 from paceline.runs.rank_log import Tee, TerminalStream, json_line, terminal_and_log
 
@@ -65,7 +66,7 @@ class Terminal:
 
     Args:
         total_steps: of the whole run; None if unknown.
-        steps_per_epoch: None if epochs have no fixed length.
+        epochs: where they begin; None if they have no fixed length.
         quiet: show nothing (the log still gets it).
         log_format: of lines where there is no terminal.
     """
@@ -74,7 +75,7 @@ class Terminal:
         self,
         *,
         total_steps: int | None,
-        steps_per_epoch: int | None,
+        epochs: EpochSteps | None,
         quiet: bool,
         log_format: Literal["text", "json"] = "text",
     ) -> None:
@@ -84,8 +85,8 @@ class Terminal:
         self._log = (
             Console(file=log, width=100, color_system=None, highlight=False, force_jupyter=False) if log else None
         )
-        self._steps_per_epoch = steps_per_epoch
-        self._epochs = -(-total_steps // steps_per_epoch) if total_steps and steps_per_epoch else None
+        self._epochs = epochs
+        self._num_epochs = None if epochs is None else epochs.number(total_steps)
         self._total_steps = total_steps
         self._metrics = ""
         self._warning = ""
@@ -150,7 +151,7 @@ class Terminal:
         if step == self._total_steps or since_s >= LINE_S:
             return True
         # Very short epochs would fill a file.
-        return self._steps_per_epoch is not None and step % self._steps_per_epoch == 0 and since_s >= _LEAST_LINE_S
+        return self._epochs is not None and self._epochs.position(step)[1] == 0 and since_s >= _LEAST_LINE_S
 
     def imbalance(self, slowest: Imbalance | None) -> None:
         """Show a warning in the bar while a rank is slow."""
@@ -207,7 +208,7 @@ class Terminal:
             self._bar.stop()
 
     def _epoch(self, epoch: int) -> str:
-        return f"epoch {epoch + 1}/{self._epochs}" if self._epochs else f"epoch {epoch + 1}"
+        return f"epoch {epoch + 1}/{self._num_epochs}" if self._num_epochs else f"epoch {epoch + 1}"
 
     def _position(self, epoch: int, step: int) -> str:
         if self._bar is not None:

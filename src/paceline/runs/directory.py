@@ -37,7 +37,7 @@ from typing import Any, Self
 
 import tomli_w
 
-from paceline.core.errors import PacelineError, RunDirectoryError, RunInUseError
+from paceline.core.errors import CheckpointError, PacelineError, RunDirectoryError, RunInUseError
 from paceline.core.file_lock import BRIEF_S, FileLock, describe_holder, is_locked
 from paceline.core.files import (
     append_lines,
@@ -395,6 +395,20 @@ class Fork:
         except TypeError:
             pass
         raise RunDirectoryError("the table [forked] of run.toml is damaged. Restore the file from a copy.")
+
+    @classmethod
+    def require_no_earlier(cls, manifest: Mapping[str, Any], path: Path, version: int) -> None:
+        """Reject a checkpoint from before the fork, such as the best one, of which a fork has a copy.
+
+        Raises:
+            CheckpointError: the steps after it would have the options of the fork.
+        """
+        fork = cls.of(manifest)
+        if fork is not None and version < fork.version:
+            raise CheckpointError(
+                f"{path} is from before step {fork.step}, at which this run was forked. Choose a later checkpoint, or "
+                f"fork {fork.path} again."
+            )
 
 
 def in_use(lock: Path) -> RunInUseError:

@@ -1,6 +1,6 @@
 """A run that is forked from another one: it continues from a checkpoint of that run, with other hyperparameters.
 
-Its length may be another one, too.
+Its length may be another one, too, and from the end of an epoch on its batches.
 
 A fork has an id of its own, and copies of the checkpoint, the ledger and the metrics, so that ``paceline resume``
 continues it as any other run, and its audit covers the steps from before the fork. The table ``forked`` of its
@@ -14,21 +14,22 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.core.config import config_from_mapping
+from paceline.core.config import OF_FORKS, config_from_mapping
 from paceline.core.errors import CheckpointError, ConfigError, RunDirectoryError
 from paceline.core.files import rename
 from paceline.core.task_loading import TaskReference, recorded_spec, task_fields
-from paceline.data.ledger import copy_until
-from paceline.runs.checkpoint_manifest import CheckpointInfo, temporary_directory, verify
+from paceline.data.ledger import copy_until, read_ledger
+from paceline.runs.checkpoint_manifest import CheckpointInfo, read_manifest, temporary_directory, verify
 from paceline.runs.checkpoint_store import copy, find_version, newest_verified, parse_name, remove_stale, scan
 from paceline.runs.directory import Fork, RunDirectory
+from paceline.runs.epochs import EpochSteps
 from paceline.runs.metric_writers import keep_until
 
-_LENGTHS = ("epochs", "max_steps")
+_LENGTHS, _BATCHES = OF_FORKS[:2], OF_FORKS[2:]
 
 
 def fork_run(
@@ -45,12 +46,12 @@ def fork_run(
         source: the other run.
         target: the new run's directory, which must not exist.
         fields: new values of the task's fields, by name, as ``--set`` accepts them.
-        options: the new length: ``epochs`` or ``max_steps``; None: that of ``source``.
+        options: those of ``source`` that change: ``epochs`` or ``max_steps``, ``global_batch_size``, ``microbatches``.
         step: the steps after which the checkpoint was saved; None: the newest one that verifies.
 
     Raises:
         RunDirectoryError: ``source`` holds no run, or ``target`` exists or cannot be written.
-        ConfigError: there is no checkpoint of this step, or it is the last step of the run.
+        ConfigError: there is no checkpoint of this step, it is the last step of the run, or the options do not fit it.
         CheckpointError: no checkpoint can be used, or the chosen one is damaged.
         TaskError: the task has no such field, or does not accept a value.
     """
@@ -60,13 +61,18 @@ def fork_run(
     before = task_fields(TaskReference(spec, recorded).load())
     after = task_fields(TaskReference(spec, {**recorded, **fields}).load())
     checkpoint, info = _find_checkpoint(source, step)
-    config, replaced = _with_length(manifest["config"], options or {})
-    data = {**manifest.get("data", {})}
+    Fork.require_no_earlier(manifest, checkpoint, info.state_version)
+    config, replaced = _with_options(manifest["config"], options or {})
+    epochs, usable, data = EpochSteps.of(manifest), _steps_of(source), {**manifest.get("data", {})}
+    if replaced.keys() & set(_BATCHES):
+        usable = _at_epoch_ends(source, info.step, usable, epochs)
+        epochs = EpochSteps(_steps_per_epoch(source, config), info.epoch, info.step)
+        data |= {"steps_per_epoch": epochs.per_epoch, "first_epoch": info.epoch, "first_step": info.step}
     if replaced:
-        data["total_steps"] = _total_steps(config, data.get("steps_per_epoch"))
+        data["total_steps"] = _total_steps(config, epochs)
     total = data.get("total_steps")
     if isinstance(total, int) and info.step >= total:
-        earlier = [number for number in _steps_of(source) if number < total]
+        earlier = [number for number in usable if number < total]
         steps = ", ".join(map(str, earlier))
         raise ConfigError(
             f"step {info.step:,} is the end of {source.path}, so a fork of it has no step to train. "
@@ -82,12 +88,14 @@ def fork_run(
         options=replaced,
     )
     run = secrets.token_hex(8)
+    batches = {name: config[name] for name in _BATCHES}
     with _new_directory(target) as draft:
         kept = {checkpoint}
         if info.best_version is not None:
             kept.add(find_version(source.checkpoints, info.best_version))
         for path in sorted(kept):
-            copy(path, draft.checkpoints, run=run)
+            pins = {**read_manifest(path).info.pins, **batches}
+            copy(path, draft.checkpoints, run=run, pins=pins, microbatches=config["microbatches"])
         copy_until(source.ledger, draft.ledger, fork.version)
         for path in (source.metrics, source.initial, source.sample_lengths, source.sample_weights):
             with suppress(FileNotFoundError):
@@ -104,13 +112,14 @@ def fork_run(
                 "task": {**manifest["task"], "fields": after},
                 "config": {**config, "run_dir": str(target.path)},
                 "data": data,
+                "pins": {**manifest["pins"], **batches},
                 "forked": asdict(fork),
             }
         )
     return fork
 
 
-def _with_length(
+def _with_options(
     recorded: Mapping[str, Any], options: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, int | None]]:
     """Return the options of the fork, and the recorded values of those that differ.
@@ -119,19 +128,54 @@ def _with_length(
         ConfigError: ``epochs`` and ``max_steps`` are both given, or one is not positive.
     """
     config = dict(recorded)
-    if options:
+    if options.keys() & set(_LENGTHS):
         for name in _LENGTHS:
             config.pop(name, None)
     config |= options
     config_from_mapping(config, "the command line")
-    differs = {name: recorded.get(name) for name in _LENGTHS if config.get(name) != recorded.get(name)}
+    differs = {name: recorded.get(name) for name in OF_FORKS if config.get(name) != recorded.get(name)}
     return config, differs
 
 
-def _total_steps(config: Mapping[str, Any], steps_per_epoch: int | None) -> int | None:
+def _total_steps(config: Mapping[str, Any], epochs: EpochSteps | None) -> int | None:
     if config.get("max_steps") is not None:
         return int(config["max_steps"])
-    return None if steps_per_epoch is None else int(config["epochs"]) * steps_per_epoch
+    return None if epochs is None else epochs.begin(int(config["epochs"]))
+
+
+def _steps_per_epoch(source: RunDirectory, config: Mapping[str, Any]) -> int:
+    order = read_ledger(source.ledger).order
+    assert order is not None, "the run is not of a stream"
+    batch = {"global_batch_size": config["global_batch_size"], "num_microbatches": config["microbatches"]}
+    return replace(order, **batch).steps_per_epoch
+
+
+def _at_epoch_ends(
+    source: RunDirectory, step: int, steps: Mapping[int, Path], epochs: EpochSteps | None
+) -> dict[int, Path]:
+    """Return the checkpoints with which an epoch is complete, so that other batches can follow.
+
+    Raises:
+        ConfigError: that of ``step`` is not one of them, or the data is a stream, whose epochs have unknown ends.
+    """
+    if epochs is None:
+        raise ConfigError(
+            f"{source.path} is trained on a stream, of which other batches would have other samples: a fork of it "
+            "keeps --global-batch-size and --microbatches."
+        )
+    begun = {number: read_manifest(path).info.epoch for number, path in steps.items()}
+    ends = {
+        number: path
+        for number, path in steps.items()
+        if begun[number] >= epochs.first_epoch and number == epochs.begin(begun[number])
+    }
+    if step not in ends:
+        nearest = min(ends, key=lambda number: abs(number - step), default=None)
+        raise ConfigError(
+            f"other batches can begin with an epoch only, and step {step} of {source.path} is within one: "
+            + ("none of its checkpoints is at an epoch's end." if nearest is None else f"choose --step {nearest}.")
+        )
+    return ends
 
 
 def _find_checkpoint(source: RunDirectory, step: int | None) -> tuple[Path, CheckpointInfo]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.config import configuration
 from paceline.runs.directory import RunDirectory
+from paceline.runs.epochs import EpochSteps
 from paceline.runs.heartbeat import Heartbeat
 from paceline.runs.metric_writers import (
     JsonlWriter,
@@ -49,7 +50,7 @@ class Monitor:
         rank, world_size: this process's.
         computing: number of computing ranks; later ones are spares, whose idleness is not an imbalance. None: no spare.
         total_steps: of the whole run; None if unknown.
-        steps_per_epoch: None if epochs have no fixed length.
+        epochs: where they begin; None if they have no fixed length.
         first_step: steps done before this process started. Records of later steps, from a killed run, are dropped, so
             that no curve has two points for a step.
         log_every: steps between two records.
@@ -70,7 +71,7 @@ class Monitor:
         world_size: int,
         computing: int | None = None,
         total_steps: int | None,
-        steps_per_epoch: int | None,
+        epochs: EpochSteps | None,
         first_step: int,
         log_every: int,
         quiet: bool,
@@ -96,9 +97,7 @@ class Monitor:
         # Imported here, because rich takes 0.1 s and only rank 0 needs it.
         from paceline.runs.console import Terminal
 
-        self._terminal = Terminal(
-            total_steps=total_steps, steps_per_epoch=steps_per_epoch, quiet=quiet, log_format=log_format
-        )
+        self._terminal = Terminal(total_steps=total_steps, epochs=epochs, quiet=quiet, log_format=log_format)
         kept = keep_until(directory.metrics, first_step)
         self._on_record = {(r.get("split"), r["step"]) for r in kept if r.get("kind") == "eval"}
         self._earlier_s = next((r["seconds"] for r in reversed(kept) if r.get("kind") == "train"), 0.0)
@@ -112,7 +111,7 @@ class Monitor:
         self._recorded_s = 0.0
         # Between records, a step is reported only to the terminal, when it is time or an epoch ends.
         self._refresh_s = perf_counter() + self._terminal.interval_s
-        self._steps_per_epoch = steps_per_epoch
+        self._epochs = epochs
 
     def is_due(self, step: int) -> bool:
         """Return whether ``step`` has a record; a pure function of the step, so equal on all ranks."""
@@ -149,7 +148,7 @@ class Monitor:
             return
         self._samples += samples
         due = step % self._log_every == 0 or step == self._total_steps
-        ends_epoch = self._steps_per_epoch is not None and step % self._steps_per_epoch == 0
+        ends_epoch = self._epochs is not None and self._epochs.position(step)[1] == 0
         if due or ends_epoch or perf_counter() >= self._refresh_s:
             self._report(step, epoch, loss() if callable(loss) else loss, learning_rates, rows, due, logged)
 

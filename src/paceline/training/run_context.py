@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from paceline.parallel.strategy import (
 from paceline.parallel.strategy_selection import build_layout, build_strategy
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.directory import Fork, RunDirectory, backup_path
+from paceline.runs.epochs import EpochSteps
 from paceline.runs.metric_writers import Writer
 from paceline.runs.monitor import Monitor
 from paceline.training.control import ROW_LENGTH, StopSignals
@@ -65,6 +66,7 @@ class DataSetup:
         train_val_split: if a validation split is taken out of ``train``.
         val: the task's own validation split, or None.
         total_steps: of the whole run; None for streams run by epochs.
+        epochs: where epochs begin; None for streams.
     """
 
     train: Any
@@ -73,6 +75,7 @@ class DataSetup:
     train_val_split: TrainValSplit | None
     val: Any
     total_steps: int | None
+    epochs: EpochSteps | None = None
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -85,8 +88,11 @@ class DataSetup:
         return self.train_val_split is not None or self.val is not None
 
 
-def set_up_data(config: ResolvedConfig, task: Task) -> DataSetup:
+def set_up_data(config: ResolvedConfig, task: Task, manifest: Mapping[str, Any] | None = None) -> DataSetup:
     """Build the training and validation datasets and the order of the samples.
+
+    Args:
+        manifest: the content of ``run.toml``; None for a new run.
 
     Raises:
         ConfigError: batch, micro-batches and data do not fit together.
@@ -147,11 +153,15 @@ def set_up_data(config: ResolvedConfig, task: Task) -> DataSetup:
     sizes = task.sample_lengths(train)
     if sizes is not None:
         order = balance_order(order, check_lengths(sizes, len(train), type(task).__name__)[numbers])
+    recorded = EpochSteps.of(manifest or {})
+    epochs = (
+        EpochSteps(order.steps_per_epoch) if recorded is None else replace(recorded, per_epoch=order.steps_per_epoch)
+    )
     total_steps = config.training.max_steps
     if total_steps is None:
         assert config.training.epochs is not None
-        total_steps = config.training.epochs * order.steps_per_epoch
-    return DataSetup(train, None, order, train_val_split, val, total_steps)
+        total_steps = epochs.begin(config.training.epochs)
+    return DataSetup(train, None, order, train_val_split, val, total_steps, epochs)
 
 
 # --- The run ---
@@ -235,9 +245,11 @@ class RunContext:
     @property
     def run_schedule(self) -> RunSchedule:
         """The description of the run for a task's callback."""
+        data = self.data
         return RunSchedule(
-            total_steps=self.data.total_steps,
-            steps_per_epoch=self.data.steps_per_epoch,
+            total_steps=data.total_steps,
+            steps_per_epoch=data.steps_per_epoch,
+            epochs=None if data.epochs is None else data.epochs.number(data.total_steps),
             eval_every=self.config.evaluation.eval_every,
         )
 
@@ -393,7 +405,7 @@ class RunContext:
             world_size=world.world_size,
             computing=world.num_active,
             total_steps=self.data.total_steps,
-            steps_per_epoch=self.data.steps_per_epoch,
+            epochs=self.data.epochs,
             first_step=first_step,
             log_every=self.config.records.log_every,
             quiet=self.quiet,

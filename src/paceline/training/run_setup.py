@@ -106,7 +106,7 @@ def setup_run(
         task=task,
         task_name=spec,
         config=config,
-        data=set_up_data(config, task),
+        data=set_up_data(config, task, manifest),
         device=device,
         processes=processes,
         directory=directory,

@@ -21,6 +21,7 @@ from paceline.runs.backup import restore
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences, require_same_run
 from paceline.runs.checkpoint_store import holds_version, newest_verified
 from paceline.runs.checkpointer import Checkpoint, Checkpointer, load
+from paceline.runs.directory import Fork
 from paceline.training import run_setup
 from paceline.training.reproducibility import compare_numerics, numerics_fingerprint
 from paceline.training.run_context import RunContext
@@ -257,6 +258,7 @@ def _compare(run: RunContext, world: World, run_id: str, path: Path, recorded: C
         pins=numerics_fingerprint(run.config, run.device),
     )
     require_same_run(path, recorded, now)
+    Fork.require_no_earlier(run.manifest, path, recorded.state_version)
     changed = differences(recorded.pins, now.pins)
     if changed and world.rank == 0:
         _log.warning(

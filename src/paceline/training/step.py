@@ -143,14 +143,14 @@ def microbatch_loss(
 
 def announce_microbatch(run: RunContext, step: int, microbatch: MicroBatch) -> None:
     """Tell the task the position of the micro-batch that it computes next."""
-    steps_per_epoch, total_steps = run.data.steps_per_epoch, run.data.total_steps
+    epochs, total_steps = run.data.epochs, run.data.total_steps
     run.task.on_batch_begin(
         BatchInfo(
             split="train",
             step=step,
             number=microbatch.index,
             samples=microbatch.num_samples,
-            epoch=None if steps_per_epoch is None else step // steps_per_epoch,
+            epoch=None if epochs is None else epochs.position(step)[0],
             progress=None if total_steps is None else step / total_steps,
         )
     )
@@ -394,7 +394,7 @@ class ComposedStep(SyncStep, TrainStep):
         self.module = states.state.module
         self.optimizers = states.state.optimizers
         self.step = progress.step
-        self.epoch = None if data.steps_per_epoch is None else self.step // data.steps_per_epoch
+        self.epoch = None if data.epochs is None else progress.epoch
         self.progress = None if data.total_steps is None else self.step / data.total_steps
         self.updated_before_pass = False
         self.logged: dict[str, float] = {}

@@ -12,28 +12,28 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import failure_of
 
 ORDER = DeterministicSampler(100, 24, 4, seed=3)
-CONFIG = {"microbatches": 4, "global_batch_size": 24}
+MANIFEST = {"config": {"microbatches": 4, "global_batch_size": 24}, "data": {"steps_per_epoch": 5}}
 
 
 def test_samples_are_those_of_the_ranks_microbatches_in_the_next_step() -> None:
     assert ORDER.steps_per_epoch == 5  # the last of 4 samples
     numbers = ORDER.indices(1, 36, 48).tolist()
     shown = ", ".join(map(str, numbers[:8]))
-    assert of_rank(CONFIG, ORDER, 6, 1, 2) == (
+    assert of_rank(MANIFEST, ORDER, 6, 1, 2) == (
         f"micro-batches 2 to 3: positions 36 to 47 of the epoch (samples {shown}, ...)"
     )
     first = ORDER.microbatch_indices(0, 2, 0).tolist()
-    assert of_rank(CONFIG, ORDER, 2, 0, 4) == (
+    assert of_rank(MANIFEST, ORDER, 2, 0, 4) == (
         f"micro-batch 0: positions 48 to 53 of the epoch (samples {', '.join(map(str, first))})"
     )
     # The last step's 4 samples are 2 micro-batches: the second rank of two has none.
-    assert of_rank(CONFIG, ORDER, 4, 1, 2) == ""
-    assert of_rank(CONFIG, None, 6, 1, 2) == "micro-batches 2 to 3 of the stream, after about 144 samples in all"
+    assert of_rank(MANIFEST, ORDER, 4, 1, 2) == ""
+    assert of_rank(MANIFEST, None, 6, 1, 2) == "micro-batches 2 to 3 of the stream, after about 144 samples in all"
 
 
 def test_verdict_names_step_samples_and_error(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    directory.write_manifest({"config": CONFIG})
+    directory.write_manifest(MANIFEST)
     LedgerWriter(directory.ledger, ORDER, generation=0, parent_version=None).close()
 
     def verdict(

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from paceline.core.files import read_json_lines
 from paceline.runs.directory import RunDirectory
+from paceline.runs.epochs import EpochSteps
 from paceline.runs.metric_writers import RankStatus
 from paceline.runs.monitor import Monitor
 
@@ -29,7 +30,7 @@ def make_monitor(directory: RunDirectory, **options: Any) -> Monitor:
         "rank": 0,
         "world_size": 2,
         "total_steps": 25,
-        "steps_per_epoch": 10,
+        "epochs": EpochSteps(10),
         "first_step": 0,
         "log_every": 10,
         "quiet": True,

@@ -18,6 +18,7 @@ from rich.console import Console
 from paceline.runs import console
 from paceline.runs.console import duration, number, summary
 from paceline.runs.directory import RunDirectory
+from paceline.runs.epochs import EpochSteps
 from paceline.runs.metric_writers import RankStatus
 from paceline.runs.monitor import Monitor
 from paceline.runs.rank_log import capture_rank_output, open_rank_log, plain
@@ -37,7 +38,7 @@ OPTIONS: dict[str, Any] = {
     "rank": 0,
     "world_size": 1,
     "total_steps": 40,
-    "steps_per_epoch": 20,
+    "epochs": EpochSteps(20),
     "first_step": 0,
     "log_every": 10,
     "quiet": False,
@@ -194,7 +195,7 @@ def test_in_a_notebook_the_log_is_a_file_and_quiet_is_quiet(
 ) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     with capture_rank_output(directory, 0, 1):
-        terminal = console.Terminal(total_steps=4, steps_per_epoch=2, quiet=True)
+        terminal = console.Terminal(total_steps=4, epochs=EpochSteps(2), quiet=True)
         terminal.print("a line of the run")
         terminal.close()
     assert capsys.readouterr() == ("", "")
@@ -234,7 +235,7 @@ def test_a_pipe_gets_a_line_every_30_seconds_within_a_long_epoch(
     minutes = SimpleNamespace(monotonic=count(0.0, 60.0).__next__, strftime=lambda form: "2026-11-27 22:30:00")
     monkeypatch.setattr(console, "time", minutes)
     monkeypatch.setattr("paceline.runs.monitor.perf_counter", count(0.0, 16.0).__next__)
-    with Monitor(directory, **{**OPTIONS, "steps_per_epoch": None, "total_steps": 1000, "log_every": 500}) as monitor:
+    with Monitor(directory, **{**OPTIONS, "epochs": None, "total_steps": 1000, "log_every": 500}) as monitor:
         for step in range(1, 9):
             monitor.timer.seconds["forward"] += 0.01
             monitor.on_step_end(step, 0, 64, 1.0 / step, (0.1,))

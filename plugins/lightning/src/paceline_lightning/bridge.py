@@ -325,8 +325,7 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
     @property
     def max_epochs(self) -> int | None:
         """Epochs of the whole run, the last of which may be cut short."""
-        steps, each = self.run_schedule.total_steps, self.run_schedule.steps_per_epoch
-        return -(-steps // each) if steps and each else -1
+        return self.run_schedule.epochs or -1
 
     @property
     def max_steps(self) -> int:
