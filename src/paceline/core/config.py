@@ -409,7 +409,7 @@ def require_unchanged(current: Mapping[str, Any], explicit: Collection[str], rec
             f"{current['run_dir']} was created with other options, and a run's bits depend on them:\n"
             + "\n".join(conflicts.values())
             + "\nLeave them out to continue the run, or start a new one with another --run-dir DIR."
-            + (f" To go on with them: paceline fork {current['run_dir']} {' '.join(forked)}." if forked else "")
+            + (f" To continue with them: paceline fork {current['run_dir']} {' '.join(forked)}." if forked else "")
         )
 
 
