@@ -25,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 import paceline
-from paceline.parallel import load_balancing, reducer, world
+from paceline.parallel import reducer, world
 from paceline.parallel.pipeline.stages import cut, find_blocks
 from paceline.training import run_context, session
 
@@ -41,22 +41,23 @@ def task_named(name: str) -> type[paceline.Task]:
     return found
 
 
-class Restless(load_balancing.WorkSplitter):
-    """Shares anew at each opportunity, as every rank's does alike."""
-
-    windows = 0
-
-    def observe(self, window: load_balancing.Window) -> bool:
-        self.windows += 1
-        chosen = random.Random(self.windows)
-        cuts = sorted(chosen.sample(range(1, sum(self.work_split)), len(self.work_split) - 1))
-        self.work_split = tuple(b - a for a, b in itertools.pairwise([0, *cuts, sum(self.work_split)]))
-        return True
-
-
 @contextmanager
 def restless(computing: int) -> Iterator[None]:
     """Worlds in which only so many ranks compute, and in which the micro-batches move all the time."""
+    from paceline_more_strategies import load_balancing
+
+    class Restless(load_balancing.WorkSplitter):
+        """Shares anew at each opportunity, as every rank's does alike."""
+
+        windows = 0
+
+        def observe(self, window: load_balancing.Window) -> bool:
+            self.windows += 1
+            chosen = random.Random(self.windows)
+            cuts = sorted(chosen.sample(range(1, sum(self.work_split)), len(self.work_split) - 1))
+            self.work_split = tuple(b - a for a, b in itertools.pairwise([0, *cuts, sum(self.work_split)]))
+            return True
+
     open_world = world.open_world
 
     @contextmanager

@@ -261,6 +261,7 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
 
 OPTION_GROUPS = (
     "paceline_checks.options:CheckOptions",
+    "paceline_more_strategies.options:LoadBalanceOptions",
     "paceline_more_strategies.options:CommunicationOptions",
     "paceline.parallel.options:FsdpOptions",
     "paceline_frameworks.strategy_options:DeepSpeedOptions",

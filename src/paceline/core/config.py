@@ -44,9 +44,9 @@ def option_groups() -> tuple[type[OptionGroup], ...]:
     """Return all groups of options: the core's, and those of the table that are installed."""
     missing = _missing_packages()
     return (
-        *(ProcessOptions, RecoveryOptions),
+        *(ProcessOptions, RecoveryOptions, ParallelOptions),
         *(import_object(place) for place in OPTION_GROUPS if place.partition(".")[0] not in missing),
-        *(ParallelOptions, TrainingOptions, DataOptions, EvaluationOptions, RecordOptions),
+        *(TrainingOptions, DataOptions, EvaluationOptions, RecordOptions),
     )
 
 

@@ -472,15 +472,6 @@ class ParallelOptions(OptionGroup):
         scope="parallel",
         fingerprint=True,
     )
-    load_balance: Literal["auto", "equal"] = option(
-        "auto",
-        "How to split the micro-batches over processes. auto: by measured speed if a process is clearly slower "
-        "(reduction exact or allreduce); equal: evenly.",
-        group="Parallelism",
-        resume="kept",
-        bits="never",
-        scope="recovery",
-    )
     microbatches: int | Literal["auto"] | None = _microbatch_option(
         None,
         "Logical micro-batches of a global batch; fixed for the run.",

@@ -28,8 +28,13 @@ class LoopOptions(TypedDict, total=False):
     walltime: str | None
     heartbeat: float
     hang_timeout: str
+    strategy: str
+    mesh: str | None
+    microbatches: int | Literal["auto"] | None
+    grad_accumulation: int
     sdc_check_every: int
     purity: Literal["error", "warn", "off"]
+    load_balance: Literal["auto", "equal"]
     local_sgd_steps: int
     outer_optimizer: Literal["none", "nesterov"]
     outer_lr: float
@@ -54,11 +59,6 @@ class LoopOptions(TypedDict, total=False):
     metrics_port: int | None
     metrics_host: str
     metrics_token_file: str | None
-    strategy: str
-    mesh: str | None
-    load_balance: Literal["auto", "equal"]
-    microbatches: int | Literal["auto"] | None
-    grad_accumulation: int
     seed: int
     precision: Literal["fp32", "bf16", "fp16"]
     clip_norm: float | None
@@ -79,13 +79,13 @@ class RunOptions(LoopOptions, total=False):
     on: str
     nproc: int | str
     nodes: int | str
+    reduction: Literal["exact", "allreduce", "ddp"]
     init_from: PathLike[str] | str | None
     reset_head: bool
     reset: Texts
     freeze: Texts
     lr_scale: Texts
     lora: str | None
-    reduction: Literal["exact", "allreduce", "ddp"]
     global_batch_size: int | None
     epochs: int | None
     max_steps: int | None

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from paceline.core.errors import RESTART_EXIT_CODE
 from paceline.core.signals import ECHO_S, WORKER_STOP_SIGNALS, StopRequests, forwarded_signal
-from paceline.parallel.load_balancing import SPEED_WIDTH
 from paceline.runs.metric_writers import STATUS_WIDTH
 
 # --- Control flags: they carry each rank's own decisions to all ranks ---
@@ -64,6 +63,7 @@ class ControlFlags:
         samples_fingerprint: of some samples, as this rank reads them; 0 if it does not know. Merged: negative if two
             ranks have different ones.
         has_values: the losses of this rank's micro-batches gave values to record.
+        microbatch_s, step_s: this rank's seconds for a micro-batch, and further ones for a step; 0 if not measured.
     """
 
     stop: StopCause = StopCause.NONE
@@ -75,21 +75,17 @@ class ControlFlags:
     impure: bool = False
     samples_fingerprint: int = 0
     has_values: bool = False
+    microbatch_s: float = 0.0
+    step_s: float = 0.0
 
-    def row(self, status: Sequence[float] | None = None, speed: Sequence[float] | None = None) -> list[float]:
-        """Return the rank's row, with its status if a record is due, and its speed if it has a measurement."""
-        return [
-            *map(float, vars(self).values()),
-            *([0.0] * STATUS_WIDTH if status is None else status),
-            *([0.0] * SPEED_WIDTH if speed is None else speed),
-        ]
+    def row(self, status: Sequence[float] | None = None) -> list[float]:
+        """Return the rank's row, with its status if a record is due."""
+        return [*map(float, vars(self).values()), *([0.0] * STATUS_WIDTH if status is None else status)]
 
 
 _NAMES = [field.name for field in fields(ControlFlags)]
-_STATUS = slice(len(_NAMES), len(_NAMES) + STATUS_WIDTH)
-_SPEED = slice(_STATUS.stop, _STATUS.stop + SPEED_WIDTH)
-ROW_LENGTH: int = _SPEED.stop
-"""Numbers in a rank's row: the control flags, then its status and its speed."""
+ROW_LENGTH = len(_NAMES) + STATUS_WIDTH
+"""Numbers in a rank's row: the control flags, then its status."""
 
 
 def merge(rows: Sequence[Sequence[float]]) -> ControlFlags:
@@ -114,12 +110,12 @@ def merge(rows: Sequence[Sequence[float]]) -> ControlFlags:
 
 def statuses(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
     """Return each rank's status."""
-    return [row[_STATUS] for row in rows]
+    return [row[len(_NAMES) : ROW_LENGTH] for row in rows]
 
 
-def speeds(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-    """Return each rank's speed."""
-    return [row[_SPEED] for row in rows]
+def values_of(rows: Sequence[Sequence[float]], name: str) -> list[float]:
+    """Return each rank's value of a control flag."""
+    return [row[_NAMES.index(name)] for row in rows]
 
 
 # --- The signals by which a worker is asked to stop ---

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from paceline.core.task import RankInfo
 from paceline.data.workers import data_workers
 from paceline.elastic.worker_channel import AgentClient
-from paceline.parallel.load_balancing import LoadBalancer, Speed
 from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.reducer import StepSums
+from paceline.parallel.reduction_tree import equal_work_split
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.checkpointer import Checkpointer
@@ -22,7 +22,7 @@ from paceline.runs.phases import PHASES
 from paceline.training import control
 from paceline.training.checkpoint_manager import CheckpointManager
 from paceline.training.control import ControlFlags, StopCause
-from paceline.training.hooks import DummyMicrobatch, SpeedMeasurement, StepHook
+from paceline.training.hooks import DummyMicrobatch, StepHook
 from paceline.training.optim import ordered_state
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainProgress
@@ -40,12 +40,10 @@ class Carryover:
     Attributes:
         samples: samples of the steps in which this process took part.
         phases: seconds by phase, over the groups that it has left.
-        speed: the last measurement.
     """
 
     samples: int = 0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    speed: Speed | None = None
 
 
 class OpenStep(Protocol):
@@ -137,7 +135,7 @@ class GroupContext:
 
     Attributes:
         mesh, world: the ranks.
-        balancer: divides the micro-batches among them.
+        work_split: each rank's number of micro-batches; 0 for servers and spares.
         strategy: computes and sums a step's micro-batches.
         monitor: shows and records progress.
         hooks: additions of the engine and of options to a step.
@@ -177,14 +175,7 @@ class GroupContext:
             self.engine = stack.enter_context(closing(engine(run, states, world)))
             # In asynchronous training each rank computes whole steps by itself.
             self._strategy_mesh = ParallelDims(_alone(world), {"dp": 1}) if run.config.asynchronous else mesh
-            self.balancer = LoadBalancer(
-                self._strategy_mesh.data,
-                run.num_microbatches,
-                by_speed=run.balances_load,
-                speed=carryover.speed,
-                directory=run.directory,
-                servers=0 if run.config.asynchronous else run.config.num_servers(world.world_size),
-            )
+            self.work_split = self._equal_split()
             self.strategy = self._build_strategy()
             stack.callback(lambda: self.strategy.close())
             stack.callback(lambda: self.strategy.rollback())
@@ -199,26 +190,28 @@ class GroupContext:
             self.runner = MicrobatchRunner(run, states.state, world.progress_tracker, self.monitor.timer)
             self.strategy.module.train()
             self.monitor.timer.mark("other")
-            self.balancer.watch(self.monitor.timer, run.device, progress.step)
-            stack.callback(self._keep_speed)
             self.fetch = states.loader.fetch
             self.hooks = self._build_hooks(stack)
             states.state.callback.attach(self._rank_info(), step=progress.step, epoch=progress.epoch)
             self._report_progress()
             self._resources = stack.pop_all()
 
+    def _equal_split(self) -> tuple[int, ...]:
+        config, world = self._run.config, self._strategy_mesh.data
+        servers = 0 if config.asynchronous else config.num_servers(self.world.world_size)
+        equal = equal_work_split(self._run.num_microbatches, world.num_active - servers)
+        return (*(0,) * servers, *equal, *(0,) * (world.world_size - world.num_active))
+
     def _build_strategy(self) -> Strategy:
         state = self._states.state
         with state.all_trainable():
-            return self._run.build_strategy(state.module, self._strategy_mesh, self.balancer.work_split)
+            return self._run.build_strategy(state.module, self._strategy_mesh, self.work_split)
 
     def _build_hooks(self, stack: ExitStack) -> list[StepHook]:
         """Return the hooks of the engine and of options, in the order in which a step calls them."""
         run, state, hooks = self._run, self._states.state, self.engine.step_hooks(self)
         state.engine_parts.clear()
         hooks += filter(None, [hook.step_hook(self, self._states) for hook in run.hooks])
-        if self.balancer.measures_speed:
-            hooks.append(SpeedMeasurement(self.balancer))
         if isinstance(self.strategy, ExternalReduceStrategy):
             hooks.append(DummyMicrobatch(run, state))
         for hook in hooks:
@@ -243,9 +236,6 @@ class GroupContext:
 
     def _keep_phases(self) -> None:
         self._carryover.phases = self.phases()
-
-    def _keep_speed(self) -> None:
-        self._carryover.speed = self.balancer.speed
 
     def phases(self) -> dict[str, float]:
         """Return the seconds by phase, over this group and earlier ones."""
@@ -299,7 +289,7 @@ class GroupContext:
         progress.samples += sums.samples
         self.count_samples(sums)
         self._report_progress()
-        record = partial(self.checkpoint_manager.record_step, work_split=self.balancer.work_split)
+        record = partial(self.checkpoint_manager.record_step, work_split=self.work_split)
         sums = self.engine.record(record, epoch, step_in_epoch, sums, row)
         rows = partial(control.statuses, sums.rows)
         state.callback.on_step_end(progress.step, sums.loss)
@@ -331,9 +321,10 @@ class GroupContext:
         for hook in self._run.hooks:
             hook.check_state(self, self._states.state)
 
-    def rebalance(self) -> None:
-        """Share the micro-batches as the balancer says, between two steps; all ranks do so together."""
+    def split_work(self, work_split: tuple[int, ...]) -> None:
+        """Divide the micro-batches among the ranks in another way, between steps; all ranks do so together."""
         self._states.gather_positions(self.world, self.strategy.microbatches)
+        self.work_split = work_split
         self.strategy.close()
         self.strategy = self._build_strategy()
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from paceline.core.task import BatchInfo
 from paceline.data.samples import MicroBatch
-from paceline.parallel.load_balancing import LoadBalancer
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import World
@@ -96,21 +95,6 @@ class StepHook:
 
     def close(self) -> None:
         """Free what the hook holds, when the rank leaves the group."""
-
-
-class SpeedMeasurement(StepHook):
-    """Measures this rank's forwards and backwards for the load balancer."""
-
-    def __init__(self, balancer: LoadBalancer) -> None:
-        self._balancer = balancer
-
-    def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
-        """Begin to measure."""
-        self._balancer.begin()
-
-    def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
-        """End, and count the micro-batches."""
-        self._balancer.end(len(microbatches))
 
 
 class DummyMicrobatch(StepHook):

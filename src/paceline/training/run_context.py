@@ -253,16 +253,6 @@ class RunContext:
             eval_every=self.config.evaluation.eval_every,
         )
 
-    @property
-    def balances_load(self) -> bool:
-        """Whether ranks that are slower may compute fewer micro-batches."""
-        config = self.config
-        return (
-            config.parallel.load_balance == "auto"
-            and config.reducer in ("exact", "allreduce")
-            and not config.non_elastic_options
-        )
-
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a new autocast context of the run's precision."""
         if self.config.training.precision == "fp32":

@@ -355,7 +355,7 @@ class SyncStep:
         return sums
 
     def _own_row(self) -> Sequence[float]:
-        """Return the row that travels with the step's sums: control flags, and this rank's status and speed if due."""
+        """Return the row that travels with the step's sums: control flags, and this rank's status if due."""
         run, group, progress = self._run, self._group, self._states.state.progress
         strategy, loader, monitor = group.strategy, self._states.loader, group.monitor
         has_next_batch = not (isinstance(loader, StreamLoader) and loader.exhausted(strategy.microbatches))
@@ -372,7 +372,7 @@ class SyncStep:
         step = progress.step + 1
         # If steps overlap, the rows that arrive with a step are those of the previous one.
         due = monitor.is_due(step) or (strategy.overlaps_steps and monitor.is_due(step + 1))
-        return flags.row(monitor.status(step) if due else None, group.balancer.row(progress.step))
+        return flags.row(monitor.status(step) if due else None)
 
 
 class ComposedStep(SyncStep, TrainStep):

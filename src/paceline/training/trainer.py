@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import cached_property
 from typing import Any, NoReturn, Self
@@ -49,7 +49,6 @@ class SyncEngine(Engine):
         self._update = update
         self._is_composed = overrides_train_step(run.task)
         self._keeps_copies = True
-        self._speeds: Sequence[Sequence[float]] = ()
 
     def steps(self, group: GroupContext) -> Generator[SyncStep, None, ControlFlags]:
         """Open one step, or those up to the next synchronization; commit each when the next thing is asked for."""
@@ -67,7 +66,6 @@ class SyncEngine(Engine):
                 break
             group.on_step_end()
         self._run.deadline.step_took(time.monotonic() - began)
-        self._speeds = control.speeds(sums.rows)
         flags = control.merge(sums.rows)
         for hook in group.hooks:
             flags = hook.filter_request(flags)
@@ -80,10 +78,8 @@ class SyncEngine(Engine):
         return SyncStep(self._run, self._states, group, self._update)
 
     def end_interval(self, group: GroupContext) -> None:
-        """End the step for the hooks, and rebalance micro-batches if ranks differ in speed."""
+        """End the step for the hooks."""
         group.on_step_end()
-        if group.balancer.observe(self._speeds, self._states.state.progress.step):
-            group.rebalance()
 
 
 # --- The loop ---

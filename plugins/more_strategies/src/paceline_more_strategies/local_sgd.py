@@ -150,7 +150,7 @@ class LocalSGD(StepHook):
         self._sync_schedule = run.schedule.sync_schedule
         self._order = run.data.order
         self._averager = ParameterAverager(
-            group.world, group.balancer.work_split, ROW_LENGTH + self._sync_schedule.every, _TIMEOUT_S
+            group.world, group.work_split, ROW_LENGTH + self._sync_schedule.every, _TIMEOUT_S
         )
         self._interval: list[StepRecord] = []
         if state.outer is not None:

@@ -1,4 +1,4 @@
-"""Options and traits of further strategies: parameter servers, Hogwild, threads, Local SGD, compression."""
+"""Options of load balancing; options and traits of parameter servers, Hogwild, threads, Local SGD, compression."""
 
 from __future__ import annotations
 
@@ -14,6 +14,29 @@ from paceline.core.options import Capability, Changes, OptionGroup, Requirement,
 
 if TYPE_CHECKING:
     from paceline.core.config import RunConfig
+
+# --- Load balancing ---
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class LoadBalanceOptions(OptionGroup):
+    """Options of the work split."""
+
+    load_balance: Literal["auto", "equal"] = option(
+        "auto",
+        "How to split the micro-batches over processes. auto: by measured speed if a process is clearly slower "
+        "(reduction exact or allreduce); equal: evenly.",
+        group="Parallelism",
+        resume="kept",
+        bits="never",
+        scope="recovery",
+    )
+
+    def changes(self, config: RunConfig) -> Changes:
+        """The hook itself decides where ranks may have any number of micro-batches: that depends on all changes."""
+        hooks = ("paceline_more_strategies.load_balancing:LoadBalancing",) if self.load_balance == "auto" else ()
+        return Changes(hooks=hooks)
+
 
 # --- Less communication between data-parallel ranks: compressed gradients, or Local SGD ---
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.built_in import VERIFIED
-from paceline.core.config import config_from_mapping, select
+from paceline.core.config import all_options, config_from_mapping, select
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_mesh
 from paceline.core.plugins import import_object
@@ -168,7 +168,7 @@ _REPLACED = {
 }
 """Options of a run that an option of this command replaces."""
 
-FIXED: dict[str, Any] = {
+_OF_ALL_RUNS: dict[str, Any] = {
     "on": "spawn",
     "resume": "never",
     "recover": "none",
@@ -178,7 +178,8 @@ FIXED: dict[str, Any] = {
     "load_balance": "equal",
     "log_every": 1_000_000,
 }
-"""Options of all runs."""
+FIXED = {name: value for name, value in _OF_ALL_RUNS.items() if name in all_options()}
+"""Options of all runs; those of plug-ins that are not installed are left out."""
 
 _SCOPES = ("place", "start", "recovery", "evaluation", "records")
 _UNSUPPORTED = dict.fromkeys((*select(lambda its: its.scope in _SCOPES), *FIXED))

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.parallel.load_balancing import (
+from paceline.parallel.reduction_tree import equal_work_split, whole_subtrees
+from paceline_more_strategies.load_balancing import (
     MIN_GAIN,
     WINDOWS,
     Speed,
@@ -20,7 +21,6 @@ from paceline.parallel.load_balancing import (
     optimal_split,
     step_time,
 )
-from paceline.parallel.reduction_tree import equal_work_split, whole_subtrees
 
 SPEEDS = st.builds(Speed, st.floats(1e-4, 1.0), st.floats(0.0, 0.1))
 

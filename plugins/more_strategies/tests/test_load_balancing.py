@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,18 +15,21 @@ from tests.training.test_exactness import EXACT, WORKERS
 from paceline.core.config import RunConfig
 from paceline.data.audit import audit
 from paceline.data.ledger import LedgerEntry, read_ledger
-from paceline.parallel.load_balancing import (
-    SPEED_WIDTH,
-    WINDOW_STEPS,
-    WINDOWS,
-    LoadBalancer,
-    Speed,
-    SpeedMeter,
-)
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.reduction_tree import equal_work_split
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
 from paceline.runs.phases import PhaseTimer
-from paceline.training.control import ROW_LENGTH, ControlFlags, speeds, statuses
+from paceline.training.control import ROW_LENGTH, ControlFlags, statuses, values_of
+from paceline_more_strategies.load_balancing import (
+    WINDOW_STEPS,
+    WINDOWS,
+    LoadBalancer,
+    LoadBalancing,
+    Speed,
+    SpeedMeter,
+)
+from paceline_more_strategies.options import LoadBalanceOptions
 
 pytestmark = pytest.mark.matrix
 
@@ -140,18 +144,44 @@ class Told(World):
         return json.loads(json.dumps([value, *self.told]))  # type: ignore[no-any-return]
 
 
-def balance_of(
-    tmp_path: Path,
-    told: list[Any],
-    speed: Speed | None = None,
-    *,
-    computing: int | None = None,
-    **options: Any,
-) -> LoadBalancer:
-    world = Told(**vars(world_of(len(told) + 1, computing=computing)))
-    object.__setattr__(world, "told", told)
-    directory = RunDirectory(tmp_path)
-    return LoadBalancer(world, 12, **{"by_speed": True, "speed": speed, "directory": directory, **options})
+class Balanced:
+    """A rank's load balancer in a group of which it is known what the ranks tell."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        told: list[Any],
+        speed: Speed | None = None,
+        *,
+        step: int = 0,
+        computing: int | None = None,
+        **options: Any,
+    ) -> None:
+        world = Told(**vars(world_of(len(told) + 1, computing=computing)))
+        object.__setattr__(world, "told", told)
+        spares = world.world_size - world.num_active
+        self.world = world
+        self.work_split = (*equal_work_split(12, world.num_active), *(0,) * spares)
+        self.monitor = SimpleNamespace(timer=PhaseTimer())
+        run: Any = SimpleNamespace(
+            config=RunConfig(**options),
+            num_microbatches=12,
+            directory=RunDirectory(tmp_path),
+            device=torch.device("cpu"),
+        )
+        self.balancing = LoadBalancing(run)
+        self.balancing.speed = speed
+        group: Any = self
+        states: Any = SimpleNamespace(state=SimpleNamespace(progress=SimpleNamespace(step=step)))
+        self.hook: Any = self.balancing.step_hook(group, states)
+
+    def split_work(self, work_split: tuple[int, ...]) -> None:
+        self.work_split = work_split
+
+    def step(self, speeds: list[Speed], step: int) -> None:
+        rows = [ControlFlags(**speed._asdict()).row() for speed in speeds]
+        self.hook.after_reduce(StepSums(24, 24.0, 1.0, 0, rows, None, True))
+        self.hook.on_step_end(step)
 
 
 def events(tmp_path: Path) -> list[dict[str, Any]]:
@@ -160,37 +190,41 @@ def events(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_world_begins_with_the_speeds_of_the_one_before(tmp_path: Path) -> None:
-    balance = balance_of(tmp_path, [[0.02, 0.0]], Speed(0.01, 0.0))
-    assert balance.work_split == (8, 4)
-    assert balance.speed == Speed(0.01, 0.0)
-    balance.watch(PhaseTimer(), torch.device("cpu"), 7)
+    group = Balanced(tmp_path, [[0.02, 0.0]], Speed(0.01, 0.0), step=7)
+    assert isinstance(group.hook, LoadBalancer)
+    assert group.work_split == (8, 4)
+    assert group.balancing.speed == Speed(0.01, 0.0)
     [event] = events(tmp_path)
     assert (event["event"], event["step"], event["shares"], event["before"]) == ("shares", 7, [8, 4], [6, 6])
 
 
 def test_spares_get_nothing_and_their_speed_does_not_count(tmp_path: Path) -> None:
-    balance = balance_of(tmp_path, [[0.02, 0.0], [9.0, 0.0]], Speed(0.01, 0.0), computing=2)
-    assert balance.work_split == (8, 4, 0)
+    group = Balanced(tmp_path, [[0.02, 0.0], [9.0, 0.0]], Speed(0.01, 0.0), computing=2)
+    assert group.work_split == (8, 4, 0)
 
 
-def test_equal_sharing_asks_nobody(tmp_path: Path) -> None:
-    balance = balance_of(tmp_path, [[0.02, 0.0]], Speed(0.01, 0.0), by_speed=False)
-    balance.watch(PhaseTimer(), torch.device("cpu"), 0)
-    assert balance.work_split == (6, 6)
-    assert balance.row(WINDOW_STEPS) is None
-    assert not balance.observe([[0.01, 0.0], [0.02, 0.0]], 8)
+@pytest.mark.parametrize(
+    "options",
+    [{"reduction": "ddp"}, {"strategy": "zero1"}, {"strategy": "ps"}, {"local_sgd_steps": 5}, {"comm_hook": "fp16"}],
+    ids=str,
+)
+def test_where_a_rank_cannot_have_any_number_the_work_is_split_equally(tmp_path: Path, options: Any) -> None:
+    group = Balanced(tmp_path, [[0.02, 0.0]], Speed(0.01, 0.0), **options)
+    assert group.hook is None
+    assert group.work_split == (6, 6)
     assert events(tmp_path) == []
 
 
 def test_ranks_share_anew_when_all_have_measured(tmp_path: Path) -> None:
-    balance = balance_of(tmp_path, [None])
-    balance.watch(PhaseTimer(), torch.device("cpu"), 0)
-    assert balance.work_split == (6, 6)
-    slow, unknown = [[0.01, 0.0], [0.02, 0.0]], [[0.01, 0.0], [0.0, 0.0]]
-    assert not any(balance.observe(unknown, step) for step in range(20))
-    assert [balance.observe(slow, step) for step in range(WINDOWS)] == [False] * (WINDOWS - 1) + [True]
-    assert balance.work_split == (8, 4)
-    assert balance.speed == Speed(0.01, 0.0)
+    group = Balanced(tmp_path, [None])
+    slow = [Speed(0.01, 0.0), Speed(0.02, 0.0)]
+    for step in range(20):
+        group.step([slow[0], Speed(0.0, 0.0)], step)
+    for step in range(WINDOWS):
+        assert group.work_split == (6, 6)
+        group.step(slow, step)
+    assert group.work_split == (8, 4)
+    assert group.balancing.speed == Speed(0.01, 0.0)
     [event] = events(tmp_path)
     assert event["ms_per_microbatch"] == [10.0, 20.0]
 
@@ -237,13 +271,12 @@ def test_speed_of_a_gpu_is_the_time_between_events() -> None:
 
 
 def test_speeds_travel_in_the_rows() -> None:
-    row = ControlFlags().row([1.0, 2.0, 3.0, 4.0], Speed(5.0, 6.0))
+    row = ControlFlags(**Speed(5.0, 6.0)._asdict()).row([1.0, 2.0, 3.0, 4.0])
     assert len(row) == len(ControlFlags().row()) == ROW_LENGTH
-    assert speeds([row]) == [[5.0, 6.0]]
+    assert (values_of([row], "microbatch_s"), values_of([row], "step_s")) == ([5.0], [6.0])
     assert statuses([row]) == [[1.0, 2.0, 3.0, 4.0]]
-    assert speeds([ControlFlags().row()]) == [[0.0] * SPEED_WIDTH]
 
 
 def test_the_option_has_two_values() -> None:
-    assert RunConfig().parallel.load_balance == "auto"
-    assert RunConfig(load_balance="equal").parallel.load_balance == "equal"
+    assert RunConfig()[LoadBalanceOptions].load_balance == "auto"
+    assert RunConfig().changes.hooks != RunConfig(load_balance="equal").changes.hooks

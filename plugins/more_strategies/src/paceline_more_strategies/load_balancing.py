@@ -7,14 +7,23 @@ import heapq
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from paceline.parallel.reduction_tree import equal_work_split, whole_subtrees
-from paceline.parallel.world import World
-from paceline.runs.directory import RunDirectory
+from paceline.data.samples import MicroBatch
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.reduction_tree import whole_subtrees
+from paceline.parallel.strategy import Strategy
 from paceline.runs.phases import PhaseTimer
+from paceline.training.control import ControlFlags, values_of
+from paceline.training.hooks import RunHook, StepHook
+
+if TYPE_CHECKING:
+    from paceline.training.group_context import GroupContext
+    from paceline.training.run_context import RunContext
+    from paceline.training.state_manager import StateManager
 
 # --- The work split: equal, or in proportion to speed. Pure functions ---
 #
@@ -173,9 +182,6 @@ class WorkSplitter:
 # --- Measurement and re-balancing ---
 
 
-SPEED_WIDTH = len(Speed._fields)
-"""Number of values in a rank's row; all are 0 without a measurement."""
-
 _MICROBATCH_PHASES = ("data", "forward", "backward")
 _STEP_PHASES = ("optimizer", "other")
 
@@ -231,108 +237,98 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class LoadBalancer:
-    """The work split of one world; every rank has one and calls it alike.
+class LoadBalancing(RunHook):
+    """Lets slower ranks compute fewer micro-batches, where ranks may have any number of them.
+
+    Attributes:
+        speed: this rank's last measurement, from which its next group begins.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run)
+        self.speed: Speed | None = None
+
+    def step_hook(self, group: GroupContext, states: StateManager) -> StepHook | None:
+        """Split the work by speed, unless the reduction, the strategy or a single rank forbid it."""
+        config = self.run.config
+        if config.reducer not in ("exact", "allreduce") or config.non_elastic_options:
+            return None
+        # With one micro-batch per rank there is nothing to balance.
+        return LoadBalancer(self, group, states) if 1 < group.world.num_active < self.run.num_microbatches else None
+
+
+class LoadBalancer(StepHook):
+    """Divides the micro-batches of one group by speed; every rank has one and calls it alike.
+
+    Rank 0 records unequal splits in the run directory.
 
     Args:
-        num_microbatches: S.
-        by_speed: whether to balance by speed; else split equally.
-        speed: this rank's, from an earlier world.
-        directory: rank 0 records unequal splits there.
-        servers: number of first ranks without micro-batches.
+        balancing: keeps this rank's speed.
 
     Raises:
         PeerLostError: a rank is gone.
     """
 
-    def __init__(
-        self,
-        world: World,
-        num_microbatches: int,
-        *,
-        by_speed: bool,
-        speed: Speed | None,
-        directory: RunDirectory,
-        servers: int = 0,
-    ) -> None:
-        assert not (servers and by_speed)
-        active = world.num_active - servers
-        self._rank = world.rank
-        self._servers = (0,) * servers
-        self._spares = (0,) * (world.world_size - active - servers)
-        self._earlier = speed
-        self._directory = directory
-        self._speed_meter: SpeedMeter | None = None
-        self._equal = work_split = equal_work_split(num_microbatches, active)
-        # With one micro-batch per rank there is nothing to balance.
-        self._by_speed = by_speed and 1 < active < num_microbatches
-        if self._by_speed:
-            gathered = world.all_gather_object(speed)[:active]
-            work_split = initial_split(
-                work_split, [None if earlier_speed is None else Speed(*earlier_speed) for earlier_speed in gathered]
-            )
-        self._balancer = WorkSplitter(work_split)
+    def __init__(self, balancing: LoadBalancing, group: GroupContext, states: StateManager) -> None:
+        self._balancing = balancing
+        self._group = group
+        self._progress = states.state.progress
+        self._window: Window = ()
+        world, equal = group.world, group.work_split
+        gathered = world.all_gather_object(balancing.speed)[: world.num_active]
+        earlier = [None if speed is None else Speed(*speed) for speed in gathered]
+        self._splitter = WorkSplitter(initial_split(equal[: world.num_active], earlier))
+        self._spares = equal[world.num_active :]
+        self._meter = SpeedMeter(group.monitor.timer, balancing.run.device)
+        if self._split != equal:
+            self._record(equal)
+            group.split_work(self._split)
 
     @property
-    def work_split(self) -> tuple[int, ...]:
-        """Each rank's number of micro-batches; 0 for servers and spares."""
-        return self._servers + self._balancer.work_split + self._spares
+    def _split(self) -> tuple[int, ...]:
+        return self._splitter.work_split + self._spares
 
-    @property
-    def speed(self) -> Speed | None:
-        """This rank's speed, if known, for the next world."""
-        speeds = self._balancer.speeds
-        return speeds[self._rank] if speeds and self._rank < len(speeds) else self._earlier
+    def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
+        """Begin to measure."""
+        self._meter.begin()
 
-    @property
-    def measures_speed(self) -> bool:
-        """Whether ranks share by speed, and so measure theirs."""
-        return self._speed_meter is not None
+    def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
+        """End, and count the micro-batches."""
+        self._meter.end(len(microbatches))
 
-    def watch(self, timer: PhaseTimer, device: torch.device, step: int) -> None:
-        """Start measuring, before the first step after ``step``."""
-        if self._by_speed:
-            self._speed_meter = SpeedMeter(timer, device)
-        if self._balancer.work_split != self._equal:
-            self._record(step, self._equal)
+    def report(self, flags: ControlFlags) -> ControlFlags:
+        """Report this rank's speed, if it has measured long enough."""
+        speed = None if self._progress.step % WINDOW_STEPS else self._meter.speed()
+        return flags if speed is None else replace(flags, **speed._asdict())
 
-    def begin(self) -> None:
-        """See :meth:`SpeedMeter.begin`."""
-        if self._speed_meter is not None:
-            self._speed_meter.begin()
+    def after_reduce(self, sums: StepSums) -> StepSums:
+        """Note the speeds of all ranks; a window ends for all at the same step, when the last has measured enough."""
+        columns = (values_of(sums.rows, name)[: len(self._splitter.work_split)] for name in Speed._fields)
+        window = [Speed(*values) for values in zip(*columns, strict=True)]
+        if window and all(speed.microbatch_s > 0 for speed in window):
+            self._window = window
+        return sums
 
-    def end(self, microbatches: int) -> None:
-        """See :meth:`SpeedMeter.end`."""
-        if self._speed_meter is not None:
-            self._speed_meter.end(microbatches)
+    def on_step_end(self, step: int) -> None:
+        """Split the work in another way, if the ranks' speeds differ clearly."""
+        window, self._window = self._window, ()
+        if not window:
+            return
+        before = self._split
+        self._meter.restart()
+        changed = self._splitter.observe(window)
+        if self._splitter.speeds and self._group.world.rank < len(window):
+            self._balancing.speed = self._splitter.speeds[self._group.world.rank]
+        if changed:
+            self._record(before)
+            self._group.split_work(self._split)
 
-    def row(self, step: int) -> Speed | None:
-        """Return this rank's contribution to the reduction of ``step``."""
-        if self._speed_meter is None or step % WINDOW_STEPS:
-            return None
-        return self._speed_meter.speed()
-
-    def observe(self, rows: Sequence[Sequence[float]], step: int) -> bool:
-        """Observe all ranks' rows of ``step``; return whether ``work_split`` has changed."""
-        if self._speed_meter is None:
-            return False
-        previous_split = self._balancer.work_split
-        window = [Speed(*row) for row in rows[: len(previous_split)]]
-        # A window ends for all ranks at the same step, when the last of them has measured long enough.
-        if not all(speed.microbatch_s > 0 for speed in window):
-            return False
-        self._speed_meter.restart()
-        if not self._balancer.observe(window):
-            return False
-        self._record(step, previous_split)
-        return True
-
-    def _record(self, step: int, before: Sequence[int]) -> None:
-        if self._rank == 0:
-            self._directory.append_event(
+    def _record(self, before: Sequence[int]) -> None:
+        if self._group.world.rank == 0:
+            self._balancing.run.directory.append_event(
                 "shares",
-                step=step,
-                shares=list(self.work_split),
-                before=[*before, *self._spares],
-                ms_per_microbatch=[round(speed.microbatch_s * 1e3, 3) for speed in self._balancer.speeds or ()],
+                step=self._progress.step,
+                shares=list(self._split),
+                before=list(before),
+                ms_per_microbatch=[round(speed.microbatch_s * 1e3, 3) for speed in self._splitter.speeds or ()],
             )
