@@ -17,11 +17,10 @@ from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError, DataError, RunDirectoryError
 from paceline.core.options import Shuffle
 from paceline.core.task import Task
-from paceline.data import weighted_order
+from paceline.data import order as data_order
 from paceline.data.loader import build_loader
-from paceline.data.order import DeterministicSampler
+from paceline.data.order import DeterministicSampler, WeightedDraws, check_weights
 from paceline.data.saved_order import require_same_order, restore_order, save_order
-from paceline.data.weighted_order import WeightedOrder, check_weights, weigh_order
 from paceline.runs.directory import RunDirectory
 from paceline.training.run_context import set_up_data
 
@@ -29,8 +28,9 @@ PLAIN = DeterministicSampler(num_samples=1000, global_batch_size=50, num_microba
 WEIGHTS = np.array([0.0, 1.0, 2.0, 5.0] * 250)
 
 
-def drawn_by(weights: Any, *, replacement: bool = True, num_samples: int = 1000) -> WeightedOrder:
-    return weigh_order(PLAIN, np.asarray(weights, np.float64), replacement=replacement, num_samples=num_samples)
+def drawn_by(weights: Any, *, replacement: bool = True, num_samples: int = 1000) -> DeterministicSampler:
+    draws = WeightedDraws(np.asarray(weights, np.float64), replacement)
+    return dataclasses.replace(PLAIN, draws=draws, num_samples=num_samples)
 
 
 @pytest.mark.parametrize(("replacement", "known"), [(True, 1360546228), (False, 3273514935)])
@@ -62,7 +62,7 @@ def test_samples_have_their_shares_with_replacement() -> None:
 def test_samples_have_their_shares_without_replacement() -> None:
     """The probability of {i, j} in two draws, in any order, is that of successive draws."""
     weights = np.array([1.0, 2.0, 3.0, 0.0, 4.0])
-    order = weigh_order(DeterministicSampler(5, 5, 1, seed=3), weights, replacement=False, num_samples=2)
+    order = DeterministicSampler(2, 5, 1, seed=3, draws=WeightedDraws(weights, replacement=False))
     pairs = [tuple(order.indices(epoch, 0, 2).tolist()) for epoch in range(20_000)]
     assert all(a != b for a, b in pairs)
     share = weights / 10
@@ -75,13 +75,13 @@ def test_samples_have_their_shares_without_replacement() -> None:
 def test_the_logarithm_is_exact_to_the_last_bits() -> None:
     hashes = np.array([0, 1 << 12, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15, 12345678901234567890], np.uint64)
     expected = [-math.log(((int(h) >> 12) + 0.5) / 2**52) for h in hashes]
-    assert weighted_order._exponential(hashes) == pytest.approx(expected, rel=1e-15)
+    assert data_order._exponential(hashes) == pytest.approx(expected, rel=1e-15)
 
 
 def test_products_of_64_bits_are_exact() -> None:
     values = np.random.default_rng(2).integers(0, 2**64, 1000, dtype=np.uint64)
     for size in (1, 2**32 - 1, 2**32, 2**62 - 12345):
-        assert weighted_order._scale(values, size).tolist() == [int(value) * size >> 64 for value in values]
+        assert data_order._scale(values, size).tolist() == [int(value) * size >> 64 for value in values]
 
 
 def test_weights_are_kept_for_whoever_recomputes_the_order(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_draws_that_are_impossible_are_refused() -> None:
     with pytest.raises(DataError, match="1000 samples cannot be drawn from 750 with a weight above 0"):
         drawn_by(WEIGHTS, replacement=False)
     with pytest.raises(ConfigError, match="leave --shuffle out"):
-        weigh_order(dataclasses.replace(PLAIN, shuffle=Shuffle(window=0)), WEIGHTS, replacement=True, num_samples=1000)
+        dataclasses.replace(drawn_by(WEIGHTS), shuffle=Shuffle(window=0))
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -134,7 +134,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 
 def test_each_draw_of_a_sample_has_an_augmentation_of_its_own() -> None:
-    order = weigh_order(DeterministicSampler(20, 10, 2, seed=0), np.eye(20)[3], replacement=True, num_samples=20)
+    order = DeterministicSampler(20, 10, 2, seed=0, draws=WeightedDraws(np.eye(20)[3], replacement=True))
     loader = build_loader(Noisy(), order, seed=0, device=torch.device("cpu"), workers=0, collate=torch.stack)
     values = torch.cat([batch.batch for step in range(2) for batch in loader.fetch(0, step, range(2))])
     loader.close()
@@ -159,12 +159,15 @@ def config_of(**options: Any) -> ResolvedConfig:
 def test_a_task_gives_weights_or_the_sampler_of_torch() -> None:
     weights = torch.arange(100.0)
     order = set_up_data(config_of(), Weighted(weights)).order
-    assert isinstance(order, WeightedOrder)
-    assert (order.num_samples, order.replacement) == (100, True)
+    assert order is not None
+    assert order.draws is not None
+    assert (order.num_samples, order.draws.replacement) == (100, True)
     order = set_up_data(config_of(), Weighted(WeightedRandomSampler(weights, 30, replacement=False))).order
-    assert isinstance(order, WeightedOrder)
-    assert (order.num_samples, order.replacement, order.steps_per_epoch) == (30, False, 3)
+    assert order is not None
+    assert order.draws is not None
+    assert (order.num_samples, order.draws.replacement, order.steps_per_epoch) == (30, False, 3)
     data = set_up_data(config_of(val_fraction=0.2), Weighted(weights))
     assert data.train_val_split is not None
-    assert isinstance(data.order, WeightedOrder)
-    assert data.order.weights.tolist() == data.train_val_split.train(np.arange(80)).tolist()
+    assert data.order is not None
+    assert data.order.draws is not None
+    assert data.order.draws.weights.tolist() == data.train_val_split.train(np.arange(80)).tolist()

@@ -43,7 +43,7 @@ from paceline.data.order import DeterministicSampler
 
 
 FORMAT = 1
-_ORDER_FIELDS = tuple(field.name for field in dataclasses.fields(DeterministicSampler))
+_ORDER_FIELDS = tuple(field.name for field in dataclasses.fields(DeterministicSampler) if field.compare)
 
 
 class LedgerEntry(NamedTuple):
@@ -473,6 +473,5 @@ class LedgerWriter:
 
 
 def _fields(order: DeterministicSampler) -> dict[str, int]:
-    """Return an order's fields for the header; a balanced order's sample lengths have a file of their own."""
-    values = {field.name: getattr(order, field.name) for field in dataclasses.fields(DeterministicSampler)}
-    return {**values, "shuffle": order.shuffle.window}
+    """Return an order's fields for the header; weights and lengths of samples have files of their own."""
+    return {**{name: getattr(order, name) for name in _ORDER_FIELDS}, "shuffle": order.shuffle.window}

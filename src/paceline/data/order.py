@@ -1,12 +1,14 @@
-"""The order of the data: a keyed permutation of each epoch, split into batches and micro-batches."""
+"""The order of the data: a permutation of each epoch, or draws by weights, split into batches and micro-batches."""
 
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,9 @@ MAX_SIZE = 2**62
 
 CHUNK = 8192
 """Positions computed at a time, so that the arrays stay in the L2 cache."""
+
+# Domains of the keys, so that no two uses of one seed share a key; data/train_val_split.py has 3.
+_EPOCH, _SHORT_WINDOW, _DRAW, _PLACE = 1, 2, 4, 5
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -152,15 +157,178 @@ class Permutation:
         return x.view(np.int64)
 
 
+# --- Draws by weights: rare classes more often, uncertain labels less ---
+#
+# By integers and by floating-point operations that IEEE 754 rounds correctly. No function of a platform's C library
+# takes part, so the draws are equal on every node.
+
+
+_LOG_TERMS = 23  # of the series of log; |s| < 0.172, so the rest is below 2**-60
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedDraws:
+    """Draws of an epoch, each of a sample with its share of the weights.
+
+    With replacement, a position is hashed to a number below the sum of the weights, in integers of 62 bits. Without,
+    the samples of an epoch are those with the smallest ``-log(u) / weight`` (Efraimidis and Spirakis 2006, "Weighted
+    random sampling with a reservoir"), in an order that is random again.
+
+    Attributes:
+        weights: the weight of each sample, by its number, float64 (N,).
+        replacement: whether a sample may occur more than once in an epoch.
+    """
+
+    weights: NDArray[np.float64]
+    replacement: bool
+
+    def check(self, num_samples: int) -> None:
+        """Reject weights by which an epoch of ``num_samples`` cannot be drawn.
+
+        Raises:
+            DataError: gives the reason.
+        """
+        possible = np.count_nonzero(self.weights)
+        if not possible:
+            raise DataError("sample_weights are all 0, so no sample can be drawn.")
+        if not self.replacement and num_samples > possible:
+            raise DataError(
+                f"sample_weights without replacement: an epoch of {num_samples} samples cannot be drawn from "
+                f"{possible} with a weight above 0. Give a smaller num_samples."
+            )
+
+    def draw(self, key: int, num_samples: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sample numbers at positions of the epoch with this key and number of samples."""
+        if self.replacement:
+            sums = self._cumulative
+            values = _scale(_hashes(key, positions), int(sums[-1]))
+            drawn: NDArray[np.int64] = np.searchsorted(sums, values, side="right").astype(np.int64, copy=False)
+            return drawn
+        places = Permutation(num_samples, derive_key(key, _PLACE))(positions)
+        return np.take(self._once(key, num_samples), places)
+
+    @functools.cached_property
+    def _cumulative(self) -> NDArray[np.int64]:
+        """Running sums of the weights as integers, in proportion, below 2**62; a weight above 0 is at least 1."""
+        bits = min(53, 61 - len(self.weights).bit_length())
+        exponent = math.frexp(float(self.weights.max()))[1]
+        scaled = np.rint(np.ldexp(self.weights, bits - exponent)).astype(np.int64)
+        sums: NDArray[np.int64] = np.cumsum(np.maximum(scaled, self.weights > 0), dtype=np.int64)
+        return sums
+
+    @functools.cached_property
+    def _once(self) -> Callable[[int, int], NDArray[np.int64]]:
+        """Return an epoch's samples; those of the last call are cached."""
+        return functools.lru_cache(maxsize=1)(self._draw_once)
+
+    def _draw_once(self, key: int, num_samples: int) -> NDArray[np.int64]:
+        possible = np.flatnonzero(self.weights)
+        with np.errstate(over="ignore"):
+            times = _exponential(_hashes(key, possible)) / self.weights[possible]
+        return np.take(possible, np.argsort(times, kind="stable")[:num_samples])
+
+
+def _hashes(key: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return ``derive_key(key, number)`` of each number."""
+    return splitmix64_of(np.uint64(splitmix64(key)) ^ numbers.view(np.uint64))
+
+
+def _scale(values: NDArray[np.uint64], size: int) -> NDArray[np.int64]:
+    """Return floor(value * size / 2**64) of each value, from products of 32 bits."""
+    half, mask = np.uint64(32), np.uint64(2**32 - 1)
+    high, low = values >> half, values & mask
+    size_high, size_low = np.uint64(size >> 32), np.uint64(size & (2**32 - 1))
+    middle = high * size_low + (low * size_low >> half)
+    carry = low * size_high + (middle & mask)
+    product: NDArray[np.uint64] = high * size_high + (middle >> half) + (carry >> half)
+    return product.view(np.int64)
+
+
+def _exponential(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return -log(u) of uniform numbers u in (0, 1).
+
+    ``np.log`` differs between platforms in its last bit. This sum consists of additions, products and divisions alone,
+    one array at a time, so that no compiler fuses two of them.
+    """
+    uniform = ((hashes >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    mantissa, exponent = np.frexp(uniform)
+    is_small = mantissa < 0.7071
+    mantissa = np.where(is_small, mantissa * 2, mantissa)
+    s = (mantissa - 1) / (mantissa + 1)  # log(m) = 2 (s + s**3 / 3 + s**5 / 5 + ...)
+    square, series = s * s, np.zeros_like(s)
+    for power in range(_LOG_TERMS, 0, -2):
+        series = series * square + 1 / power
+    result: NDArray[np.float64] = -((exponent - is_small) * 0.6931471805599453 + 2 * s * series)
+    return result
+
+
+def check_weights(values: Any, num_samples: int, task: str) -> NDArray[np.float64]:
+    """Return a task's sample weights as an array.
+
+    Raises:
+        DataError: they are not finite numbers of at least 0, one per sample.
+    """
+    try:
+        weights = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{task}.sample_weights must return a number for each sample: {error}") from error
+    if weights.shape != (num_samples,) or not np.all(np.isfinite(weights) & (weights >= 0)):
+        raise DataError(
+            f"{task}.sample_weights must return a finite number of at least 0 for each of the {num_samples} samples, "
+            f"but returned {'others' if weights.shape == (num_samples,) else f'shape {weights.shape}'}."
+        )
+    return weights + 0.0  # -0.0 is 0.0
+
+
+# --- Micro-batches of about equal lengths: sentences by tokens, images by pixels ---
+
+
+def assign_by_length(lengths: NDArray[np.int64], capacities: list[int]) -> NDArray[np.int64]:
+    """Assign samples to micro-batches such that the micro-batches' total lengths are about equal.
+
+    The longest sample first, each to the shortest micro-batch that has capacity left: longest processing time first
+    (Graham, "Bounds on multiprocessing timing anomalies", 1969). The micro-batches keep their sizes.
+
+    Args:
+        lengths: the lengths of the samples, (n,).
+        capacities: the number of samples of each micro-batch; n in total.
+
+    Returns:
+        A permutation of range(n): the first micro-batch's samples in their order, then the second's, and so on.
+    """
+    assigned: list[list[int]] = [[] for _ in capacities]
+    lightest = [(0, microbatch) for microbatch, capacity in enumerate(capacities) if capacity]
+    for place in np.argsort(-lengths, kind="stable").tolist():
+        load, microbatch = heapq.heappop(lightest)
+        assigned[microbatch].append(place)
+        if len(assigned[microbatch]) < capacities[microbatch]:
+            heapq.heappush(lightest, (load + int(lengths[place]), microbatch))
+    return np.concatenate([np.sort(np.asarray(microbatch, dtype=np.int64)) for microbatch in assigned])
+
+
+def check_lengths(values: Iterable[Any], num_samples: int, task: str) -> NDArray[np.int64]:
+    """Return a task's sample lengths as an array.
+
+    Raises:
+        DataError: they are not whole numbers of at least 0, one per sample.
+    """
+    try:
+        lengths = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{task}.sample_lengths must return a number for each sample: {error}") from error
+    if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 0):
+        raise DataError(
+            f"{task}.sample_lengths must return a whole number of at least 0 for each of the {num_samples} "
+            f"samples, but returned {lengths.dtype} of shape {lengths.shape}. Count tokens, pixels or points."
+        )
+    return lengths.astype(np.int64)
+
+
 # --- The order of the data as index arithmetic: (seed, epoch, step, micro-batch) -> sample numbers ---
 #
 # Stateless, in memory independent of the dataset's size. An epoch is a keyed permutation of the sample numbers; a step
 # is a range of positions in it; a micro-batch is a part of that range. The values never change across versions.
 
-
-# Domains of the keys, so that no two uses of one seed share a key; data/train_val_split.py has 3,
-# data/weighted_order.py 4 and 5.
-_EPOCH, _SHORT_WINDOW = 1, 2
 
 _BY_SAMPLE = Shuffle(window=1)
 
@@ -182,7 +350,8 @@ class DeterministicSampler:
 
     A step is ``global_batch_size`` samples over ``num_microbatches`` micro-batches whose sizes differ by at
     most one. The remainder of an epoch is a shorter batch of as many micro-batches as
-    get ``min_microbatch_size`` samples each; fewer samples than that join the previous batch.
+    get ``min_microbatch_size`` samples each; fewer samples than that join the previous batch. Weights and lengths of
+    samples do not count when two orders are compared.
 
     Attributes:
         num_samples: N, the samples of an epoch.
@@ -191,10 +360,13 @@ class DeterministicSampler:
         seed: determines the order, together with the epoch.
         min_microbatch_size: the fewest samples that a micro-batch may hold.
         shuffle: by sample, by windows of neighbours, or not at all.
+        draws: draws the samples by weights, instead of a permutation of all.
+        lengths: the length of each sample, by its number, int64 (dataset_size,): a step's samples are assigned to its
+            micro-batches such that these have about equal lengths.
 
     Raises:
         ConfigError: the numbers are inconsistent.
-        DataError: there are too few samples for one micro-batch, or more than 2**62.
+        DataError: there are too few samples for one micro-batch, or more than 2**62; the weights cannot be drawn by.
     """
 
     num_samples: int
@@ -203,6 +375,8 @@ class DeterministicSampler:
     seed: int
     min_microbatch_size: int = 2
     shuffle: Shuffle = _BY_SAMPLE
+    draws: WeightedDraws | None = field(default=None, repr=False, compare=False)
+    lengths: NDArray[np.int64] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -226,16 +400,20 @@ class DeterministicSampler:
             )
         if self.num_samples > MAX_SIZE:
             raise DataError(f"the training data claims {self.num_samples} samples; the maximum is 2**62.")
+        if self.draws is not None:
+            if self.shuffle.window != 1:
+                raise ConfigError("a task with sample_weights draws its samples at random; leave --shuffle out.")
+            self.draws.check(self.num_samples)
 
     @property
     def dataset_size(self) -> int:
         """The samples of the dataset, of which :meth:`indices` gives the numbers."""
-        return self.num_samples
+        return self.num_samples if self.draws is None else len(self.draws.weights)
 
     @property
     def is_weighted(self) -> bool:
         """Whether samples are drawn by weights, so that a sample may occur several times, or never."""
-        return False
+        return self.draws is not None
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
@@ -273,11 +451,38 @@ class DeterministicSampler:
         """
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"positions [{start}, {stop}) are not within [0, {self.num_samples}].")
+        if self.lengths is None:
+            return self._shuffled(epoch, start, stop)
+        parts, position = [np.empty(0, dtype=np.int64)], start
+        while position < stop:
+            step = min(position // self.global_batch_size, self.steps_per_epoch - 1)
+            low, high = self.batch_range(step)
+            until = min(high, stop)
+            parts.append(self._balanced(epoch, step)[position - low : until - low])
+            position = until
+        return np.concatenate(parts)
+
+    @functools.cached_property
+    def _balanced(self) -> Callable[[int, int], NDArray[np.int64]]:
+        """Return a step's sample numbers, micro-batch by micro-batch; those of the last call are cached."""
+        return functools.lru_cache(maxsize=1)(self._balance)
+
+    def _balance(self, epoch: int, step: int) -> NDArray[np.int64]:
+        assert self.lengths is not None
+        numbers = self._shuffled(epoch, *self.batch_range(step))
+        capacities = [high - low for low, high in self.microbatch_bounds(step)]
+        return numbers[assign_by_length(self.lengths[numbers], capacities)]
+
+    def _shuffled(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the sample numbers at the positions [start, stop) of an epoch, before lengths count."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        if self.draws is not None:
+            return self.draws.draw(derive_key(self.seed, _DRAW, epoch), self.num_samples, positions)
         if self.shuffle.window == 0:
-            return np.arange(start, stop, dtype=np.int64)
+            return positions
         key = derive_key(self.seed, _EPOCH, epoch)
         if self.shuffle.window == 1:
-            return _permutation(self.num_samples, key)(np.arange(start, stop, dtype=np.int64))
+            return _permutation(self.num_samples, key)(positions)
         parts = list(self._shuffled_windows(key, start, stop))
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import write_atomically
-from paceline.data.balanced_order import BalancedOrder, balance_order
-from paceline.data.order import DeterministicSampler
-from paceline.data.weighted_order import WeightedOrder, weigh_order
+from paceline.data.order import DeterministicSampler, WeightedDraws
 
 if TYPE_CHECKING:
     from paceline.runs.directory import RunDirectory
@@ -47,7 +46,7 @@ def restore_order(order: DeterministicSampler | None, run: RunDirectory) -> Dete
             raise RunDirectoryError(f"{run.sample_weights} must contain weights, but contains {_describe(weights)}.")
         replacement = names[0] == _FIELDS[True]
         try:
-            order = weigh_order(order, weights[names[0]], replacement=replacement, num_samples=order.num_samples)
+            order = replace(order, draws=WeightedDraws(weights[names[0]], replacement))
         except UserError as error:
             raise RunDirectoryError(f"{run.sample_weights}: {error}") from error
     if lengths is not None:
@@ -56,7 +55,7 @@ def restore_order(order: DeterministicSampler | None, run: RunDirectory) -> Dete
                 f"{run.sample_lengths} must contain the lengths of {order.dataset_size} samples, int64, but contains "
                 f"{_describe(lengths)}."
             )
-        order = balance_order(order, lengths)
+        order = replace(order, lengths=lengths)
     return order
 
 
@@ -78,13 +77,9 @@ def require_same_order(order: DeterministicSampler | None, run: RunDirectory) ->
 
 
 def _arrays(run: RunDirectory, order: DeterministicSampler | None) -> dict[Path, NDArray[Any] | None]:
-    lengths: NDArray[Any] | None = None
-    weights: NDArray[Any] | None = None
-    if isinstance(order, BalancedOrder):
-        lengths, order = order.lengths, order.order
-    if isinstance(order, WeightedOrder):
-        weights = order.weights.view([(_FIELDS[order.replacement], np.float64)])
-    return {run.sample_weights: weights, run.sample_lengths: lengths}
+    draws = None if order is None else order.draws
+    weights = None if draws is None else draws.weights.view([(_FIELDS[draws.replacement], np.float64)])
+    return {run.sample_weights: weights, run.sample_lengths: None if order is None else order.lengths}
 
 
 def _are_equal(array: NDArray[Any], saved: NDArray[Any]) -> bool:

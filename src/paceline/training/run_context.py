@@ -19,13 +19,11 @@ from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.plugins import import_object
 from paceline.core.task import RunSchedule, Task
-from paceline.data.balanced_order import balance_order, check_lengths
 from paceline.data.loader import EvalBatches, build_loader, resolve_workers
-from paceline.data.order import DeterministicSampler
+from paceline.data.order import DeterministicSampler, WeightedDraws, check_lengths, check_weights
 from paceline.data.samples import Loader
 from paceline.data.stream import ShardedStream, StreamLoader, as_stream
 from paceline.data.train_val_split import Split, TrainValSplit, split_train_val
-from paceline.data.weighted_order import check_weights, weigh_order
 from paceline.parallel.options import PipelineOptions
 from paceline.parallel.strategy import (
     AMP_DTYPES,
@@ -144,15 +142,11 @@ def set_up_data(config: ResolvedConfig, task: Task, manifest: Mapping[str, Any] 
     if given is not None:
         sampler = given if isinstance(given, WeightedRandomSampler) else None
         weights = check_weights(given if sampler is None else sampler.weights, len(train), type(task).__name__)
-        order = weigh_order(
-            order,
-            weights[numbers],
-            replacement=sampler is None or sampler.replacement,
-            num_samples=num_samples if sampler is None else sampler.num_samples,
-        )
+        draws = WeightedDraws(weights[numbers], sampler is None or sampler.replacement)
+        order = replace(order, draws=draws, num_samples=num_samples if sampler is None else sampler.num_samples)
     sizes = task.sample_lengths(train)
     if sizes is not None:
-        order = balance_order(order, check_lengths(sizes, len(train), type(task).__name__)[numbers])
+        order = replace(order, lengths=check_lengths(sizes, len(train), type(task).__name__)[numbers])
     recorded = EpochSteps.of(manifest or {})
     epochs = (
         EpochSteps(order.steps_per_epoch) if recorded is None else replace(recorded, per_epoch=order.steps_per_epoch)
