@@ -39,6 +39,7 @@ from paceline.training.loaded_model import load_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
 from paceline.training.session import FixedGroup, build_trainer, conclude_run, enter_group, set_up
+from paceline.training.state_manager import StateManager
 from paceline.training.step import ComposedStep
 from paceline.training.trainer import Trainer
 from paceline.training.worker import join_launched_group
@@ -55,7 +56,7 @@ _open_runs: WeakSet[Run] = WeakSet()
 # Workers run the script once more, which needs a guard that most loops do not have. A script's epoch may be its run.
 _DEFAULTS = {"num_workers": 0, "checkpoint_every": ("1epochs", "10min")}
 _OF_STEPS = ("epochs", "max_steps")
-_OF_TASKS = ("set", "val_fraction", "early_stop", "best_metric", "eval_every", "ema")
+_OF_TASKS = ("set", "val_fraction", "early_stop", "eval_every", "ema")
 _OF_LAUNCHERS = ("nproc", "nodes", "on")
 _OF_WRAPPERS = ("compile", "reduction")
 
@@ -353,6 +354,11 @@ class LoopStep:
             clip_norm: the 2-norm to which the gradients of these optimizers' parameters are scaled down.
             closure: computes the loss again, by :meth:`backward`, for optimizers that need it, such as ``LBFGS``.
         """
+        if self._trainer.state.progress.measured:
+            raise TaskError(
+                "step.update() was called after run.evaluate(), so the evaluated model is not the one that is saved as "
+                "the best. Update first, then evaluate."
+            )
         self._is_updating = True  # a closure's gradients replace each other
         try:
             with self._tracker.at_work(), self._optimizers_step():
@@ -403,9 +409,15 @@ class LoopStep:
         self._used -= {id(parameter) for parameter in self._parameters if parameter.grad is not None}
 
     def record_evaluation(self, name: str, metrics: Mapping[str, float]) -> None:
-        """Enter an evaluation into the metrics, as of the end of this step; all ranks then draw alike again."""
+        """Enter an evaluation into the metrics, as of the end of this step; all ranks then draw alike again.
+
+        With ``best_metric`` that of "val" is entered when the step is committed, and may make its model the best.
+        """
         self._inner.align_random_numbers()
-        self._group.monitor.on_eval_end(name, self.step + 1, self.epoch or 0, metrics)
+        if name == "val" and self._trainer.run.config.evaluation.best_metric is not None:
+            self._trainer.state.progress.measured = dict(metrics)
+        else:
+            self._group.monitor.on_eval_end(name, self.step + 1, self.epoch or 0, metrics)
 
 
 class OptimizerGuard:
@@ -514,6 +526,7 @@ class Run:
         self._is_looping = False
         self._context: RunContext | None = None
         self._world: World | None = None
+        self._states: StateManager | None = None
         self._step: LoopStep | None = None
         self._evaluations: dict[str, _Evaluation] = {}
         self._resources = ExitStack()
@@ -603,6 +616,7 @@ class Run:
             self.result = Result.of(found["result"])
             return
         trainer = stack.enter_context(build_trainer(self._context, groups.world_size))
+        self._states = trainer.states
         guard = stack.enter_context(OptimizerGuard(self._parts.optimizers.values()))
         tracker = self._world.progress_tracker
         with note_progress(tracker):
@@ -662,7 +676,8 @@ class Run:
     ) -> dict[str, float]:
         """Evaluate the model exactly: the same numbers on any number of ranks, which all call this together.
 
-        Within the loop the metrics are recorded, at the current step; after it they are only returned.
+        Within the loop the metrics are recorded, at the current step; after it they are only returned. Where the run
+        has ``best_metric="accuracy:max"``, the evaluations of "val" choose the checkpoint that is kept as the best.
 
         Args:
             metrics: called with each batch, under ``torch.no_grad`` and with the model in evaluation mode. Returns by
@@ -684,6 +699,20 @@ class Run:
         if self._step is not None:
             self._step.record_evaluation(name, measured)
         return measured
+
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return the ``state_dict`` of the whole model on rank 0, and an empty one on the others.
+
+        All ranks call this together, within the loop or after it. Tensors are not copied where they are whole anyway.
+        """
+        if self._world is None:
+            raise ConfigError("Run.model_state_dict() needs the ranks: call it within the loop, or after it.")
+        module = self._parts.module
+        if self._states is None:  # the run was over before
+            return module.state_dict() if self._world.rank == 0 else {}
+        with self._world.progress_tracker.at_work():
+            whole = self._states.full_model_state_dict(self._world, module)
+        return whole if self._world.rank == 0 else {}
 
     def _evaluation(self, dataset: Any, name: str) -> _Evaluation:
         known = self._evaluations.get(name)

@@ -20,8 +20,11 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.data.audit import audit
 from paceline.runs.checkpoint_store import newest_verified
 from paceline.runs.checkpointer import load
+from paceline.runs.directory import RunDirectory
+from paceline.runs.fork import fork_run
 
 # The same parts as a task and as a script.
 PARTS = """
@@ -89,6 +92,7 @@ import sys
 from pathlib import Path
 
 import paceline
+from paceline.runs.checkpoint_state import model_sha256
 from parts import *
 
 options = json.loads(sys.argv[1])
@@ -127,6 +131,10 @@ for step in run.steps(epochs=3):
         os.kill(os.getpid(), signal.SIGTERM)
 measured.append(run.evaluate(metrics, TensorDataset(x[:50], y[:50])))
 told = {"measured": measured, "drawn": drawn, "sha256": run.result.model_sha256}
+weights = run.model_state_dict()
+assert bool(weights) is (run.rank == 0)
+told["weights"] = model_sha256(weights) if weights else told["sha256"]
+told["best"] = run.result.record["best_step"]
 Path(f"{options['directory']}.told-{os.environ.get('RANK', 0)}").write_text(json.dumps(told))
 """
 
@@ -176,7 +184,7 @@ def test_an_own_loop_has_the_bits_of_fit_under_each_strategy(
         sys.modules.pop("parts", None)
     started = {
         f"{ranks}-{strategy}": run_processes.start(
-            command(script, ranks, directory=f"{ranks}-{strategy}", strategy=strategy)
+            command(script, ranks, directory=f"{ranks}-{strategy}", strategy=strategy, best_metric="right:max")
         )
         for ranks, strategy in ((1, "auto"), (2, "zero1"), (3, "fsdp"))
     }
@@ -185,6 +193,9 @@ def test_an_own_loop_has_the_bits_of_fit_under_each_strategy(
     first = told[0][0]
     assert first["sha256"] == fitted.model_sha256
     assert all(of_rank == first for of_ranks in told for of_rank in of_ranks)
+    assert first["weights"] == first["sha256"]
+    right = [measured["right"] for measured in first["measured"][:3]]
+    assert first["best"] == 7 * (1 + right.index(max(right)))
     assert len(first["measured"]) == 4
     assert first["measured"][2] == first["measured"][3]  # within the last step, and after the loop
     logged = [logged_by(tmp_path / name) for name in ("fit", *started)]
@@ -200,19 +211,24 @@ def test_an_own_loop_has_the_bits_of_fit_under_each_strategy(
 def test_a_killed_loop_continues_on_another_number_of_ranks(
     run_processes: Processes, script: Path, tmp_path: Path
 ) -> None:
+    options = {"sample_weights": WEIGHTS, "best_metric": "loss:min"}
+
     def run(ranks: int, name: str) -> list[dict[str, Any]]:
-        started = run_processes.start(command(script, ranks, directory=name, sample_weights=WEIGHTS))
+        started = run_processes.start(command(script, ranks, directory=name, **options))
         return told_by(started, run_processes, tmp_path / name)
 
     (whole,) = run(1, "whole")
-    killed = run_processes.run(command(script, 2, directory="run", sample_weights=WEIGHTS, kill_at=9))
+    killed = run_processes.run(command(script, 2, directory="run", **options, kill_at=9))
     assert killed.returncode != 0
-    asked = run_processes.run(command(script, 1, directory="run", sample_weights=WEIGHTS, ask_at=13))
+    asked = run_processes.run(command(script, 1, directory="run", **options, ask_at=13))
     assert asked.returncode == 75, asked.stderr
     assert '"stopped"' in (tmp_path / "run/events.jsonl").read_text()
     resumed = run(3, "run")
     assert {of_rank["sha256"] for of_rank in resumed} == {whole["sha256"]}
     assert resumed[0]["measured"] == whole["measured"][-2:]
+    assert resumed[0]["best"] == whole["best"]
+    metrics = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "run")]
+    assert [text.count('"kind": "eval"') for text in metrics] == [3, 3]
     assert logged_by(tmp_path / "run") == logged_by(tmp_path / "whole")
     assert "Clean: every weighted draw of 3 epochs made exactly once" in run_processes.paceline("audit", "run").stdout
     (again,) = run(1, "run")
@@ -299,6 +315,56 @@ def test_a_run_does_not_continue_with_other_weights(tmp_path: Path) -> None:
             else:
                 with pytest.raises(paceline.RunDirectoryError, match="sample_weights differ from those in"):
                     next(run.steps(max_steps=2))
+
+
+def test_the_best_model_is_kept_by_the_metric_of_the_run(tmp_path: Path) -> None:
+    model, measured = linear(), [0.2, 0.9, 0.5, 0.9]
+    with start(tmp_path / "run", model, SGD(model.parameters(), 0.1), best_metric="score:max") as run:
+        for step in run.steps(max_steps=4):
+            step.backward(squares(model))
+            step.update()
+            if step.step == 1:
+                best = {name: value.clone() for name, value in run.model_state_dict().items()}
+            score = torch.tensor(measured[step.step])
+            run.evaluate(lambda batch, score=score: {"score": score.expand(len(batch[0]))}, points())
+    assert run.result is not None
+    assert (run.result.record["best_step"], run.result.metrics["val"]) == (2, {"score": pytest.approx(0.9)})
+    loaded = paceline.load(tmp_path / "run", "best", model=linear())
+    assert torch.equal(loaded.state_dict()["weight"], best["weight"])
+    assert not torch.equal(model.weight, best["weight"])
+
+
+def test_an_update_after_the_evaluation_is_refused(tmp_path: Path) -> None:
+    model = linear()
+    with start(tmp_path / "run", model, SGD(model.parameters(), 0.1), best_metric="out:max") as run:
+        steps = run.steps(max_steps=2)
+        step = next(steps)
+        step.backward(squares(model))
+        run.evaluate(lambda batch: {"out": model(batch[0]).flatten()}, points())
+        with pytest.raises(paceline.TaskError, match="Update first, then evaluate"):
+            step.update()
+
+
+def test_a_fork_continues_the_loop_with_other_batches(tmp_path: Path) -> None:
+    def train(name: str, batch: int) -> list[tuple[int, int | None, bool]]:
+        model = linear()
+        options = {"global_batch_size": batch, "checkpoint_every": "1epochs", "keep_checkpoints": 9}
+        with start(tmp_path / name, model, SGD(model.parameters(), 0.1), **options) as run:
+            steps = []
+            for step in run.steps(epochs=3):
+                step.backward(squares(model))
+                step.update()
+                steps.append((step.step, step.epoch, step.ends_epoch))
+        return steps
+
+    train("run", 12)
+    with pytest.raises(paceline.ConfigError, match=r"paceline fork .*/run --global-batch-size 24"):
+        train("run", 24)
+    fork_run(
+        RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "fork"), {}, options={"global_batch_size": 24}, step=4
+    )
+    assert train("fork", 24) == [(4, 1, False), (5, 1, True), (6, 2, False), (7, 2, True)]
+    assert audit(RunDirectory(tmp_path / "fork")).clean
 
 
 def test_a_step_without_an_update_counts_its_samples(tmp_path: Path) -> None:

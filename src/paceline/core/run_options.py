@@ -64,6 +64,7 @@ class LoopOptions(TypedDict, total=False):
     clip_norm: float | None
     shuffle: str
     num_workers: int | Literal["auto"]
+    best_metric: str | None
     resume: Literal["auto", "never", "must"]
     checkpoint_every: Texts
     keep_checkpoints: int
@@ -94,5 +95,4 @@ class RunOptions(LoopOptions, total=False):
     val_fraction: float | None
     eval_every: str
     early_stop: str | None
-    best_metric: str | None
     run_dir: PathLike[str] | str | None

@@ -518,6 +518,7 @@ class Validation:
         metrics = self.metrics = state.callback.on_eval_end("val", measured)
         progress = state.progress
         progress.evaluated_step = progress.step
+        progress.measured = {}
         progress.version += 1
         improved = self._selector.apply(metrics, progress)
         state.step_plateaus(self._selector.value(metrics))

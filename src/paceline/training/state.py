@@ -52,6 +52,7 @@ class TrainProgress:
         epoch_ended: a stream has no more data in this epoch.
         epochs_concluded: epochs for which the task's ``on_epoch_end`` was called.
         evaluated_step: the last step after which the model was evaluated.
+        measured: what a script's own loop has measured of the model after the last step, until it is applied.
         best: the best validation value so far.
         best_step, best_version: step and state version of the best value.
         best_metrics: all validation metrics of that version.
@@ -68,6 +69,7 @@ class TrainProgress:
     epoch_ended: bool = False
     epochs_concluded: int = 0
     evaluated_step: int = 0
+    measured: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     best_step: int | None = None
     best_version: int | None = None

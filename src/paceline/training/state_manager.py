@@ -217,9 +217,13 @@ class StateManager:
         """Gather the state in the form of one process, on rank 0; all ranks call this together."""
         return dict(self._layout.full(self.state.state_dict(), keep=world.rank == 0))
 
-    def full_model_state_dict(self, world: World) -> dict[str, Any]:
-        """Gather the model's state in the form of one process, on rank 0; all ranks call this together."""
-        return dict(self._layout.full(self.state.module.state_dict(), keep=world.rank == 0))
+    def full_model_state_dict(self, world: World, module: nn.Module | None = None) -> dict[str, Any]:
+        """Gather the model's state in the form of one process, on rank 0; all ranks call this together.
+
+        Args:
+            module: the model, for a script that has it when the training is over.
+        """
+        return dict(self._layout.full((module or self.state.module).state_dict(), keep=world.rank == 0))
 
     def full_evaluated_weights(self, world: World) -> dict[str, Tensor]:
         """Gather the evaluated weights by the names of the task's model, on rank 0; all ranks call this together."""

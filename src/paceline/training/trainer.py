@@ -251,7 +251,8 @@ class Trainer:
         return self._evaluate(group) if self._evaluation_is_due() else False
 
     def _evaluation_is_due(self) -> bool:
-        return self.validation.exists and self.run.schedule.evaluation_is_due(self.state.progress)
+        progress = self.state.progress
+        return bool(progress.measured) or (self.validation.exists and self.run.schedule.evaluation_is_due(progress))
 
     def _conclude_epoch(self) -> None:
         """Call the task's ``on_epoch_end``, once: within the last transition of the epoch's end."""
@@ -266,7 +267,7 @@ class Trainer:
         group.check_state()
         try:
             with self.run.watch_evaluation(self.state.evaluated_module):
-                metrics = self.validation.measure(
+                metrics = self.state.progress.measured or self.validation.measure(
                     group.mesh, self.state, group.monitor, group.stop_reason, is_collective=self.states.is_collective
                 )
         except EvaluationStopped as stopped:
