@@ -90,7 +90,10 @@ def test_exported_names() -> None:
     assert set(EXPORTED) <= set(dir(paceline))
 
 
-OF_PLUG_INS = ["Categories", "Dates", "FunctionJob", "TaskJob", "Tokenizer", "Vocabulary", "submit", "submit_array"]
+OF_PLUG_INS = [
+    *("Categories", "Dates", "FunctionJob", "TaskJob", "Tokenizer", "Vocabulary"),
+    *("log_histogram", "log_image", "log_text", "submit", "submit_array"),
+]
 
 
 @pytest.mark.parametrize("name", [*EXPORTED, *OF_PLUG_INS])

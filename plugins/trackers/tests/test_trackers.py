@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 from tests.processes import Processes
 
 from paceline.core.files import read_json_lines
@@ -109,9 +113,21 @@ from dataclasses import dataclass
 from pathlib import Path
 sys.path.insert(0, {str(TASK.parent)!r})
 import paced
+import paceline
+import torch
+
+class Shown(paceline.Callback):
+    def on_step_end(self, step, loss):
+        if step % 4 == 0:
+            paceline.log_image("samples/grid", torch.full((3, 4, 5), step / 16))
+            paceline.log_text("prompt", f"step <{{step}}>")
+            paceline.log_histogram("weights", [0.0, step, step, float("nan")])
 
 @dataclass
 class Stopped(paced.Paced):
+    def build_callback(self, model, schedule):
+        return Shown()
+
     def on_batch_begin(self, place):
         mark = Path(__file__).with_name("stopped")
         if place.split == "train" and place.step == 9 and not mark.exists():
@@ -129,12 +145,14 @@ runs = client.search_runs([e.experiment_id for e in client.search_experiments()]
 (run,) = runs
 of = lambda name: client.get_metric_history(run.info.run_id, name)
 history = {name: [[m.step, m.value] for m in of(name)] for name in run.data.metrics}
-print(json.dumps([run.info.status, run.data.params, run.data.tags, history]))
+artifacts = [item.path for folder in ("images", "media/prompt", "media/weights")
+             for item in client.list_artifacts(run.info.run_id, folder)]
+print(json.dumps([run.info.status, run.data.params, run.data.tags, history, artifacts]))
 """
     uri = f"sqlite:///{resumed}/mlflow.db"
     done = run_processes.run([sys.executable, "-c", read, uri], env={"MLFLOW_DISABLE_TELEMETRY": "true"}, timeout_s=120)
     assert done.returncode == 0, done.stderr
-    status, params, tags, history = json.loads(done.stdout.splitlines()[-1])
+    status, params, tags, history, artifacts = json.loads(done.stdout.splitlines()[-1])
     records = read_json_lines(resumed / "run" / "metrics.jsonl")
     result = json.loads((resumed / "run" / "result.json").read_text())
     assert status == "FINISHED"
@@ -147,6 +165,37 @@ print(json.dumps([run.info.status, run.data.params, run.data.tags, history]))
     assert tags["paceline.model_sha256"] == result["model_sha256"]
     assert Path(tags["paceline.runs"]).is_dir()
     assert not {"token_file", "rdzv_endpoint"} & params.keys()
+    shown = [f"media/{name}/step-{step:08d}{suffix}" for name, suffix in MEDIA[1:] for step in (4, 8, 12, 16)]
+    assert [path for path in artifacts if path.startswith("media/")] == shown
+    images = [re.findall(r"\+step\+(\d+)", path) for path in artifacts if path.endswith(".png")]
+    assert sorted(int(step) for (step,) in images) == [4, 8, 12, 16]
+
+
+MEDIA = [("samples/grid", ".png"), ("prompt", ".txt"), ("weights", ".json")]
+
+
+def test_tensorboard_and_the_run_have_each_image_text_and_histogram_once(resumed: Path) -> None:
+    media = resumed / "run" / "media"
+    files = sorted(str(path.relative_to(media)) for path in media.rglob("*") if path.is_file())
+    assert files == sorted(f"{name}/step-{step:08d}{suffix}" for name, suffix in MEDIA for step in (4, 8, 12, 16))
+    with Image.open(media / "samples/grid/step-00000008.png") as image:
+        assert (image.size, image.getpixel((0, 0))) == ((5, 4), (128, 128, 128))
+    assert (media / "prompt/step-00000016.txt").read_text() == "step <16>"
+    histogram = json.loads((media / "weights/step-00000004.json").read_text())
+    assert (histogram["counts"][0], histogram["counts"][-1], len(histogram["edges"])) == (1, 2, 65)
+    assert (histogram["sum"], histogram["sum_of_squares"], histogram["nonfinite"]) == (8.0, 32.0, 1)
+
+    events = EventAccumulator(str(resumed / "run" / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    tags = {"samples/grid": "images", "prompt/text_summary": "text", "weights": "histograms"}
+    for tag, plugin in tags.items():
+        assert events.SummaryMetadata(tag).plugin_data.plugin_name == plugin
+        assert [event.step for event in events.Tensors(tag)] == [4, 8, 12, 16]
+    width, height, png = events.Tensors("samples/grid")[1].tensor_proto.string_val[:3]
+    assert (width, height, png) == (b"5", b"4", (media / "samples/grid/step-00000008.png").read_bytes())
+    assert events.Tensors("prompt/text_summary")[3].tensor_proto.string_val[0] == b"step <16>"
+    buckets = make_ndarray(events.Tensors("weights")[0].tensor_proto)
+    assert buckets[:, 2].sum() == 3
 
 
 OPEN = """
@@ -206,6 +255,8 @@ def test_wandb_has_each_step_once_under_one_id(resumed: Path, run_processes: Pro
     assert steps == [r["step"] for r in records if r["kind"] == "train"]
     assert [row["_step"] for row in read["rows"] if "eval/val/accuracy" in row] == [4, 8, 12, 16]
     assert len(set(read["ids"])) == 1
+    for name in ("samples/grid", "prompt", "weights"):
+        assert [row["_step"] for row in read["rows"] if name in row or f"{name}._type" in row] == [4, 8, 12, 16]
     assert read["config"]["max_steps"] == 16
     # Nothing of the machine or the command line was written.
     files = [path.name for path in (resumed / "run" / "wandb").rglob("*") if path.is_file()]

@@ -6,14 +6,16 @@ import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.runs.directory import RunDirectory
+from paceline.runs.metric_writers import Media
 from paceline.runs.trackers import RunInfo, require
+from paceline_trackers.media import read_media
 from paceline_trackers.writer import TrackerWriter
 
 
@@ -90,6 +92,27 @@ def test_what_a_tracker_lacks_is_sent_when_the_run_goes_on(tracked: RunInfo) -> 
     writer.write(train(30))
     writer.close()
     assert [step for step, _ in second.rows] == [20, 20, 30]
+
+
+def test_images_that_a_tracker_lacks_are_sent_when_the_run_goes_on(tracked: RunInfo) -> None:
+    class Gallery(Recorder):
+        shown: ClassVar[list[tuple[int, str, str]]] = []
+
+        def log_media(self, step: int, at: float, media: Media) -> None:
+            self.shown.append((step, media.name, type(media).__name__))
+
+    for step in (2, 4, 90):
+        for kind, content in ((".txt", b"x"), (".json", b'{"counts": [1], "edges": [0, 1]}'), (".png", b"damaged")):
+            path = tracked.directory.media / "a/b" / f"step-{step:08d}{kind}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    earlier = [train(2), train(4)]
+    media = read_media(tracked.directory, last_step=4)
+    for _ in range(2):  # the second time, nothing is lacking
+        writer = TrackerWriter("mlflow", Gallery(), tracked, [*earlier, *media])
+        writer.close()
+    kinds = ("LoggedHistogram", "LoggedText")
+    assert Gallery.shown == [(step, "a/b", kind) for step in (2, 4) for kind in kinds]
 
 
 def test_a_tracker_that_fails_is_told_once_and_stops_nothing(

@@ -158,6 +158,9 @@ NAMES: Mapping[str, str] = {
     "TransformersTask": "paceline_lm:TransformersTask",
     "Tokenizer": "paceline_serving.texts:Tokenizer",
     "Vocabulary": "paceline_serving.texts:Vocabulary",
+    "log_histogram": "paceline_trackers.media:log_histogram",
+    "log_image": "paceline_trackers.media:log_image",
+    "log_text": "paceline_trackers.media:log_text",
     "submit": "paceline_frameworks.submit:submit",
     "submit_array": "paceline_frameworks.submit:submit_array",
 }

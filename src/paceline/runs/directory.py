@@ -95,6 +95,8 @@ class RunDirectory:
     initial = RelativePath("initial.safetensors")
     """The initial weights of a fine-tuned run."""
     tensorboard = RelativePath("tensorboard")
+    media = RelativePath("media")
+    """Images, texts and histograms that the user's code logs."""
     profile = RelativePath("profile")
     logs = RelativePath("logs")
     heartbeats = RelativePath("heartbeats")

@@ -10,7 +10,9 @@ import math
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -27,11 +29,34 @@ from paceline.runs.phases import PhaseTimer
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Media(ABC):
+    """An image, a text or a histogram of a run.
+
+    Attributes:
+        step: steps done.
+        path: its file in the run's directory.
+        content: of the file.
+    """
+
+    name: str
+    step: int
+    path: Path
+    content: bytes
+
+    @abstractmethod
+    def summary_value(self) -> Any:
+        """Return it as TensorBoard's ``Summary.Value``."""
+
+
 class Writer(Protocol):
     """Writes the records of a run, in the order of their steps."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record (see :mod:`paceline.runs.monitor` for its keys) before returning."""
+
+    def write_media(self, media: Media) -> None:
+        """Write an image, a text or a histogram, of which the run has a file already."""
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the end of the run; ``result`` is the content of ``result.json``."""
@@ -55,6 +80,9 @@ class JsonlWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write((json.dumps(finite(record), allow_nan=False) + "\n").encode())
+
+    def write_media(self, media: Media) -> None:
+        pass  # its file is enough
 
     def finish(self, result: Mapping[str, Any]) -> None:
         pass  # ``result.json`` has it
@@ -98,6 +126,9 @@ class TensorBoardWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._write(record["step"], scalars(record))
+
+    def write_media(self, media: Media) -> None:
+        self._write(media.step, (), media.summary_value())
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the final metrics; ``result`` is the content of ``result.json``."""

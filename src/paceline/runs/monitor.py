@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from paceline.core.config import configuration
 from paceline.runs.directory import RunDirectory
@@ -14,6 +14,7 @@ from paceline.runs.epochs import EpochSteps
 from paceline.runs.heartbeat import Heartbeat
 from paceline.runs.metric_writers import (
     JsonlWriter,
+    Media,
     RankStatus,
     Telemetry,
     TensorBoardWriter,
@@ -59,9 +60,14 @@ class Monitor:
         device: the model's device, whose memory and utilisation are reported.
         trackers: builds experiment trackers from the earlier records; called on rank 0 only.
 
+    Attributes:
+        current: the monitor of the run that this process trains.
+
     Raises:
         RunDirectoryError: a file in the run directory cannot be written.
     """
+
+    current: ClassVar[Monitor | None] = None
 
     def __init__(
         self,
@@ -85,13 +91,14 @@ class Monitor:
         self.device = str(device)
         self.timer = PhaseTimer()
         self._telemetry = Telemetry(device, self.timer, first_step)
-        self._directory = directory
+        self.directory = directory
         self._log_every = log_every
         self._total_steps = total_steps
         self._samples = 0
         self._started = perf_counter()
         self._heartbeat = Heartbeat(directory, rank=rank, world_size=world_size, step=first_step)
         self._writers: list[Writer] = []
+        Monitor.current = self
         if rank != 0:
             return
         # Imported here, because rich takes 0.1 s and only rank 0 needs it.
@@ -112,6 +119,11 @@ class Monitor:
         # Between records, a step is reported only to the terminal, when it is time or an epoch ends.
         self._refresh_s = perf_counter() + self._terminal.interval_s
         self._epochs = epochs
+
+    @property
+    def step(self) -> int:
+        """Return the number of steps done."""
+        return self._heartbeat.step
 
     def is_due(self, step: int) -> bool:
         """Return whether ``step`` has a record; a pure function of the step, so equal on all ranks."""
@@ -239,15 +251,22 @@ class Monitor:
             for writer in self._writers:
                 writer.finish(result)
             self._terminal.close()
-            self._terminal.finish(result, self._directory)
+            self._terminal.finish(result, self.directory)
 
     def close(self) -> None:
         """Close the progress bar, the files and the heartbeat; a second call does nothing."""
         self._heartbeat.close()
+        if Monitor.current is self:
+            Monitor.current = None
         if self.rank == 0:
             self._terminal.close()
         while self._writers:
             self._writers.pop().close()
+
+    def write_media(self, media: Media) -> None:
+        """Write an image, a text or a histogram; called on rank 0 only."""
+        for writer in self._writers:
+            writer.write_media(media)
 
     def _write(self, record: Mapping[str, Any]) -> None:
         for writer in self._writers:

@@ -65,7 +65,8 @@ class RunInfo:
 class Tracker(Protocol):
     """One tracking service; all methods are called from one thread, and may raise anything.
 
-    If it has an attribute ``url`` with the address of the run's page, the dashboard links to it.
+    If it has an attribute ``url`` with the address of the run's page, the dashboard links to it. If it has a method
+    ``log_media(step, at, media)``, it gets images, texts and histograms (:class:`paceline.runs.metric_writers.Media`).
     """
 
     def open(self, run: RunInfo, earlier: str | None) -> str:

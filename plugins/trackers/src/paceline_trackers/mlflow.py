@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.files import link, read_document
+from paceline.runs.metric_writers import Media
 from paceline.runs.status import search_of
 from paceline.runs.trackers import RUN_ID, RunInfo
+from paceline_trackers.media import LoggedImage
 from paceline_trackers.writer import describe
 
 _LONGEST = 500  # characters of a parameter, which all stores take
@@ -113,6 +115,19 @@ class MlflowTracker:
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
         self._store.client.log_batch(self._run, metrics=mlflow_metrics(step, at, values), synchronous=True)
+
+    def log_media(self, step: int, at: float, media: Media) -> None:
+        """Add an image to those of the run's page, and the file of a text or a histogram to its artifacts."""
+        if isinstance(media, LoggedImage):
+            from PIL import Image
+
+            with Image.open(media.path) as image:
+                name = mlflow_name(media.name)
+                self._store.client.log_image(
+                    self._run, image, key=name, step=step, timestamp=int(at * 1000), synchronous=True
+                )
+        else:
+            self._store.client.log_artifact(self._run, str(media.path), f"media/{media.name}")
 
     def conclude(self, tags: Mapping[str, str], values: Mapping[str, float]) -> None:
         for name, text in tags.items():

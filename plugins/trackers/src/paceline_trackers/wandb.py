@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.runs.metric_writers import Media
 from paceline.runs.trackers import RunInfo
+from paceline_trackers.media import LoggedHistogram, LoggedImage
 
 # Send neither the command line, nor details of the node, nor the output.
 _WANDB_ON = ("silent", "disable_git", "disable_job_creation", "x_disable_meta", "x_disable_machine_info")
@@ -47,6 +50,19 @@ class WandbTracker:
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
         self._run.log({**values, "time": at}, step=step)
+
+    def log_media(self, step: int, at: float, media: Media) -> None:
+        import numpy as np
+        import wandb
+
+        shown: Any
+        if isinstance(media, LoggedImage):
+            shown = wandb.Image(str(media.path))
+        elif isinstance(media, LoggedHistogram):
+            shown = wandb.Histogram(np_histogram=(np.array(media.counts), np.array(media.edges)))
+        else:
+            shown = wandb.Html(f"<pre>{html.escape(media.content.decode())}</pre>", inject=False)
+        self._run.log({media.name: shown}, step=step)
 
     def conclude(self, tags: Mapping[str, str], values: Mapping[str, float]) -> None:
         self._run.summary.update({**tags, **values})

@@ -20,8 +20,9 @@ from typing import Any
 
 from paceline.core.files import rename
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metric_writers import final_scalars, scalars
+from paceline.runs.metric_writers import Media, final_scalars, scalars
 from paceline.runs.trackers import RunInfo, Tracker, load_tracker
+from paceline_trackers.media import read_media
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 10_000  # records
@@ -36,7 +37,10 @@ def start_writers(
 ) -> list[TrackerWriter]:
     """Start a writer for each tracker of ``--log-to``; the other arguments are those of :class:`TrackerWriter`."""
     run = RunInfo.read(directory)
-    return [TrackerWriter(name, load_tracker(name)(), run, earlier) for name in dict.fromkeys(names)]
+    media = read_media(directory, max((record["step"] for record in earlier), default=-1))
+    known: list[Mapping[str, Any] | Media] = [*earlier, *media]
+    known.sort(key=lambda it: it.step if isinstance(it, Media) else it["step"])
+    return [TrackerWriter(name, load_tracker(name)(), run, known) for name in dict.fromkeys(names)]
 
 
 class TrackerWriter:
@@ -44,16 +48,18 @@ class TrackerWriter:
 
     Args:
         name: the value of ``--log-to``.
-        earlier: the run's records so far; those missing in the tracker are sent.
+        earlier: the run's records so far, and its images, texts and histograms; those missing in the tracker are sent.
     """
 
-    def __init__(self, name: str, tracker: Tracker, run: RunInfo, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, name: str, tracker: Tracker, run: RunInfo, earlier: Sequence[Mapping[str, Any] | Media] = ()
+    ) -> None:
         self._name = name
         self._tracker = tracker
         self._run = run
         self._earlier = earlier
         self._path = run.directory.path / "trackers" / f"{name}.json"
-        self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[Mapping[str, Any] | Media | None] = queue.Queue(_MOST_WAITING)
         self._result: Mapping[str, Any] | None = None
         self._lost = 0
         self._abandoned = self._has_warned = False
@@ -63,6 +69,13 @@ class TrackerWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Queue a record; see :mod:`paceline.runs.monitor` for its keys."""
+        self._enqueue(record)
+
+    def write_media(self, media: Media) -> None:
+        """Queue an image, a text or a histogram."""
+        self._enqueue(media)
+
+    def _enqueue(self, record: Mapping[str, Any] | Media) -> None:
         if not self._thread.is_alive():
             return  # already reported
         try:
@@ -100,7 +113,10 @@ class TrackerWriter:
             for record in itertools.chain(self._earlier, iter(self._waiting.get, None)):
                 if self._abandoned:
                     break
-                self._send(record, run_id)
+                if isinstance(record, Media):
+                    self._send_media(record, run_id)
+                else:
+                    self._send(record, run_id)
             if self._result is not None:
                 tags = {"paceline.model_sha256": str(self._result.get("model_sha256"))}
                 newest = self._run.directory.checkpoints / "LATEST"
@@ -119,6 +135,14 @@ class TrackerWriter:
         if step > self._sent.get(stream, 0):
             self._tracker.log(step, float(record.get("time", time.time())), finite_scalars(record))
             self._sent[stream] = step
+            self._save_progress(run_id)
+
+    def _send_media(self, media: Media, run_id: str) -> None:
+        """Send an image, a text or a histogram to a tracker that takes them, unless it was sent before."""
+        log_media, stream = getattr(self._tracker, "log_media", None), f"media/{media.name}{media.path.suffix}"
+        if log_media is not None and media.step > self._sent.get(stream, -1):
+            log_media(media.step, time.time(), media)
+            self._sent[stream] = media.step
             self._save_progress(run_id)
 
     def _save_progress(self, run_id: str) -> None:
