@@ -135,7 +135,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     "predict": CliCommand("Serve", "paceline_serving.predict_command:predict", "Predict with a package or a server."),
     "gc": CliCommand("Keep clean", "paceline_maintenance.gc_command:gc", "Remove old runs and packages."),
     "checkpoint": CliCommand(
-        "Keep clean", "paceline.cli.checkpoint:app", "List, verify and remove a run's checkpoints."
+        "Keep clean", "paceline_maintenance.checkpoint_command:app", "List, verify and remove a run's checkpoints."
     ),
     "config": CliCommand(
         "Other", "paceline.cli.defaults:show_config", "Show the options that files of defaults set, and which file."

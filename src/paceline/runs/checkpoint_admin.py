@@ -1,25 +1,20 @@
-"""Commands on checkpoints use this: select, list, verify and remove them. No torch."""
+"""Commands on checkpoints use this: select and list them. No torch."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from paceline.core.errors import CheckpointError, ConfigError
-from paceline.runs.checkpoint_manifest import MANIFEST, problems, read_manifest
+from paceline.runs.checkpoint_manifest import MANIFEST, read_manifest
 from paceline.runs.checkpoint_store import (
     checkpoint_name,
-    delete,
     find_version,
     newest_verified,
     parse_name,
-    remove_stale,
     scan,
-    write_latest,
 )
 
 # --- Selection of a checkpoint: the best, the last, or that of a step ---
@@ -78,11 +73,7 @@ def _of_step(directory: Path, step: int) -> Path:
     raise ConfigError(f"{directory} holds no checkpoint of step {step}. The nearest: {near}.")
 
 
-# --- Listing, verification and removal of checkpoints and backups ---
-
-
-OnRead = Callable[[int, int], None]
-"""Receives the progress of reading: bytes read so far, and bytes in total."""
+# --- Lists of checkpoints and backups ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,61 +161,3 @@ def _entry(path: Path, *, in_backup: bool) -> CheckpointEntry:
         in_backup=in_backup,
         problem=problem,
     )
-
-
-def check(listed: Sequence[CheckpointEntry], on_read: OnRead) -> list[tuple[CheckpointEntry, list[str]]]:
-    """Read every byte of these checkpoints; return each with its errors."""
-    total, done = sum(entry.size_bytes for entry in listed), 0
-
-    def on_piece(size: int) -> None:
-        nonlocal done
-        done += size
-        on_read(done, total)
-
-    checked = []
-    for entry in listed:
-        messages = problems(entry.path, on_piece)
-        if not messages and entry.problem is not None:
-            messages = [entry.problem]
-        checked.append((entry, messages))
-    return checked
-
-
-class Choice(NamedTuple):
-    """The checkpoints to remove, the intact ones to keep, and the damaged ones."""
-
-    removed: list[Path]
-    kept: list[Path]
-    damaged: list[Path]
-
-
-def choose_removals(checkpoints: Path, keep: int, *, damaged: bool, on_read: OnRead) -> Choice:
-    """Choose checkpoints to remove, after reading every byte.
-
-    Args:
-        checkpoints: the run's directory of checkpoints.
-        keep: number of newest intact ones to keep, at least one; the best of each of these stays too.
-        damaged: remove damaged ones too, unless no intact one exists.
-        on_read: receives the progress.
-    """
-    checked = check(entries(checkpoints, None), on_read)
-    good = [entry for entry, messages in reversed(checked) if not messages]
-    bad = [entry.path for entry, messages in checked if messages]
-    best = {entry.best_version for entry in good[:keep]}
-    kept = [entry.path for entry in good if entry in good[:keep] or entry.version in best]
-    removed = [entry.path for entry in good if entry.path not in kept]
-    if damaged and good:
-        removed += bad
-    return Choice(removed, kept, bad)
-
-
-def remove_checkpoints(checkpoints: Path, chosen: Sequence[Path]) -> None:
-    """Remove these checkpoints, and files of dead writers.
-
-    Raises:
-        CheckpointError: one cannot be removed.
-    """
-    for path in chosen:
-        delete(path)
-    write_latest(checkpoints)
-    remove_stale(checkpoints)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json as json_module
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from cyclopts import App, Parameter
 
 from paceline.cli.progress import progress_bar
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.runs import checkpoint_admin
+from paceline.runs.checkpoint_admin import CheckpointEntry, entries
+from paceline.runs.checkpoint_manifest import problems
+from paceline.runs.checkpoint_store import delete, remove_stale, write_latest
 from paceline.runs.directory import RunDirectory, backup_path
-
-if TYPE_CHECKING:
-    from paceline.runs.checkpoint_admin import CheckpointEntry
 
 app = App(name="checkpoint", help="List, verify and remove a run's checkpoints.")
 
@@ -29,13 +29,13 @@ Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
 def ls(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
     """List the checkpoints of RUN and its backups, reading only their manifests."""
     directory, backup = _directories(run, backup_to)
-    entries = checkpoint_admin.entries(directory.checkpoints, backup)
+    listed = entries(directory.checkpoints, backup)
     if json:
-        print(json_module.dumps([_record(entry) for entry in entries]))
-    elif not entries:
+        print(json_module.dumps([_record(entry) for entry in listed]))
+    elif not listed:
         print(f"{run} has no checkpoint yet.")
     else:
-        _print_table(entries)
+        _print_table(listed)
     return 0
 
 
@@ -47,18 +47,18 @@ def verify(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
     """
     directory, backup = _directories(run, backup_to)
     with progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
-        checked = checkpoint_admin.check(checkpoint_admin.entries(directory.checkpoints, backup), on_read)
+        checked = check(entries(directory.checkpoints, backup), on_read)
     if json:
-        print(json_module.dumps([{**_record(entry), "problems": problems} for entry, problems in checked]))
+        print(json_module.dumps([{**_record(entry), "problems": messages} for entry, messages in checked]))
     else:
-        for entry, problems in checked:
+        for entry, messages in checked:
             where = "backup " if entry.in_backup else ""
-            print(f"{where}{entry.name}: {'damaged' if problems else 'good'}")
-            for problem in problems:
-                print(f"  {problem}")
-        damaged = sum(bool(problems) for _, problems in checked)
+            print(f"{where}{entry.name}: {'damaged' if messages else 'good'}")
+            for message in messages:
+                print(f"  {message}")
+        damaged = sum(bool(messages) for _, messages in checked)
         print(f"{len(checked)} checkpoints, {damaged} damaged." if checked else f"{run} has no checkpoint.")
-    return 0 if checked and not any(problems for _, problems in checked) else 1
+    return 0 if checked and not any(messages for _, messages in checked) else 1
 
 
 @app.command
@@ -85,11 +85,11 @@ def prune(
         raise ConfigError(f"--keep must be at least 1, but is {keep}.")
     if dry_run:
         with progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
-            removals = checkpoint_admin.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
+            removals = choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
     else:
         with directory.locked(), progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
-            removals = checkpoint_admin.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
-            checkpoint_admin.remove_checkpoints(directory.checkpoints, removals.removed)
+            removals = choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
+            remove_checkpoints(directory.checkpoints, removals.removed)
     if json:
         names = {field: [path.name for path in paths] for field, paths in removals._asdict().items()}
         print(json_module.dumps({**names, "dry_run": dry_run}))
@@ -119,7 +119,7 @@ def _record(entry: CheckpointEntry) -> dict[str, Any]:
     return {**asdict(entry), "path": str(entry.path), "marks": list(entry.marks)}
 
 
-def _print_table(entries: list[CheckpointEntry]) -> None:
+def _print_table(listed: list[CheckpointEntry]) -> None:
     from rich.filesize import decimal
 
     from paceline.cli.runs import short_time
@@ -127,7 +127,7 @@ def _print_table(entries: list[CheckpointEntry]) -> None:
 
     table = ListTable(">step", ">version", ">epoch", ">size", ">age", "", folds=("",))
     now = time.time()
-    for entry in entries:
+    for entry in listed:
         table.add(
             str(entry.step),
             str(entry.version),
@@ -139,6 +139,71 @@ def _print_table(entries: list[CheckpointEntry]) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
-    for entry in entries:
+    for entry in listed:
         if entry.problem:
             console.print(f"{entry.name}: {entry.problem}", style="red", markup=False, soft_wrap=True)
+
+
+# --- Verification and removal ---
+
+
+OnRead = Callable[[int, int], None]
+"""Receives the progress of reading: bytes read so far, and bytes in total."""
+
+
+def check(listed: Sequence[CheckpointEntry], on_read: OnRead) -> list[tuple[CheckpointEntry, list[str]]]:
+    """Read every byte of these checkpoints; return each with its errors."""
+    total, done = sum(entry.size_bytes for entry in listed), 0
+
+    def on_piece(size: int) -> None:
+        nonlocal done
+        done += size
+        on_read(done, total)
+
+    checked = []
+    for entry in listed:
+        messages = problems(entry.path, on_piece)
+        if not messages and entry.problem is not None:
+            messages = [entry.problem]
+        checked.append((entry, messages))
+    return checked
+
+
+class Choice(NamedTuple):
+    """The checkpoints to remove, the intact ones to keep, and the damaged ones."""
+
+    removed: list[Path]
+    kept: list[Path]
+    damaged: list[Path]
+
+
+def choose_removals(checkpoints: Path, keep: int, *, damaged: bool, on_read: OnRead) -> Choice:
+    """Choose checkpoints to remove, after reading every byte.
+
+    Args:
+        checkpoints: the run's directory of checkpoints.
+        keep: number of newest intact ones to keep, at least one; the best of each of these stays too.
+        damaged: remove damaged ones too, unless no intact one exists.
+        on_read: receives the progress.
+    """
+    checked = check(entries(checkpoints, None), on_read)
+    good = [entry for entry, messages in reversed(checked) if not messages]
+    bad = [entry.path for entry, messages in checked if messages]
+    best = {entry.best_version for entry in good[:keep]}
+    kept = [entry.path for entry in good if entry in good[:keep] or entry.version in best]
+    removed = [entry.path for entry in good if entry.path not in kept]
+    if damaged and good:
+        removed += bad
+    return Choice(removed, kept, bad)
+
+
+def remove_checkpoints(checkpoints: Path, chosen: Sequence[Path]) -> None:
+    """Remove these checkpoints, and files of dead writers.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    for path in chosen:
+        delete(path)
+    write_latest(checkpoints)
+    remove_stale(checkpoints)

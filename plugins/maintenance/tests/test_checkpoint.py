@@ -14,7 +14,7 @@ from paceline import cli
 from paceline.data.audit import audit
 from paceline.runs.directory import RunDirectory
 
-TASK = Path(__file__).parents[1] / "runs" / "checkpoint" / "disk_task.py"
+TASK = Path(__file__).parents[3] / "tests" / "runs" / "checkpoint" / "disk_task.py"
 pytestmark = pytest.mark.usefixtures("numerics")
 Paceline = Callable[..., tuple[int, str, str]]
 
