@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from plugins.lm.tests.directories import TEXTS, build_tiny, save_model, write_lines
 
 import paceline
 from paceline import cli
+from paceline.data.audit import audit
+from paceline.runs.directory import RunDirectory
 from paceline_lm import LanguageModel
 
 pytestmark = pytest.mark.matrix
@@ -77,3 +83,66 @@ def test_a_flag_of_a_field_needs_its_value(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr("sys.argv", ["paceline", "train", "hf:model", "--data", "--from-scratch"])
     assert cli.main() == 2
     assert capsys.readouterr().err == "paceline: --data needs a value.\n"
+
+
+def write_chats(file: Path) -> Path:
+    turns = [(TEXTS[n % 8], TEXTS[(n * 3) % 8] * (1 + n % 3)) for n in range(24)]
+    return write_lines(
+        file,
+        [
+            {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+            for asked, answer in turns
+        ],
+    )
+
+
+OPTIONS = ("--microbatches", "6", "--global-batch-size", "6", "--epochs", "2", "--threads", "1", "--num-workers", "0")
+
+
+def train(run_processes: Any, model: Path, data: Path, run: Path, *options: str) -> Any:
+    own = ("--data", str(data), "--pack", "64", "--set", "lr=0.01", "--run-dir", str(run))
+    return run_processes.start([sys.executable, "-m", "paceline", "train", f"hf:{model}", *own, *OPTIONS, *options])
+
+
+def hashes(run_processes: Any, started: dict[Path, Any]) -> set[str]:
+    found = set()
+    for run, popen in started.items():
+        finished = run_processes.finish(popen, timeout_s=200)
+        assert finished.returncode == 0, finished.stderr
+        found.add(json.loads((run / "result.json").read_text())["model_sha256"])
+    return found
+
+
+def test_packed_chats_have_one_hash_on_one_process_and_two(run_processes: Any, llama: Path, tmp_path: Path) -> None:
+    data = write_chats(tmp_path / "chats.jsonl")
+    runs = {tmp_path / f"run{nproc}": ("--nproc", str(nproc)) for nproc in (1, 2)}
+    started = {run: train(run_processes, llama, data, run, *options) for run, options in runs.items()}
+    assert len(hashes(run_processes, started)) == 1
+    audited = audit(RunDirectory(tmp_path / "run2"))
+    assert audited.clean, audited.verdict
+    assert len(audited.epochs) == 2
+    said = (tmp_path / "run2" / "logs" / "rank-0.log").read_text()
+    assert "chats.jsonl: 24 documents" in said
+    assert "<|im_start|>assistant\n[He" in said or "<|im_start|>assistant\n[She" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_killed_on_two_processes_and_resumed_on_three(
+    run_processes: Any, tmp_path: Path, kind: str, strategy: str
+) -> None:
+    model, data = save_model(tmp_path / kind, kind), write_chats(tmp_path / "chats.jsonl")
+    alone = {tmp_path / "one": train(run_processes, model, data, tmp_path / "one")}
+    killed = tmp_path / "killed"
+    options = ("--nproc", "2", "--strategy", strategy, "--checkpoint-every", "1steps", "--max-restarts", "0")
+    popen = train(run_processes, model, data, killed, *options)
+    while popen.poll() is None and len(list((killed / "checkpoints").glob("step*"))) < 2:
+        time.sleep(0.02)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (*psutil.Process(popen.pid).children(recursive=True), psutil.Process(popen.pid)):
+            process.kill()
+    run_processes.finish(popen, timeout_s=60)
+    resumed = run_processes.start([sys.executable, "-m", "paceline", "resume", str(killed), "--nproc", "3", "--quiet"])
+    assert len(hashes(run_processes, {**alone, killed: resumed})) == 1
+    assert audit(RunDirectory(killed)).clean

@@ -228,7 +228,7 @@ TASK_PREFIXES: Mapping[str, TaskPrefix] = {
     "hf": TaskPrefix(
         "paceline_lm:LanguageModel",
         "model",
-        {"data": True, "context": True, "from_scratch": False},
+        {"data": True, "val_data": True, "pack": True, "context": True, "from_scratch": False},
     )
 }
 """Tasks that the command line names by a prefix: it replaces the name by the class and its fields."""

@@ -127,8 +127,12 @@ def set_up_data(config: ResolvedConfig, task: Task, manifest: Mapping[str, Any] 
     if config.data.val_fraction is not None:
         if val is not None:
             raise ConfigError(f"{type(task).__name__} has its own validation split; leave --val-fraction out.")
-        train_val_split = split_train_val(num_samples, config.data.val_fraction, config.training.seed)
-        num_samples = len(train_val_split.train)
+        if callable(getattr(train, "split_train_val", None)):  # samples are made of others, which it must split
+            train, val = train.split_train_val(config.data.val_fraction, config.training.seed)
+            num_samples = len(train)
+        else:
+            train_val_split = split_train_val(num_samples, config.data.val_fraction, config.training.seed)
+            num_samples = len(train_val_split.train)
     order = DeterministicSampler(
         num_samples,
         config.global_batch_size,

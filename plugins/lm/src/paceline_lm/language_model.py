@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,11 +20,19 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from paceline.core.errors import TaskError
-from paceline.core.task import Defaults
-from paceline_lm.transformers import TransformersTask
+from paceline.core.task import Callback, Defaults, RankInfo, RunSchedule
+from paceline_lm.documents import Documents, pad_documents, read_documents
+from paceline_lm.packing import PackedDocuments
+from paceline_lm.token_file import TokenFile
+from paceline_lm.transformers import IGNORED, Collator, TransformersTask
+
+_log = logging.getLogger(__name__)
+_TOKENS = "bin:"
+_SHOWN = 1000
+"""Characters of the document that is shown."""
 
 
 @dataclass
@@ -31,15 +43,23 @@ class LanguageModel(TransformersTask):
 
     Attributes:
         model: the directory, or ``ORG/NAME`` on the Hub.
-        data: the training data, a JSONL file of ``{"text": ...}``.
-        context: most tokens of a document, which is cut there. None: as many as the model has positions.
+        data: the training data: a JSONL file of documents (:class:`~paceline_lm.encoding.Encoder`), or ``bin:FILE``, a
+            file of tokens (:class:`~paceline_lm.token_file.TokenFile`).
+        val_data: the validation data, in the same forms.
+        pack: tokens of a sample, which holds as many documents as fit; None: a sample is a document.
+        context: most tokens of a document, which is cut there, and the tokens of a sample of ``bin:FILE``. None: as
+            many as a pack, or else the model, has positions.
         from_scratch: initialise the weights; the directory then needs none.
     """
 
     model: str = ""
     data: str = ""
+    val_data: str = ""
+    pack: int | None = None
     context: int | None = None
     from_scratch: bool = False
+    _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _summary: str = field(default="", init=False, repr=False, compare=False)
 
     defaults: ClassVar[Defaults] = Defaults(global_batch_size=8)
     min_microbatch_size: ClassVar[int] = 1
@@ -48,7 +68,8 @@ class LanguageModel(TransformersTask):
         if not self.model:
             raise TaskError("LanguageModel.model is missing. Name a model, as in paceline train hf:DIR --data FILE.")
         # Recorded, and so found if the run continues from another directory.
-        self.model, self.data = _absolute(self.model), _absolute(self.data)
+        self.model = _absolute(self.model)
+        self.data, self.val_data = _absolute(self.data), _absolute(self.val_data)
 
     def build_config(self) -> PreTrainedConfig:
         """Return the model's configuration.
@@ -80,12 +101,15 @@ class LanguageModel(TransformersTask):
         config = self.build_config()
         try:
             if self.from_scratch:
+                _, context = self._config_and_context()
+                if context > (getattr(config, "max_position_embeddings", None) or context):
+                    config.max_position_embeddings = context
                 built: PreTrainedModel = AutoModelForCausalLM.from_config(
                     config, dtype=torch.float32, trust_remote_code=False
                 )
                 return built
             self._require_safetensors()
-            logging.disable_progress_bar()
+            disable_progress_bar()
             # Weights are updated in fp32 whatever the file has: an update is often below bfloat16's rounding.
             built = AutoModelForCausalLM.from_pretrained(
                 self.model, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
@@ -94,18 +118,72 @@ class LanguageModel(TransformersTask):
             raise self._unloadable("the model", error) from error
         return built
 
-    def build_dataset(self, split: str) -> Any:
-        if split != "train":
+    def build_dataset(self, split: str) -> Documents | PackedDocuments | TokenFile | None:
+        if split == "train" and not self.data:
+            raise TaskError('hf:MODEL needs --data FILE.jsonl, with lines such as {"text": "..."}, or --data bin:FILE.')
+        name = {"train": self.data, "val": self.val_data}.get(split)
+        if not name:
             return None
-        if not self.data:
-            raise TaskError('hf:MODEL needs --data FILE.jsonl, in which each line is such as {"text": "..."}.')
-        tokenizer, longest = self.build_tokenizer(), self.context or self.build_config().max_position_embeddings
-        documents = []
-        with Path(self.data).open(encoding="utf-8") as lines:
-            for line in lines:
-                words = tokenizer(json.loads(line)["text"], truncation=True, max_length=longest)["input_ids"]
-                documents.append({"input_ids": torch.tensor(words), "labels": torch.tensor(words)})
-        return documents
+        config, context = self._config_and_context()
+        data: Documents | PackedDocuments | TokenFile
+        if name.startswith(_TOKENS):
+            if self.pack is not None:
+                raise TaskError("--pack is for documents; samples of --data bin:FILE are full. Give --context alone.")
+            data = TokenFile(Path(name.removeprefix(_TOKENS)), config.vocab_size, context)
+            self._digests[name] = data.digest
+            return data
+        tokenizer = self.build_tokenizer()
+        data = documents = read_documents(Path(name), tokenizer, context)
+        if documents.counts["largest"] >= config.vocab_size:
+            raise TaskError(
+                f"hf:{self.model}: the tokenizer has token {documents.counts['largest']}, and the model's vocabulary "
+                f"{config.vocab_size} tokens. Give a model and its own tokenizer."
+            )
+        self._digests[name] = documents.digest
+        if self.pack is not None:
+            # Drawn from the run's seed, as all that is built here.
+            data = PackedDocuments(documents, self.pack, torch.initial_seed())
+        if split == "train":
+            self._summary = _summarize(name, data, documents, tokenizer)
+        return data
+
+    def sample_lengths(self, dataset: Any) -> Any:
+        return dataset.lengths if isinstance(dataset, Documents) else None
+
+    def build_collator(self) -> Collator:
+        return pad_documents if self.pack is None else super().build_collator()
+
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
+        return _Report(super().build_callback(model, schedule), self._summary)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"digests": dict(self._digests)} if self._digests else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, digest in state["digests"].items():
+            if self._digests.get(name, digest) != digest:
+                raise TaskError(
+                    f"{name}, the tokenizer or its chat template has changed since the run began. Restore them, or "
+                    "start a new run."
+                )
+
+    def _config_and_context(self) -> tuple[PreTrainedConfig, int]:
+        """Return the model's configuration, and the most tokens of a document.
+
+        Raises:
+            TaskError: the model, or a pack, has fewer positions than ``context``.
+        """
+        config = self.build_config()
+        positions = getattr(config, "max_position_embeddings", None)
+        known = [limit for limit in (self.context, self.pack, None if self.context else positions) if limit]
+        if not known:
+            raise TaskError(f"hf:{self.model} has no limit of positions. Give --context, most tokens of a document.")
+        context = min(known)
+        if self.context and self.pack and self.context > self.pack:
+            raise TaskError(f"--context {self.context} does not fit into --pack {self.pack}.")
+        if positions and context > positions and not self.from_scratch:
+            raise TaskError(f"--context {context}: hf:{self.model} has {positions} positions. Give at most as many.")
+        return config, context
 
     def _require_safetensors(self) -> None:
         folder = Path(self.model)
@@ -132,5 +210,48 @@ _NEEDS_CODE = (
 )
 
 
+class _Report(Callback):
+    """Prints the data, and a document with its labels, at a run's start.
+
+    Its other hooks are those of another callback.
+    """
+
+    def __init__(self, inner: Callback, summary: str) -> None:
+        self._inner = inner
+        self._summary = summary
+
+    def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
+        if group.rank == 0 and step == 0 and self._summary:
+            _log.info("%s", self._summary)
+
+    def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return self._inner.on_eval_end(split, metrics)
+
+
+def _summarize(
+    name: str, data: Documents | PackedDocuments, documents: Documents, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Describe documents, and show the first one with its labels between brackets."""
+    tokens, counts = int(documents.lengths.sum()), documents.counts
+    parts = [
+        f"{Path(name).name}: {len(documents):,} documents, {tokens:,} tokens, {counts['labels'] / tokens:.0%} labels"
+    ]
+    if counts["unlabelled"]:
+        parts.append(f"{counts['unlabelled']:,} documents without a label are left out")
+    if counts["cut"]:
+        parts.append(f"{counts['cut']:,} are cut")
+    if isinstance(data, PackedDocuments):
+        parts.append(f"{len(data):,} packs, {data.fill:.1%} full")
+    first, shown = documents[0], ""
+    for is_label, run in itertools.groupby(
+        zip(first["input_ids"].tolist(), (first["labels"] != IGNORED).tolist(), strict=True), key=itemgetter(1)
+    ):
+        text = tokenizer.decode([word for word, _ in run])
+        shown += f"[{text}]" if is_label else text
+    more = "..." if len(shown) > _SHOWN else ""
+    return f"{'; '.join(parts)}\nthe first document, labels in []: {shown[:_SHOWN]}{more}"
+
+
 def _absolute(name: str) -> str:
-    return str(Path(name).absolute()) if name and Path(name).exists() else name
+    kind, file = (_TOKENS, name.removeprefix(_TOKENS)) if name.startswith(_TOKENS) else ("", name)
+    return f"{kind}{Path(file).absolute()}" if file and Path(file).exists() else name

@@ -1,0 +1,176 @@
+"""Documents of a JSONL file as tokens: encoded once, kept in the user's cache, and mapped by every process."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from paceline.core.errors import TaskError
+from paceline.core.files import parse_json, user_directory
+from paceline_lm.encoding import Encoder
+from paceline_lm.transformers import IGNORED
+
+_FORMAT = 1
+"""Of the cached file; another way to encode documents is another number."""
+
+
+class Documents(Dataset[dict[str, torch.Tensor]]):
+    """Tokenised documents: sample i is ``{"input_ids": (n,), "labels": (n,)}``, int64.
+
+    A label is -100 where the model is not trained to predict the token, as is the first one of each document.
+
+    Attributes:
+        digest: of the documents, the tokenizer and the settings.
+        lengths: tokens of each document.
+        counts: documents that were left out because they have no label (``unlabelled``), documents that were cut
+            (``cut``), tokens with a label (``labels``), and the largest token (``largest``).
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._open()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        start, stop = int(self._offsets[number]), int(self._offsets[number + 1])
+        words = self._tokens[start:stop].long()
+        labels = torch.where(self._labelled[start:stop].bool(), words, IGNORED)
+        return {"input_ids": words, "labels": labels}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"file": self._file}  # data workers map the file themselves
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._file = state["file"]
+        self._open()
+
+    def _open(self) -> None:
+        with safe_open(self._file, "pt") as tensors:
+            self._tokens, self._labelled = tensors.get_tensor("tokens"), tensors.get_tensor("labelled")
+            self._offsets: NDArray[np.int64] = tensors.get_tensor("offsets").numpy()
+            recorded = tensors.metadata()
+        self.digest = recorded["digest"]
+        self.counts: dict[str, int] = parse_json(recorded["counts"])
+        self.lengths: NDArray[np.int64] = np.diff(self._offsets)
+
+
+def read_documents(file: Path, tokenizer: PreTrainedTokenizerBase, context: int) -> Documents:
+    """Return the documents of a JSONL file, which the first process of a node encodes.
+
+    Args:
+        context: most tokens of a document.
+
+    Raises:
+        TaskError: the file cannot be read, a line is not a document, or no document has a label.
+    """
+    try:
+        content = file.open("rb")
+    except OSError as error:
+        raise TaskError(f"--data {file}: {error.strerror}.") from error
+    with content, _lock(content):
+        digest = _digest(content, tokenizer, context)
+        encoded = user_directory("cache") / "tokens" / f"{digest}.safetensors"
+        if not encoded.is_file():
+            encoded.parent.mkdir(parents=True, exist_ok=True)
+            content.seek(0)
+            _encode(content, file, encoded, Encoder(tokenizer, context), digest)
+    return Documents(encoded)
+
+
+@contextmanager
+def _lock(content: BufferedReader) -> Iterator[None]:
+    """Let one process of a node encode; where a file system has no locks, several do, to the same file."""
+    with suppress(OSError):
+        fcntl.flock(content, fcntl.LOCK_EX)
+    yield
+
+
+def _digest(content: BufferedReader, tokenizer: PreTrainedTokenizerBase, context: int) -> str:
+    """Return a digest of all that decides the tokens."""
+    if not tokenizer.is_fast:
+        raise TaskError(f"{type(tokenizer).__name__} has no tokenizer.json, which hf:MODEL needs to find the labels.")
+    settings = {
+        "format": _FORMAT,
+        "documents": hashlib.file_digest(content, "sha256").hexdigest(),
+        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "chat_template": tokenizer.chat_template,
+        "special_tokens": {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
+        "context": context,
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def _encode(lines: BufferedReader, file: Path, target: Path, encoder: Encoder, digest: str) -> None:
+    tokens, labelled, offsets = array("i"), bytearray(), array("q", [0])
+    counts = {"unlabelled": 0, "cut": 0, "labels": 0, "largest": 0}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            words, marks, is_cut = encoder(_parse(line))
+        except TaskError as error:
+            raise TaskError(f"--data {file}, line {number}: {error}") from error
+        if not any(marks):
+            counts["unlabelled"] += 1
+            continue
+        counts["cut"] += is_cut
+        counts["labels"] += sum(marks)
+        counts["largest"] = max(counts["largest"], *words)
+        tokens.extend(words)
+        labelled.extend(marks)
+        offsets.append(len(tokens))
+    if len(offsets) == 1:
+        raise TaskError(f"--data {file}: none of its {counts['unlabelled']} documents has a token to learn.")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        save_file(
+            {
+                "tokens": torch.frombuffer(tokens, dtype=torch.int32),
+                "labelled": torch.frombuffer(labelled, dtype=torch.uint8),
+                "offsets": torch.frombuffer(offsets, dtype=torch.int64),
+            },
+            temporary,
+            {"digest": digest, "counts": json.dumps(counts)},
+        )
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _parse(line: bytes) -> Mapping[str, Any]:
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise TaskError(f"this is not JSON: {error}.") from error
+    if not isinstance(record, dict):
+        raise TaskError('this is not a JSON object, such as {"text": "..."}.')
+    return record
+
+
+def pad_documents(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Return a batch of documents, padded on the right to the longest: (B, n), with an ``attention_mask``."""
+    words, labels = ([sample[name] for sample in samples] for name in ("input_ids", "labels"))
+    return {
+        "input_ids": pad_sequence(words, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        "attention_mask": pad_sequence([torch.ones_like(each) for each in words], batch_first=True),
+    }

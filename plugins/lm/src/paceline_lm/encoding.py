@@ -1,0 +1,150 @@
+"""A record of a data file as tokens, each with whether the model is trained to predict it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from paceline.core.errors import TaskError
+
+Span = tuple[int, int]
+"""Characters [start, stop) of a text."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Encoded(NamedTuple):
+    """A document.
+
+    Attributes:
+        tokens: their numbers.
+        labelled: for each token, whether it is a label; never the first, which nothing precedes.
+        is_cut: whether the document had more tokens.
+    """
+
+    tokens: list[int]
+    labelled: list[bool]
+    is_cut: bool
+
+
+class Encoder:
+    """Encodes records: ``{"messages": ...}``, ``{"prompt": ..., "completion": ...}`` or ``{"text": ...}``.
+
+    Labels are the assistant's answers in a chat, the completion, or the whole text. A chat is text of the tokenizer's
+    chat template, in which ``{% generation %}`` marks the answers; without it, an answer is what the template appends
+    to the text of the messages before it.
+
+    Args:
+        context: most tokens of a document; the rest is cut off.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
+        self._tokenizer = tokenizer
+        self._context = context
+        self._marks_answers = re.search(r"{%-?\s*generation\s*-?%}", _template(tokenizer)) is not None
+
+    def __call__(self, record: Mapping[str, Any]) -> Encoded:
+        """Encode a record.
+
+        Raises:
+            TaskError: it has another form, or the chat template cannot render it.
+        """
+        match record:
+            case {"messages": [*messages]}:
+                tokens, labelled = self._encode_chat(messages, record.get("tools"))
+            case {"prompt": str(prompt), "completion": str(completion)}:
+                tokens, labelled = self._encode_text(prompt + completion, (len(prompt), len(prompt + completion)))
+            case {"prompt": [*prompt], "completion": [*completion]}:
+                messages = [*prompt, *completion]
+                text = self._render(messages, record.get("tools"))
+                start = len(self._start_of(len(prompt), messages, text, record.get("tools")))
+                tokens, labelled = self._mark(text, [(start, len(text))], special=False)
+            case {"text": str(text)}:
+                tokens, labelled = self._encode_text(text, (0, len(text)))
+            case _:
+                raise TaskError(
+                    'a record needs "messages" (a list), "text" (a string), or "prompt" and "completion" (both '
+                    f"strings, or both lists of messages); this one has {', '.join(map(repr, record)) or 'nothing'}."
+                )
+        is_cut = len(tokens) > self._context
+        tokens, labelled = tokens[: self._context], labelled[: self._context]
+        return Encoded(tokens, [False, *labelled[1:]] if labelled else [], is_cut)
+
+    def _encode_text(self, text: str, span: Span) -> tuple[list[int], list[bool]]:
+        """Encode plain text with the tokenizer's special tokens, and one for its end, which is a label."""
+        tokens, labelled = self._mark(text, [span], special=True)
+        end = self._tokenizer.eos_token_id
+        if end is not None and tokens and tokens[-1] == end:
+            labelled[-1] = True
+        elif end is not None:
+            tokens, labelled = [*tokens, end], [*labelled, True]
+        return tokens, labelled
+
+    def _encode_chat(self, messages: Messages, tools: Any) -> tuple[list[int], list[bool]]:
+        if not self._marks_answers:
+            text = self._render(messages, tools)
+            spans = [
+                self._answer(n, messages, text, tools) for n, message in enumerate(messages) if _is_answer(message)
+            ]
+            return self._mark(text, spans, special=False)
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise _unrendered(error) from error
+        return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+
+    def _answer(self, number: int, messages: Messages, text: str, tools: Any) -> Span:
+        """Return what the template appends for an answer to the text of the messages before it."""
+        start = self._start_of(number, messages, text, tools)
+        through = self._render(messages[: number + 1], tools)
+        if not text.startswith(through):
+            raise _ambiguous()
+        return len(start), len(through)
+
+    def _start_of(self, number: int, messages: Messages, text: str, tools: Any) -> str:
+        """Return the text before the answer to some messages, with the header of an answer."""
+        start = self._render(messages[:number], tools, add_generation_prompt=True)
+        if not text.startswith(start):
+            raise _ambiguous()
+        return start
+
+    def _render(self, messages: Messages, tools: Any, *, add_generation_prompt: bool = False) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise _unrendered(error) from error
+        return text
+
+    def _mark(self, text: str, spans: Sequence[Span], *, special: bool) -> tuple[list[int], list[bool]]:
+        """Encode a text; a token is a label if it begins in one of the spans, and has at least a character."""
+        encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        bounds = encoded["offset_mapping"]
+        return encoded["input_ids"], [any(a <= start < b for a, b in spans) and start < stop for start, stop in bounds]
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    template = tokenizer.chat_template
+    return template.get("default", "") if isinstance(template, dict) else template or ""
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
+
+
+def _unrendered(error: Exception) -> TaskError:
+    return TaskError(f"the chat template cannot render the messages: {error}")
+
+
+def _ambiguous() -> TaskError:
+    return TaskError(
+        "the chat template renders the beginning of this chat in another way than the whole, so which tokens are "
+        "answers is not known. Put {% generation %} and {% endgeneration %} around answers in the template."
+    )

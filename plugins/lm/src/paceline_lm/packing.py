@@ -1,0 +1,168 @@
+"""Documents packed into samples of one length: another plan in each epoch, the same one in every process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from paceline.core.errors import TaskError
+from paceline.data.order import Permutation, derive_key
+from paceline.data.train_val_split import split_train_val
+from paceline_lm.documents import Documents
+from paceline_lm.transformers import IGNORED
+
+_IN_ORDER = 0.5
+"""The share of the documents that is packed in a keyed order: were all sorted, each epoch would have the same packs."""
+
+_ATTEMPTS = 8
+"""Orders to try before all documents are sorted."""
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """Which documents are in which pack; each is in one.
+
+    Attributes:
+        documents: their numbers, pack after pack.
+        starts: pack p has ``documents[starts[p] : starts[p + 1]]``.
+    """
+
+    documents: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.starts) - 1
+
+
+def plan_packs(lengths: NDArray[np.int64], capacity: int, key: int, num_packs: int) -> PackingPlan:
+    """Pack documents in a keyed order into a given number of packs.
+
+    Args:
+        lengths: tokens of each document, 1 to ``capacity``.
+        capacity: tokens of a pack.
+        key: of the order.
+        num_packs: at least :func:`count_packs`, and at most the number of documents.
+    """
+    for attempt in range(_ATTEMPTS):
+        plan = _plan(lengths, capacity, derive_key(key, attempt), _IN_ORDER)
+        if plan.num_packs <= num_packs:
+            break
+    else:
+        plan = _plan(lengths, capacity, key, 0.0)  # needs equally many packs in any order
+    within = np.setdiff1d(np.arange(len(lengths)), plan.starts)  # where a pack can be divided
+    more = num_packs - plan.num_packs
+    cuts = within[np.arange(more) * len(within) // max(1, more)]
+    return PackingPlan(plan.documents, np.sort(np.concatenate([plan.starts, cuts])))
+
+
+def count_packs(lengths: NDArray[np.int64], capacity: int) -> int:
+    """Return a number of packs that suffices in every order."""
+    return max(_plan(lengths, capacity, 0, share).num_packs for share in (0.0, _IN_ORDER))
+
+
+def _plan(lengths: NDArray[np.int64], capacity: int, key: int, share: float) -> PackingPlan:
+    """Pack documents by best fit: a share of them in the order of the key, the rest by falling length."""
+    order = Permutation(len(lengths), key)(np.arange(len(lengths), dtype=np.int64))
+    first = int(len(order) * share)
+    order[first:] = order[first:][np.argsort(-lengths[order[first:]], kind="stable")]
+    packs = np.array(_best_fit(lengths[order].tolist(), capacity))
+    starts = np.concatenate([[0], np.cumsum(np.bincount(packs))])
+    return PackingPlan(order[np.argsort(packs, kind="stable")], starts)
+
+
+def _best_fit(lengths: list[int], capacity: int) -> list[int]:
+    """Return the pack of each document: the one with the least room that suffices, or a new one."""
+    packs: list[int] = []
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit r is set where a pack has room for r tokens
+    num_packs = 0
+    for length in lengths:
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            pack = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, pack = capacity, num_packs
+            num_packs += 1
+        packs.append(pack)
+        if left := room - length:
+            by_room[left].append(pack)
+            rooms |= 1 << left
+    return packs
+
+
+class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
+    """Packs of documents: ``{"input_ids", "labels", "position_ids"}``, each (length,), int64.
+
+    Positions begin again with each document, by which models isolate it; padding is one more document without labels.
+
+    Args:
+        documents: of at most ``length`` tokens.
+        length: tokens of a pack.
+        key: of the plans, together with the epoch.
+        chosen: the numbers of the documents to pack; None: all.
+    """
+
+    def __init__(self, documents: Documents, length: int, key: int, chosen: NDArray[np.int64] | None = None) -> None:
+        self.documents = documents
+        self._length = length
+        self._key = key
+        self._chosen = np.arange(len(documents)) if chosen is None else chosen
+        self._num_packs = count_packs(documents.lengths[self._chosen], length)
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return self._num_packs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the plan of another epoch."""
+        self._epoch = epoch
+
+    @property
+    def fill(self) -> float:
+        """The share of the packs' tokens that is not padding."""
+        return float(self.documents.lengths[self._chosen].sum() / (self._num_packs * self._length))
+
+    def numbers(self, pack: int) -> list[int]:
+        """Return the numbers of the documents in a pack of this epoch."""
+        plan = _cached_plan(self, self._epoch)
+        inside: list[int] = self._chosen[plan.documents[plan.starts[pack] : plan.starts[pack + 1]]].tolist()
+        return inside
+
+    def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
+        parts = [self.documents[number] for number in self.numbers(pack)]
+        room = self._length - sum(len(part["input_ids"]) for part in parts)
+        if room:
+            parts.append({"input_ids": torch.zeros(room, dtype=torch.int64), "labels": torch.full((room,), IGNORED)})
+        joined = {name: torch.cat([part[name] for part in parts]) for name in ("input_ids", "labels")}
+        return {**joined, "position_ids": torch.cat([torch.arange(len(part["input_ids"])) for part in parts])}
+
+    def plan(self, epoch: int) -> PackingPlan:
+        """Return the plan of an epoch."""
+        lengths = self.documents.lengths[self._chosen]
+        return plan_packs(lengths, self._length, derive_key(self._key, epoch), self._num_packs)
+
+    def split_train_val(self, fraction: float, seed: int) -> tuple[PackedDocuments, PackedDocuments]:
+        """Return packs of the training documents, and packs of a part for validation."""
+        if len(self._chosen) < 2:
+            raise TaskError("--val-fraction needs two documents; there is one.")
+        split = split_train_val(len(self._chosen), fraction, seed)
+        train, val = (
+            PackedDocuments(self.documents, self._length, self._key, self._chosen[part(np.arange(len(part)))])
+            for part in split
+        )
+        return train, val
+
+
+@functools.lru_cache(maxsize=2)
+def _cached_plan(packed: PackedDocuments, epoch: int) -> PackingPlan:
+    """Return a plan; a process keeps those of training and validation."""
+    return packed.plan(epoch)

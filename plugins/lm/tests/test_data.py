@@ -1,0 +1,174 @@
+"""Documents with their labels, packs of them, and files of tokens."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from plugins.lm.tests.directories import CHATML, TEXTS, build_tiny, train_tokenizer, write_lines
+from trl import SFTConfig, SFTTrainer, pack_dataset
+
+import paceline
+from paceline_lm.documents import Documents, read_documents
+from paceline_lm.encoding import Encoder
+from paceline_lm.packing import PackedDocuments, count_packs, plan_packs
+from paceline_lm.token_file import TokenFile
+
+pytestmark = pytest.mark.matrix
+
+MARKED = CHATML.replace(
+    "{{ m.content }}<|im_end|>\n",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}",
+)
+
+
+def chat(*contents: str) -> dict[str, Any]:
+    roles = ["user", "assistant"] * len(contents)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]}
+
+
+def labelled_text(record: dict[str, Any], template: str = CHATML, context: int = 64) -> str:
+    tokenizer = train_tokenizer()
+    tokenizer.chat_template = template
+    tokens, labelled, _ = Encoder(tokenizer, context)(record)
+    return str(tokenizer.decode([token for token, mark in zip(tokens, labelled, strict=True) if mark]))
+
+
+def test_labels_are_answers_completions_and_whole_texts() -> None:
+    assert labelled_text(chat("Who?", "She.", "And?", "He sees.")) == "She.<|im_end|>\nHe sees.<|im_end|>\n"
+    assert labelled_text({"prompt": "Who? ", "completion": "She."}) == "She.<|im_end|>"
+    assert labelled_text({"text": "She sees"}) == " sees<|im_end|>"  # "She" is the first token
+    first = chat("Who?")["messages"]
+    answer = {"prompt": first, "completion": [{"role": "assistant", "content": "He."}]}
+    assert labelled_text(answer) == "He.<|im_end|>\n"
+    assert labelled_text(chat("Who is it?", "She."), context=6) == ""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_masks_are_those_of_trl_with_marked_answers(tmp_path: Path) -> None:
+    records = [chat("Who?", "She.", "And?", "He sees the hat."), chat("What? \u00e4\u20ac", "The cup.")]
+    tokenizer = train_tokenizer()
+    unmarked = [Encoder(tokenizer, 64)(record) for record in records]
+    tokenizer.chat_template = MARKED
+    assert [Encoder(tokenizer, 64)(record) for record in records] == unmarked
+    trainer = SFTTrainer(
+        build_tiny("llama", len(tokenizer)),
+        SFTConfig(str(tmp_path), assistant_only_loss=True, max_length=64, report_to=[], use_cpu=True),
+        train_dataset=Dataset.from_list(records),
+        processing_class=tokenizer,
+    )
+    for row, (tokens, labelled, _) in zip(trainer.train_dataset, unmarked, strict=True):
+        assert row["input_ids"] == tokens
+        assert [label != -100 for label in row["labels"]] == labelled
+
+
+def test_a_template_that_rewrites_earlier_answers_is_refused_unless_it_marks_them() -> None:
+    rewriting = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content | upper }}")
+    with pytest.raises(paceline.TaskError, match=r"Put {% generation %} and {% endgeneration %} around answers"):
+        labelled_text(chat("Who?", "She.", "And?", "He."), rewriting)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 2: this is not JSON"),
+        ("[1]", r"line 2: this is not a JSON object"),
+        ('{"txt": "a"}', r"line 2: a record needs \"messages\" .* this one has 'txt'"),
+        ('{"messages": [{"content": 1}]}', r"line 2: the chat template cannot render"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "She"}\n' + line + "\n")
+    tokenizer = train_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].role.upper() }}"
+    with pytest.raises(paceline.TaskError, match=message):
+        read_documents(tmp_path / "a.jsonl", tokenizer, 8)
+
+
+def test_documents_are_encoded_once_until_something_changes(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in [*TEXTS, "", "x " * 60]])
+    tokenizer = train_tokenizer()
+    documents = read_documents(file, tokenizer, 16)
+    assert (len(documents), documents.counts["unlabelled"], documents.counts["cut"]) == (len(TEXTS) + 1, 1, 1)
+    assert documents[0]["labels"][0] == -100
+    assert torch.equal(documents[0]["labels"][1:], documents[0]["input_ids"][1:])
+    again: Documents = copy.copy(documents)
+    assert torch.equal(again[3]["input_ids"], documents[3]["input_ids"])
+    assert len(list(cache.iterdir())) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(Encoder, "__call__", None)
+        assert read_documents(file, tokenizer, 16).digest == documents.digest
+    assert read_documents(file, tokenizer, 15).digest != documents.digest
+    tokenizer.chat_template = MARKED
+    assert read_documents(file, tokenizer, 16).digest != documents.digest
+    write_lines(tmp_path / "b.jsonl", [{"text": ""}])
+    with pytest.raises(paceline.TaskError, match=r"none of its 1 documents has a token to learn"):
+        read_documents(tmp_path / "b.jsonl", tokenizer, 16)
+
+
+@pytest.mark.parametrize("attempts", [8, 0])
+def test_each_document_is_in_one_pack_and_every_epoch_has_as_many(
+    attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline_lm.packing._ATTEMPTS", attempts)
+    lengths = np.random.default_rng(0).integers(1, 100, 500)
+    number = count_packs(lengths, 128)
+    packed = pack_dataset(Dataset.from_dict({"input_ids": [[0] * int(n) for n in lengths]}), 128, "bfd")
+    assert len(packed) <= number <= 1.03 * len(packed)
+    plans = [plan_packs(lengths, 128, key, number) for key in range(20)]
+    for plan in plans:
+        assert plan.num_packs == number
+        assert np.array_equal(np.sort(plan.documents), np.arange(500))
+        assert np.add.reduceat(lengths[plan.documents], plan.starts[:-1]).max() <= 128
+        assert (np.diff(plan.starts) > 0).all()
+    assert not np.array_equal(plans[0].documents, plans[1].documents)
+    assert np.array_equal(plans[3].documents, plan_packs(lengths, 128, 3, number).documents)
+
+
+def test_packs_hold_whole_documents_and_begin_positions_again(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer()
+    records = [{"text": " ".join(["hat"] * count)} for count in (3, 9, 1, 5, 2, 8)]
+    documents = read_documents(write_lines(tmp_path / "a.jsonl", records), tokenizer, 32)
+    packed = PackedDocuments(documents, 32, key=1)
+    seen = []
+    for number in range(len(packed)):
+        pack = packed[number]
+        assert {tuple(values.shape) for values in pack.values()} == {(32,)}
+        starts = [*(pack["position_ids"] == 0).nonzero().flatten().tolist(), 32]
+        for which, start, stop in zip(packed.numbers(number), starts, starts[1:], strict=False):
+            assert torch.equal(pack["input_ids"][start:stop], documents[which]["input_ids"])
+            assert torch.equal(pack["labels"][start:stop], documents[which]["labels"])
+            seen.append(which)
+    assert sorted(seen) == list(range(len(records)))
+    first = [packed.numbers(n) for n in range(len(packed))]
+    packed.set_epoch(1)
+    assert [packed.numbers(n) for n in range(len(packed))] != first
+    train, val = packed.split_train_val(0.34, 0)
+    parts = [{i for n in range(len(part)) for i in part.numbers(n)} for part in (train, val)]
+    train.set_epoch(5)
+    assert {i for n in range(len(train)) for i in train.numbers(n)} == parts[0]
+    assert (parts[0] | parts[1], parts[0] & parts[1], len(parts[1])) == (set(range(6)), set(), 2)
+
+
+def test_a_file_of_tokens_is_read_in_place(tmp_path: Path) -> None:
+    np.arange(3, 28, dtype="<u2").tofile(tmp_path / "a.bin")
+    tokens = TokenFile(tmp_path / "a.bin", 320, 8)
+    assert [sample["input_ids"].tolist() for sample in copy.copy(tokens)] == [
+        list(range(start, start + 8)) for start in (3, 11, 19)
+    ]
+    np.arange(3, 28, dtype="<u4").tofile(tmp_path / "b.bin")
+    assert TokenFile(tmp_path / "b.bin", 2**17, 8)[2]["labels"].tolist() == list(range(19, 27))
+    with pytest.raises(paceline.TaskError, match=r"has token 26, and the model's vocabulary 26 tokens"):
+        TokenFile(tmp_path / "a.bin", 26, 8)[2]
+    with pytest.raises(paceline.TaskError, match=r"a token is 4 bytes"):
+        TokenFile(tmp_path / "a.bin", 2**17, 8)
+    with pytest.raises(paceline.TaskError, match=r"--data bin:.*No such file"):
+        TokenFile(tmp_path / "c.bin", 320, 8)
