@@ -14,7 +14,6 @@ from tests.training.model_tasks import Skips
 from torch import nn
 from torch.nn import functional
 
-from paceline.cli.runs_pipeline import pipeline
 from paceline.core.errors import ConfigError, RunDirectoryError, TaskError
 from paceline.core.task import Loss
 from paceline.parallel.pipeline import schedules
@@ -38,6 +37,7 @@ from paceline.parallel.pipeline.stage_split import (
     require_blocks,
 )
 from paceline.parallel.pipeline.stages import absent_arguments, find_blocks
+from paceline_pages.runs_pipeline import pipeline
 from paceline_tasks.transformer import Transformer
 
 GIB = 2**30

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from tests.core.test_file_lock import lock_as_another_node
-from tests.insight.made import make_run
 from tests.processes import Processes
+from tests.runs.made import make_run
 from tests.runs.packages.conftest import manifest_of
 
 from paceline.core.errors import ConfigError, PackageError, RunDirectoryError

@@ -13,11 +13,11 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from tests.insight.made import make_run, make_search
 from tests.processes import Processes
+from tests.runs.made import make_run, make_search
 
-from paceline.cli.runs import runs
 from paceline.core.errors import ConfigError
+from paceline_pages.runs_command import runs
 
 
 def test_a_tool_that_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_tensorboard_has_the_hyperparameters_and_final_metrics_of_a_search(
 IMPORT = """
 import json, sys
 from pathlib import Path
-from paceline.insight.comparison import read_runs
+from paceline_pages.comparison import read_runs
 from paceline.runs.directory import RunDirectory
 from paceline.runs.trackers import RunInfo
 from paceline_trackers.mlflow import MlflowTracker, conclude_mlflow_search

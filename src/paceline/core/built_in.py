@@ -83,8 +83,10 @@ COMMANDS: Mapping[str, CliCommand] = {
         usage="[OPTIONS] [TASK]",
         computes=True,
     ),
-    "runs": CliCommand("Look", "paceline.cli.runs:app", "List runs with state and results; show one run's history."),
-    "logs": CliCommand("Look", "paceline.cli.logs:logs", "Show what each rank of a run printed."),
+    "runs": CliCommand(
+        "Look", "paceline_pages.runs_command:app", "List runs with state and results; show one run's history."
+    ),
+    "logs": CliCommand("Look", "paceline_pages.logs_command:logs", "Show what each rank of a run printed."),
     "dashboard": CliCommand(
         "Look", "paceline_pages.dashboard_command:dashboard", "Show runs and jobs live on a local web page."
     ),

@@ -53,3 +53,13 @@ class ListTable(Table):
         """Add a row."""
         texts = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
         self.add_row(*texts, style=style, end_section=end_section)
+
+
+def short_time(seconds: float) -> str:
+    """Format a duration for a narrow column: 42s, 7min, 3.5h, 12d."""
+    seconds = max(0.0, seconds)  # a clock may be set back
+    if seconds < 100:
+        return f"{seconds:.0f}s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f}min"
+    return f"{seconds / 3600:.1f}h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f}d"

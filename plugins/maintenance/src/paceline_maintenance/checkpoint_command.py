@@ -122,8 +122,7 @@ def _record(entry: CheckpointEntry) -> dict[str, Any]:
 def _print_table(listed: list[CheckpointEntry]) -> None:
     from rich.filesize import decimal
 
-    from paceline.cli.runs import short_time
-    from paceline.core.output import Console, ListTable
+    from paceline.core.output import Console, ListTable, short_time
 
     table = ListTable(">step", ">version", ">epoch", ">size", ">age", "", folds=("",))
     now = time.time()

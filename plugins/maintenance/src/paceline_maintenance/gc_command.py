@@ -68,8 +68,7 @@ def gc(root: Path = _DEFAULT_ROOT, *, keep_last: int = 3, yes: Flag = False, jso
 def _print(rows: list[tuple[Artifact, int]], problems: dict[Path, str], leftovers: list[Path], *, yes: bool) -> None:
     from rich.filesize import decimal
 
-    from paceline.cli.runs import short_time
-    from paceline.core.output import ListTable, wide_console
+    from paceline.core.output import ListTable, short_time, wide_console
 
     table = ListTable("", "name", ">size", ">age", "", folds=("name", ""))
     for item, size in rows:

@@ -14,11 +14,11 @@ import torch
 
 from paceline import __version__
 from paceline.core.stats import LEVEL, RESAMPLES, Estimate
-from paceline.insight.comparison import differing_settings
 from paceline.runs.directory import RunDirectory
 from paceline.runs.purity import read_purity
 from paceline_pages.analysis import Analysis
 from paceline_pages.classification import ClassificationResult
+from paceline_pages.comparison import differing_settings
 from paceline_pages.evaluation_recorder import Predictions, RegressionValues
 from paceline_pages.regression import RegressionResult
 from paceline_pages.significance import Difference, holm, mcnemar, paired

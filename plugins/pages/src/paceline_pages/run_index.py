@@ -17,7 +17,6 @@ import msgspec
 
 from paceline.core.errors import RunDirectoryError
 from paceline.core.files import open_regular, parse_json, read_document
-from paceline.insight.indexed_search import IndexedSearch, file_signature, page_name
 from paceline.runs.directory import RunDirectory
 from paceline.runs.heartbeat import HeartbeatRecord
 from paceline.runs.status import (
@@ -31,6 +30,7 @@ from paceline.runs.status import (
     search_of,
     summarise,
 )
+from paceline_pages.indexed_search import IndexedSearch, file_signature, page_name
 
 # --- Heartbeats ---
 

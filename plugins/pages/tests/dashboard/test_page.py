@@ -14,9 +14,9 @@ from selenium.common.exceptions import NoSuchElementException, StaleElementRefer
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.select import Select
-from tests.insight.made import make_run
 from tests.lab.browser import browser, complaints, requested, show_as, why_not
 from tests.processes import Processes
+from tests.runs.made import make_run
 
 from paceline.core.access import create_token
 from paceline_pages.dashboard import DashboardServer

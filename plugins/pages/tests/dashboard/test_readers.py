@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 from tests.core.test_file_lock import lock_as_another_node
-from tests.insight.made import beat, make_run, record
+from tests.runs.made import beat, make_run, record
 from tests.runs.packages.conftest import manifest_of
 
-from paceline.cli.runs import runs
 from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.directory import RunDirectory
 from paceline.runs.heartbeat import BEAT_S, Heartbeat
@@ -23,6 +22,7 @@ from paceline.runs.package_registry import Registry, parse_reference
 from paceline.runs.status import summarise
 from paceline_pages.dashboard import Views, log_tail
 from paceline_pages.run_index import MAX_POINTS, AlertInputs, Curves, Index, alerts, read_beats
+from paceline_pages.runs_command import runs
 
 
 def append(path: Path, *lines: str) -> None:

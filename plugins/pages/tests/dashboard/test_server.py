@@ -19,8 +19,8 @@ from typing import cast
 from urllib.parse import urlencode
 
 import pytest
-from tests.insight.made import make_run
 from tests.processes import Processes
+from tests.runs.made import make_run
 
 from paceline.core.access import create_token
 from paceline.core.errors import ConfigError

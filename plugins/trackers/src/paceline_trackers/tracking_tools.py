@@ -27,7 +27,6 @@ from paceline.core.files import read_document, read_json_lines, write_atomically
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.plugins import install_command
 from paceline.core.signals import handle_signals
-from paceline.insight.comparison import ComparedRun, differing_settings
 from paceline.runs.metric_writers import (
     begin_session,
     end_session,
@@ -39,6 +38,7 @@ from paceline.runs.metric_writers import (
 from paceline.runs.package import find_packages
 from paceline.runs.package_registry import Registry
 from paceline.runs.trackers import RunInfo
+from paceline_pages.comparison import ComparedRun, differing_settings
 from paceline_trackers.mlflow import MlflowStore, mlflow_metrics, mlflow_tags
 from paceline_trackers.writer import finite_scalars
 

@@ -16,17 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.logs import logs, merge_rank_lines
-from paceline.cli.runs import find_runs, runs
 from paceline.core.errors import ConfigError, LaunchError, PeerLostError, RunDirectoryError
 from paceline.launch.job_records import JobRecord, add_record
 from paceline.launch.launcher import JobStatus
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import record_failure
+from paceline_pages.logs_command import logs, merge_rank_lines
+from paceline_pages.runs_command import find_runs, runs
 
 LOGS = """
 import sys
-from paceline.cli.logs import logs
+from paceline_pages.logs_command import logs
 sys.exit(logs(sys.argv[1], follow=sys.argv[2] == "follow", lines=int(sys.argv[3])))
 """
 
@@ -248,7 +248,7 @@ def test_markup_in_names_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.
 @pytest.mark.integration
 def test_neither_command_imports_torch() -> None:
     code = (
-        "import sys, paceline.cli.runs, paceline.cli.logs;"
+        "import sys, paceline_pages.runs_command, paceline_pages.logs_command;"
         "sys.exit('torch' in sys.modules or 'rich.table' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.insight.made import make_run, make_search
+from tests.runs.made import make_run, make_search
 
-from paceline.cli.runs import runs
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.insight.comparison import read_runs
+from paceline_pages.comparison import read_runs
+from paceline_pages.runs_command import runs
 
 
 def printed(capsys: pytest.CaptureFixture[str], *paths: Path) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from paceline.insight.comparison import ComparedRun
+    from paceline_pages.comparison import ComparedRun
 
 _DEFAULT_ROOT = Path("runs")
 _STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow"}
@@ -30,8 +30,8 @@ _MOST_COLUMNS = 4
 
 
 app = App(name="runs", help="List runs with state and results; show one run's history.")
-app.command("paceline.cli.runs_show:show", name="show", help="Show a run's timeline and goodput.")
-app.command("paceline.cli.runs_pipeline:pipeline", name="pipeline", help="Show and draw a pipeline's bubble.")
+app.command("paceline_pages.runs_show:show", name="show", help="Show a run's timeline and goodput.")
+app.command("paceline_pages.runs_pipeline:pipeline", name="pipeline", help="Show and draw a pipeline's bubble.")
 
 
 @app.default
@@ -57,7 +57,7 @@ def runs(
     if in_ is not None and not compare:
         raise ConfigError(f"--in {in_} shows runs that are compared. Name them: --compare RUN RUN --in {in_}")
     if compare:
-        from paceline.insight.comparison import read_runs
+        from paceline_pages.comparison import read_runs
 
         compared = read_runs(compare)
         if in_ is None:
@@ -85,7 +85,7 @@ def runs(
 def _print_table(summaries: list[RunSummary]) -> None:
     from rich.text import Text
 
-    from paceline.core.output import ListTable, wide_console
+    from paceline.core.output import ListTable, short_time, wide_console
 
     console = wide_console()
     is_wide = console.width >= _WIDE_COLUMNS
@@ -108,7 +108,7 @@ def _print_searches(searches: list[Path]) -> None:
     from rich.text import Text
 
     from paceline.core.output import ListTable, wide_console
-    from paceline.insight.indexed_search import IndexedSearch
+    from paceline_pages.indexed_search import IndexedSearch
 
     console = wide_console()
     table = ListTable("search", "state", "task", ">trials", "best", folds=("task", "best"))
@@ -148,21 +148,12 @@ def _result(run: RunSummary) -> Text:
     return Text(f"{run.metric} {run.value:.4g}")
 
 
-def short_time(seconds: float) -> str:
-    """Format a duration for a narrow column: 42s, 7min, 3.5h, 12d."""
-    seconds = max(0.0, seconds)  # a clock may be set back
-    if seconds < 100:
-        return f"{seconds:.0f}s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f}min"
-    return f"{seconds / 3600:.1f}h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f}d"
-
-
 # --- Comparison: the settings that differ, and the metrics ---
 
 
 def _print_comparison(runs: list[ComparedRun], *, json: bool) -> int:
-    from paceline.insight.comparison import differing_settings
+    from paceline.core.output import short_time
+    from paceline_pages.comparison import differing_settings
 
     differing = differing_settings([run.settings for run in runs])
     # A run of an earlier version has no record, and would differ in each line.

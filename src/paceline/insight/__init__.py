@@ -1,1 +1,0 @@
-"""Questions about runs: reports, dashboard, comparisons, fault injection, clean-up."""
