@@ -24,18 +24,19 @@ from paceline.core.environment import default_threads
 from paceline.core.errors import ConfigError, StopRequested, TaskError
 from paceline.core.job import WorkerConfig
 from paceline.core.standard_streams import open_closed_streams
-from paceline.core.task import LossResult, Task
+from paceline.core.task import Callback, LossResult, Task
 from paceline.core.task_loading import refuse_call_at_import
 from paceline.launch.local_run import own_environment, require_recovery
 from paceline.parallel.progress import note_progress
 from paceline.parallel.world import World
+from paceline.runs.checkpoint_admin import select_checkpoint
 from paceline.runs.checkpoint_state import scheduler_state
 from paceline.runs.directory import OWN_LOOP
 from paceline.runs.rank_log import open_rank_log
 from paceline.training.control import StopCause, StopSignals
 from paceline.training.evaluation import Evaluator
 from paceline.training.group_context import GroupContext
-from paceline.training.loaded_model import load_model
+from paceline.training.loaded_model import restore_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
 from paceline.training.session import FixedGroup, build_trainer, conclude_run, enter_group, set_up
@@ -611,7 +612,8 @@ class Run:
         found = groups.load_manifest(directory)
         self._context, notes = set_up(request, groups, found["manifest"], directory, signals)
         if found["result"] is not None:
-            load_model(directory, "last", model=self._parts.module, device=self._context.device)
+            last = select_checkpoint(directory.checkpoints, "last")
+            restore_model(last, self._context, self._parts.module.to(self._context.device), Callback())
             task.restore_modes()
             self.result = Result.of(found["result"])
             return

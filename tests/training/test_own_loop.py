@@ -34,7 +34,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import TensorDataset
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset, default_collate
 
 import paceline
 
@@ -96,16 +97,26 @@ from paceline.runs.checkpoint_state import model_sha256
 from parts import *
 
 options = json.loads(sys.argv[1])
-kill_at, ask_at = options.pop("kill_at", None), options.pop("ask_at", None)
+kill_at, ask_at, mixes = (options.pop(name, None) for name in ("kill_at", "ask_at", "mixes"))
 model = build_model()
+ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 optimizer = AdamW(model.parameters(), lr=0.01)
 scheduler = CosineAnnealingLR(optimizer, 21)
 x, y = build_data()
+
+
+def mixed(samples):
+    inputs, labels = default_collate(samples)
+    share = float(torch.rand(()))
+    return share * inputs + (1 - share) * inputs.roll(1, 0), labels
+
+
 run = paceline.Run(
     model=model,
     optimizer=optimizer,
     dataset=TensorDataset(x, y),
-    state={"scheduler": scheduler},
+    state={"scheduler": scheduler, "ema": ema},
+    collate=mixed if mixes else None,
     **{**OPTIONS, "checkpoint_every": "4steps", **options},
 )
 
@@ -122,6 +133,8 @@ for step in run.steps(epochs=3):
     drawn.append(float(torch.rand(())))
     step.update(clip_norm=1.0)
     scheduler.step()
+    if mixes:
+        ema.update_parameters(model)
     if step.ends_epoch:
         measured.append(run.evaluate(metrics, TensorDataset(x[:50], y[:50])))
         drawn.append(float(torch.rand(())))
@@ -134,6 +147,7 @@ told = {"measured": measured, "drawn": drawn, "sha256": run.result.model_sha256}
 weights = run.model_state_dict()
 assert bool(weights) is (run.rank == 0)
 told["weights"] = model_sha256(weights) if weights else told["sha256"]
+told["ema"] = model_sha256(ema.state_dict())
 told["best"] = run.result.record["best_step"]
 Path(f"{options['directory']}.told-{os.environ.get('RANK', 0)}").write_text(json.dumps(told))
 """
@@ -211,7 +225,7 @@ def test_an_own_loop_has_the_bits_of_fit_under_each_strategy(
 def test_a_killed_loop_continues_on_another_number_of_ranks(
     run_processes: Processes, script: Path, tmp_path: Path
 ) -> None:
-    options = {"sample_weights": WEIGHTS, "best_metric": "loss:min"}
+    options = {"sample_weights": WEIGHTS, "best_metric": "loss:min", "mixes": True}
 
     def run(ranks: int, name: str) -> list[dict[str, Any]]:
         started = run_processes.start(command(script, ranks, directory=name, **options))
@@ -225,6 +239,7 @@ def test_a_killed_loop_continues_on_another_number_of_ranks(
     assert '"stopped"' in (tmp_path / "run/events.jsonl").read_text()
     resumed = run(3, "run")
     assert {of_rank["sha256"] for of_rank in resumed} == {whole["sha256"]}
+    assert {of_rank["ema"] for of_rank in resumed} == {whole["ema"]}
     assert resumed[0]["measured"] == whole["measured"][-2:]
     assert resumed[0]["best"] == whole["best"]
     metrics = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "run")]
@@ -234,6 +249,7 @@ def test_a_killed_loop_continues_on_another_number_of_ranks(
     (again,) = run(1, "run")
     assert again["drawn"] == []  # nothing is left to train, and the script has the trained model
     assert again["measured"] == whole["measured"][-1:]
+    assert again["ema"] == whole["ema"]
 
 
 # --- In this process ---

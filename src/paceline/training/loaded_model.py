@@ -161,7 +161,7 @@ def load_trained_model(
     infos = []
 
     def fill(run: RunContext, module: nn.Module, callback: Callback) -> tuple[int, int]:
-        info = _restore(path, run, module, callback)
+        info = restore_model(path, run, module, callback)
         infos.append(info)
         return info.step, info.epoch
 
@@ -249,7 +249,12 @@ def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(_AVERAGED): value for name, value in entries if name.startswith(_AVERAGED)}
 
 
-def _restore(path: Path, run: RunContext, module: nn.Module, callback: Callback) -> CheckpointInfo:
+def restore_model(path: Path, run: RunContext, module: nn.Module, callback: Callback) -> CheckpointInfo:
+    """Load a checkpoint's model, and what it has of the callback and the task; return what it says of itself.
+
+    Raises:
+        CheckpointError: it is damaged, or does not fit the task as it is now.
+    """
     checkpoint = load(path)
     state = checkpoint.state
     _fill_model(path, state, module, run.config)
