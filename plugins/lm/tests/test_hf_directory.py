@@ -20,6 +20,8 @@ from paceline.core.errors import ConfigError, ExportError
 from paceline.export.directory import PROVENANCE, export_directory
 from paceline.export.export import ExportRequest
 
+pytestmark = pytest.mark.integration  # accelerate, which transformers imports, starts processes
+
 PROVERBS = Path(__file__).parents[3] / "examples" / "transformers_text.py"
 WORDS = torch.arange(3, 12)[None]
 
