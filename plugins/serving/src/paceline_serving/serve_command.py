@@ -53,6 +53,7 @@ def serve(
     exact: Annotated[bool, _COMMON] = False,
     trust: Annotated[bool, _COMMON] = False,
     on: Annotated[Literal["embedded", "ray", "kserve"], _COMMON] = "embedded",
+    engine: Annotated[Literal["embedded", "transformers", "vllm"], _COMMON] = "embedded",
     json: Annotated[bool, _COMMON] = False,
     grpc_port: Annotated[int | None, _REQUESTS] = None,
     max_body: Annotated[int, _REQUESTS] = 64,
@@ -66,6 +67,7 @@ def serve(
     drain_delay: Annotated[str, _REPLICAS] = "1s",
     program: Annotated[Literal["auto", "pt2", "onnx"], _PROGRAM] = "auto",
     task: Annotated[str, _PROGRAM] = "",
+    engine_args: Annotated[str, Parameter(group=group("--engine"), allow_leading_hyphen=True)] = "",
     ray_address: Annotated[str | None, Parameter(group=group("--on ray"))] = None,
     kserve: Annotated[KServeOptions | None, Parameter(name="*")] = None,
 ) -> int:
@@ -102,6 +104,9 @@ def serve(
     on
         Where replicas run. embedded: on this machine; ray: Ray Serve, on many nodes; kserve: on Kubernetes
         (--dry-run prints the InferenceService).
+    engine
+        What computes the answers. transformers and vllm serve one language model by OpenAI's API: a run, which is
+        exported as --format hf first, or a directory of transformers.
     json
         Print one line of JSON when the server is ready.
     grpc_port
@@ -129,6 +134,8 @@ def serve(
         Which of a package's programs to run. auto: pt2, else onnx.
     task
         Use the weights with this task's code instead of the package's program.
+    engine_args
+        Further options of the engine's own command, such as '--tensor-parallel-size 2'.
     ray_address
         HOST:PORT of a Ray cluster, or auto. Default: RAY_ADDRESS; without it, a cluster on this machine.
     """
@@ -169,6 +176,12 @@ def serve(
         )
     if explicit_options(kserve):
         raise ConfigError(f"--{min(explicit_options(kserve)).replace('_', '-')} is only for --on kserve.")
+    if engine != "embedded":
+        return _serve_engine(
+            engine, package, (host, port), options, token_file, cors_origin, shlex.split(engine_args), json=json
+        )
+    if engine_args:
+        raise ConfigError("--engine-args is only for --engine transformers or vllm.")
     require_libraries("serve", "httptools", "orjson", "prometheus_client")
     from paceline_serving.app import open_model
     from paceline_serving.bearer_tokens import BearerTokens
@@ -221,6 +234,63 @@ def serve(
 
     with stack:
         _run(models, address, options, on_ready, ray_options)
+    return 0
+
+
+def _serve_engine(
+    engine: Literal["transformers", "vllm"],
+    packages: Sequence[str],
+    listen: tuple[str, int],
+    options: ServingOptions,
+    token_file: Path | None,
+    cors_origins: tuple[str, ...],
+    arguments: Sequence[str],
+    *,
+    json: bool,
+) -> int:
+    require_libraries("serve --engine", "httpx", "prometheus_client", "starlette", "uvicorn")
+    import asyncio
+
+    from paceline_serving.bearer_tokens import BearerTokens
+    from paceline_serving.engines import engine_command, open_language_model
+    from paceline_serving.gateway import GatewayOptions, serve_engine
+    from paceline_serving.server import ListenAddress
+
+    if len(packages) != 1:
+        raise ConfigError(f"--engine {engine} serves one model; start a server for each.")
+    model = Path(packages[0])
+    engine_command(engine, model.name, 0)  # what is not installed is said before the model is exported
+    tokens = None if token_file is None else BearerTokens(token_file)
+    admin_token = None if tokens is not None else secrets.token_hex(TOKEN_BYTES)
+    address = ListenAddress(
+        host=listen[0], port=listen[1], tokens=tokens, cors_origins=cors_origins, admin_token=admin_token
+    )
+    gateway = GatewayOptions(
+        engine=engine,
+        arguments=arguments,
+        open_model=open_language_model,
+        max_requests=options.max_queue,
+        max_body_bytes=options.max_body_bytes,
+        startup_timeout_s=options.startup_timeout_s,
+        drain_delay_s=options.drain_delay_s,
+    )
+    name = model.resolve().name
+    with ExitStack() as stack:
+
+        def on_ready(url: str) -> None:
+            admin_file = token_file if admin_token is None else _admin_file(stack, url, admin_token)
+            if json:
+                ready = {"url": url, "models": [name], "token_file": admin_file and str(admin_file)}
+                print(json_module.dumps(ready), flush=True)
+                return
+            token = "" if token_file is None else ' -H "Authorization: Bearer $TOKEN"'
+            body = shlex.quote(json_module.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]}))
+            print(f"{url}/v1 serves {name} with {engine}, by OpenAI's API.", flush=True)
+            print(f"  curl {url}/v1/chat/completions{token} -H 'Content-Type: application/json' -d {body}", flush=True)
+            if admin_file is not None:
+                print(f"Replace the model: paceline deploy {url} RUN (the token is in {admin_file})", flush=True)
+
+        asyncio.run(serve_engine(model, name, address, gateway, on_ready))
     return 0
 
 

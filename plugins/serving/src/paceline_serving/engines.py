@@ -1,0 +1,173 @@
+"""Engines of ``paceline serve --engine``: servers of language models, each a process that Paceline starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from paceline.core.errors import ConfigError, ServingError
+from paceline.core.parent_death import kill_with_parent_command
+from paceline.core.plugins import install_command
+
+EngineName = Literal["transformers", "vllm"]
+
+_POLL_S, _STOP_S = 0.2, 10.0
+
+log = logging.getLogger("paceline_serving")
+
+
+def _transformers(model: str, port: int) -> list[str]:
+    # Its command line, run by this interpreter: the one that PATH finds may be of another environment.
+    main = "from transformers.cli.transformers import main; main()"
+    return [sys.executable, "-c", main, "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def _vllm(model: str, port: int) -> list[str]:
+    program = shutil.which("vllm")
+    if program is None:
+        raise ConfigError("--engine vllm needs vLLM, whose command is not on PATH. Install it: pip install vllm")
+    return [program, "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+
+
+_COMMANDS: Mapping[EngineName, Callable[[str, int], list[str]]] = {"transformers": _transformers, "vllm": _vllm}
+
+
+def engine_command(name: EngineName, model: str, port: int, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the command of an engine that serves the model of a directory in its own, on a port of this machine.
+
+    Raises:
+        ConfigError: its program or libraries are not installed.
+    """
+    if name == "transformers":
+        try:
+            import fastapi  # noqa: F401
+            import openai  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"--engine transformers: {error}. Install it: {install_command('engine')}") from error
+    return [*_COMMANDS[name](model, port), *arguments]
+
+
+def open_language_model(place: Path) -> Path:
+    """Return the directory of transformers for a run, which is exported, or for a directory that is one.
+
+    Raises:
+        UserError: it is neither, or the run cannot be exported.
+        ExportError: what was exported does not compute the same as the trained model.
+    """
+    if (place / "config.json").is_file():
+        return place
+    if not (place / "run.toml").is_file():
+        raise ConfigError(f"{place} is neither a run nor a directory of transformers: it has no config.json.")
+    from paceline.export.directory import export_directory
+    from paceline.export.export import ExportRequest
+
+    log.info("exporting %s", place)
+    return Path(export_directory(ExportRequest(run=place, formats=("hf",))).directory)
+
+
+class Engine:
+    """One process of an engine, with the requests that it is answering.
+
+    Attributes:
+        model: the directory that it serves.
+        name: by which it knows the model.
+        url: where it listens, on loopback.
+        in_flight: requests that have no whole answer yet.
+    """
+
+    def __init__(self, name: EngineName, model: Path, arguments: Sequence[str]) -> None:
+        self.model = model.resolve()
+        self.name = self.model.name
+        self.in_flight = 0
+        self._kind = name
+        self._arguments = arguments
+        self._process: asyncio.subprocess.Process | None = None
+        self.url = ""
+
+    async def start(self, client: httpx.AsyncClient, timeout_s: float) -> None:
+        """Start the process, and wait until it has answered a request.
+
+        Raises:
+            ConfigError: it cannot be started.
+            ServingError: it ended, or has not answered in time.
+        """
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = kill_with_parent_command(engine_command(self._kind, self.name, port, self._arguments))
+        # A session of its own: Ctrl-C reaches Paceline alone, which lets the engine finish its answers.
+        self._process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=self.model.parent,  # so answers name the model, and not where it is
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not await self._answers(client):
+                if self._process.returncode is not None:
+                    raise ServingError(
+                        f"--engine {self._kind} ended with exit code {self._process.returncode} before it was ready; "
+                        "its output above has the cause."
+                    )
+                if time.monotonic() > deadline:
+                    raise ServingError(
+                        f"--engine {self._kind} was not ready after {timeout_s:g} s. Allow more: --startup-timeout."
+                    )
+                await asyncio.sleep(_POLL_S)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _answers(self, client: httpx.AsyncClient) -> bool:
+        """Return whether it generates a token; the first one may take many seconds more than the next ones."""
+        body = {"model": self.name, "prompt": "a", "max_tokens": 1}
+        with suppress(httpx.TransportError):
+            if (await client.get(f"{self.url}/health")).status_code != 200:
+                return False
+            answer = await client.post(f"{self.url}/v1/completions", json=body)
+            if answer.status_code == 200:
+                return True
+            raise ServingError(f"--engine {self._kind} cannot generate with {self.model}: {answer.text:.500}")
+        return False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process is not None and self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Return its exit code when it has ended."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the process and all that it has started."""
+        if self._process is None or not self.is_alive:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _STOP_S)
+                break
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,380 @@
+"""The front of ``paceline serve --engine``: access, readiness, drain, hot swap and metrics of an engine's HTTP API.
+
+What the engine answers passes through unchanged. No answer is cut without an error: when an engine dies, a stream of
+events ends with an error event, and any other answer with a status of 502 or a broken connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from paceline.core.errors import PacelineError
+from paceline_serving.access import AccessPolicy
+from paceline_serving.app import CONTENT_TYPE
+from paceline_serving.batching import RequestFailure
+from paceline_serving.engines import Engine, EngineName
+from paceline_serving.server import ListenAddress, bind, url_of
+
+_HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
+_PRIVATE = frozenset({"host", "authorization", "content-length", *_HOP_BY_HOP})
+_RETRY_S = "1"
+_LONGEST_PAUSE_S = 30.0
+_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+_TAIL_BYTES = 4096
+
+log = logging.getLogger("paceline_serving")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions:
+    """How a gateway runs its engine.
+
+    Attributes:
+        engine: its name.
+        arguments: further words of its command.
+        open_model: a run's or a model's directory -> the directory that the engine loads.
+        max_requests: that may be in flight; further ones get 429.
+        max_body_bytes: the largest request.
+        startup_timeout_s: how long an engine may take until its first answer.
+        drain_delay_s: how long to report "not ready" after SIGTERM before refusing connections.
+    """
+
+    engine: EngineName
+    arguments: Sequence[str]
+    open_model: Callable[[Path], Path]
+    max_requests: int
+    max_body_bytes: int
+    startup_timeout_s: float
+    drain_delay_s: float
+
+
+class _Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter("paceline_requests", "Requests, by status.", ("code",), registry=self.registry)
+        self.tokens = Counter("paceline_tokens", "Generated tokens.", registry=self.registry)
+        self.in_flight = Gauge("paceline_requests_in_flight", "Unanswered requests.", registry=self.registry)
+        self.restarts = Counter("paceline_engine_restarts", "Engines that died.", registry=self.registry)
+        self.swaps = Counter("paceline_swaps", "Models replaced.", registry=self.registry)
+        self.first_byte = Histogram(
+            "paceline_first_byte_seconds", "Time to the first byte of an answer.", registry=self.registry
+        )
+
+
+class Gateway:
+    """Sends requests to the current engine, starts another when it dies, and replaces it without losing a request."""
+
+    def __init__(self, name: str, options: GatewayOptions, access: AccessPolicy) -> None:
+        self.draining = False
+        self._name = name
+        self._options = options
+        self._access = access
+        self._engine: Engine | None = None
+        self._metrics = _Metrics()
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(), trust_env=False
+        )
+        self._swapping = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def app(self) -> Starlette:
+        """The HTTP application."""
+        return Starlette(
+            routes=[
+                Route("/v2/health/live", self._live),
+                Route("/v2/health/ready", self._ready),
+                Route("/health", self._ready),
+                Route("/metrics", self._show_metrics),
+                Route("/v2/models", self._models),
+                Route("/v1/models", self._openai_models),
+                Route("/v2/repository/models/{name}/load", self._load, methods=["POST"]),
+                Route("/v1/{path:path}", self._forward, methods=["GET", "POST"]),
+            ],
+            exception_handlers={RequestFailure: _refuse},
+        )
+
+    # --- Engines
+
+    async def start(self, model: Path) -> None:
+        """Start the engine of a model, and wait until it answers.
+
+        Raises:
+            ServingError: it does not.
+        """
+        self._engine = await self._start(model)
+
+    async def close(self) -> None:
+        """End the engine."""
+        for task in self._tasks:
+            task.cancel()
+        if self._engine is not None:
+            await self._engine.stop()
+        await self._client.aclose()
+
+    async def _start(self, model: Path) -> Engine:
+        directory = await asyncio.to_thread(self._options.open_model, model)
+        engine = Engine(self._options.engine, directory, self._options.arguments)
+        await engine.start(self._client, self._options.startup_timeout_s)
+        self._spawn(self._watch(engine))
+        return engine
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, engine: Engine) -> None:
+        """Start an engine again when it dies while it is the current one."""
+        code = await engine.wait()
+        pause_s = 1.0
+        while self._engine is engine and not self.draining:
+            self._metrics.restarts.inc()
+            log.warning("--engine %s died (exit code %s); another one is started", self._options.engine, code)
+            replacement = Engine(self._options.engine, engine.model, self._options.arguments)
+            try:
+                await replacement.start(self._client, self._options.startup_timeout_s)
+            except PacelineError as error:
+                log.warning("%s The next try is in %g s.", error, pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            if self._engine is not engine:  # a model was loaded meanwhile
+                await replacement.stop()
+                return
+            self._engine = replacement
+            self._spawn(self._watch(replacement))
+            log.info("the engine is ready again")
+
+    async def _retire(self, engine: Engine) -> None:
+        while engine.in_flight:
+            await asyncio.sleep(0.1)
+        await engine.stop()
+
+    # --- Answers
+
+    async def _live(self, request: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def _ready(self, request: Request) -> Response:
+        ready = self._engine is not None and self._engine.is_alive and not self.draining
+        return JSONResponse({"ready": ready}, 200 if ready else 503)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        self._check(request)
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE.decode())
+
+    async def _models(self, request: Request) -> Response:
+        self._check(request)
+        return JSONResponse({"models": [self._name]})
+
+    async def _openai_models(self, request: Request) -> Response:
+        self._check(request)
+        return JSONResponse(
+            {"object": "list", "data": [{"id": self._name, "object": "model", "created": 0, "owned_by": "paceline"}]}
+        )
+
+    async def _load(self, request: Request) -> Response:
+        """Replace the model, as ``paceline deploy`` asks: new requests go to the new engine, old ones are finished."""
+        headers = self._check(request)
+        self._access.check_admin(request.client.host if request.client else "", headers)
+        try:
+            place = json.loads(await request.body())["parameters"]["package"]
+        except (ValueError, KeyError, TypeError):
+            raise RequestFailure(400, 'the body must be {"parameters": {"package": "DIRECTORY"}}.') from None
+        async with self._swapping:
+            try:
+                engine = await self._start(Path(place))
+            except PacelineError as error:
+                raise RequestFailure(409, f"the model was not replaced: {error}") from error
+            previous, self._engine = self._engine, engine
+            self._metrics.swaps.inc()
+            if previous is not None:
+                self._spawn(self._retire(previous))
+        return JSONResponse({"name": self._name, "version": str(place)})
+
+    async def _forward(self, request: Request) -> Response:
+        self._check(request)
+        self._access.check_origin(dict(request.headers.raw))
+        engine = self._engine
+        if engine is None or not engine.is_alive:
+            raise RequestFailure(503, "the engine is not ready.", [(b"retry-after", _RETRY_S.encode())])
+        if engine.in_flight >= self._options.max_requests:
+            raise RequestFailure(429, "too many requests are in flight.", [(b"retry-after", _RETRY_S.encode())])
+        engine.in_flight += 1
+        self._metrics.in_flight.inc()
+        start = time.perf_counter()
+        try:
+            answer = await self._send(engine, request)
+        except BaseException:
+            self._done(engine, 502)
+            raise
+        self._metrics.first_byte.observe(time.perf_counter() - start)
+        headers = {name: value for name, value in answer.headers.items() if name not in _HOP_BY_HOP}
+        return StreamingResponse(self._pass_on(engine, answer), answer.status_code, headers)
+
+    async def _send(self, engine: Engine, request: Request) -> httpx.Response:
+        """Send a request to the engine; return its answer at the first byte, or drop it if the client leaves."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._options.max_body_bytes:
+                raise RequestFailure(413, f"the request is larger than {self._options.max_body_bytes} bytes.")
+        content = self._addressed(bytes(body), engine) if request.method == "POST" else bytes(body)
+        headers = {name: value for name, value in request.headers.items() if name not in _PRIVATE}
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        forwarded = self._client.build_request(request.method, engine.url + path, content=content, headers=headers)
+        sending = asyncio.create_task(self._client.send(forwarded, stream=True))
+        leaving = asyncio.ensure_future(request.receive())  # after the body, only that the client has left
+        await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not sending.done():
+            sending.cancel()
+            raise RequestFailure(499, "the client has left.")
+        try:
+            return sending.result()
+        except httpx.TransportError as error:
+            raise RequestFailure(502, "the engine ended before it answered. Send the request again.") from error
+
+    def _addressed(self, body: bytes, engine: Engine) -> bytes:
+        """Return a request with the engine's name of the model in place of the gateway's, which outlives a swap."""
+        try:
+            document = json.loads(body)
+        except ValueError:
+            raise RequestFailure(400, "the body must be JSON.") from None
+        if not isinstance(document, dict):
+            raise RequestFailure(400, "the body must be a JSON object.")
+        if document.get("model", self._name) != self._name:
+            raise RequestFailure(404, f"there is no model {document['model']!r:.80}; this server has {self._name!r}.")
+        return json.dumps({**document, "model": engine.name}).encode()
+
+    async def _pass_on(self, engine: Engine, answer: httpx.Response) -> AsyncIterator[bytes]:
+        status, tail = answer.status_code, b""
+        try:
+            async for piece in answer.aiter_raw():
+                tail = (tail + piece)[-_TAIL_BYTES:]
+                yield piece
+        except httpx.TransportError:
+            status = 502
+            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                raise  # the connection breaks: the client sees that the answer is not whole
+            error = {"message": "the engine ended in the middle of this answer", "type": "server_error", "code": 502}
+            yield f"\n\ndata: {json.dumps({'error': error})}\n\n".encode()
+        except asyncio.CancelledError:
+            status = 499
+            raise
+        finally:
+            if tokens := _TOKENS.findall(tail):
+                self._metrics.tokens.inc(int(tokens[-1]))
+            self._done(engine, status)
+            await answer.aclose()
+
+    def _done(self, engine: Engine, status: int) -> None:
+        engine.in_flight -= 1
+        self._metrics.in_flight.dec()
+        self._metrics.requests.labels(str(status)).inc()
+
+    def _check(self, request: Request) -> dict[bytes, bytes]:
+        headers = dict(request.headers.raw)
+        self._access.check_token(headers)
+        return headers
+
+
+async def _refuse(request: Request, failure: Exception) -> Response:
+    """Answer as OpenAI's API does."""
+    assert isinstance(failure, RequestFailure)
+    error = {"message": str(failure), "type": "invalid_request_error", "code": failure.status}
+    headers = {name.decode(): value.decode() for name, value in failure.headers}
+    return JSONResponse({"error": error}, failure.status, headers)
+
+
+class _Server(uvicorn.Server):
+    """A server whose signals are the gateway's."""
+
+    def capture_signals(self) -> Any:
+        return nullcontext()
+
+
+async def serve_engine(
+    model: Path, name: str, address: ListenAddress, options: GatewayOptions, on_ready: Callable[[str], None]
+) -> None:
+    """Serve a model by an engine until SIGTERM or SIGINT; then finish the accepted requests. A second signal cuts them.
+
+    Args:
+        model: a run's or a model's directory.
+        name: of the model, for clients.
+        on_ready: called with the URL when the engine has answered.
+
+    Raises:
+        ConfigError: it cannot listen on the address.
+        ServingError: the engine cannot serve the model.
+    """
+    loop = asyncio.get_running_loop()
+    stop, force = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (force if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    gateway = Gateway(name, options, AccessPolicy(address.tokens, address.cors_origins, address.admin_token))
+    with bind(address) as bound:
+        try:
+            starting = asyncio.create_task(gateway.start(model))
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                starting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await starting
+                return
+            starting.result()
+            await _listen(gateway, bound, options, (stop, force), on_ready)
+        finally:
+            await gateway.close()
+
+
+async def _listen(
+    gateway: Gateway,
+    bound: socket.socket,
+    options: GatewayOptions,
+    signals: tuple[asyncio.Event, asyncio.Event],
+    on_ready: Callable[[str], None],
+) -> None:
+    stop, force = signals
+    config = uvicorn.Config(gateway.app, log_config=None, access_log=False, lifespan="off", server_header=False)
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([bound]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    on_ready(url_of(bound))
+    await stop.wait()
+    gateway.draining = True
+    with suppress(TimeoutError):
+        await asyncio.wait_for(force.wait(), options.drain_delay_s)
+    server.should_exit = True
+    forcing = asyncio.create_task(force.wait())
+    await asyncio.wait((serving, forcing), return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        server.force_exit = True
+    forcing.cancel()
+    await serving
