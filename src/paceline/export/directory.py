@@ -141,7 +141,7 @@ def _compare(trained: LoadedModel, reloaded: nn.Module, batch: Any) -> tuple[For
     """Return how the outputs of two models differ where the task calls them, and the largest output (at least 1)."""
     largest, scale = 0.0, 1.0
     expected, actual = (_outputs(trained, module, batch) for module in (trained.module, reloaded))
-    if not expected or list(expected) != list(actual):
+    if not expected or expected.keys() != actual.keys():
         raise ExportError(f"the task's model returned {', '.join(expected)}, and the exported {', '.join(actual)}.")
     for name, tensor in expected.items():
         largest = max(largest, distance(tensor, actual[name]))

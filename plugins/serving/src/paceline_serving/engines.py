@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -75,7 +75,8 @@ def open_language_model(place: Path) -> Path:
     from paceline.export.export import ExportRequest
 
     log.info("exporting %s", place)
-    return Path(export_directory(ExportRequest(run=place, formats=("hf",))).directory)
+    with redirect_stdout(sys.stderr):  # which libraries print to when they are imported
+        return Path(export_directory(ExportRequest(run=place, formats=("hf",))).directory)
 
 
 class Engine:

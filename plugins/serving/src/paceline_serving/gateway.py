@@ -1,6 +1,6 @@
 """The front of ``paceline serve --engine``: access, readiness, drain, hot swap and metrics of an engine's HTTP API.
 
-What the engine answers passes through unchanged. No answer is cut without an error: when an engine dies, a stream of
+An engine's answer passes through unchanged. No answer is cut without an error: when an engine dies, a stream of
 events ends with an error event, and any other answer with a status of 502 or a broken connection.
 """
 
