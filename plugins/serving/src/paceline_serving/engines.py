@@ -79,7 +79,7 @@ def open_language_model(place: Path) -> Path:
         return Path(export_directory(ExportRequest(run=place, formats=("hf",))).directory)
 
 
-class Engine:
+class EngineProcess:
     """One process of an engine, with the requests that it is answering.
 
     Attributes:

@@ -31,7 +31,7 @@ from paceline.core.errors import PacelineError
 from paceline_serving.access import AccessPolicy
 from paceline_serving.app import CONTENT_TYPE
 from paceline_serving.batching import RequestFailure
-from paceline_serving.engines import Engine, EngineName
+from paceline_serving.engines import EngineName, EngineProcess
 from paceline_serving.server import ListenAddress, bind, url_of
 
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
@@ -67,7 +67,7 @@ class GatewayOptions:
     drain_delay_s: float
 
 
-class _Metrics:
+class _GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter("paceline_requests", "Requests, by status.", ("code",), registry=self.registry)
@@ -88,8 +88,8 @@ class Gateway:
         self._name = name
         self._options = options
         self._access = access
-        self._engine: Engine | None = None
-        self._metrics = _Metrics()
+        self._engine: EngineProcess | None = None
+        self._metrics = _GatewayMetrics()
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(), trust_env=False
         )
@@ -131,9 +131,9 @@ class Gateway:
             await self._engine.stop()
         await self._client.aclose()
 
-    async def _start(self, model: Path) -> Engine:
+    async def _start(self, model: Path) -> EngineProcess:
         directory = await asyncio.to_thread(self._options.open_model, model)
-        engine = Engine(self._options.engine, directory, self._options.arguments)
+        engine = EngineProcess(self._options.engine, directory, self._options.arguments)
         await engine.start(self._client, self._options.startup_timeout_s)
         self._spawn(self._watch(engine))
         return engine
@@ -143,14 +143,14 @@ class Gateway:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _watch(self, engine: Engine) -> None:
+    async def _watch(self, engine: EngineProcess) -> None:
         """Start an engine again when it dies while it is the current one."""
         code = await engine.wait()
         pause_s = 1.0
         while self._engine is engine and not self.draining:
             self._metrics.restarts.inc()
             log.warning("--engine %s died (exit code %s); another one is started", self._options.engine, code)
-            replacement = Engine(self._options.engine, engine.model, self._options.arguments)
+            replacement = EngineProcess(self._options.engine, engine.model, self._options.arguments)
             try:
                 await replacement.start(self._client, self._options.startup_timeout_s)
             except PacelineError as error:
@@ -165,7 +165,7 @@ class Gateway:
             self._spawn(self._watch(replacement))
             log.info("the engine is ready again")
 
-    async def _retire(self, engine: Engine) -> None:
+    async def _retire(self, engine: EngineProcess) -> None:
         while engine.in_flight:
             await asyncio.sleep(0.1)
         await engine.stop()
@@ -232,7 +232,7 @@ class Gateway:
         headers = {name: value for name, value in answer.headers.items() if name not in _HOP_BY_HOP}
         return StreamingResponse(self._pass_on(engine, answer), answer.status_code, headers)
 
-    async def _send(self, engine: Engine, request: Request) -> httpx.Response:
+    async def _send(self, engine: EngineProcess, request: Request) -> httpx.Response:
         """Send a request to the engine; return its answer at the first byte, or drop it if the client leaves."""
         body = bytearray()
         async for piece in request.stream():
@@ -255,7 +255,7 @@ class Gateway:
         except httpx.TransportError as error:
             raise RequestFailure(502, "the engine ended before it answered. Send the request again.") from error
 
-    def _addressed(self, body: bytes, engine: Engine) -> bytes:
+    def _addressed(self, body: bytes, engine: EngineProcess) -> bytes:
         """Return a request with the engine's name of the model in place of the gateway's, which outlives a swap."""
         try:
             document = json.loads(body)
@@ -267,7 +267,7 @@ class Gateway:
             raise RequestFailure(404, f"there is no model {document['model']!r:.80}; this server has {self._name!r}.")
         return json.dumps({**document, "model": engine.name}).encode()
 
-    async def _pass_on(self, engine: Engine, answer: httpx.Response) -> AsyncIterator[bytes]:
+    async def _pass_on(self, engine: EngineProcess, answer: httpx.Response) -> AsyncIterator[bytes]:
         status, tail = answer.status_code, b""
         try:
             async for piece in answer.aiter_raw():
@@ -288,7 +288,7 @@ class Gateway:
             self._done(engine, status)
             await answer.aclose()
 
-    def _done(self, engine: Engine, status: int) -> None:
+    def _done(self, engine: EngineProcess, status: int) -> None:
         engine.in_flight -= 1
         self._metrics.in_flight.dec()
         self._metrics.requests.labels(str(status)).inc()
@@ -307,7 +307,7 @@ async def _refuse(request: Request, failure: Exception) -> Response:
     return JSONResponse({"error": error}, failure.status, headers)
 
 
-class _Server(uvicorn.Server):
+class _GatewayServer(uvicorn.Server):
     """A server whose signals are the gateway's."""
 
     def capture_signals(self) -> Any:
@@ -362,7 +362,7 @@ async def _listen(
 ) -> None:
     stop, force = signals
     config = uvicorn.Config(gateway.app, log_config=None, access_log=False, lifespan="off", server_header=False)
-    server = _Server(config)
+    server = _GatewayServer(config)
     serving = asyncio.create_task(server.serve([bound]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
