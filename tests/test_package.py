@@ -13,6 +13,7 @@ import pytest
 
 import paceline
 from paceline.core import built_in
+from paceline.core.built_in import NAMES
 
 EXPORTED = [
     "BatchInfo",
@@ -90,13 +91,7 @@ def test_exported_names() -> None:
     assert set(EXPORTED) <= set(dir(paceline))
 
 
-OF_PLUG_INS = [
-    *("Categories", "Dates", "FunctionJob", "TaskJob", "Tokenizer", "Vocabulary"),
-    *("log_histogram", "log_image", "log_text", "submit", "submit_array"),
-]
-
-
-@pytest.mark.parametrize("name", [*EXPORTED, *OF_PLUG_INS])
+@pytest.mark.parametrize("name", [*EXPORTED, *NAMES])
 def test_each_exported_name_is_there(name: str) -> None:
     assert getattr(paceline, name) is not None
 
@@ -106,10 +101,10 @@ def test_type_checkers_see_every_exported_name() -> None:
     imported = {
         alias.name
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline.")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline")
         for alias in node.names
     }
-    assert imported - {"NAMES"} == set(EXPORTED) - {"__version__"}  # those of plug-ins
+    assert imported - {"NAMES"} == {*EXPORTED, *NAMES} - {"__version__"}
 
 
 def test_every_deliberate_error_is_exported() -> None:

@@ -91,20 +91,66 @@ def keywords() -> str:
     """Return the module of the types of keywords."""
     loop, others = [], []
     for name, its in all_options().items():
-        if name not in ("task", "set"):
+        if name not in ("task", "set", "on"):
             of_run = name in NOT_OF_RUN or its.group == "Fine-tuning"
             (others if of_run else loop).append(
                 f"    {name}: {'PathLike[str] | ' if name in PATHS else ''}{type_of(its.type)}\n"
             )
     classes = (
         f'class LoopOptions(TypedDict, total=False):\n    """Those of :class:`paceline.Run`."""\n\n{"".join(loop)}',
-        f'class RunOptions(LoopOptions, total=False):\n    """Those of :func:`paceline.fit`."""\n\n{"".join(others)}',
+        f'class TaskOptions(LoopOptions, total=False):\n    """Those of a task."""\n\n{"".join(others)}',
+        'class RunOptions(TaskOptions, total=False):\n    """Those of :func:`paceline.fit`."""\n\n    on: str\n',
     )
     return "\n\n".join([HEAD, *classes])
 
 
 def test_the_keywords_of_fit_and_run_are_the_options(golden: Callable[[Path, str], None]) -> None:
     golden(ROOT / "src" / "paceline" / "core" / "run_options.py", keywords())
+
+
+SUBMIT_HEAD = '''"""The options of ``paceline.submit`` as types, which tests/core/test_interface.py writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+from paceline.core.option_groups import RankLauncher
+from paceline.core.run_options import TaskOptions, Texts
+
+
+class SubmitOptions(TypedDict, total=False):
+    """Those of :func:`paceline.submit` and :func:`paceline.submit_array` for all work."""
+
+    name: str | None
+    cpus_per_task: int | None
+    gpus_per_node: int | None
+'''
+SUBMIT_TAIL = '''
+
+class FunctionJobOptions(SubmitOptions, total=False):
+    """Those of functions."""
+
+    nodes: int
+    nproc: int
+    walltime: str | None
+
+
+class TaskJobOptions(SubmitOptions, TaskOptions, total=False):
+    """Those of tasks."""
+
+    rank_launcher: RankLauncher
+    env: Mapping[str, str]
+'''
+
+
+def test_the_keywords_of_submit_are_the_options(golden: Callable[[Path, str], None]) -> None:
+    from paceline_frameworks.submitit import SubmititOptions
+
+    hints = typing.get_type_hints(SubmititOptions)
+    own = "".join(f"    {name}: {type_of(hint)}\n" for name, hint in hints.items() if name != "executor")
+    folder = ROOT / "plugins" / "frameworks" / "src" / "paceline_frameworks"
+    golden(folder / "submit_options.py", SUBMIT_HEAD + own + SUBMIT_TAIL)
 
 
 def test_the_reference_of_options_is_that_of_the_code(golden: Callable[[Path, str], None]) -> None:

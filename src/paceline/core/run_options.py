@@ -74,10 +74,9 @@ class LoopOptions(TypedDict, total=False):
     log_to: Texts
 
 
-class RunOptions(LoopOptions, total=False):
-    """Those of :func:`paceline.fit`."""
+class TaskOptions(LoopOptions, total=False):
+    """Those of a task."""
 
-    on: str
     nproc: int | str
     nodes: int | str
     reduction: Literal["exact", "allreduce", "ddp"]
@@ -96,3 +95,9 @@ class RunOptions(LoopOptions, total=False):
     eval_every: str
     early_stop: str | None
     run_dir: PathLike[str] | str | None
+
+
+class RunOptions(TaskOptions, total=False):
+    """Those of :func:`paceline.fit`."""
+
+    on: str

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from paceline.api import Result, task_spec
 from paceline.core.config import config_from_mapping
@@ -32,6 +32,10 @@ from paceline_frameworks.submitit import (
     submission_error,
 )
 from paceline_frameworks.submitit_running import callable_for, check_private, make_private
+
+if TYPE_CHECKING:
+    from paceline_frameworks.submit_options import FunctionJobOptions, TaskJobOptions
+    from paceline_frameworks.submitit import Executor
 
 
 class FunctionJob(SubmititJob):
@@ -258,13 +262,20 @@ class TaskJob:
 
 
 @overload
-def submit(work: Task, **options: Any) -> TaskJob: ...
+def submit(work: Task, *, on: Executor = "slurm", **options: Unpack[TaskJobOptions]) -> TaskJob: ...
 @overload
-def submit(work: Callable[..., Any], *args: Any, **options: Any) -> FunctionJob: ...
+def submit(
+    work: Callable[..., Any],
+    *args: Any,
+    on: Executor = "slurm",
+    kwargs: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+    **options: Unpack[FunctionJobOptions],
+) -> FunctionJob: ...
 def submit(
     work: Task | Callable[..., Any],
     *args: Any,
-    on: Literal["slurm", "local"] = "slurm",
+    on: Executor = "slurm",
     kwargs: Mapping[str, Any] | None = None,
     folder: str | Path | None = None,
     **options: Any,
@@ -300,9 +311,9 @@ def submit(
 def submit_array(
     function: Callable[..., Any],
     *iterables: Iterable[Any],
-    on: Literal["slurm", "local"] = "slurm",
+    on: Executor = "slurm",
     folder: str | Path | None = None,
-    **options: Any,
+    **options: Unpack[FunctionJobOptions],
 ) -> list[FunctionJob]:
     """Submit a job for each element, as ``map(function, *iterables)`` would call; on Slurm as one array.
 
