@@ -12,6 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.api import Result, fit, load
+
+    # Those of plug-ins: a type checker exports what is imported "as" itself, and ``*`` imports none of them.
+    from paceline.core.built_in import Categories as Categories
+    from paceline.core.built_in import Dates as Dates
+    from paceline.core.built_in import FunctionJob as FunctionJob
+    from paceline.core.built_in import LightningTask as LightningTask
+    from paceline.core.built_in import TaskJob as TaskJob
+    from paceline.core.built_in import Tokenizer as Tokenizer
+    from paceline.core.built_in import TransformersTask as TransformersTask
+    from paceline.core.built_in import Vocabulary as Vocabulary
+    from paceline.core.built_in import log_histogram as log_histogram
+    from paceline.core.built_in import log_image as log_image
+    from paceline.core.built_in import log_text as log_text
+    from paceline.core.built_in import submit as submit
+    from paceline.core.built_in import submit_array as submit_array
     from paceline.core.errors import (
         CheckpointError,
         CheckpointWriteError,
@@ -39,21 +54,6 @@ if TYPE_CHECKING:
     from paceline.core.inference import InferenceSignature, TensorSpec
     from paceline.core.task import BatchInfo, Callback, Defaults, Loss, RankInfo, RunSchedule, Task, TrainStep
     from paceline.own_loop import LoopStep, Run
-
-    # Those of plug-ins, which ``built_in.NAMES`` finds; a type checker exports what is imported "as" itself.
-    from paceline_frameworks.submit import FunctionJob as FunctionJob
-    from paceline_frameworks.submit import TaskJob as TaskJob
-    from paceline_frameworks.submit import submit as submit
-    from paceline_frameworks.submit import submit_array as submit_array
-    from paceline_lightning import LightningTask as LightningTask
-    from paceline_lm import TransformersTask as TransformersTask
-    from paceline_serving.encodings import Categories as Categories
-    from paceline_serving.encodings import Dates as Dates
-    from paceline_serving.texts import Tokenizer as Tokenizer
-    from paceline_serving.texts import Vocabulary as Vocabulary
-    from paceline_trackers.media import log_histogram as log_histogram
-    from paceline_trackers.media import log_image as log_image
-    from paceline_trackers.media import log_text as log_text
 
 __version__ = "0.1.0"
 

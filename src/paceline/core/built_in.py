@@ -12,6 +12,19 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from paceline.core.option_groups import EnvStyle, RankLauncher
+    from paceline_frameworks.submit import FunctionJob as FunctionJob
+    from paceline_frameworks.submit import TaskJob as TaskJob
+    from paceline_frameworks.submit import submit as submit
+    from paceline_frameworks.submit import submit_array as submit_array
+    from paceline_lightning import LightningTask as LightningTask
+    from paceline_lm import TransformersTask as TransformersTask
+    from paceline_serving.encodings import Categories as Categories
+    from paceline_serving.encodings import Dates as Dates
+    from paceline_serving.texts import Tokenizer as Tokenizer
+    from paceline_serving.texts import Vocabulary as Vocabulary
+    from paceline_trackers.media import log_histogram as log_histogram
+    from paceline_trackers.media import log_image as log_image
+    from paceline_trackers.media import log_text as log_text
 
 
 @dataclass(frozen=True)
