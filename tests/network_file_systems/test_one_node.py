@@ -17,7 +17,7 @@ from tests.network_file_systems.conftest import TASK, Node
 
 from paceline.runs.package import verify_package
 from paceline.runs.package_registry import Registry
-from paceline.runs.status import run_directories
+from paceline_pages.run_status import run_directories
 
 pytestmark = pytest.mark.system
 

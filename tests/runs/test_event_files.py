@@ -9,8 +9,8 @@ import pytest
 
 from paceline.runs.directory import RunDirectory
 from paceline.runs.event_files import without_steps
-from paceline.runs.status import summarise
 from paceline.runs.timeline import timeline
+from paceline_pages.run_status import summarise
 
 _HOURS = 7200.0
 

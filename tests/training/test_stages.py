@@ -23,7 +23,6 @@ from paceline.parallel.pipeline.schedules import (
     CHUNKS,
     Name,
     ScheduleAction,
-    bubble_fraction,
     build_schedules,
     max_in_flight,
     timeline,
@@ -37,7 +36,7 @@ from paceline.parallel.pipeline.stage_split import (
     require_blocks,
 )
 from paceline.parallel.pipeline.stages import absent_arguments, find_blocks
-from paceline_pages.runs_pipeline import pipeline
+from paceline_pages.runs_pipeline import bubble_fraction, pipeline
 from paceline_tasks.transformer import Transformer
 
 GIB = 2**30

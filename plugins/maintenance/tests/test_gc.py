@@ -23,9 +23,9 @@ from paceline.core.errors import ConfigError, PackageError, RunDirectoryError
 from paceline.runs.checkpoint_manifest import MANIFEST, write_file
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_registry import PackageReference, Registry
-from paceline.runs.status import find_runs
 from paceline_maintenance.gc import packages_in, remove, runs_in
 from paceline_maintenance.gc_command import gc
+from paceline_pages.run_status import find_runs
 
 DAY_S = 86400.0
 

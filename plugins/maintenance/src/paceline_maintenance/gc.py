@@ -19,7 +19,7 @@ from paceline.runs.checkpoint_store import remove_stale
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
-from paceline.runs.status import run_directories, summarise
+from paceline_pages.run_status import run_directories, summarise
 
 FRESH_S = 600.0
 """A younger package may be about to get its tag."""

@@ -39,8 +39,8 @@ def gc(root: Path = _DEFAULT_ROOT, *, keep_last: int = 3, yes: Flag = False, jso
     """
     from paceline.core import owned_names
     from paceline.runs.package_registry import Registry
-    from paceline.runs.status import check_folder
     from paceline_maintenance.gc import keep, packages_in, remove, runs_in
+    from paceline_pages.run_status import check_folder
 
     if keep_last < 1:
         raise ConfigError(f"--keep-last must be at least 1, but is {keep_last}.")

@@ -15,7 +15,7 @@ from paceline.core.config import configuration
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.runs.code_record import comparable_code
 from paceline.runs.directory import RunDirectory
-from paceline.runs.status import (
+from paceline_pages.run_status import (
     FOREIGN,
     RunSummary,
     final_metrics,

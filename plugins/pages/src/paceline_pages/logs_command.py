@@ -24,7 +24,7 @@ from paceline.launch.job_records import JobRecord, find_record, read_records
 from paceline.launch.status_poller import StatusPoller
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import describe, read_failure
-from paceline.runs.status import last_deciding
+from paceline_pages.run_status import last_deciding
 
 _TAB = "\t"
 _POLL_S = 0.2

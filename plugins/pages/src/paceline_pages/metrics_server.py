@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from paceline.core.errors import ConfigError
 from paceline.core.standard_streams import print_status
-from paceline.runs.status import FOREIGN, last_records
 from paceline.runs.timeline import starts, timeline
 from paceline_pages.dashboard import Page, PageServer, read_or_create_token
 from paceline_pages.metrics_options import MetricsOptions
 from paceline_pages.run_index import read_beats
+from paceline_pages.run_status import FOREIGN, last_records
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -19,7 +19,8 @@ from paceline.core.errors import RunDirectoryError
 from paceline.core.files import open_regular, parse_json, read_document
 from paceline.runs.directory import RunDirectory
 from paceline.runs.heartbeat import HeartbeatRecord
-from paceline.runs.status import (
+from paceline_pages.indexed_search import IndexedSearch, file_signature, page_name
+from paceline_pages.run_status import (
     FOREIGN,
     RunSummary,
     damaged,
@@ -30,7 +31,6 @@ from paceline.runs.status import (
     search_of,
     summarise,
 )
-from paceline_pages.indexed_search import IndexedSearch, file_signature, page_name
 
 # --- Heartbeats ---
 

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.plugins import import_object
-from paceline.runs.status import RunSummary, check_folder, find_runs, is_search, search_directories
+from paceline_pages.run_status import RunSummary, check_folder, find_runs, is_search, search_directories
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

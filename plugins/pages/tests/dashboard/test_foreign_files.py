@@ -13,9 +13,9 @@ from paceline.core.files import open_regular, read_document, read_json_lines
 from paceline.launch.job_logs import Tail
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure
-from paceline.runs.status import summarise
 from paceline_pages.dashboard import Views, log_tail
 from paceline_pages.run_index import Curves, read_beats
+from paceline_pages.run_status import summarise
 
 NAMES = ["run.toml", "events.jsonl", "metrics.jsonl", "result.json", "logs/rank-0.log", "logs/rank-0.error.json"]
 

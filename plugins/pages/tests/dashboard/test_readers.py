@@ -19,9 +19,9 @@ from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.directory import RunDirectory
 from paceline.runs.heartbeat import BEAT_S, Heartbeat
 from paceline.runs.package_registry import Registry, parse_reference
-from paceline.runs.status import summarise
 from paceline_pages.dashboard import Views, log_tail
 from paceline_pages.run_index import MAX_POINTS, AlertInputs, Curves, Index, alerts, read_beats
+from paceline_pages.run_status import summarise
 from paceline_pages.runs_command import runs
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from paceline.core.files import link, read_document
 from paceline.runs.metric_writers import Media
-from paceline.runs.status import search_of
 from paceline.runs.trackers import RUN_ID, RunInfo
+from paceline_pages.run_status import search_of
 from paceline_trackers.media import LoggedImage
 from paceline_trackers.writer import describe
 
