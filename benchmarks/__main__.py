@@ -30,7 +30,7 @@ _ALL_RECOVERERS: tuple[RecovererName, ...] = get_args(RecovererName)
 
 SuiteName = Literal["fsdp", "tp", "pp", "schedules", "memory", "pipeline", "pipedream", "slow-link", "slow-worker"]
 
-ServingSuiteName = Literal["json", "binary", "predict", "overload", "swap", "drain", "kill", "exact"]
+ServingSuiteName = Literal["json", "binary", "predict", "overload", "swap", "drain", "kill", "exact", "engine"]
 
 EngineName = Literal["paceline", "mesh", "ray", "monarch", "monarch-1s"]
 SearchedTask = Literal["fashion-mnist", "transformer"]
@@ -351,6 +351,7 @@ def serve(
     predict: a file of rows, 45,000 for each of --seconds, by paceline predict with one process and with two.
     overload: five times what it can do, what is refused and how fast. swap, drain, kill: a server whose
     package is exchanged 100 times, two that are ended 20 times, replicas killed with -9, all under load.
+    engine: tokens of 32 streams through --engine transformers, against its server asked directly.
     At the end, one table of all bars.
     """
     from benchmarks.serving.suite import bench_serve

@@ -15,7 +15,7 @@ import psutil
 import uvloop
 
 from benchmarks.rounds import REPORT
-from benchmarks.serving import faults
+from benchmarks.serving import engine, faults
 from benchmarks.serving.load import Times, closed_loop, http_request, open_loop
 from benchmarks.serving.servers import RECIPE, build_classifier, server, write_package
 from paceline.core.errors import LaunchError
@@ -50,6 +50,8 @@ def main(name: str, directory: Path, seconds: float) -> None:
             case "paceline-kill-1" | "paceline-kill-2":
                 replicas = int(name[-1])
                 report = runner.run(faults.kills(_infer_one, CONNECTIONS, directory, replicas))
+            case "paceline-engine":
+                report = engine.measure(directory, seconds)
             case "paceline-overload":
                 ours, theirs = _two_cores()
                 os.sched_setaffinity(0, theirs)  # the server will have it of us

@@ -118,6 +118,11 @@ _SUITES = {
         (Quantity("requests_per_s", "requests/s with --exact", 0), Quantity("free_per_s", "without", 0)),
         (("paceline-exact", "two servers in turns of a second, 32 connections"),),
     ),
+    "engine": _Suite(
+        "engine",
+        (Quantity("tokens_per_s", "tokens/s through Paceline", 0), Quantity("alone_per_s", "transformers serve", 0)),
+        (("paceline-engine", "one engine in turns of five seconds, 32 streams"),),
+    ),
 }
 SUITES = tuple(_SUITES)
 
@@ -234,6 +239,11 @@ def _exact(samples: Samples) -> list[TargetResult]:
     return [TargetResult("exact", "requests/s against without --exact", ratio, 0.85)]
 
 
+def _engine(samples: Samples) -> list[TargetResult]:
+    ratio = Spread.of([sample["tokens_per_s"] / sample["alone_per_s"] for sample in samples["paceline-engine"]])
+    return [TargetResult("engine", "tokens/s against transformers serve alone", ratio, 0.95)]
+
+
 def _most(suite: str, title: str, rounds: Sequence[Sample], key: str, bar: float, unit: str) -> TargetResult:
     return TargetResult(suite, title, Spread.of([sample[key] for sample in rounds]), bar, at_most=True, unit=unit)
 
@@ -247,4 +257,5 @@ _OF: Mapping[str, Callable[[Samples], list[TargetResult]]] = {
     "drain": _drain,
     "kill": _kill,
     "exact": _exact,
+    "engine": _engine,
 }

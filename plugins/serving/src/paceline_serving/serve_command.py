@@ -248,8 +248,10 @@ def _serve_engine(
     *,
     json: bool,
 ) -> int:
-    require_libraries("serve --engine", "httpx", "prometheus_client", "starlette", "uvicorn")
+    require_libraries("serve --engine", "httpx", "prometheus_client", "starlette", "uvicorn", "uvloop")
     import asyncio
+
+    import uvloop
 
     from paceline_serving.bearer_tokens import BearerTokens
     from paceline_serving.engines import engine_command, open_language_model
@@ -290,7 +292,8 @@ def _serve_engine(
             if admin_file is not None:
                 print(f"Replace the model: paceline deploy {url} RUN (the token is in {admin_file})", flush=True)
 
-        asyncio.run(serve_engine(model, name, address, gateway, on_ready))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        runner.run(serve_engine(model, name, address, gateway, on_ready))
     return 0
 
 
