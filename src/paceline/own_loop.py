@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -15,7 +16,7 @@ from weakref import WeakSet, finalize
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from paceline.api import Result, ends_script
@@ -40,6 +41,7 @@ from paceline.training.loaded_model import restore_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
 from paceline.training.session import FixedGroup, build_trainer, conclude_run, enter_group, set_up
+from paceline.training.state import move_scheduler
 from paceline.training.state_manager import StateManager
 from paceline.training.step import ComposedStep
 from paceline.training.trainer import Trainer
@@ -75,6 +77,7 @@ class ScriptParts:
         state: by name, what else lives from one step to the next.
         collate: turns a list of samples into a batch; None: torch's default.
         sample_weights: of the samples, or None.
+        schedules: by name, the states as built of those that are learning-rate schedules.
         names: the names of the model's parameters as built, by identity.
         trained: the models that were given in training mode.
         hyperparameters: of each optimizer's groups as built, by the optimizer's name.
@@ -84,6 +87,7 @@ class ScriptParts:
     optimizers: Mapping[str, Optimizer]
     dataset: Any
     state: Mapping[str, Any]
+    schedules: Mapping[str, Any]
     collate: Callable[[list[Any]], Any] | None
     sample_weights: Any
     names: Mapping[int, str]
@@ -150,9 +154,19 @@ class OwnLoop(Task):
                 raise ValueError(f"it has no state[{name!r}], with which the script did not begin the run")
             part.load_state_dict(state["state"][name])
         self._hyperparameters = state.get("hyperparameters", self._hyperparameters)
-        self._warn_of_other_hyperparameters()
 
-    def _warn_of_other_hyperparameters(self) -> None:
+    def begin_fork(self) -> None:
+        """Take the hyperparameters and schedules that the script builds, these at the steps of the checkpoint."""
+        parts = self._parts
+        self._hyperparameters = parts.hyperparameters
+        for label, as_built in parts.schedules.items():
+            schedule = parts.state[label]
+            if not isinstance(schedule, ReduceLROnPlateau):  # which follows what it is told, not the steps
+                done = schedule.last_epoch
+                schedule.load_state_dict(as_built)
+                move_scheduler(schedule, done)
+
+    def warn_of_other_hyperparameters(self) -> None:
         """Say what the script builds in another way now, since the run keeps what its checkpoint has."""
         changes = [
             f"{label}: {name} {before.get(name)} -> {value}"
@@ -251,9 +265,10 @@ def _as_parts(
                 "cannot save it."
             )
     trained = [each for each in ([model] if isinstance(model, nn.Module) else model.values()) if each.training]
+    schedules = {label: deepcopy(part.state_dict()) for label, part in state.items() if isinstance(part, LRScheduler)}
     hyperparameters = {label: [_plain(group) for group in built.param_groups] for label, built in optimizers.items()}
     return ScriptParts(
-        module, optimizers, dataset, dict(state), collate, sample_weights, names, trained, hyperparameters
+        module, optimizers, dataset, dict(state), schedules, collate, sample_weights, names, trained, hyperparameters
     )
 
 
@@ -623,6 +638,10 @@ class Run:
         tracker = self._world.progress_tracker
         with note_progress(tracker):
             group = enter_group(trainer, self._world, notes)
+            if self._context.begins_fork_at(trainer.state.progress.version):
+                task.begin_fork()
+            else:
+                task.warn_of_other_hyperparameters()
             task.restore_modes()
             parameters = list(trainer.state.module.parameters())  # a walk through all modules
             for step in trainer.steps(group):

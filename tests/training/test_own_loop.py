@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from tests.processes import Processes
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -361,25 +362,33 @@ def test_an_update_after_the_evaluation_is_refused(tmp_path: Path) -> None:
             step.update()
 
 
-def test_a_fork_continues_the_loop_with_other_batches(tmp_path: Path) -> None:
-    def train(name: str, batch: int) -> list[tuple[int, int | None, bool]]:
+def test_a_fork_continues_the_loop_with_other_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def train(name: str, batch: int, steps: int, lr: float = 0.1) -> list[tuple[int, int | None, bool]]:
         model = linear()
-        options = {"global_batch_size": batch, "checkpoint_every": "1epochs", "keep_checkpoints": 9}
-        with start(tmp_path / name, model, SGD(model.parameters(), 0.1), **options) as run:
-            steps = []
+        optimizer = SGD(model.parameters(), lr)
+        schedule = CosineAnnealingLR(optimizer, steps)
+        options = {"global_batch_size": batch, "checkpoint_every": "1epochs", "keep_checkpoints": 9, "log_every": 1}
+        with start(tmp_path / name, model, optimizer, **options, state={"schedule": schedule}) as run:
+            positions = []
             for step in run.steps(epochs=3):
                 step.backward(squares(model))
                 step.update()
-                steps.append((step.step, step.epoch, step.ends_epoch))
-        return steps
+                schedule.step()
+                positions.append((step.step, step.epoch, step.ends_epoch))
+        return positions
 
-    train("run", 12)
+    train("run", 12, 12)
     with pytest.raises(paceline.ConfigError, match=r"paceline fork .*/run --global-batch-size 24"):
-        train("run", 24)
+        train("run", 24, 8)
     fork_run(
         RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "fork"), {}, options={"global_batch_size": 24}, step=4
     )
-    assert train("fork", 24) == [(4, 1, False), (5, 1, True), (6, 2, False), (7, 2, True)]
+    assert train("fork", 24, 8, lr=0.2) == [(4, 1, False), (5, 1, True), (6, 2, False), (7, 2, True)]
+    assert "other hyperparameters" not in caplog.text
+    records = [json.loads(line) for line in (tmp_path / "fork/metrics.jsonl").read_text().splitlines()]
+    # The schedule that the script builds now, after four steps.
+    expected = [0.1 * (1 + math.cos(math.pi * step / 8)) for step in range(4, 8)]
+    assert [record["lr"] for record in records[4:]] == pytest.approx(expected)
     assert audit(RunDirectory(tmp_path / "fork")).clean
 
 

@@ -447,7 +447,7 @@ class TrainingState:
             if isinstance(scheduler, ReduceLROnPlateau):  # which follows the evaluations, not the steps
                 schedulers[name] = saved or scheduler_state(scheduler)
             else:
-                _move_to(scheduler, saved["last_epoch"] if saved else state["progress"]["step"])
+                move_scheduler(scheduler, saved["last_epoch"] if saved else state["progress"]["step"])
                 schedulers[name] = scheduler_state(scheduler)
         for name, optimizer in self.optimizers.items():
             groups = [
@@ -458,7 +458,8 @@ class TrainingState:
         return {**state, "optimizers": optimizers, "schedulers": schedulers}
 
 
-def _move_to(scheduler: Any, steps: int) -> None:
+def move_scheduler(scheduler: Any, steps: int) -> None:
+    """Move a schedule that is as built to where it is after some steps."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "Detected call of `lr_scheduler.step", UserWarning
