@@ -161,7 +161,7 @@ class OwnLoop(Task):
         self._hyperparameters = parts.hyperparameters
         for label, as_built in parts.schedules.items():
             schedule = parts.state[label]
-            if not isinstance(schedule, ReduceLROnPlateau):  # which follows what it is told, not the steps
+            if not isinstance(schedule, ReduceLROnPlateau):  # which follows a metric, not the steps
                 done = schedule.last_epoch
                 schedule.load_state_dict(as_built)
                 move_scheduler(schedule, done)
