@@ -30,7 +30,7 @@ from paceline.core.task_loading import refuse_call_at_import
 from paceline.launch.local_run import own_environment, require_recovery
 from paceline.parallel.progress import note_progress
 from paceline.parallel.world import World
-from paceline.runs.checkpoint_admin import select_checkpoint
+from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.checkpoint_state import scheduler_state
 from paceline.runs.directory import OWN_LOOP
 from paceline.runs.rank_log import open_rank_log

@@ -18,8 +18,8 @@ import paceline
 from paceline import cli
 from paceline.core.config import config_from_mapping
 from paceline.core.inference import TensorSpec
-from paceline.runs.checkpoint_admin import select_checkpoint
 from paceline.runs.checkpoint_manifest import FileRecord
+from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import PackageManifest, Provenance

@@ -20,8 +20,8 @@ from paceline.core.owned_names import own_prefix
 from paceline.core.task import Callback, RankInfo
 from paceline.core.task_loading import TaskReference, recorded_spec
 from paceline.parallel.world import ParallelDims, World, open_world
-from paceline.runs.checkpoint_admin import select_checkpoint
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences
+from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.training.control import StopCause, StopSignals
@@ -51,7 +51,7 @@ def load_model(
     """Build the model of a run's task again, with the weights of a checkpoint; the data is not needed.
 
     Args:
-        wanted: which checkpoint, as :func:`paceline.runs.checkpoint_admin.select_checkpoint` says.
+        wanted: which checkpoint, as :func:`paceline.runs.checkpoint_selection.select_checkpoint` says.
         model: filled instead, where a script builds the model itself.
         device: where the model goes.
 
@@ -148,7 +148,7 @@ def load_trained_model(
 
     Args:
         directory: the run's; nothing is written there.
-        wanted: which checkpoint, as :func:`paceline.runs.checkpoint_admin.select_checkpoint` says.
+        wanted: which checkpoint, as :func:`paceline.runs.checkpoint_selection.select_checkpoint` says.
         device: where the model goes; ``auto`` is a GPU where there is one.
         task: where the task's class is now, if not where it was when the run was trained.
 

@@ -20,7 +20,7 @@ from paceline.core.task import Task
 from paceline.data.loader import EvalBatches
 from paceline.elastic.group_formation import StateSource, transfer_state
 from paceline.parallel.world import World
-from paceline.runs.checkpoint_admin import is_checkpoint, select_checkpoint
+from paceline.runs.checkpoint_selection import is_checkpoint, select_checkpoint
 from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory

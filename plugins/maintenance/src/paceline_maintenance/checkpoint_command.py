@@ -13,10 +13,10 @@ from cyclopts import App, Parameter
 
 from paceline.cli.progress import progress_bar
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.runs.checkpoint_admin import CheckpointEntry, entries
 from paceline.runs.checkpoint_manifest import problems
 from paceline.runs.checkpoint_store import delete, remove_stale, write_latest
 from paceline.runs.directory import RunDirectory, backup_path
+from paceline_pages.checkpoint_list import CheckpointEntry, entries
 
 app = App(name="checkpoint", help="List, verify and remove a run's checkpoints.")
 

@@ -29,12 +29,12 @@ from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDi
 from paceline.core.files import open_regular, read_document
 from paceline.launch.job_records import JobRecord, read_records
 from paceline.launch.launcher import JobStatus
-from paceline.runs.checkpoint_admin import entries
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import finite
 from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
 from paceline.runs.timeline import timeline
+from paceline_pages.checkpoint_list import entries
 from paceline_pages.run_index import Curves, Index, read_beats
 from paceline_serving.access import is_cross_site
 from paceline_serving.bearer_tokens import is_same_token

@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from importlib.metadata import distributions, requires
 from pathlib import Path
@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 import psutil
 
 from paceline.core.environment import Environment, is_loopback
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.file_lock import lock_now
 from paceline.core.gpus import visible_gpus
 from paceline.core.sockets import LOOPBACK, address_towards, interface_address, interface_of, is_ours
 from paceline.core.task_loading import load_task_class
-from paceline.runs.checkpoint_admin import entries
+from paceline.runs.checkpoint_manifest import read_manifest
+from paceline.runs.checkpoint_store import scan
 from paceline.runs.directory import RunDirectory
 from paceline.runs.file_system import probe
 from paceline_checks.preflight.spec import PreflightSpec
@@ -204,13 +205,19 @@ def nearest_existing(path: Path) -> Path:
 def inspect_storage(run: Path) -> dict[str, Any]:
     """Return the free bytes, the sizes of the run's checkpoints, and what the file system lacks."""
     directory = nearest_existing(run)
-    checkpoints = _known(lambda: entries(RunDirectory(run).checkpoints, None)) or []
     return {
         "path": str(directory),
         "free": _known(lambda: shutil.disk_usage(directory).free),
-        "checkpoints": [entry.size_bytes for entry in checkpoints if entry.problem is None],
+        "checkpoints": _known(lambda: list(_checkpoint_sizes(RunDirectory(run).checkpoints))) or [],
         "lacks": _known(lambda: probe(directory)) or [],
     }
+
+
+def _checkpoint_sizes(directory: Path) -> Iterator[int]:
+    """Yield the bytes of each checkpoint whose manifest can be read."""
+    for path in scan(directory):
+        with suppress(CheckpointError):
+            yield sum(file.size for file in read_manifest(path).files.values())
 
 
 def leave_mark(path: Path, stack: ExitStack) -> str | None:
