@@ -411,6 +411,15 @@ def test_what_sbatch_refuses_leaves_nothing(jobs: Jobs, options: tuple[str, ...]
     assert jobs.cluster.run("squeue", "-h").stdout == ""
 
 
+def test_a_container_without_pyxis_and_apptainer_says_what_to_do(jobs: Jobs) -> None:
+    record = jobs.launch("--container", "docker://ubuntu:24.04", "--", "sums.py")
+    lines = jobs.end_of(record, "FAILED")
+    [said] = [line for line in lines if "--container" in line]
+    assert said.startswith("paceline: --container needs pyxis (srun --container-image) or apptainer, and node")
+    assert "Load the site's module with --module apptainer" in said
+    assert jobs.status(record)["exit_code"] == 1
+
+
 def test_a_cluster_that_does_not_answer(jobs: Jobs) -> None:
     conf = (jobs.cluster.directory / "slurm.conf").read_text()
     elsewhere = jobs.path / "slurm.conf"

@@ -675,6 +675,61 @@ def test_an_activated_environment_has_its_own_python() -> None:
     )
 
 
+CONTAINER = """\
+# The image is run by pyxis, a plug-in of srun, or else by apptainer.
+if srun --help | grep --quiet -e --container-image; then
+  container=('--container-image=nvcr.io#nvidia/pytorch:25.01-py3' \
+--container-mounts=/home/me:/home/me,/data:/data,/scratch/me:/tmp --container-workdir=/home/me)
+elif runtime="$(command -v apptainer || command -v singularity)"; then
+  container=("$runtime" exec --nv --bind /home/me:/home/me,/data:/data,/scratch/me:/tmp --pwd /home/me \
+docker://nvcr.io/nvidia/pytorch:25.01-py3)
+else
+  echo "paceline: --container needs pyxis (srun --container-image) or apptainer, and $(hostname) has neither." \\
+    "Load the site's module with --module apptainer, choose nodes that have it, or leave --container out." >&2
+  echo 1 >/home/me/runs/a/job/exit-code
+  exit 1
+fi
+"""
+
+
+@pytest.mark.integration
+def test_a_container_is_run_by_pyxis_or_apptainer_with_its_own_python(tmp_path: Path) -> None:
+    image = "docker://nvcr.io/nvidia/pytorch:25.01-py3"
+    options = SlurmOptions(container=image, container_mount=("/data", "/scratch/me:/tmp"), module=("apptainer",))
+    task = dataclasses.replace(TASK, command=(sys.executable, *TASK.command[1:]), python=sys.executable)
+    script = text(task, options, gpus_per_node=2)
+    assert CONTAINER in script
+    assert script.index("module load apptainer") < script.index("container=(")
+    assert f"{sys.executable}" not in script
+    step = joined(script)
+    assert '$cpus "${container[@]}" bash /home/me/runs/a/job/machine.sh python -P -m paceline.launch.node' in step
+    by_rank = joined(text(SCRIPT, SlurmOptions(container="ubuntu:24.04"), rank_launcher="srun", nproc=(2,)))
+    assert "--container-image=ubuntu:24.04 --" in by_rank
+    assert "exec --bind /home/me:/home/me --pwd /home/me docker://ubuntu:24.04)" in by_rank
+    assert '$cpus "${container[@]}" /opt/python -P -m paceline.launch.rank' in by_rank
+    (tmp_path / "a.sif").touch()
+    from_file = text(SCRIPT, SlurmOptions(container="a.sif"), workdir=tmp_path)
+    assert f"--container-image={tmp_path}/a.sif" in from_file
+    assert f"--pwd {tmp_path} {tmp_path}/a.sif)" in from_file
+    for written in (script, by_rank, from_file):
+        subprocess.run(["bash", "-n"], input=written, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "said"),
+    [
+        ({"container": "none.sif"}, {}, r"--container none\.sif: there is no such file"),
+        ({"container": "a", "venv": "b"}, {}, "a python of its own. Leave out --conda and --venv"),
+        ({"container_mount": ("/a",)}, {}, "--container-mount needs --container"),
+        ({"container": "a", "container_mount": ("a",)}, {}, "absolute and without commas, not a:a"),
+        ({"container": "a"}, {"rank_launcher": "mpi"}, "starts its ranks outside. Use --rank-launcher srun"),
+    ],
+)
+def test_a_container_that_could_not_run_is_refused(options: Any, changes: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        text(SCRIPT, SlurmOptions(**options), **changes)
+
+
 def test_preflight_examines_the_python_of_the_environment_that_is_activated() -> None:
     preflight = (sys.executable, "-P", "-m", "paceline_checks.preflight.rank")
     for options in (SlurmOptions(venv="/opt/env"), SlurmOptions(conda="torch")):

@@ -220,6 +220,13 @@ class SlurmOptions:
     module: tuple[str, ...] = option("Environment module to load; may be repeated.", ())
     conda: str | None = option("Conda environment to activate; its python is used.")
     venv: str | None = option("Virtual environment to activate; its python is used.")
+    container: str | None = option(
+        "Image in which each node's processes run, docker://NAME:TAG or a file; by pyxis, or else by apptainer."
+    )
+    container_mount: tuple[str, ...] = option(
+        "PATH or SOURCE:TARGET that the container sees, besides the working and the run's directory; may be repeated.",
+        (),
+    )
     setup: tuple[str, ...] = option(
         "Shell line to run on node 0 after --module, --conda and --venv, or before if it is module purge or use; "
         "may be repeated.",
@@ -243,3 +250,7 @@ class SlurmOptions:
             raise ConfigError("--requeue and --no-requeue contradict each other. Give one of them.")
         if self.conda is not None and self.venv is not None:
             raise ConfigError("--conda and --venv: only one environment can be active. Give one of them.")
+        if self.container is not None and (self.conda is not None or self.venv is not None):
+            raise ConfigError("--container has a python of its own. Leave out --conda and --venv.")
+        if self.container is None and self.container_mount:
+            raise ConfigError("--container-mount needs --container IMAGE.")

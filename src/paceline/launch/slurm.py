@@ -357,7 +357,7 @@ class Slurm(ClusterLauncher):
         """Write the script, and the command that submits it; in an allocation, that runs it."""
         options = options or SlurmOptions()
         _check(spec, options, is_allocated=self.allocated is not None)
-        if options.conda is not None or options.venv is not None:
+        if options.container is not None or options.conda is not None or options.venv is not None:
             spec = _with_its_python(spec)
         script = spec.directory / SCRIPT
         if self.allocated is None:
@@ -447,6 +447,11 @@ def _check(spec: LaunchSpec, options: SlurmOptions, *, is_allocated: bool) -> No
             "--signal-before: Slurm sends its warning to all of a job's processes, and Ray's own would end "
             "of it. Leave it out with --rank-launcher ray."
         )
+    if options.container is not None and spec.rank_launcher in ("mpi", "horovod"):
+        raise ConfigError(
+            f"--container: --rank-launcher {spec.rank_launcher} starts its ranks outside. Use --rank-launcher srun, "
+            "torchrun or agent."
+        )
     words = (*spec.command, str(spec.run or ""))
     indexed = any(map(has_array_index, words))
     if indexed and options.array is None:
@@ -469,7 +474,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _with_its_python(spec: LaunchSpec) -> LaunchSpec:
-    """Return the interpreter: that of the activated environment, unless --python names another."""
+    """Return the interpreter: that of the activated environment or the container, unless --python names another."""
     if spec.python != sys.executable:
         return spec
 

@@ -263,6 +263,19 @@ elif [ "$code" -eq 75 ] &&
 fi
 """
 
+_CONTAINER = """\
+# The image is run by pyxis, a plug-in of srun, or else by apptainer.
+if srun --help | grep --quiet -e --container-image; then
+  container=({pyxis})
+elif runtime="$(command -v apptainer || command -v singularity)"; then
+  container=("$runtime" exec {apptainer})
+else
+  echo "paceline: --container needs pyxis (srun --container-image) or apptainer, and $(hostname) has neither." \\
+    "Load the site's module with --module apptainer, choose nodes that have it, or leave --container out." >&2
+  {give_up}
+fi
+"""
+
 _ALL_CPUS = "# CPUs: all of each node. --cpus-per-task N sets another number."
 _DEFAULT_CPUS = (
     "# CPUs: the site's default per GPU (DefCpuPerGPU), if any; else one per process. --cpus-per-task N sets another."
@@ -430,6 +443,9 @@ def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[
         result += f'-"{_IN_ARRAY}"'
     if batch:
         yield f"rm -f {result}"
+    if options.container is not None:
+        give_up = f"echo 1 >{result}\n  exit 1" if batch else "exit 1"
+        yield _container(spec, options, options.container).replace("{give_up}", give_up).rstrip()
     yield _WAIT.replace("{traps}", _TRAPS_OF_BATCH if batch else _TRAPS_OF_ALLOCATION).rstrip()
     yield ""
     if _gpus_of_ranks(spec, options):
@@ -442,6 +458,39 @@ def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[
     if batch:
         yield f'echo "$code" >{result}'
     yield 'exit "$code"'
+
+
+def _container(spec: LaunchSpec, options: SlurmOptions, image: str) -> str:
+    """Return the shell code that sets ``container``: srun's last options, or the first words of its command.
+
+    Raises:
+        ConfigError: there is no such file, or a path cannot be mounted.
+    """
+    is_file = image.startswith((".", "/", "~")) or image.endswith((".sif", ".sqsh"))
+    if is_file:
+        file = spec.workdir / Path(image).expanduser()
+        if not file.exists():
+            raise ConfigError(f"--container {image}: there is no such file.")
+        by_pyxis = by_apptainer = str(file)
+    else:
+        scheme, _, name = image.rpartition("://")
+        registry, slash, rest = name.partition("/")
+        has_registry = slash and ("." in registry or ":" in registry or registry == "localhost")
+        by_pyxis = f"{registry}#{rest}" if has_registry else name
+        by_apptainer = f"{scheme or 'docker'}://{name}"
+    own = [spec.workdir, spec.directory, *([] if spec.run is None else [spec.run.parent])]
+    paths = [str(path) for path in dict.fromkeys(own) if not any(path.is_relative_to(p) and path != p for p in own)]
+    mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in (*paths, *options.container_mount)]
+    for mount in mounts:
+        if "," in mount or not re.fullmatch(r"/[^:]*:/[^:]*(:r[ow])?", mount):
+            raise ConfigError(
+                f"--container-mount takes PATH or SOURCE:TARGET, absolute and without commas, not {mount}."
+            )
+    pyxis = [f"--container-image={by_pyxis}", f"--container-mounts={','.join(mounts)}"]
+    apptainer = [*(["--nv"] if spec.gpus_per_node else []), "--bind", ",".join(mounts), "--pwd", str(spec.workdir)]
+    return _CONTAINER.replace("{pyxis}", shlex.join([*pyxis, f"--container-workdir={spec.workdir}"])).replace(
+        "{apptainer}", shlex.join([*apptainer, by_apptainer])
+    )
 
 
 def _this_job(options: SlurmOptions) -> str:
@@ -557,6 +606,8 @@ def _step_options(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> st
     cpus = _requested_cpus(spec, options, batch=batch)
     # Since Slurm 22.05 srun does not inherit this from sbatch.
     words.append("$cpus" if cpus is None else f"--cpus-per-task={cpus}")
+    if options.container is not None:
+        words.append('"${container[@]}"')
     return " ".join(words)
 
 
