@@ -16,6 +16,7 @@ from tests.processes import Processes
 
 from paceline.core.files import read_json_lines
 from paceline.data.audit import audit
+from paceline.runs.checkpoint_store import copy
 from paceline.runs.directory import RunDirectory
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("numerics")]
@@ -201,6 +202,20 @@ def test_other_batches_of_the_same_run_are_refused(trained: Path, paceline: Pace
     assert_refused(paceline("resume", "old", *batches), "paceline fork old --global-batch-size 48 --microbatches 4")
     new = ("fork", "old", "--run-dir", "new", "--step", "10")
     assert_refused(paceline(*new, "--global-batch-size", "4"), "--global-batch-size 4 is too small")
+    manifest = trained / "run.toml"
+    manifest.write_text(manifest.read_text().replace("steps_per_epoch = 5\n", ""))  # as that of a stream
+    assert_refused(paceline(*new, "--microbatches", "4"), "old is trained on a stream")
+
+
+def test_a_fork_does_not_continue_from_before_its_beginning(trained: Path, paceline: Paceline) -> None:
+    """It may have such a checkpoint, the best model, whose next steps would have the fork's hyperparameters."""
+    assert paceline("fork", "old", "--run-dir", "new", "--step", "10", "--set", "lr=0.01").code == 0
+    new = RunDirectory(trained.with_name("new"))
+    (earlier,) = (trained / "checkpoints").glob("step-00000005-*")
+    copy(earlier, new.checkpoints, run=new.read_manifest()["id"])
+    shutil.rmtree(next(new.checkpoints.glob("step-00000010-*")))
+    assert_refused(paceline("resume", "new", "--quiet"), "is from before step 10, at which this run was forked", code=1)
+    assert_refused(paceline("fork", "new", "--set", "lr=0.1"), "is from before step 10", code=1)
 
 
 def test_a_fork_may_add_and_remove_a_scheduler(trained: Path, paceline: Paceline) -> None:
