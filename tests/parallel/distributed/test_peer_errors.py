@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.parallel.distributed.peer_errors_worker import RECORDED, general
 from tests.processes import Processes
 from torch import distributed as dist
 
@@ -16,6 +17,8 @@ WORKER = Path(__file__).parent / "peer_errors_worker.py"
 
 # What the installed torch says, and which of it means that a peer is gone.
 GLOO_AND_STORES = {
+    "the peer was killed": ("RuntimeError", "Connection closed by peer", True),
+    "sent to the killed peer": ("RuntimeError", "Connection closed by peer", True),
     "the peer closed": ("RuntimeError", "Connection closed by peer", True),
     "sent to the closed peer": ("RuntimeError", "Connection closed by peer", True),
     "the peer is late": ("RuntimeError", "Timed out waiting 300ms for recv operation to complete", True),
@@ -26,6 +29,8 @@ GLOO_AND_STORES = {
     "the server closed": ("DistNetworkError", "Failed to recv, got 0 bytes", True),
     "no server": ("DistNetworkError", "The client socket has timed out", True),
 }
+MESSAGES = json.loads(RECORDED.read_text())
+KINDS = {"RuntimeError": RuntimeError, "DistStoreError": dist.DistStoreError, "DistNetworkError": dist.DistNetworkError}
 
 
 @pytest.mark.integration
@@ -37,12 +42,23 @@ def test_real_errors_of_gloo_and_the_stores(run_processes: Processes) -> None:
         raw_kind, message, translated = told[name]
         assert raw_kind == kind, message
         assert part in message
+        of_release = MESSAGES.get(torch.__version__.partition("+")[0])
+        assert of_release is None or of_release[name] == [kind, general(message)]
         if is_lost:
             assert translated.startswith("PeerLostError: another rank is gone: ")
             assert "/gloo/" not in translated
             assert "typically caused" not in translated
         else:
             assert translated == f"{kind}: {message}"
+
+
+@pytest.mark.parametrize("release", MESSAGES)
+def test_what_each_release_of_torch_says_is_recognised(release: str) -> None:
+    assert MESSAGES[release].keys() == GLOO_AND_STORES.keys()
+    for name, (kind, message) in MESSAGES[release].items():
+        raised = KINDS[kind](message)
+        error = error_after(raised)
+        assert isinstance(error, PeerLostError) if GLOO_AND_STORES[name][2] else error is raised, name
 
 
 def nccl(result: str, detail: str, last: str) -> str:
