@@ -19,7 +19,6 @@ from paceline_kubernetes.api import _PLURALS
 from paceline_kubernetes.launcher import Kubernetes
 from paceline_kubernetes.options import KubernetesOptions
 
-pytestmark = pytest.mark.k8s
 IMAGE = "registry.example/train:1"
 
 
