@@ -175,6 +175,7 @@ def test_other_batches_follow_the_end_of_an_epoch(
         assert [(epoch.steps, epoch.once) for epoch in report.epochs] == [(5, 120), (5, 120), (3, 120), (3, 120)]
     expected = {step: 0.05 * (1 + math.cos(math.pi * (step - 1) / 16)) for step in range(11, 17)}
     assert {s: rate for s, rate in learning_rates(one).items() if s > FORKED_AT} == pytest.approx(expected)
+    assert "with another global_batch_size, microbatches" in " ".join(paceline("runs", "show", "one").out.split())
     assert_refused(paceline("fork", "one", "--step", "15", "--microbatches", "6"), "choose --step 16")
     assert paceline("fork", "one", "--run-dir", "again", "--epochs", "6", "--global-batch-size", "24").code == 0
     assert paceline("resume", "again", "--quiet").code == 0

@@ -248,7 +248,8 @@ def describe(event: Event) -> str:
         case {"event": "created", "task": task}:
             return f"created: {task}"
         case {"event": "forked", "path": path, "step": int() as step, "changed": changed}:
-            different = f", with another {', '.join(map(str, changed))}" if changed else ""
+            names = [*changed, *(event.get("options") or ())]
+            different = f", with another {', '.join(map(str, names))}" if names else ""
             return f"forked from step {step:,} of {path}{different}"
         case {"event": "started", "step": 0, "world_size": size}:
             return f"training begins on {_workers(size)}"
