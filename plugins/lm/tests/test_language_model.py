@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -124,6 +125,34 @@ def test_packed_chats_have_one_hash_on_one_process_and_two(run_processes: Any, l
     said = (tmp_path / "run2" / "logs" / "rank-0.log").read_text()
     assert "chats.jsonl: 24 documents" in said
     assert "<|im_start|>assistant\n[He" in said or "<|im_start|>assistant\n[She" in said
+
+
+def test_packs_of_adapters_and_a_validation_split_have_one_hash(
+    run_processes: Any, llama: Path, tmp_path: Path
+) -> None:
+    data, options = write_chats(tmp_path / "chats.jsonl"), ("--lora", "rank=2", "--val-fraction", "0.25")
+    runs = {tmp_path / f"run{nproc}": (*options, "--nproc", str(nproc)) for nproc in (1, 3)}
+    started = {run: train(run_processes, llama, data, run, *its) for run, its in runs.items()}
+    assert len(hashes(run_processes, started)) == 1
+    results = [json.loads((run / "result.json").read_text())["metrics"]["val"] for run in runs]
+    assert results[0] == results[1]
+
+
+def test_a_new_model_has_as_many_positions_as_its_context(llama: Path, tmp_path: Path) -> None:
+    gpt2 = save_model(tmp_path / "gpt2", "gpt2")
+    np.arange(256, dtype="<u2").tofile(tmp_path / "a.bin")
+    data = f"bin:{tmp_path / 'a.bin'}"
+    task = LanguageModel(model=str(gpt2), data=data, context=128, from_scratch=True)
+    sample = task.build_dataset("train")[1]
+    loss = task.loss(task.build_model(), task.collate([sample]))
+    assert (loss.weight, loss.sum.isfinite()) == (127, True)
+    for fields, message in [
+        ({"context": 128}, r"--context 128: hf:.* has 64 positions"),
+        ({"context": 64, "pack": 32}, r"--context 64 does not fit into --pack 32"),
+        ({"context": 64, "pack": 64}, r"--pack is for documents"),
+    ]:
+        with pytest.raises(paceline.TaskError, match=message):
+            LanguageModel(model=str(gpt2), data=data, **fields).build_dataset("train")
 
 
 @pytest.mark.slow
