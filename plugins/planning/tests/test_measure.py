@@ -116,3 +116,48 @@ def test_two_ranks_share_a_transformer_s_layers() -> None:
     one, two = m.anatomy.stages(2)
     assert one.parameter_bytes + two.parameter_bytes == m.whole.parameter_bytes
     assert one.sent_bytes == two.received_bytes == 4 * 2 * 16 * 32
+
+
+class Inside(nn.Module):
+    """A model whose blocks are in a module of its own, as in those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.embedding = nn.Linear(8, 8)
+        self.body.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(6))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body.embedding(x)
+        for layer in self.body.layers:
+            x = layer(x)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+@dataclasses.dataclass
+class Deep(Task):
+    def build_model(self) -> nn.Module:
+        return Inside()
+
+    def build_dataset(self, split: str) -> TensorDataset | None:
+        return TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long)) if split == "train" else None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.1)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_blocks_inside_of_another_module_are_recomputed_one_by_one() -> None:
+    anatomy = measure(Deep(), 64).anatomy
+    assert [piece.name for piece in anatomy.pieces] == [
+        "body.embedding",
+        *(f"body.layers.{number}" for number in range(6)),
+        "head",
+    ]
+    held = anatomy.whole.activations["fp32"]
+    row = 64 * 8 * 4
+    assert held.kept < held.saved - 5 * row, "of a block its output alone, not what is inside"

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from paceline.parallel.pipeline.stage_split import BlockCost, balanced_split
+from paceline.parallel.wrap_units import repeated_units
 from paceline.torch_internals import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, TorchDispatchMode, tree_leaves
 
 # --- The bytes of live tensors, of fake tensors as of real ones, by owner ---
@@ -191,13 +192,15 @@ class MemoryTrace:
 
 
 def find_segments(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the outermost modules that are not only containers: candidates for pieces."""
+    """Return candidates for pieces: the model's blocks, and the outermost modules next to them."""
+    blocks = {id(unit) for unit in repeated_units(module)}
     found: list[tuple[str, nn.Module]] = []
 
     def visit(prefix: str, parent: nn.Module) -> None:
         for name, child in parent.named_children():
+            holds_blocks = any(id(part) in blocks for part in child.modules())
             # A container's children are called one by one; other modules know what they do with theirs.
-            if isinstance(child, nn.ModuleList | nn.Sequential):
+            if id(child) not in blocks and (holds_blocks or isinstance(child, nn.ModuleList | nn.Sequential)):
                 visit(f"{prefix}{name}.", child)
             else:
                 found.append((prefix + name, child))
