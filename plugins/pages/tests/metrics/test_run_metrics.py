@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from tests.processes import Processes
 
 from paceline import cli
@@ -51,18 +52,24 @@ class Slow(paceline.Task):
     def metrics(self, model, batch):
         return {"size": model(batch[0]).abs().mean(1)}
 """
+BOARD = json.loads((Path(__file__).parents[4] / "docs/grafana/paceline-run.json").read_text())
 Values = dict[tuple[str, tuple[str, ...]], float]
 
 
-def scrape(port: int, token: str) -> Values:
-    """Return the values by name and labels; nothing while the server is not there."""
+def read(port: int, token: str) -> list[Sample]:
+    """Return the samples; nothing while the server is not there."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {token}"})
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:
             text = answer.read().decode()
     except (ConnectionError, urllib.error.URLError):
-        return {}
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return []
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def scrape(port: int, token: str) -> Values:
+    """Return the values by name and labels."""
+    samples = read(port, token)
     return {(sample.name, tuple(sample.labels.values())): sample.value for sample in samples}
 
 
@@ -97,13 +104,49 @@ def test_a_scrape_shows_progress_and_the_time_that_a_killed_worker_cost(
     after = scrape(port, secret)
     assert after["paceline_run_interruptions", ("killed",)] == 1
     assert after["paceline_run_restarts_total", ()] == 0
+    labels = {sample.name: set(sample.labels) for sample in read(port, secret)}
 
     training.send_signal(signal.SIGTERM)
     assert run_processes.finish(training).returncode == 75
-    board = (Path(__file__).parents[4] / "docs/grafana/paceline-run.json").read_text()
-    names = {name for panel in json.loads(board)["panels"] for name in re.findall(r"paceline_\w+", str(panel))}
-    assert len(names) > 8
-    assert names <= {name for name, _ in after}
+    for target in [target for panel in BOARD["panels"] for target in panel["targets"]]:
+        names = re.findall(r"paceline_\w+", target["expr"])
+        assert names
+        for name in names:
+            assert [of_name for of_name, _ in after if of_name == name], f"{name} of {target['expr']} is not served"
+        # Prometheus adds the labels job and instance.
+        shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"])) - {"job", "instance"}
+        assert shown <= labels[names[0]], target
+
+
+def test_the_file_for_grafana_is_a_dashboard() -> None:
+    """Grafana itself has not loaded it here; its import needs what is checked."""
+    assert (BOARD["title"], BOARD["schemaVersion"] >= 36, "__inputs" in BOARD) == ("Paceline run", True, False)
+    variables = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    assert variables["datasource"]["query"] == "prometheus"
+    for variable in (variables["job"], variables["instance"]):
+        assert variable["query"]["query"] == variable["definition"]
+        assert re.fullmatch(r"label_values\(paceline_run_info(\{.+\})?, \w+\)", variable["definition"])
+    panels = BOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) == 9
+    cells = [
+        (x, y)
+        for at in (panel["gridPos"] for panel in panels)
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(cells)) == len(cells), "panels overlap"
+    assert max(x for x, _ in cells) < 24, "Grafana has 24 columns"
+    for panel in panels:
+        assert panel["type"] in ("gauge", "stat", "timeseries")
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert panel["fieldConfig"]["defaults"]["unit"] in ("percentunit", "short", "s")
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs) > 0
+        for target in panel["targets"]:
+            selected = re.findall(r"paceline_\w+({.*?})?", target["expr"])
+            assert set(selected) == {'{job="$job",instance=~"$instance"}'}
+            assert set(re.findall(r"\$(\w+)", str(panel))) <= set(variables)
 
 
 @pytest.mark.parametrize(
