@@ -2,6 +2,9 @@
 
 ``terminal.svg`` is what commands printed on a terminal while a process of the run was killed; ``recovery.svg`` are the
 steps of the same run; ``report.png`` is its report in a browser (Debian's chromium). Takes a minute on an idle machine.
+
+``python scripts/pictures.py rate`` measures training on one process and on as many as there are cores, in turns, for
+``rate.svg``; ``python scripts/pictures.py search`` runs a search, whose curves are ``search.svg``.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import pty
 import re
 import shutil
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -22,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -153,13 +158,89 @@ def draw_recovery(run: Path, picture: Path) -> None:
             )
     axes.set_xlabel("seconds")
     axes.set_ylabel("step")
-    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, picture)
+
+
+ROUNDS = 5
+RATE = (
+    "paceline train fashion-mnist --microbatches 12 --global-batch-size 192 --max-steps 80 --log-every 10 --threads 1"
+)
+SEARCH = (
+    "paceline tune fashion-mnist-mlp --search lr=log:1e-3:1 --search momentum=uniform:0:0.95 --trials 12 --epochs 8 "
+    "--val-fraction 0.1 --seed 1"
+)
+
+
+def run_quietly(command: str, directory: Path) -> None:
+    """Run a command in a directory."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command], cwd=directory, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def records_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Return a run's records of steps or of evaluations."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == kind]
+
+
+def machine() -> str:
+    """Return the machine on which a picture was measured, with what else it computes."""
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    load = os.getloadavg()[0]
+    busy = f", busy with other work: load {load:.0f}" if load > 1 else ""
+    return f"{len(os.sched_getaffinity(0))} cores of {models[0]}{busy}"
+
+
+def draw_rate(directory: Path, picture: Path) -> None:
+    """Measure the samples a second for numbers of processes up to that of the cores, in turns, and draw them."""
+    counts = range(1, len(os.sched_getaffinity(0)) + 1)
+    where, rates, hashes = machine(), {count: list[float]() for count in counts}, set()
+    for number in range(ROUNDS):
+        for count in counts:
+            run = directory / f"rate-{count}-{number}"
+            run_quietly(f"{RATE} --nproc {count} --quiet --run-dir {run}", directory)
+            steady = [record["samples_per_s"] for record in records_of(run, "train")[2:]]
+            rates[count].append(statistics.median(steady))
+            hashes.add(json.loads((run / "result.json").read_text())["model_sha256"])
+    assert len(hashes) == 1, "the bits differ"
+    print({count: [round(rate) for rate in of_count] for count, of_count in rates.items()}, where)
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    axes = figure.subplots()
+    best = [max(rates[count]) for count in counts]
+    axes.plot(counts, [best[0] * count for count in counts], color="#969696", linestyle=":", label="linear")
+    axes.plot(counts, best, color="#3264c8", marker="o", label="the fastest round")
+    for count in counts:
+        axes.scatter([count] * ROUNDS, rates[count], color="#3264c8", s=12, alpha=0.5)
+    axes.set_xticks(list(counts))
+    axes.set_ylim(0)
+    axes.set_xlabel("processes")
+    axes.set_ylabel("samples a second")
+    axes.set_title(f"{where}. All {len(counts) * ROUNDS} runs end with the same model.", fontsize=8, loc="left")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    save(figure, picture)
+
+
+def draw_search(directory: Path, picture: Path) -> None:
+    """Search; the picture is the search's own."""
+    run_quietly(f"{SEARCH} --quiet --run-dir search", directory)
+    shutil.copy(directory / "search/curves.svg", picture)
+
+
+def save(figure: Figure, picture: Path) -> None:
+    """Write a figure, with the same names of its parts each time."""
+    figure.axes[0].spines[["top", "right"]].set_visible(False)
     with mpl.rc_context({"svg.hashsalt": "paceline"}):
         figure.savefig(picture, metadata={"Date": None})
 
 
 def main() -> None:
     """Write the pictures."""
+    drawings = {"rate": draw_rate, "search": draw_search}
+    if wanted := sys.argv[1:]:
+        for name in wanted:
+            with tempfile.TemporaryDirectory() as folder:
+                drawings[name](Path(folder), IMAGES / f"{name}.svg")
+        return
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         terminal = Terminal(directory)
