@@ -102,7 +102,7 @@ def load(
     are merged.
 
     Args:
-        run: the run's directory.
+        run: the run's directory, or its address in an object store, such as ``s3://bucket/run1``.
         which: the best model, the last one, or that of a checkpoint after so many steps. By default the best, or the
             last without validation.
         model: is filled, where a script of its own built it; else the run's task builds it.
@@ -112,10 +112,12 @@ def load(
         UserError: the directory holds no run, or its task cannot be built.
         CheckpointError: there is no such checkpoint, it is damaged, or does not fit the model as it is now.
     """
-    from paceline.runs.directory import RunDirectory
+    from paceline.runs.backup import open_run
     from paceline.training.loaded_model import load_model
 
-    return load_model(RunDirectory(Path(run)), None if which is None else str(which), model=model, device=device)
+    wanted = None if which is None else str(which)
+    with open_run(run, wanted) as directory:
+        return load_model(directory, wanted, model=model, device=device)
 
 
 class _Stopped(StopRequested, SystemExit):

@@ -38,13 +38,11 @@ def test_an_error_is_explained_by_its_own_command(run_processes: Any, words: tup
     ("arguments", "parts"),
     [
         *(
-            ((*words, "s3://bucket/runs"), ("s3://bucket/runs: Paceline reads and writes files of this machine only",))
+            ((*words, "s3://bucket/runs"), ("s3://bucket/runs: this takes a path of this machine",))
             for words in (
                 ("train", "tasks.py:Good", "--run-dir"),
-                ("train", "tasks.py:Good", "--backup-to"),
-                ("train", "tasks.py:Good", "--init-from"),
                 ("tune", "tasks.py:Good", "--run-dir"),
-                *((command,) for command in ("resume", "audit", "export", "report", "gc", "logs", "dashboard")),
+                *((command,) for command in ("audit", "export", "report", "gc", "logs", "dashboard")),
                 ("checkpoint", "ls"),
                 ("runs", "show"),
             )

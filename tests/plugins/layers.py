@@ -37,7 +37,7 @@ SYSTEMS = {
     "tensorflow": "trains with TensorFlow",
     "ssh": "starts processes through a real sshd",
     "k8s": "submits to a Kubernetes API server of its own",
-    "aws": "submits to moto's SageMaker",
+    "aws": "uses moto's SageMaker or S3",
     "machines": "runs on machines in network namespaces of their own",
     "browser": "looks at pages in a real browser",
     "docs": "runs the code blocks of the documentation",

@@ -211,6 +211,6 @@ def test_a_failing_backup_is_told_and_ends_nothing(paceline: Paceline, tmp_path:
         *("--backup-to", "file", "--run-dir", "run", "--quiet"),
     )
     assert code == 0
-    assert "no backup of step 20: " in err
+    assert "lacks the checkpoint of step 20: its copy failed" in err
     events: list[dict[str, Any]] = RunDirectory(tmp_path / "run").read_events()
     assert {event["event"] for event in events} >= {"checkpoint", "backup failed"}

@@ -10,14 +10,16 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline.core.config import OF_FORKS
+from paceline.core.files import is_address
 from paceline.core.job import default_run_path
 from paceline.core.task_loading import parse_assignments, recorded_spec
+from paceline.runs.backup import open_run
 from paceline.runs.directory import RunDirectory
 from paceline.runs.fork import fork_run
 
 
 def fork(
-    run: Path,
+    run: str,
     *,
     set: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     epochs: int | None = None,
@@ -38,7 +40,7 @@ def fork(
     Parameters
     ----------
     run
-        The run's directory; the run may be active.
+        The run's directory, or its address in an object store; the run may be active.
     set
         FIELD=VALUE: the new value of a field of the task; may be repeated.
     epochs
@@ -56,11 +58,12 @@ def fork(
     json
         Print the new run's directory and what differs as JSON.
     """
-    source = RunDirectory(run)
-    target = run_dir or Path(default_run_path(recorded_spec(source.read_complete_manifest()["task"])))
     given = zip(OF_FORKS, (epochs, max_steps, global_batch_size, microbatches), strict=True)
     options = {name: value for name, value in given if value is not None}
-    made = fork_run(source, RunDirectory(target), parse_assignments(set), options=options, step=step)
+    with open_run(run, None if step is None else str(step)) as source:
+        target = run_dir or Path(default_run_path(recorded_spec(source.read_complete_manifest()["task"])))
+        name = run if is_address(run) else str(source.path.absolute())
+        made = fork_run(source, RunDirectory(target), parse_assignments(set), options=options, step=step, name=name)
     if json:
         print(json_module.dumps({"run_dir": str(target), **dataclasses.asdict(made)}))
         return 0

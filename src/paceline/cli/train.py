@@ -20,11 +20,13 @@ from paceline.cli.options import (
     launchers_options,
     run_options,
 )
+from paceline.core.built_in import PARTS
 from paceline.core.config import all_options, config_from_mapping, read_config_file, resumed_options
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.core.files import parse_toml
+from paceline.core.files import is_address, parse_toml
 from paceline.core.job import WorkerConfig
+from paceline.core.plugins import import_object
 
 _COMMON_OF_RESUME = ("epochs", "max_steps", "nproc", "nodes", "on", "strategy", "device", "checkpoint_every")
 
@@ -86,6 +88,7 @@ def train(
 def resume(
     run: Annotated[str, Parameter(group=group(ARGUMENTS))],
     *,
+    run_dir: Annotated[str | None, Parameter(group=group(COMMON))] = None,
     options: Annotated[ResumeOptions | None, Parameter(name="*")] = None,
     accept_code_changes: DryRun = False,
     dry_run: DryRun = False,
@@ -99,7 +102,9 @@ def resume(
     Parameters
     ----------
     run
-        The run's directory.
+        The run's directory, or its address in an object store, such as s3://bucket/run1.
+    run_dir
+        With an address: the directory that is made from it. Default: runs/NAME.
     accept_code_changes
         Continue although files of the task have changed, which may change the bits.
     dry_run
@@ -112,6 +117,10 @@ def resume(
     from paceline.runs.code_record import require_same_code
     from paceline.runs.directory import RunDirectory
 
+    if is_address(run):
+        run = import_object(PARTS["resume"])(run, run_dir)
+    elif run_dir is not None:
+        raise ConfigError("--run-dir is where a run that is given by its address continues. Leave it out.")
     directory = RunDirectory(Path(run))
     manifest = directory.read_complete_manifest()
     if not accept_code_changes:

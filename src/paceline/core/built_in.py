@@ -304,6 +304,7 @@ TRAITS: Mapping[str, str] = {
 """What further strategies can do, which ``--help`` and checks import without the strategy."""
 
 PARTS: Mapping[str, str] = {
+    "--backup-to": "paceline_stores.run_store:ObjectRunStore",
     "--coordinator": "paceline_etcd.membership:EtcdMembership",
     "--pp-schedule pipedream": "paceline_more_strategies.pipedream:PipeDream",
     "--log-to": "paceline_trackers.writer:start_writers",
@@ -313,6 +314,7 @@ PARTS: Mapping[str, str] = {
     "SageMaker's nodes": "paceline_clouds.nodes:sagemaker_node",
     "Vertex AI's nodes": "paceline_clouds.nodes:vertex_node",
     "doctor --horovod": "paceline_frameworks.horovod:check_build",
+    "resume": "paceline_stores.run_store:restore_run",
     "export": "paceline_serving.observed_inputs:observe_inputs",
     "launch": "paceline_frameworks.script_warnings:script_warnings",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",

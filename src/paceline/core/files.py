@@ -33,6 +33,28 @@ _MOST_NAME_BYTES = 255
 _MOST_PATH_BYTES = 4095
 
 
+def is_address(place: str | Path) -> bool:
+    """Return whether a place is an address in an object store, such as ``s3://bucket/run``, and no path."""
+    return isinstance(place, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", place) is not None
+
+
+def check_place(place: str, name: str) -> None:
+    """Check a path as :func:`check_path` does, or an address.
+
+    Raises:
+        ConfigError: it is not a path, or an address that holds a password, options or no folder.
+    """
+    if not is_address(place):
+        return check_path(place, name)
+    host, _, path = place.partition("://")[2].partition("/")
+    if (":" in host and "@" in host) or re.search(r"[?#\s]|::", place) or ".." in path.split("/") or not (host or path):
+        # Without the address: a password in it would stand in logs.
+        raise ConfigError(
+            f"{name}: an address is SCHEME://BUCKET/FOLDER, without a password, options or '..'. Credentials come from "
+            "the environment or the files of the store's own tools, such as AWS_PROFILE."
+        )
+
+
 def check_path(path: str | Path, name: str) -> None:
     """Reject an address such as ``s3://bucket/runs``, which would become a local folder ``s3:``, and too long a name.
 
@@ -47,8 +69,8 @@ def check_path(path: str | Path, name: str) -> None:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
         address = str(path).replace(":/", "://", 1) if isinstance(path, Path) else path
         raise ConfigError(
-            f"{name} {address}: Paceline reads and writes files of this machine only. Give a path, or the folder where "
-            "the object store is mounted."
+            f"{name} {address}: this takes a path of this machine. Addresses of object stores are for --backup-to, "
+            "--init-from, resume, fork and paceline.load()."
         )
     longest = max(str(path).split(os.sep), key=len)
     if len(os.fsencode(longest)) > _MOST_NAME_BYTES:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.core.built_in import BUILT_IN, TRAITS
 from paceline.core.environment import EtcdEndpoints, parse_coordinator
 from paceline.core.errors import ConfigError
-from paceline.core.files import check_path
+from paceline.core.files import check_path, check_place
 from paceline.core.options import (
     BestMetric,
     Capability,
@@ -184,7 +184,7 @@ class RecordOptions(OptionGroup):
     backup_to: str | None = _record_option(
         None,
         "Also copy each verified checkpoint to this directory, in the background. A run that has lost its own "
-        "checkpoints resumes from there.",
+        "checkpoints resumes from there. An address such as s3://bucket/run1 holds all that paceline resume needs.",
     )
     log_every: int = _record_option(50, "Steps between two log records.", minimum=1)
     log_format: Literal["text", "json"] = _record_option(
@@ -199,9 +199,10 @@ class RecordOptions(OptionGroup):
 
     def check(self, config: RunConfig) -> None:
         """Reject paths that cannot be, and unknown trackers."""
-        for name in ("run_dir", "backup_to"):
-            if (path := getattr(self, name)) is not None:
-                check_path(path, flag(name))
+        if self.run_dir is not None:
+            check_path(self.run_dir, flag("run_dir"))
+        if self.backup_to is not None:
+            check_place(self.backup_to, flag("backup_to"))
         for name in self.log_to:
             if name not in BUILT_IN["paceline.trackers"] and name not in plugin_names("paceline.trackers"):
                 raise ConfigError(

@@ -1,13 +1,20 @@
-"""Copies of a run's checkpoints in another directory, made in the background, and brought back."""
+"""Copies of a run's checkpoints in another directory or an object store, made in the background, and brought back."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol, cast
 
-from paceline.core.errors import CheckpointError
+from paceline.core.built_in import PARTS
+from paceline.core.errors import CheckpointError, PacelineError
+from paceline.core.files import check_place, is_address
+from paceline.core.owned_names import own_prefix
+from paceline.core.plugins import import_object
 from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_store import (
     copy,
@@ -17,30 +24,128 @@ from paceline.runs.checkpoint_store import (
     prune,
     remove_stale,
 )
+from paceline.runs.directory import RunDirectory, backup_path
+
+
+class BackupStore(Protocol):
+    """Where copies of a run's checkpoints are. Rank 0 uses it, one thread at a time."""
+
+    def claim(self, run_id: str) -> None:
+        """Check, before the training, that this run can be copied here, and that no other process copies one here.
+
+        Raises:
+            ConfigError: it cannot be; the message says why.
+        """
+
+    def save(self, checkpoint: Path, info: CheckpointInfo) -> None:
+        """Copy a committed checkpoint, and the best one if it is not here; then delete old ones.
+
+        Raises:
+            CheckpointError, OSError: it was not copied. Earlier copies are as they were.
+        """
+
+    def restore(self, run_id: str) -> tuple[Path | None, tuple[str, ...]]:
+        """Copy the newest checkpoint that verifies back into the run, and the best one with it.
+
+        Returns:
+            The copy, or None if none verifies; and the reasons why newer ones cannot be used.
+
+        Raises:
+            CheckpointWriteError: the disk cannot take it.
+        """
+
+    def close(self) -> None:
+        """Copy the files that the run wrote after its last checkpoint; another process may then copy it here.
+
+        Raises:
+            CheckpointError: it cannot be copied.
+        """
+
+
+class DirectoryBackup(BackupStore):
+    """A directory, in which each run has a folder."""
+
+    def __init__(self, place: str, run: RunDirectory, keep: int) -> None:
+        self._place = place
+        self._run = run
+        self._keep = keep
+
+    def claim(self, run_id: str) -> None:
+        pass  # the run's lock keeps others away
+
+    def save(self, checkpoint: Path, info: CheckpointInfo) -> None:
+        directory = backup_path(self._place, info.run)
+        remove_stale(directory)
+        best = info.best_version
+        if best is not None and best != info.state_version and not holds_version(directory, best):
+            copy(find_version(checkpoint.parent, best), directory)
+        prune(directory, self._keep, copy(checkpoint, directory))
+
+    def restore(self, run_id: str) -> tuple[Path | None, tuple[str, ...]]:
+        backup, directory = backup_path(self._place, run_id), self._run.checkpoints
+        found = newest_verified(backup)
+        if found.path is None or found.manifest is None:
+            return None, found.skipped
+        best = found.manifest.info.best_version
+        if best is not None and best != found.manifest.info.state_version and holds_version(backup, best):
+            copy(find_version(backup, best), directory)
+        return copy(found.path, directory), found.skipped
+
+    def close(self) -> None:
+        pass
+
+
+def open_backup(place: str, run: RunDirectory, keep: int) -> BackupStore:
+    """Return the store of ``--backup-to`` without touching it."""
+    kind = import_object(PARTS["--backup-to"]) if is_address(place) else DirectoryBackup
+    return cast(BackupStore, kind(place, run, keep))
+
+
+@contextmanager
+def open_run(run: str | Path, which: str | None = None) -> Iterator[RunDirectory]:
+    """Yield the directory of a run, or a copy of the run at an address, which is removed afterwards.
+
+    Args:
+        run: the directory or the address.
+        which: the checkpoint that is read, if it is the one after a number of steps.
+
+    Raises:
+        ConfigError: the store cannot be read, or holds no run there.
+        CheckpointError: no checkpoint there verifies.
+    """
+    if not is_address(run):
+        yield RunDirectory(Path(run))
+        return
+    check_place(str(run), "the run")
+    with tempfile.TemporaryDirectory(prefix=own_prefix("run")) as folder:
+        directory = RunDirectory(Path(folder) / "run")
+        import_object(PARTS["--backup-to"])(run, directory).fetch(which)
+        yield directory
 
 
 class Backup:
     """Copies each checkpoint given to :meth:`take`, and the best one, in a thread of its own.
 
     The thread has the lowest priority, and training does not wait for it. If checkpoints come faster than it can copy
-    them, it copies only the newest. A failed copy is retried with the next checkpoint.
+    them, it copies only the newest. A failed copy is repeated after 1, 2, 4, ... seconds, at most a minute.
+
+    Attributes:
+        missing: the newest checkpoint that was given and not copied.
 
     Args:
-        directory: the backup directory; created with the first copy.
-        keep: number of last copies to keep, besides the best.
-        copied: the thread calls it with each copy.
-        failed: the thread calls it with the error of each failed try.
+        store: where the copies go; the thread closes it.
+        copied: the thread calls it with each copied checkpoint.
+        failed: the thread calls it with the error of the first failed try of each.
     """
 
     def __init__(
         self,
-        directory: Path,
-        keep: int,
-        copied: Callable[[Path, CheckpointInfo], None],
-        failed: Callable[[CheckpointError, CheckpointInfo], None],
+        store: BackupStore,
+        copied: Callable[[CheckpointInfo], None],
+        failed: Callable[[PacelineError, CheckpointInfo], None],
     ) -> None:
-        self.directory = directory
-        self._keep = keep
+        self.missing: CheckpointInfo | None = None
+        self._store = store
         self._copied = copied
         self._failed = failed
         self._changed = threading.Condition()
@@ -56,10 +161,11 @@ class Backup:
             # A deferred best model can come after a newer state, and is copied with that one.
             if self._next is None or info.state_version > self._next[1].state_version:
                 self._next = checkpoint, info
+                self.missing = info
             self._changed.notify_all()
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait until the last checkpoint is copied or has failed, and end the thread.
+        """Wait until the last checkpoint is copied or has failed for ten seconds, and end the thread.
 
         Returns:
             Whether it ended in time.
@@ -72,44 +178,45 @@ class Backup:
 
     def _serve(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        while True:
-            with self._changed:
-                while self._next is None:
-                    if self._closing:
-                        return
-                    self._changed.wait()
-                (checkpoint, info), self._next = self._next, None
+        tries = 0
+        while (job := self._wait_for_job()) is not None:
+            checkpoint, info = job
             try:
-                path = self._copy(checkpoint, info)
-            except (CheckpointError, OSError) as error:
-                if checkpoint.exists():  # otherwise retention deleted it, and a newer one is next
+                self._store.save(checkpoint, info)
+            except (PacelineError, OSError) as error:
+                if not checkpoint.exists():  # retention deleted it, and a newer one is next
+                    continue
+                tries += 1
+                if tries == 1:
                     self._failed(CheckpointError(str(error)), info)
+                if not self._wait_to_retry(job, tries):
+                    break
             else:
-                self._copied(path, info)
+                tries = 0
+                with self._changed:
+                    if self.missing is info:
+                        self.missing = None
+                self._copied(info)
+        with suppress(PacelineError, OSError):
+            self._store.close()
 
-    def _copy(self, checkpoint: Path, info: CheckpointInfo) -> Path:
-        remove_stale(self.directory)
-        best = info.best_version
-        if best is not None and best != info.state_version and not holds_version(self.directory, best):
-            copy(find_version(checkpoint.parent, best), self.directory)
-        path = copy(checkpoint, self.directory)
-        prune(self.directory, self._keep, path)
-        return path
+    def _wait_for_job(self) -> tuple[Path, CheckpointInfo] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._next is not None or self._closing)
+            job, self._next = self._next, None
+            return job
+
+    def _wait_to_retry(self, job: tuple[Path, CheckpointInfo], tries: int) -> bool:
+        """Queue a failed job again, unless there is a newer one, and wait; return False to give up at the end."""
+        with self._changed:
+            if self._closing and tries > _TRIES_AT_END:
+                return False
+            self._next = self._next or job
+            self._changed.wait_for(lambda: self._closing, min(2.0 ** (tries - 1), _LONGEST_WAIT_S))
+            if self._closing:
+                self._changed.wait(min(1.0, _LONGEST_WAIT_S))
+            return True
 
 
-def restore(backup: Path, directory: Path) -> tuple[Path | None, tuple[str, ...]]:
-    """Copy the newest backup that verifies back into ``directory``, and the best one with it.
-
-    Returns:
-        The copy, or None if no backup verifies; and the reasons why newer ones cannot be used.
-
-    Raises:
-        CheckpointWriteError: the disk cannot take it.
-    """
-    found = newest_verified(backup)
-    if found.path is None or found.manifest is None:
-        return None, found.skipped
-    best = found.manifest.info.best_version
-    if best is not None and best != found.manifest.info.state_version and holds_version(backup, best):
-        copy(find_version(backup, best), directory)
-    return copy(found.path, directory), found.skipped
+_LONGEST_WAIT_S = 60.0
+_TRIES_AT_END = 4

@@ -21,6 +21,7 @@ from typing import Any
 from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
 from paceline.core.files import fsync_directory, rename
 from paceline.runs.checkpoint_manifest import (
+    FORMATS,
     MANIFEST,
     TEMPORARY,
     Buffer,
@@ -119,6 +120,8 @@ def commit(
     info: CheckpointInfo,
     contents: Iterable[tuple[str, Iterable[Buffer]]],
     before_commit: Callable[[], None] | None = None,
+    *,
+    format: int = FORMATS[-1],
 ) -> Path:
     """Write a checkpoint into ``directory`` atomically, and return its path.
 
@@ -131,6 +134,7 @@ def commit(
         contents: each file's name and buffers.
         before_commit: called when the files are on disk and the manifest is not, to make durable what the checkpoint
             relies on (the ledger).
+        format: of the contents.
 
     Raises:
         CheckpointWriteError: the disk is full, read-only or broken. Earlier files are untouched.
@@ -147,7 +151,7 @@ def commit(
             records = {name: write_file(temporary / name, buffers) for name, buffers in contents}
             if before_commit is not None:
                 before_commit()
-            own = write_file(temporary / MANIFEST, [Manifest(info, records).to_bytes()])
+            own = write_file(temporary / MANIFEST, [Manifest(info, records, format).to_bytes()])
             fsync_directory(temporary)
             require_complete(temporary, {**records, MANIFEST: own})
             _publish(temporary, target)

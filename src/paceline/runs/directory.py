@@ -531,9 +531,9 @@ def _has_open(process: Path, descriptor: int) -> bool:
     return False
 
 
-def backup_path(backup_to: str | None, run_id: str) -> Path | None:
+def backup_path(backup_to: str, run_id: str) -> Path:
     """Return the backup directory of a run; several runs may share one ``--backup-to``."""
-    return None if backup_to is None else Path(backup_to) / f"run-{run_id}"
+    return Path(backup_to) / f"run-{run_id}"
 
 
 def _without_none(value: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.core.config import OF_FORKS, config_from_mapping
 from paceline.core.errors import CheckpointError, ConfigError, RunDirectoryError
-from paceline.core.files import rename
+from paceline.core.files import is_address, rename
 from paceline.core.task_loading import TaskReference, recorded_spec, task_fields
 from paceline.data.ledger import copy_until, read_ledger
 from paceline.runs.checkpoint_manifest import CheckpointInfo, read_manifest, temporary_directory, verify
@@ -39,6 +39,7 @@ def fork_run(
     *,
     options: Mapping[str, int] | None = None,
     step: int | None = None,
+    name: str | None = None,
 ) -> Fork:
     """Make ``target`` a run that continues from a checkpoint of ``source``, which may be training meanwhile.
 
@@ -48,6 +49,7 @@ def fork_run(
         fields: new values of the task's fields, by name, as ``--set`` accepts them.
         options: those of ``source`` that change: ``epochs`` or ``max_steps``, ``global_batch_size``, ``microbatches``.
         step: the steps after which the checkpoint was saved; None: the newest one that verifies.
+        name: where ``source`` is, for the record; None: its path.
 
     Raises:
         RunDirectoryError: ``source`` holds no run, or ``target`` exists or cannot be written.
@@ -81,7 +83,7 @@ def fork_run(
         )
     fork = Fork(
         run=manifest["id"],
-        path=str(source.path.absolute()),
+        path=name or str(source.path.absolute()),
         step=info.step,
         version=info.state_version,
         changed={name: value for name, value in before.items() if after[name] != value},
@@ -128,6 +130,8 @@ def _with_options(
         ConfigError: ``epochs`` and ``max_steps`` are both given, or one is not positive.
     """
     config = dict(recorded)
+    if is_address(str(config.get("backup_to"))):
+        del config["backup_to"]  # there is the other run
     if options.keys() & set(_LENGTHS):
         for name in _LENGTHS:
             config.pop(name, None)

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
+from paceline.core.errors import CheckpointError, CheckpointWriteError, PacelineError, RunDirectoryWriteError
 from paceline.data.ledger import LedgerEntry, LedgerWriter, last_recorded_version, superseded_at
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import equal_work_split
@@ -44,29 +44,36 @@ def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
         nonlocal backup
         run.directory.append_event("checkpoint", step=info.step, version=info.state_version)
         if backup is None and run.backup is not None:
-            backup = Backup(run.backup, run.config.records.keep_checkpoints, copied, failed)
+            backup = Backup(run.backup, copied, failed)
         if backup is not None:
             backup.take(path, info)
 
-    def copied(path: Path, info: CheckpointInfo) -> None:
+    def copied(info: CheckpointInfo) -> None:
         run.directory.append_event("backup", step=info.step, version=info.state_version)
 
-    def failed(error: CheckpointError, info: CheckpointInfo) -> None:
+    def failed(error: PacelineError, info: CheckpointInfo) -> None:
         run.directory.append_event("backup failed", step=info.step, error=str(error))
-        _log.warning("no backup of step %d: %s The next checkpoint repeats it.", info.step, error)
+        _log.warning("no backup of step %d yet: %s Training continues, and the copy is repeated.", info.step, error)
 
     checkpointer = Checkpointer(run.directory.checkpoints, run.config.records.keep_checkpoints, committed)
+    patience_s = 0.0
     try:
         yield checkpointer
+        patience_s = _BACKUP_END_S  # a stop or an error does not wait for another disk
     finally:
         try:
             checkpointer.close()
         except CheckpointError as error:
             # The callers that needed it have waited for it; this process ends for another reason.
             _log.warning("%s", error)
-    # Only at the run's end: a stop or an error does not wait for another disk.
-    if backup is not None and not backup.finish(_BACKUP_END_S):
-        _log.warning("the last backup was not complete after %g s, and is abandoned.", _BACKUP_END_S)
+        if backup is not None:
+            in_time = backup.finish(patience_s)
+            if patience_s and (missing := backup.missing) is not None:
+                why = "failed" if in_time else f"was not complete after {patience_s:g} s"
+                place = run.config.records.backup_to
+                _log.warning("%s lacks the checkpoint of step %d: its copy %s.", place, missing.step, why)
+        elif run.backup is not None:
+            run.backup.close()
 
 
 # --- When a state is saved, and the files that must be on disk before it counts ---

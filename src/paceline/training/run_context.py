@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +33,8 @@ from paceline.parallel.strategy import (
 )
 from paceline.parallel.strategy_selection import build_layout, build_strategy
 from paceline.parallel.world import ParallelDims, World
-from paceline.runs.directory import Fork, RunDirectory, backup_path
+from paceline.runs.backup import BackupStore, open_backup
+from paceline.runs.directory import Fork, RunDirectory
 from paceline.runs.epochs import EpochSteps
 from paceline.runs.metric_writers import Writer
 from paceline.runs.monitor import Monitor
@@ -220,10 +220,12 @@ class RunContext:
                 stack.enter_context(hook.watch_evaluation(module))
             return stack.pop_all()
 
-    @property
-    def backup(self) -> Path | None:
-        """The run's own folder in ``--backup-to``; None without it."""
-        return backup_path(self.config.records.backup_to, self.run_id)
+    @cached_property
+    def backup(self) -> BackupStore | None:
+        """The store of ``--backup-to``, for rank 0; None without it."""
+        records = self.config.records
+        place = records.backup_to
+        return None if place is None else open_backup(place, self.directory, records.keep_checkpoints)
 
     @property
     def num_microbatches(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from paceline import __version__
 from paceline.core.config import ResolvedConfig, RunConfig, all_options, config_from_mapping, resumed_options
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.files import see_listed
+from paceline.core.files import is_address, see_listed
 from paceline.core.job import WorkerConfig
 from paceline.core.plugins import install_command
 from paceline.core.task import Task
@@ -91,7 +91,7 @@ def setup_run(
     # Recorded, and so kept when the run is continued: another number of threads gives other bits.
     threads = config.processes.threads or request.default_threads
     config = config.replace(task=spec, run_dir=str(directory.path), threads=threads)
-    if config.records.backup_to is not None:
+    if config.records.backup_to is not None and not is_address(config.records.backup_to):
         if Path(config.records.backup_to).resolve().is_relative_to(directory.path.resolve()):
             raise ConfigError(
                 f"--backup-to {config.records.backup_to} is inside of the run {directory.path}, and would be lost with "

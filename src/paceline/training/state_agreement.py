@@ -10,14 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.files import look_anew, see_listed, wait_to_see
 from paceline.data.ledger import LedgerEntry, last_recorded_version
 from paceline.elastic.group_formation import StateSource, elect_source, transfer_state
 from paceline.parallel.device import why_idle
 from paceline.parallel.strategy_selection import strategy_name
 from paceline.parallel.world import ParallelDims, World
-from paceline.runs.backup import restore
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences, require_same_run
 from paceline.runs.checkpoint_store import holds_version, newest_verified
 from paceline.runs.checkpointer import Checkpoint, Checkpointer, load
@@ -57,6 +56,7 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     world.barrier()
     new = not run.manifest
     run_id = str(world.broadcast_object(secrets.token_hex(8) if new else run.run_id))
+    _claim_backup(run, world, run_id)
     saved = newest_checkpoint(run, world, run_id)
     initial = run.preparation.read_weights(run, world) if saved is None else None
     if saved is None:
@@ -238,13 +238,32 @@ def _load_on_all_ranks(world: World, path: Path) -> tuple[Checkpoint | None, str
     return (None, problems[0]) if problems else (checkpoint, "")
 
 
+def _claim_backup(run: RunContext, world: World, run_id: str) -> None:
+    """Check the store of ``--backup-to`` on rank 0, before anything is trained.
+
+    Raises:
+        ConfigError: the run cannot be copied there; on all ranks.
+    """
+    if run.backup is None:
+        return
+    problem = None
+    if world.rank == 0:
+        try:
+            run.backup.claim(run_id)
+        except PacelineError as error:
+            problem = str(error)
+    if (problem := world.broadcast_object(problem)) is not None:
+        raise ConfigError(problem)
+
+
 def _restored(run: RunContext) -> tuple[Path | None, list[str]]:
     """Copy a backup back into the run; return it, or None if no backup verifies, and the reasons."""
     if not run.manifest or run.backup is None:
         return None, []
-    path, reasons = restore(run.backup, run.directory.checkpoints)
+    path, reasons = run.backup.restore(run.run_id)
     if path is not None:
-        _log.warning("no checkpoint of the run's own can be used: %s comes back from %s", path.name, run.backup)
+        place = run.config.records.backup_to
+        _log.warning("no checkpoint of the run's own can be used: %s comes back from %s", path.name, place)
     return path, list(reasons)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.core.files import check_path
+from paceline.core.files import check_place
 from paceline.core.options import Changes, OptionGroup, Requirement, at_least, option
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ class FineTuningOptions(OptionGroup):
 
     init_from: str | None = _fine_tuning_option(
         None,
-        "Start from the weights of another run (its best checkpoint, or RUN@last, RUN@STEP), of a "
-        "checkpoint's directory, or of a package.",
+        "Start from the weights of another run (its best checkpoint, or RUN@last, RUN@STEP; RUN may be its address in "
+        "an object store), of a checkpoint's directory, or of a package.",
     )
     reset_head: bool = _fine_tuning_option(
         False,
@@ -145,7 +145,7 @@ class FineTuningOptions(OptionGroup):
     def check(self, config: RunConfig) -> None:
         """Reject what has no effect with adapters."""
         if self.init_from is not None:
-            check_path(self.init_from, "--init-from")
+            check_place(self.init_from, "--init-from")
         if self.lora is None:
             return
         if self.freeze:

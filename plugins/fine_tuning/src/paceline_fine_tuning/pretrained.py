@@ -15,11 +15,12 @@ from torch import nn
 
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, PackageError
-from paceline.core.files import write_atomically
+from paceline.core.files import is_address, write_atomically
 from paceline.core.task import Task
 from paceline.data.loader import EvalBatches
 from paceline.elastic.group_formation import StateSource, transfer_state
 from paceline.parallel.world import World
+from paceline.runs.backup import open_run
 from paceline.runs.checkpoint_selection import is_checkpoint, select_checkpoint
 from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors
 from paceline.runs.checkpointer import load
@@ -87,7 +88,12 @@ class PretrainedWeights:
             ConfigError: there is no such thing.
             CheckpointError: it does not verify.
         """
-        path, which = _parsed(source)
+        place, which = _parsed(source)
+        if is_address(place):
+            with open_run(place, which) as directory:
+                checkpoint = select_checkpoint(directory.checkpoints, which)
+                return cls._of_checkpoint(source, directory, checkpoint, f"{place}/checkpoints/{checkpoint.name}")
+        path = Path(place).expanduser()
         if RunDirectory(path).exists():
             directory = RunDirectory(path)
             checkpoint = select_checkpoint(directory.checkpoints, which)
@@ -95,13 +101,17 @@ class PretrainedWeights:
             directory, checkpoint = RunDirectory(path.absolute().parent.parent), path
         else:
             return cls(*_of_package(source))
+        return cls._of_checkpoint(source, directory, checkpoint, str(checkpoint.absolute()))
+
+    @classmethod
+    def _of_checkpoint(cls, source: str, directory: RunDirectory, checkpoint: Path, path: str) -> PretrainedWeights:
         saved = load(checkpoint)
         info = saved.manifest.info
         entries = _task_weights(directory, evaluated_weights(saved.state))
         weights = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
         record = {
             "source": source,
-            "path": str(checkpoint.absolute()),
+            "path": path,
             "run": info.run,
             "task": info.task,
             "step": info.step,
@@ -205,12 +215,11 @@ def _of_package(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return record, weights
 
 
-def _parsed(source: str) -> tuple[Path, str | None]:
-    """Return the path, and the selected checkpoint in it."""
+def _parsed(source: str) -> tuple[str, str | None]:
+    """Return the path or the address, and the selected checkpoint there."""
     before, at, which = source.rpartition("@")
-    if not at or Path(source).exists():
-        return Path(source).expanduser(), None
-    return Path(before).expanduser(), which
+    # An address of Azure is abfs://CONTAINER@ACCOUNT/FOLDER.
+    return (before, which) if at and "/" not in which and not Path(source).exists() else (source, None)
 
 
 def _task_weights(directory: RunDirectory, weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 
 from paceline.cli.progress import progress_bar
 from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.files import is_address
 from paceline.runs.checkpoint_manifest import problems
 from paceline.runs.checkpoint_store import delete, remove_stale, write_latest
 from paceline.runs.directory import RunDirectory, backup_path
@@ -108,9 +109,11 @@ def _directories(run: Path, backup_to: str | None) -> tuple[RunDirectory, Path |
     """Return the run's directory and its backup's."""
     directory = RunDirectory(run)
     manifest = directory.read_complete_manifest()
-    recorded = manifest["config"].get("backup_to")
-    backup = backup_path(backup_to or recorded, manifest["id"])
-    if backup_to is not None and backup is not None and not backup.is_dir():
+    place = backup_to or manifest["config"].get("backup_to")
+    if place is None or is_address(place):  # `resume` verifies what is in an object store
+        return directory, None
+    backup = backup_path(place, manifest["id"])
+    if backup_to is not None and not backup.is_dir():
         raise RunDirectoryError(f"{backup_to} holds no backup of {run}: there is no {backup}.")
     return directory, backup
 

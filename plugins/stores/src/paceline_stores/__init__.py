@@ -1,0 +1,1 @@
+"""Runs in object stores, by address: ``--backup-to s3://bucket/run1``."""
