@@ -55,7 +55,8 @@ class Watched(ObjectStore):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.setattr(writer_claim, "BEAT_S", 1000.0)  # the changes are those of the test alone
     directory = make_run(tmp_path / "runs" / "a", steps=3, run_id=RUN)
     directory.ledger.mkdir()
     return directory

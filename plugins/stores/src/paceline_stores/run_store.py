@@ -409,8 +409,13 @@ def restore_run(address: str, run_dir: str | None) -> str:
     directory = RunDirectory(Path(run_dir or Path("runs") / address.rstrip("/").rpartition("/")[2]))
     store = ObjectRunStore(address, directory)
     if not directory.path.exists():
-        store.fetch()
-    elif not store.is_copied_by(directory):
+        try:
+            store.fetch()
+            return str(directory.path)
+        except RunDirectoryError:
+            if not directory.exists():  # else another rank, or another node, was faster
+                raise
+    if not store.is_copied_by(directory):
         raise ConfigError(
             f"{directory.path} is not the run of {address} as it is now: it is another run, or lacks newer "
             "checkpoints. Choose another directory with --run-dir DIR."
