@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.insight.made import make_run
+from tests.runs.made import make_run
 
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.files import check_place
@@ -202,7 +202,7 @@ def test_two_directories_of_one_run_are_not_mixed(
     run: RunDirectory, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_claim, "BEAT_S", 0.05)
-    monkeypatch.setattr(writer_claim, "SILENT_S", 1.0)
+    monkeypatch.setattr(writer_claim, "SILENT_S", 20.0)
     monkeypatch.setattr(writer_claim, "_LOOK_S", 0.1)
     store = open_store(address, run)
     store.claim(RUN)
@@ -215,6 +215,7 @@ def test_two_directories_of_one_run_are_not_mixed(
     monkeypatch.setattr(writer_claim.ClaimRecord, "is_alive", lambda self: None)
     with pytest.raises(ConfigError, match="is written by process"):
         rival.claim(RUN)
+    monkeypatch.setattr(writer_claim, "SILENT_S", 0.3)
     store._claim._ended.set()  # its machine dies
     assert store._claim._thread is not None
     store._claim._thread.join()
