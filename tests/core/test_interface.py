@@ -101,11 +101,11 @@ def keywords() -> str:
         f'class TaskOptions(LoopOptions, total=False):\n    """Those of a task."""\n\n{"".join(others)}',
         'class RunOptions(TaskOptions, total=False):\n    """Those of :func:`paceline.fit`."""\n\n    on: str\n',
     )
-    return "\n\n".join([HEAD, *classes])
+    return "\n".join([HEAD, *classes])
 
 
 def test_the_keywords_of_fit_and_run_are_the_options(golden: Callable[[Path, str], None]) -> None:
-    golden(ROOT / "src" / "paceline" / "core" / "run_options.py", keywords())
+    golden(ROOT / "src" / "paceline" / "core" / "run_options.pyi", keywords())
 
 
 SUBMIT_HEAD = '''"""The options of ``paceline.submit`` as types, which tests/core/test_interface.py writes."""
@@ -118,7 +118,6 @@ from typing import TypedDict
 from paceline.core.option_groups import RankLauncher
 from paceline.core.run_options import TaskOptions, Texts
 
-
 class SubmitOptions(TypedDict, total=False):
     """Those of :func:`paceline.submit` and :func:`paceline.submit_array` for all work."""
 
@@ -127,14 +126,12 @@ class SubmitOptions(TypedDict, total=False):
     gpus_per_node: int | None
 '''
 SUBMIT_TAIL = '''
-
 class FunctionJobOptions(SubmitOptions, total=False):
     """Those of functions."""
 
     nodes: int
     nproc: int
     walltime: str | None
-
 
 class TaskJobOptions(SubmitOptions, TaskOptions, total=False):
     """Those of tasks."""
@@ -150,7 +147,7 @@ def test_the_keywords_of_submit_are_the_options(golden: Callable[[Path, str], No
     hints = typing.get_type_hints(SubmititOptions)
     own = "".join(f"    {name}: {type_of(hint)}\n" for name, hint in hints.items() if name != "executor")
     folder = ROOT / "plugins" / "frameworks" / "src" / "paceline_frameworks"
-    golden(folder / "submit_options.py", SUBMIT_HEAD + own + SUBMIT_TAIL)
+    golden(folder / "submit_options.pyi", SUBMIT_HEAD + own + SUBMIT_TAIL)
 
 
 def test_the_reference_of_options_is_that_of_the_code(golden: Callable[[Path, str], None]) -> None:

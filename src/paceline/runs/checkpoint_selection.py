@@ -47,15 +47,6 @@ def select_checkpoint(directory: Path, which: str | None) -> Path:
     return find_version(directory, best)
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a directory has a checkpoint's name."""
-    try:
-        parse_name(path.name)
-    except ValueError:
-        return False
-    return path.is_dir()
-
-
 def _of_step(directory: Path, step: int) -> Path:
     by_step = {parse_name(path.name)[0]: path for path in reversed(scan(directory))}
     if step in by_step:

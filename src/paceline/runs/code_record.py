@@ -48,14 +48,6 @@ def read_code(directory: RunDirectory) -> dict[str, Any]:
     return code
 
 
-def comparable_code(directory: RunDirectory) -> dict[str, str]:
-    """Return what :func:`read_code` found as rows of a table: a commit, a digest for each file, versions."""
-    code = read_code(directory)
-    rows = {f"code {name}": str(code[name]) for name in ("commit", "patch", "data") if name in code}
-    rows |= {f"code {path}": str(digest) for path, digest in code.get("modules", {}).items()}
-    return rows | {f"package {name}": str(version) for name, version in code.get("packages", {}).items()}
-
-
 def changed_files(directory: RunDirectory) -> list[str]:
     """Return the recorded files that have another content now.
 

@@ -21,8 +21,9 @@ from paceline.data.loader import EvalBatches
 from paceline.elastic.group_formation import StateSource, transfer_state
 from paceline.parallel.world import World
 from paceline.runs.backup import open_run
-from paceline.runs.checkpoint_selection import is_checkpoint, select_checkpoint
+from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors
+from paceline.runs.checkpoint_store import parse_name
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
@@ -97,7 +98,7 @@ class PretrainedWeights:
         if RunDirectory(path).exists():
             directory = RunDirectory(path)
             checkpoint = select_checkpoint(directory.checkpoints, which)
-        elif which is None and is_checkpoint(path):
+        elif which is None and _is_checkpoint(path):
             directory, checkpoint = RunDirectory(path.absolute().parent.parent), path
         else:
             return cls(*_of_package(source))
@@ -300,3 +301,12 @@ def _predictions(
     return torch.cat(
         [module(*task.inference_batch(batch.batch)[0])[inference.label].reshape(-1) for batch in batches.read(blocks)]
     )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a directory has a checkpoint's name."""
+    try:
+        parse_name(path.name)
+    except ValueError:
+        return False
+    return path.is_dir()

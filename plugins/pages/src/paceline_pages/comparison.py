@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.core.config import configuration
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.runs.code_record import comparable_code
+from paceline.runs.code_record import read_code
 from paceline.runs.directory import RunDirectory
 from paceline_pages.run_status import (
     FOREIGN,
@@ -97,13 +97,21 @@ def _read(directory: RunDirectory, name: str) -> ComparedRun:
             summary=summary,
             settings=configuration(directory.read_complete_manifest()),
             metrics=final_metrics(result, last_records(directory.metrics)),
-            code=comparable_code(directory),
+            code=_comparable_code(directory),
             search=search_of(directory),
         )
     except RunDirectoryError:
         raise
     except FOREIGN as error:
         raise RunDirectoryError(f"{directory.path} is damaged: {error!r}. Leave it out of the comparison.") from error
+
+
+def _comparable_code(directory: RunDirectory) -> dict[str, str]:
+    """Return what :func:`read_code` found as rows of a table: a commit, a digest for each file, versions."""
+    code = read_code(directory)
+    rows = {f"code {name}": str(code[name]) for name in ("commit", "patch", "data") if name in code}
+    rows |= {f"code {path}": str(digest) for path, digest in code.get("modules", {}).items()}
+    return rows | {f"package {name}": str(version) for name, version in code.get("packages", {}).items()}
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

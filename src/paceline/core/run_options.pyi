@@ -7,7 +7,6 @@ from typing import Literal, TypedDict
 
 Texts = str | list[str] | tuple[str, ...]
 
-
 class LoopOptions(TypedDict, total=False):
     """Those of :class:`paceline.Run`."""
 
@@ -73,7 +72,6 @@ class LoopOptions(TypedDict, total=False):
     log_format: Literal["text", "json"]
     log_to: Texts
 
-
 class TaskOptions(LoopOptions, total=False):
     """Those of a task."""
 
@@ -95,7 +93,6 @@ class TaskOptions(LoopOptions, total=False):
     eval_every: str
     early_stop: str | None
     run_dir: PathLike[str] | str | None
-
 
 class RunOptions(TaskOptions, total=False):
     """Those of :func:`paceline.fit`."""

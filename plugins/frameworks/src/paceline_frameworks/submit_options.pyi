@@ -8,7 +8,6 @@ from typing import TypedDict
 from paceline.core.option_groups import RankLauncher
 from paceline.core.run_options import TaskOptions, Texts
 
-
 class SubmitOptions(TypedDict, total=False):
     """Those of :func:`paceline.submit` and :func:`paceline.submit_array` for all work."""
 
@@ -31,14 +30,12 @@ class SubmitOptions(TypedDict, total=False):
     stderr_to_stdout: bool
     max_requeues: int
 
-
 class FunctionJobOptions(SubmitOptions, total=False):
     """Those of functions."""
 
     nodes: int
     nproc: int
     walltime: str | None
-
 
 class TaskJobOptions(SubmitOptions, TaskOptions, total=False):
     """Those of tasks."""
