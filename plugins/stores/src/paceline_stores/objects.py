@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -11,6 +12,9 @@ from typing import Any
 
 from paceline.core.errors import CheckpointError
 from paceline.core.plugins import install_command
+
+PARTS = "run/.part-"
+"""The prefix of objects that a ``file://`` store has not renamed yet; they are deleted like old files of a run."""
 
 _PIECE_BYTES = 8 * 2**20
 _CREDENTIALS = (
@@ -34,7 +38,7 @@ class StoreError(CheckpointError):
 
 
 class ObjectStore:
-    """The objects below an address. An object is seen whole or not at all, except in a ``file://`` store.
+    """The objects below an address. An object is seen whole or not at all, but for large files of a ``file://`` store.
 
     Every method raises :class:`StoreError` if the store does not answer, or denies it.
     """
@@ -114,6 +118,11 @@ class ObjectStore:
         """
         files, base = self._opened
         with self._explain(f"written ({name})"):
+            if not new and self.address.startswith("file:"):  # others do not show an object that is being written
+                part = f"{base}/{PARTS}{secrets.token_hex(8)}"
+                files.pipe_file(part, content)
+                files.mv(part, f"{base}/{name}")
+                return True
             try:
                 files.pipe_file(f"{base}/{name}", content, mode="create" if new else "overwrite")
             except FileExistsError:

@@ -27,6 +27,7 @@ BEAT_S = 20.0
 SILENT_S = 60.0
 _LONG_AGO_S = 3600.0  # such a claim is not watched: clocks of machines are hardly an hour apart
 _LOOK_S = 2.0
+_READS = 10
 _MOST_BYTES = 2**16
 
 _log = logging.getLogger(__name__)
@@ -159,8 +160,14 @@ class WriterClaim:
         )
 
     def _read(self) -> ClaimRecord | None:
-        content = self._objects.read(WRITER, _MOST_BYTES)
-        return None if content is None else ClaimRecord.parse(content)
+        for _ in range(_READS):
+            content = self._objects.read(WRITER, _MOST_BYTES)
+            if content is None:
+                return None
+            if (record := ClaimRecord.parse(content)) is not None:
+                return record
+            time.sleep(0.1)  # a file:// store shows it while it is written
+        return None
 
     def _writer(self) -> ClaimRecord:
         return ClaimRecord(
