@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.cli.jobs import cancel, jobs, status
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.launch.job_records import JobRecord, add_record, find_record, record_id
 from paceline.launch.launcher import JobStatus, LaunchSpec, get_launcher
 from paceline.launch.options import TorchrunOptions
 from paceline.launch.submit import job_directory, refuse_starters
 from paceline.launch.supervisor import EXIT_CODE, ForegroundJob, process_reference
+from paceline_pages.jobs_command import cancel, jobs, status
 
 PLACE = """
 import os, sys

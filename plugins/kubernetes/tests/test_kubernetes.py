@@ -14,13 +14,13 @@ import pytest
 import yaml
 from tests.lab.kubernetes_api import NAMESPACE, ApiServer
 
-from paceline.cli.jobs import cancel
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.launch.job_records import JobRecord, add_record, find_record
 from paceline.launch.launcher import JobStatus, LaunchSpec
 from paceline_kubernetes.api import KubernetesJob
 from paceline_kubernetes.launcher import Kubernetes
 from paceline_kubernetes.options import KubernetesOptions
+from paceline_pages.jobs_command import cancel
 
 pytestmark = pytest.mark.k8s
 

@@ -106,9 +106,9 @@ COMMANDS: Mapping[str, CliCommand] = {
     "report": CliCommand(
         "Look", "paceline_pages.report_command:report", "Analyse and compare runs; check recorded metrics."
     ),
-    "jobs": CliCommand("Look", "paceline.cli.jobs:jobs", "List submitted jobs."),
-    "status": CliCommand("Look", "paceline.cli.jobs:status", "Show a job's state."),
-    "cancel": CliCommand("Look", "paceline.cli.jobs:cancel", "Cancel a job."),
+    "jobs": CliCommand("Look", "paceline_pages.jobs_command:jobs", "List submitted jobs."),
+    "status": CliCommand("Look", "paceline_pages.jobs_command:status", "Show a job's state."),
+    "cancel": CliCommand("Look", "paceline_pages.jobs_command:cancel", "Cancel a job."),
     "audit": CliCommand("Prove", "paceline.cli.audit:audit", "Prove from a run's ledger that it saw each sample once."),
     "verify": CliCommand(
         "Prove",
