@@ -21,6 +21,7 @@ import paceline
 from paceline import cli
 from paceline.data.audit import audit
 from paceline.runs.directory import RunDirectory
+from paceline.torch_internals import FakeTensorMode
 from paceline_lm import LanguageModel
 
 pytestmark = pytest.mark.matrix
@@ -54,6 +55,9 @@ def test_weights_are_trained_in_fp32_whatever_the_file_has(llama: Path) -> None:
     for name, value in model.state_dict().items():
         assert value.dtype == torch.float32
         assert torch.equal(value, expected[name]), name
+    with FakeTensorMode():  # as `paceline plan` builds it
+        planned = LanguageModel(model=str(llama)).build_model()
+    assert planned.lm_head.weight.shape == model.lm_head.weight.shape
     torch.manual_seed(1)
     fresh = LanguageModel(model=str(llama), from_scratch=True).build_model()
     assert next(fresh.parameters()).dtype == torch.float32
@@ -146,6 +150,10 @@ def test_a_new_model_has_as_many_positions_as_its_context(llama: Path, tmp_path:
     sample = task.build_dataset("train")[1]
     loss = task.loss(task.build_model(), task.collate([sample]))
     assert (loss.weight, loss.sum.isfinite()) == (127, True)
+    texts = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    packed = LanguageModel(model=str(gpt2), data=str(texts), pack=256)
+    loss = packed.loss(packed.build_model(), packed.collate([packed.build_dataset("train")[0]]))
+    assert loss.sum.isfinite()
     for fields, message in [
         ({"context": 128}, r"--context 128: hf:.* has 64 positions"),
         ({"context": 64, "pack": 32}, r"--context 64 does not fit into --pack 32"),

@@ -140,7 +140,7 @@ def _encode(lines: BufferedReader, file: Path, target: Path, encoder: Encoder, d
         offsets.append(len(tokens))
     if len(offsets) == 1:
         raise TaskError(f"--data {file}: none of its {counts['unlabelled']} documents has a token to learn.")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.{os.uname().nodename}-{os.getpid()}")
     try:
         save_file(
             {

@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from paceline.core.errors import TaskError
 from paceline.core.task import Callback, Defaults, RankInfo, RunSchedule
+from paceline.torch_internals import FakeTensor
 from paceline_lm.documents import Documents, pad_documents, read_documents
 from paceline_lm.packing import PackedDocuments
 from paceline_lm.token_file import TokenFile
@@ -100,7 +101,8 @@ class LanguageModel(TransformersTask):
     def build_model(self) -> PreTrainedModel:
         config = self.build_config()
         try:
-            if self.from_scratch:
+            # Of fake tensors, with which `paceline plan` measures memory, a file has no values.
+            if self.from_scratch or isinstance(torch.empty(0), FakeTensor):
                 _, context = self._config_and_context()
                 if context > (getattr(config, "max_position_embeddings", None) or context):
                     config.max_position_embeddings = context

@@ -102,7 +102,7 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
 class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
     """Packs of documents: ``{"input_ids", "labels", "position_ids"}``, each (length,), int64.
 
-    Positions begin again with each document, by which models isolate it; padding is one more document without labels.
+    Positions begin again with each document, by which models isolate it; padding is more documents, without labels.
 
     Args:
         documents: of at most ``length`` tokens.
@@ -117,6 +117,7 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         self._key = key
         self._chosen = np.arange(len(documents)) if chosen is None else chosen
         self._num_packs = count_packs(documents.lengths[self._chosen], length)
+        self._longest = int(documents.lengths.max())
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -140,10 +141,11 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
         parts = [self.documents[number] for number in self.numbers(pack)]
         room = self._length - sum(len(part["input_ids"]) for part in parts)
-        if room:
-            parts.append({"input_ids": torch.zeros(room, dtype=torch.int64), "labels": torch.full((room,), IGNORED)})
-        joined = {name: torch.cat([part[name] for part in parts]) for name in ("input_ids", "labels")}
-        return {**joined, "position_ids": torch.cat([torch.arange(len(part["input_ids"])) for part in parts])}
+        padding = {"input_ids": torch.zeros(room, dtype=torch.int64), "labels": torch.full((room,), IGNORED)}
+        joined = {name: torch.cat([part[name] for part in (*parts, padding)]) for name in padding}
+        positions = [torch.arange(len(part["input_ids"])) for part in parts]
+        # The model may have fewer positions than a pack has tokens.
+        return {**joined, "position_ids": torch.cat([*positions, torch.arange(room) % self._longest])}
 
     def plan(self, epoch: int) -> PackingPlan:
         """Return the plan of an epoch."""

@@ -167,7 +167,8 @@ def _require_isolation(model: PreTrainedModel, batch: Mapping[str, Any], argumen
         return
     if words.dim() != 2 or words.shape[1] < 4 or _is_traced(words, model):
         return
-    words, half = words[:1], words.shape[1] // 2
+    words = words[:1, : 2 * (getattr(model.config, "max_position_embeddings", None) or words.shape[1])]
+    half = words.shape[1] // 2
     vocabulary = model.get_input_embeddings().num_embeddings
     others = torch.cat([(words[:, :half] + 1) % vocabulary, words[:, half:]], dim=1)
     restarting = torch.arange(words.shape[1], device=words.device) % half  # an odd length has a document of one word
