@@ -15,6 +15,7 @@
     hangs/TIME/       the stacks of all ranks when a step hung
     result.json       written when the run has finished
     agent.json        the address of an active agent
+    backup.id         with --backup-to ADDRESS, distinguishes this directory from copies of the run elsewhere
 """
 
 from __future__ import annotations
