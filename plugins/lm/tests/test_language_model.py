@@ -131,6 +131,7 @@ def test_packed_chats_have_one_hash_on_one_process_and_two(run_processes: Any, l
     assert "<|im_start|>assistant\n[He" in said or "<|im_start|>assistant\n[She" in said
 
 
+@pytest.mark.slow
 def test_packs_of_adapters_and_a_validation_split_have_one_hash(
     run_processes: Any, llama: Path, tmp_path: Path
 ) -> None:
