@@ -23,8 +23,8 @@ _GPU_ALIGNMENT_BYTES = 512  # of memory that torch allocates on a GPU
 
 
 @dataclass(frozen=True)
-class _TensorPlace:
-    """A tensor's place in a flat buffer, in the buffer's elements.
+class _TensorSpan:
+    """A tensor's span in a flat buffer, in the buffer's elements.
 
     A complex tensor lies in the flat buffer of its real type, so that transports see real numbers only.
     """
@@ -44,7 +44,7 @@ class _TensorPlace:
 
 
 class FlatLayout:
-    """The places of the gradients of ``parameters`` and of the contributions to module buffers.
+    """The spans of the gradients of ``parameters`` and of the contributions to module buffers.
 
     Gradients are in reverse order of the parameters, about the order in which backward produces them; complex ones are
     pairs of real numbers. On a GPU each begins at a multiple of 512 bytes, as memory that torch allocates: kernels that
@@ -69,20 +69,20 @@ class FlatLayout:
     ) -> None:
         self.flat_buffers: dict[torch.dtype, int] = {}
         self.buckets: list[Bucket] = []
-        self._gradient_places: list[_TensorPlace] = []
+        self._gradient_spans: list[_TensorSpan] = []
         self.bucket_of: list[int] = []
         open_bucket: dict[torch.dtype, int] = {}
         for parameter in reversed(list(parameters)):
             alignment = _GPU_ALIGNMENT_BYTES if parameter.device.type == "cuda" else 1
-            place = self._append(parameter.dtype, parameter, _dense_stride(parameter), alignment)
-            self._gradient_places.insert(0, place)
-            number = open_bucket.get(place.flat_dtype)
+            span = self._append(parameter.dtype, parameter, _dense_stride(parameter), alignment)
+            self._gradient_spans.insert(0, span)
+            number = open_bucket.get(span.flat_dtype)
             limit = _FIRST_BUCKET_BYTES if number == 0 or number is None else _BUCKET_BYTES
-            if number is None or (place.stop - self.buckets[number].start) * place.flat_dtype.itemsize > limit:
-                number = open_bucket[place.flat_dtype] = len(self.buckets)
-                self.buckets.append(Bucket(place.flat_dtype, place.start, place.stop))
+            if number is None or (span.stop - self.buckets[number].start) * span.flat_dtype.itemsize > limit:
+                number = open_bucket[span.flat_dtype] = len(self.buckets)
+                self.buckets.append(Bucket(span.flat_dtype, span.start, span.stop))
             else:
-                self.buckets[number] = Bucket(place.flat_dtype, self.buckets[number].start, place.stop)
+                self.buckets[number] = Bucket(span.flat_dtype, self.buckets[number].start, span.stop)
             self.bucket_of.insert(0, number)
         self.gradients = dict(self.flat_buffers)
         for buffer in float_buffers:
@@ -92,7 +92,7 @@ class FlatLayout:
         for buffer in integer_buffers:
             self._append(torch.int64, buffer, ())
         self._integers = slice(start, self.flat_buffers.get(torch.int64, 0))
-        self._counts_place = self._append(torch.int64, counts, counts.stride())
+        self._counts_span = self._append(torch.int64, counts, counts.stride())
         self.buckets += [
             Bucket(dtype, self.gradients.get(dtype, 0), numel)
             for dtype, numel in self.flat_buffers.items()
@@ -103,28 +103,28 @@ class FlatLayout:
         """Return the slices of neighbouring parameters' gradients in each flat buffer."""
         slices: dict[torch.dtype, slice] = {}
         for number in parameters:
-            place = self._gradient_places[number]
-            if place.flat_dtype not in self.flat_buffers:
+            span = self._gradient_spans[number]
+            if span.flat_dtype not in self.flat_buffers:
                 continue
-            previous = slices.get(place.flat_dtype, slice(place.start, place.start))
-            start, stop = min(previous.start, place.start), max(previous.stop, place.stop)
-            slices[place.flat_dtype] = slice(start, stop)
+            previous = slices.get(span.flat_dtype, slice(span.start, span.start))
+            start, stop = min(previous.start, span.start), max(previous.stop, span.stop)
+            slices[span.flat_dtype] = slice(start, stop)
         return slices
 
     def gradient_views(self, grad_buffer: GradBuffer) -> list[torch.Tensor]:
         """Return one view per parameter, with its shape, its memory format and a count of writes to it alone."""
-        return [place.view(grad_buffer).data for place in self._gradient_places]
+        return [span.view(grad_buffer).data for span in self._gradient_spans]
 
     def buffer_sums(self, grad_buffer: GradBuffer) -> BufferSums:
         """Return the sums over micro-batches of the module buffers, and their counts."""
         floats = {dtype: grad_buffer[dtype][part] for dtype, part in self._floats.items() if part.start < part.stop}
-        counts = self._counts_place.view(grad_buffer)
+        counts = self._counts_span.view(grad_buffer)
         integers = grad_buffer[torch.int64][self._integers] if self._integers.stop else counts[:0]
         return BufferSums(floats, integers, counts)
 
     def _append(
         self, dtype: torch.dtype, tensor: torch.Tensor, stride: tuple[int, ...], alignment_bytes: int = 1
-    ) -> _TensorPlace:
+    ) -> _TensorSpan:
         flat_dtype = dtype.to_real() if dtype.is_complex else dtype
         parts = 2 if dtype.is_complex else 1
         # Only an even element can be the first of a complex tensor.
@@ -133,7 +133,7 @@ class FlatLayout:
         stop = start + parts * tensor.numel()
         if tensor.numel():
             self.flat_buffers[flat_dtype] = stop
-        return _TensorPlace(dtype, flat_dtype, start, stop, tensor.shape, stride, tensor.device)
+        return _TensorSpan(dtype, flat_dtype, start, stop, tensor.shape, stride, tensor.device)
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -176,21 +176,21 @@ class MicrobatchBuffers:
     """
 
     def __init__(self, module: nn.Module, holds: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
-        places: dict[int, _Place] = {}
+        entries: dict[int, _BufferEntry] = {}
         for owner in module.modules():
             for name, buffer in buffer_table(owner).items():
                 if buffer is not None and holds(buffer):
-                    places.setdefault(id(buffer), (buffer_table(owner), name, buffer))
-        groups: dict[torch.dtype, list[_Place]] = {}
-        for place in places.values():
-            groups.setdefault(_sum_dtype(place[2]), []).append(place)
+                    entries.setdefault(id(buffer), (buffer_table(owner), name, buffer))
+        groups: dict[torch.dtype, list[_BufferEntry]] = {}
+        for entry in entries.values():
+            groups.setdefault(_sum_dtype(entry[2]), []).append(entry)
         self._integers = _Joined(torch.int64, groups.pop(torch.int64, []))
         self._floats = [_Joined(dtype, members) for dtype, members in groups.items()]
         self._groups = [*self._floats, self._integers]
-        self._places = [place for group in self._groups for place in group.places]
-        self.floats = [_as_real(buffer) for group in self._floats for _, _, buffer in group.places]
-        self.integers = [buffer for _, _, buffer in self._integers.places]
-        self.counts = torch.zeros(1 + len(self.floats) if self._places else 0, dtype=torch.int64)
+        self._entries = [entry for group in self._groups for entry in group.entries]
+        self.floats = [_as_real(buffer) for group in self._floats for _, _, buffer in group.entries]
+        self.integers = [buffer for _, _, buffer in self._integers.entries]
+        self.counts = torch.zeros(1 + len(self.floats) if self._entries else 0, dtype=torch.int64)
         self._unset = [
             (buffer_table(owner), f"{prefix}.{name}".lstrip("."), name)
             for prefix, owner in module.named_modules()
@@ -223,26 +223,26 @@ class MicrobatchBuffers:
 
     def swap_in(self) -> None:
         """Give the next forward copies of the buffers, because an earlier one's backward reads the originals."""
-        for owner, name, buffer in self._places:
+        for owner, name, buffer in self._entries:
             owner[name] = buffer.clone()
 
     def swap_out(self) -> list[torch.Tensor]:
         """Return the buffers that the forward left, and bind those of the step's base again."""
-        values = [_current(place).detach() for place in self._places]
-        for owner, name, buffer in self._places:
+        values = [_current(entry).detach() for entry in self._entries]
+        for owner, name, buffer in self._entries:
             owner[name] = buffer
         return values
 
     def restore(self, values: Sequence[torch.Tensor]) -> None:
         """Bind the buffers that a forward left."""
-        for (owner, name, _), value in zip(self._places, values, strict=True):
+        for (owner, name, _), value in zip(self._entries, values, strict=True):
             owner[name] = value
 
     @torch.no_grad()
     def add_to(self, sums: BufferSums, samples: int, *, reset: bool) -> None:
         """Add one micro-batch's contribution; restore the base values if another micro-batch follows."""
         self._require_unset()
-        if not self._places:
+        if not self._entries:
             return
         values = [group.current() for group in self._floats]
         changed = [group.changed(value) for group, value in zip(self._floats, values, strict=True)]
@@ -259,9 +259,9 @@ class MicrobatchBuffers:
     @torch.no_grad()
     def assign(self, sums: BufferSums, samples: float) -> None:
         """Set the buffers to the step's values."""
-        if not self._places:
+        if not self._entries:
             return
-        changed = (sums.counts[1:] > 0).split_with_sizes([len(group.places) for group in self._floats])
+        changed = (sums.counts[1:] > 0).split_with_sizes([len(group.entries) for group in self._floats])
         for group, of_buffers in zip(self._floats, changed, strict=True):
             is_changed = group.of_elements(of_buffers)
             if is_changed.numel():
@@ -286,7 +286,7 @@ class MicrobatchBuffers:
                 )
 
 
-_Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor]
+_BufferEntry = tuple[dict[str, torch.Tensor | None], str, torch.Tensor]
 
 
 class _Joined:
@@ -296,16 +296,16 @@ class _Joined:
 
     Attributes:
         dtype: of the sums.
-        places: of the buffers.
+        entries: of the buffers.
         base: their values at the beginning of the step, (N,) of that dtype.
     """
 
-    def __init__(self, dtype: torch.dtype, places: Sequence[_Place]) -> None:
+    def __init__(self, dtype: torch.dtype, entries: Sequence[_BufferEntry]) -> None:
         self.dtype = dtype
-        self.places = places
+        self.entries = entries
         self.base = torch.empty(0, dtype=dtype)
         self._base_parts: Sequence[torch.Tensor] | None = None
-        buffers = [_as_real(buffer) for _, _, buffer in places]
+        buffers = [_as_real(buffer) for _, _, buffer in entries]
         self._shapes = [b.shape for b in buffers]
         self._sizes = [b.numel() for b in buffers]
         # On a CPU it is faster to compare each buffer; on a GPU each comparison would be a wait.
@@ -315,9 +315,9 @@ class _Joined:
 
     def current(self) -> torch.Tensor:
         """Return a copy of their values, (N,) of the sums' dtype; the module may have bound others to their names."""
-        if not self.places:
+        if not self.entries:
             return torch.empty(0, dtype=self.dtype)
-        parts = [_as_real(_current(place)) for place in self.places]
+        parts = [_as_real(_current(entry)) for entry in self.entries]
         if any(part.dtype is not self.dtype for part in parts):
             parts = [part.to(self.dtype) for part in parts]
         return torch.cat([part if part.dim() == 1 else part.reshape(-1) for part in parts])
@@ -359,7 +359,7 @@ class _Joined:
     def _copy(self, parts: Sequence[torch.Tensor]) -> None:
         real: list[torch.Tensor] = []
         into: list[torch.Tensor] = []
-        for (owner, name, buffer), part in zip(self.places, parts, strict=True):
+        for (owner, name, buffer), part in zip(self.entries, parts, strict=True):
             owner[name] = buffer
             if buffer.is_complex():
                 buffer.copy_(torch.complex(part[..., 0], part[..., 1]))  # it may be a conjugate
@@ -376,9 +376,9 @@ def _sum_dtype(buffer: torch.Tensor) -> torch.dtype:
     return torch.promote_types(buffer.dtype.to_real(), torch.float32)
 
 
-def _current(place: _Place) -> torch.Tensor:
+def _current(entry: _BufferEntry) -> torch.Tensor:
     """Return the buffer's current value."""
-    owner, name, buffer = place
+    owner, name, buffer = entry
     value = owner[name]
     if value is None or value is buffer:
         return buffer

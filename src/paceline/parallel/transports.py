@@ -226,15 +226,15 @@ class GroupTransport:
         )
 
     def _part(self, index: int, bucket: int) -> torch.Tensor:
-        place = self._buckets[bucket]
-        return self.grad_buffers[index][place.dtype][place.start : place.stop]
+        span = self._buckets[bucket]
+        return self.grad_buffers[index][span.dtype][span.start : span.stop]
 
     def _chunk(self, bucket: int, rank: int) -> slice:
         """Return the slice that ``rank`` adds; empty for a spare."""
-        place, owners = self._buckets[bucket], self._plan.active
+        span, owners = self._buckets[bucket], self._plan.active
         if rank not in owners:
             return slice(0, 0)
-        numel, position = place.stop - place.start, owners.index(rank)
+        numel, position = span.stop - span.start, owners.index(rank)
         return slice(position * numel // len(owners), (position + 1) * numel // len(owners))
 
 

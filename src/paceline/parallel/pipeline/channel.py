@@ -253,7 +253,7 @@ class StageChannel:
         self, description: Sequence[int], tensors: Sequence[torch.Tensor], to: int, address: MessageAddress
     ) -> None:
         """Send numbers and tensors through the memory of the CPU."""
-        places, length = layout(tensors, on_gpu=False)
+        offsets, length = layout(tensors, on_gpu=False)
         route = (to, address.stage, address.kind)
         room = self._sent.get(route, 0)
         self._sent[route] = max(room, length)
@@ -268,7 +268,7 @@ class StageChannel:
             frames.append(self._frame(length))
             self._empty.clear()  # later frames are longer
             first = 0
-        fill(frames[-1], first, places, tensors)
+        fill(frames[-1], first, offsets, tensors)
         if self._on_gpu and any(tensor.is_cuda for tensor in tensors):
             torch.cuda.current_stream(self.world.device).synchronize()
         with translate_peer_errors():
@@ -329,34 +329,34 @@ class FrameReader:
 
     Args:
         frame: bytes.
-        first: the place of the first tensor.
+        first: the offset of the first tensor.
     """
 
     def __init__(self, frame: torch.Tensor, first: int = 0) -> None:
         self._frame = frame
-        self._place = first
+        self._offset = first
         self._alignment = _ALIGNMENT[frame.is_cuda]
 
     def next(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """Return the next tensor, in the frame's memory."""
-        tensor = _view(self._frame, dtype, self._place, shape, stride)
-        self._place += _padded(tensor.numel() * tensor.element_size(), self._alignment)
+        tensor = _view(self._frame, dtype, self._offset, shape, stride)
+        self._offset += _padded(tensor.numel() * tensor.element_size(), self._alignment)
         return tensor
 
 
 def layout(tensors: Sequence[torch.Tensor], *, on_gpu: bool) -> tuple[list[int], int]:
     """Return the first byte of each tensor in a frame, and the end of the last one."""
-    places, length, alignment = [], 0, _ALIGNMENT[on_gpu]
+    offsets, length, alignment = [], 0, _ALIGNMENT[on_gpu]
     for tensor in tensors:
-        places.append(length)
+        offsets.append(length)
         length += _padded(tensor.numel() * tensor.element_size(), alignment)
-    return places, length
+    return offsets, length
 
 
-def fill(frame: torch.Tensor, first: int, places: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy tensors to their places in a frame; a copy from a GPU is not finished on return."""
-    for place, tensor in zip(places, tensors, strict=True):
-        view = _view(frame, tensor.dtype, first + place, tensor.shape, tensor.stride())
+def fill(frame: torch.Tensor, first: int, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors to their offsets in a frame; a copy from a GPU is not finished on return."""
+    for offset, tensor in zip(offsets, tensors, strict=True):
+        view = _view(frame, tensor.dtype, first + offset, tensor.shape, tensor.stride())
         if tensor.is_cuda:
             view.copy_(tensor, non_blocking=True)
         else:

@@ -140,11 +140,11 @@ class NcclStageChannel(StageChannel):
         description, tensors = encode(values, on_gpu=self._on_gpu)
         on_device = [tensor for tensor in tensors if tensor.is_cuda == self._on_gpu]
         on_host = [tensor for tensor in tensors if tensor.is_cuda != self._on_gpu]
-        places, nbytes = layout(on_device, on_gpu=self._on_gpu)
+        offsets, nbytes = layout(on_device, on_gpu=self._on_gpu)
         if nbytes:
             # A copy: the stage may change its tensors before they are sent.
             frame = torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
-            fill(frame, 0, places, on_device)
+            fill(frame, 0, offsets, on_device)
             rank, group = self.world.rank, self.world.group
             with translate_peer_errors():
                 if is_broadcast:
