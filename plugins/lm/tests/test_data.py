@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from plugins.lm.tests.directories import CHATML, TEXTS, build_tiny, train_tokenizer, write_lines
+from tokenizers.processors import TemplateProcessing
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
 import paceline
@@ -78,7 +80,8 @@ def test_a_template_that_rewrites_earlier_answers_is_refused_unless_it_marks_the
     ("line", "message"),
     [
         ("{", r"line 2: this is not JSON"),
-        ("[1]", r"line 2: this is not a JSON object"),
+        ("1", r"line 2: this is not a JSON object"),
+        ('[{"text": "a"}]', r"line 2: this is a JSON array; .* jq -c"),
         ('{"txt": "a"}', r"line 2: a record needs \"messages\" .* this one has 'txt'"),
         ('{"messages": [{"content": 1}]}', r"line 2: the chat template cannot render"),
     ],
@@ -89,6 +92,50 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     tokenizer.chat_template = "{{ messages[0].role.upper() }}"
     with pytest.raises(paceline.TaskError, match=message):
         read_documents(tmp_path / "a.jsonl", tokenizer, 8)
+
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {}}}
+WITH_TOOLS = "{{ tools }}" + CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "tools", "message"),
+    [
+        ({"content": "", "tool_calls": [CALL]}, [], r'ignores "tool_calls"'),
+        ({"content": "She."}, [CALL], r'ignores "tools"'),
+        ({"content": [{"type": "text", "text": "She."}]}, [], r"a list of parts"),
+        ({"content": "She.", "weight": 0}, [], r'"prompt", and the answer as "completion"'),
+        ({"content": "She.", "train": False}, [], r'"prompt", and the answer as "completion"'),
+    ],
+)
+def test_what_a_template_drops_is_refused(answer: dict[str, Any], tools: list[Any], message: str) -> None:
+    messages = [*chat("Who?")["messages"], {"role": "assistant", **answer}]
+    for template in (CHATML, MARKED):
+        with pytest.raises(paceline.TaskError, match=message):
+            labelled_text({"messages": messages, "tools": tools}, template)
+
+
+def test_a_template_with_tools_gets_them() -> None:
+    messages = [*chat("Who?")["messages"], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert "look" in labelled_text({"messages": messages, "tools": [CALL]}, WITH_TOOLS, context=512)
+
+
+def test_a_text_that_begins_with_the_start_token_gets_no_second_one() -> None:
+    tokenizer = train_tokenizer()
+    tokenizer.bos_token = "<|im_start|>"
+    start = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    encode = Encoder(tokenizer, 64)
+    assert encode({"text": "<|im_start|>She"}) == encode({"text": "She"})
+    assert encode({"text": "She"}).tokens.count(start) == 1
+
+
+def test_a_compressed_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "She"}'))
+    with pytest.raises(paceline.TaskError, match="gunzip it first"):
+        read_documents(tmp_path / "a.jsonl", train_tokenizer(), 8)
 
 
 def test_documents_are_encoded_once_until_something_changes(

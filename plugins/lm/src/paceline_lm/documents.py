@@ -27,7 +27,7 @@ from paceline.core.files import parse_json, user_directory
 from paceline_lm.encoding import Encoder
 from paceline_lm.transformers import IGNORED
 
-_FORMAT = 1
+_FORMAT = 2
 """Of the cached file; another way to encode documents is another number."""
 
 
@@ -157,10 +157,14 @@ def _encode(lines: BufferedReader, file: Path, target: Path, encoder: Encoder, d
 
 
 def _parse(line: bytes) -> Mapping[str, Any]:
+    if line.startswith(b"\x1f\x8b"):
+        raise TaskError("the file is compressed: gunzip it first.")
     try:
         record = parse_json(line)
     except ValueError as error:
         raise TaskError(f"this is not JSON: {error}.") from error
+    if isinstance(record, list):
+        raise TaskError("this is a JSON array; each line has one object: jq -c '.[]' FILE.")
     if not isinstance(record, dict):
         raise TaskError('this is not a JSON object, such as {"text": "..."}.')
     return record

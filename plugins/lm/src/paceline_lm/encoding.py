@@ -55,11 +55,13 @@ class Encoder:
         """
         match record:
             case {"messages": [*messages]}:
+                self._check_is_rendered(messages, record.get("tools"))
                 tokens, labelled = self._encode_chat(messages, record.get("tools"))
             case {"prompt": str(prompt), "completion": str(completion)}:
                 tokens, labelled = self._encode_text(prompt + completion, (len(prompt), len(prompt + completion)))
             case {"prompt": [*prompt], "completion": [*completion]}:
                 messages = [*prompt, *completion]
+                self._check_is_rendered(messages, record.get("tools"))
                 text = self._render(messages, record.get("tools"))
                 start = len(self._start_of(len(prompt), messages, text, record.get("tools")))
                 tokens, labelled = self._mark(text, [(start, len(text))], special=False)
@@ -76,13 +78,44 @@ class Encoder:
 
     def _encode_text(self, text: str, span: Span) -> tuple[list[int], list[bool]]:
         """Encode plain text with the tokenizer's special tokens, and one for its end, which is a label."""
-        tokens, labelled = self._mark(text, [span], special=True)
+        start = self._tokenizer.bos_token
+        begins = start is not None and text.startswith(start)  # as the text of a chat does; no second one
+        tokens, labelled = self._mark(text, [span], special=not begins)
         end = self._tokenizer.eos_token_id
         if end is not None and tokens and tokens[-1] == end:
             labelled[-1] = True
         elif end is not None:
             tokens, labelled = [*tokens, end], [*labelled, True]
         return tokens, labelled
+
+    def _check_is_rendered(self, messages: Sequence[Any], tools: Any) -> None:
+        """Refuse what the template would drop, or print as Python source, without an error."""
+        known = [message for message in messages if isinstance(message, Mapping)]
+        if any(message.get("weight") not in (None, 1) or message.get("train") is False for message in known):
+            raise TaskError(
+                'a message has "weight" or "train", which exclude an answer from training, and this is not supported. '
+                'Write the messages before the answer to learn as "prompt", and the answer as "completion".'
+            )
+        parts = [message["content"] for message in known if isinstance(message.get("content"), list)]
+        calls = any(message.get("tool_calls") for message in known)
+        if not (parts or calls or tools):
+            return
+        text = self._render(messages, tools)
+        if any(str(part) in text for part in parts):
+            raise TaskError(
+                'the chat template wants text: a message has a list of parts as "content". Join their text.'
+            )
+        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in known]
+        if calls and self._is_same(text, bare, tools):
+            raise TaskError('the chat template ignores "tool_calls". Use one with tools, or write calls as text.')
+        if tools and self._is_same(text, messages, None):
+            raise TaskError('the chat template ignores "tools". Use one with tools, or remove them.')
+
+    def _is_same(self, text: str, messages: Messages, tools: Any) -> bool:
+        try:
+            return self._render(messages, tools) == text
+        except TaskError:  # the template needs what was taken away
+            return False
 
     def _encode_chat(self, messages: Messages, tools: Any) -> tuple[list[int], list[bool]]:
         if not self._marks_answers:
