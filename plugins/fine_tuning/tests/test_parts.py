@@ -250,6 +250,14 @@ def test_only_the_layers_that_are_meant_get_adapters(
     assert {name for name, layer in model.named_modules() if isinstance(layer, LoraLayer)} == adapted
 
 
+def test_a_tied_weight_gets_no_adapter() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "layer": nn.Linear(2, 2), "head": nn.Linear(2, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with pytest.raises(ConfigError, match=r"embed\.weight.*head\.weight.* are one weight"):
+        add_adapters(model, Lora(targets=("head",)))
+    add_adapters(model, Lora())
+
+
 def test_a_layer_that_peft_refuses_is_told() -> None:
     model = _TwoHeads()
     # Of this kind peft knows that an adapter around such a layer would have no effect.

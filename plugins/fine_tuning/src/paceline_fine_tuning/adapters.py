@@ -31,9 +31,10 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
         lora: which layers, and the adapters' size.
 
     Raises:
-        ConfigError: peft is not installed or refuses a layer, or no linear layer is meant.
+        ConfigError: peft is not installed or refuses a layer, no linear layer is meant, or a layer shares its weight.
     """
     layers = target_layers(module, lora)
+    _check_is_own(module, layers)
     require_peft()
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -64,7 +65,7 @@ def target_layers(module: nn.Module, lora: Lora) -> list[str]:
         if not found:
             raise ConfigError(
                 f"--lora: the model has {len(linear)} linear layers, and {ALL_LINEAR} is all but the last. "
-                "Name them with target=."
+                "Name them with target=. Only torch.nn.Linear can have adapters, not the Conv1D of GPT-2."
             )
         return found
     found = []
@@ -77,6 +78,17 @@ def target_layers(module: nn.Module, lora: Lora) -> list[str]:
             )
         found += [name for name in meant if name not in found]
     return found
+
+
+def _check_is_own(module: nn.Module, layers: list[str]) -> None:
+    """Refuse a layer whose weight is another's too: merged, its adapter would change both."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for sharing in names.values():
+        for name in sharing:
+            if len(sharing) > 1 and name.rpartition(".")[0] in layers:
+                raise ConfigError(f"--lora: {join_names(sharing)} are one weight, so it cannot have an adapter.")
 
 
 def require_peft() -> None:
