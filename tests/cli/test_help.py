@@ -159,7 +159,7 @@ def test_a_servers_common_options_come_first(said: dict[str, tuple[int, str]]) -
     short = _groups(said["serve --help"][1])
     assert [word for word in short["Common"] if word.startswith("--")] == [
         *("--host", "--port", "--replicas", "--devices", "--token-file", "--max-batch", "--max-queue"),
-        *("--timeout", "--exact", "--trust", "--on", "--json"),
+        *("--timeout", "--exact", "--trust", "--on", "--engine", "--json"),
     ]
     whole = said["serve --help-all"][1]
     command = app["serve"]
