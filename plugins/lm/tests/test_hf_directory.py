@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGe
 
 import paceline
 from paceline.core.errors import ConfigError, ExportError
-from paceline.export.directory import PROVENANCE, export_directory
 from paceline.export.export import ExportRequest
+from paceline_lm.directories import PROVENANCE
+from paceline_lm.hf_directory import export_hf
+from paceline_lm.peft_directory import export_peft
 
 pytestmark = pytest.mark.integration  # accelerate, which transformers imports, starts processes
 
@@ -46,7 +48,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "llama"])
 def test_transformers_loads_the_trained_model(runs: dict[str, Path], kind: str) -> None:
-    exported = export_directory(ExportRequest(run=runs[kind], formats=("hf",)))
+    exported = export_hf(ExportRequest(run=runs[kind]))
     assert (exported.step, exported.difference.largest, exported.difference.samples) == (1, 0.0, 8)
     loaded = (T5ForConditionalGeneration if kind == "t5" else AutoModelForCausalLM).from_pretrained(exported.directory)
     assert torch.equal(logits(loaded), logits(paceline.load(runs[kind])))
@@ -59,7 +61,7 @@ def test_transformers_loads_the_trained_model(runs: dict[str, Path], kind: str) 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers for it
 def test_peft_loads_the_adapters_onto_the_base_model(runs: dict[str, Path], tmp_path: Path) -> None:
-    exported = export_directory(ExportRequest(run=runs["llama"], formats=("peft",)), tmp_path / "adapters")
+    exported = export_peft(ExportRequest(run=runs["llama"]), tmp_path / "adapters")
     assert exported.difference.largest < 1e-6
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (config["r"], config["target_modules"], config["task_type"]) == (2, ["q_proj"], "CAUSAL_LM")
@@ -74,19 +76,19 @@ def test_peft_loads_the_adapters_onto_the_base_model(runs: dict[str, Path], tmp_
     )
     assert changed.abs().max() > 0
     with pytest.raises(ExportError, match=r"--format peft is for runs with --lora; this one trained"):
-        export_directory(ExportRequest(run=runs["gpt2"], formats=("peft",)))
+        export_peft(ExportRequest(run=runs["gpt2"]))
 
 
 def test_a_directory_is_replaced_only_if_an_export_wrote_it(runs: dict[str, Path], tmp_path: Path) -> None:
-    request = ExportRequest(run=runs["gpt2"], formats=("hf",), quantization="bf16")
+    request = ExportRequest(run=runs["gpt2"], quantization="bf16")
     target = tmp_path / "mine"
     target.mkdir()
     (target / "thesis.txt").write_text("of mine")
     with pytest.raises(ConfigError, match=r"mine holds something else, and would be replaced. Name another with --out"):
-        export_directory(request, target)
+        export_hf(request, target)
     assert (target / "thesis.txt").read_text() == "of mine"
     for _ in range(2):
-        exported = export_directory(request, tmp_path / "half")
+        exported = export_hf(request, tmp_path / "half")
     assert AutoModelForCausalLM.from_pretrained(exported.directory).dtype == torch.bfloat16
     assert 0 < exported.difference.largest < 0.05
     assert sorted(p.name for p in tmp_path.iterdir()) == ["half", "mine"]
@@ -103,7 +105,7 @@ def test_a_model_that_computes_something_else_is_not_exported(
     build = Causal.build_model
     monkeypatch.setattr(Causal, "build_model", build_model)
     with pytest.raises(ExportError, match=r"the model that hf loads does not compute the same .* Nothing was exported"):
-        export_directory(ExportRequest(run=runs["gpt2"], formats=("hf",)), tmp_path / "wrong")
+        export_hf(ExportRequest(run=runs["gpt2"]), tmp_path / "wrong")
     assert not list(tmp_path.iterdir())
 
 
@@ -119,7 +121,18 @@ def test_a_class_of_the_users_own_is_refused(
 
     monkeypatch.setattr(Causal, "build_model", build_model)
     with pytest.raises(ExportError, match=r"transformers has no Mine, so it would load this directory as another"):
-        export_directory(ExportRequest(run=runs["gpt2"], formats=("hf",)), tmp_path / "mine")
+        export_hf(ExportRequest(run=runs["gpt2"]), tmp_path / "mine")
+
+
+def test_a_run_whose_data_is_elsewhere_is_exported(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_dataset(task: Causal, split: str) -> Any:
+        raise FileNotFoundError("chat.jsonl")
+
+    monkeypatch.setattr(Causal, "build_dataset", build_dataset)
+    exported = export_hf(ExportRequest(run=runs["llama"]), tmp_path / "hf")
+    assert (exported.difference.largest, exported.split) == (0.0, "made-up inputs, without the run's data")
 
 
 @pytest.mark.system

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from paceline.core.standard_streams import escape_controls
 
 if TYPE_CHECKING:
-    from paceline.export.export import ExportRequest
+    from paceline.export.export import ExportedDirectory, ExportRequest
     from paceline.runs.package import Package
 
 
@@ -69,6 +69,7 @@ def export(
     """
     from paceline.core.built_in import DIRECTORY_FORMATS
     from paceline.core.errors import ConfigError
+    from paceline.core.plugins import import_object
     from paceline.export.export import ExportRequest
     from paceline.export.export import export as export_run
     from paceline.runs.package_registry import LATEST, Registry
@@ -86,7 +87,9 @@ def export(
     if not DIRECTORY_FORMATS.keys().isdisjoint(format):
         if name is not None or tag is not None:
             raise ConfigError("--name and --tag are of packages in the registry. Name a directory with --output.")
-        return _export_directory(request, output, json)
+        if len(format) > 1:
+            raise ConfigError(f"--format {' '.join(format)}: hf and peft are directories. Export each alone.")
+        return _export_directory(import_object(DIRECTORY_FORMATS[format[0]]), request, output, json)
     if output is not None:
         raise ConfigError("--output is for --format hf or peft; a package goes into the registry. Leave it out.")
     with _progress(json) as (on_stage, on_progress):
@@ -98,17 +101,17 @@ def export(
     return 0
 
 
-def _export_directory(request: ExportRequest, output: Path | None, json: bool) -> int:
+def _export_directory(
+    export_as: Callable[..., ExportedDirectory], request: ExportRequest, output: Path | None, json: bool
+) -> int:
     from dataclasses import asdict
 
-    from paceline.export.directory import export_directory
-
     with _progress(json) as (on_stage, _):
-        exported = export_directory(request, output, on_stage)
+        exported = export_as(request, output, on_stage)
     if json:
         print(json_module.dumps(asdict(exported)))
     else:
-        checked = f"{exported.difference.samples} samples of the {exported.split} split"
+        checked = f"{exported.difference.samples} samples of {exported.split}"
         print(f"{exported.directory}: step {exported.step} of {exported.run}, as {exported.format}")
         print(f"largest difference of an output: {exported.difference.largest:.3g}, on {checked}")
     return 0

@@ -57,7 +57,8 @@ def train(
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
+        file.py:Name, package.module:Name, a built-in task such as fashion-mnist, or hf:MODEL with --data FILE and
+        --pack, --context, --val-data, --from-scratch (docs/language-models.md).
     run_dir
         The run's directory. Default: runs/TASK-TIME.
     config

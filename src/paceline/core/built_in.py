@@ -252,8 +252,8 @@ ENGINE_PARTS = ("powersgd",)
 """Parts of a checkpoint that the engine of a plug-in adds."""
 
 DIRECTORY_FORMATS: Mapping[str, str] = {
-    "hf": "paceline_lm.hf_directory:write_hf",
-    "peft": "paceline_fine_tuning.peft_directory:write_peft",
+    "hf": "paceline_lm.hf_directory:export_hf",
+    "peft": "paceline_lm.peft_directory:export_peft",
 }
 """The values of ``export --format`` that another library loads as a directory, as ``module:function``."""
 

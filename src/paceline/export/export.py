@@ -309,6 +309,28 @@ class ExportRequest:
     task: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportedDirectory:
+    """A directory that was written, with the origin and the check of its model.
+
+    Attributes:
+        directory: where it is.
+        format: a name of :data:`paceline.core.built_in.DIRECTORY_FORMATS`.
+        model_sha256: of the trained model's weights.
+        split: the samples that were compared, in words.
+        difference: from the trained model's outputs.
+    """
+
+    directory: str
+    format: str
+    run: str
+    task: str
+    step: int
+    model_sha256: str
+    split: str
+    difference: FormatDifference
+
+
 def export(
     request: ExportRequest,
     registry: Registry,

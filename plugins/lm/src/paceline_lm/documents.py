@@ -27,7 +27,7 @@ from paceline.core.files import parse_json, user_directory
 from paceline_lm.encoding import Encoder
 from paceline_lm.transformers import IGNORED
 
-_FORMAT = 2
+_FORMAT = 3
 """Of the cached file; another way to encode documents is another number."""
 
 
@@ -40,7 +40,8 @@ class Documents(Dataset[dict[str, torch.Tensor]]):
         digest: of the documents, the tokenizer and the settings.
         lengths: tokens of each document.
         counts: documents that were left out because they have no label (``unlabelled``), documents that were cut
-            (``cut``), tokens with a label (``labels``), and the largest token (``largest``).
+            (``cut``), their tokens that are left out (``tokens_cut``), tokens with a label (``labels``), and the
+            largest token (``largest``).
     """
 
     def __init__(self, file: Path) -> None:
@@ -121,18 +122,19 @@ def _digest(content: BufferedReader, tokenizer: PreTrainedTokenizerBase, context
 
 def _encode(lines: BufferedReader, file: Path, target: Path, encoder: Encoder, digest: str) -> None:
     tokens, labelled, offsets = array("i"), bytearray(), array("q", [0])
-    counts = {"unlabelled": 0, "cut": 0, "labels": 0, "largest": 0}
+    counts = {"unlabelled": 0, "cut": 0, "tokens_cut": 0, "labels": 0, "largest": 0}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            words, marks, is_cut = encoder(_parse(line))
+            words, marks, num_cut = encoder(_parse(line))
         except TaskError as error:
             raise TaskError(f"--data {file}, line {number}: {error}") from error
         if not any(marks):
             counts["unlabelled"] += 1
             continue
-        counts["cut"] += is_cut
+        counts["cut"] += num_cut > 0
+        counts["tokens_cut"] += num_cut
         counts["labels"] += sum(marks)
         counts["largest"] = max(counts["largest"], *words)
         tokens.extend(words)

@@ -23,12 +23,12 @@ class Encoded(NamedTuple):
     Attributes:
         tokens: their numbers.
         labelled: for each token, whether it is a label; never the first, which nothing precedes.
-        is_cut: whether the document had more tokens.
+        num_cut: tokens of the document beyond the context, which are left out.
     """
 
     tokens: list[int]
     labelled: list[bool]
-    is_cut: bool
+    num_cut: int
 
 
 class Encoder:
@@ -72,9 +72,9 @@ class Encoder:
                     'a record needs "messages" (a list), "text" (a string), or "prompt" and "completion" (both '
                     f"strings, or both lists of messages); this one has {', '.join(map(repr, record)) or 'nothing'}."
                 )
-        is_cut = len(tokens) > self._context
+        num_cut = max(0, len(tokens) - self._context)
         tokens, labelled = tokens[: self._context], labelled[: self._context]
-        return Encoded(tokens, [False, *labelled[1:]] if labelled else [], is_cut)
+        return Encoded(tokens, [False, *labelled[1:]] if labelled else [], num_cut)
 
     def _encode_text(self, text: str, span: Span) -> tuple[list[int], list[bool]]:
         """Encode plain text with the tokenizer's special tokens, and one for its end, which is a label."""

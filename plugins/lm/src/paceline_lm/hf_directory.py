@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -13,9 +13,10 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
 from paceline.core.errors import ExportError
+from paceline.export.export import ExportedDirectory, ExportRequest
 from paceline.export.formats import Quantization
 from paceline.runs.rank_log import silence_loggers_and_warnings
-from paceline.training.loaded_model import LoadedModel
+from paceline_lm.directories import ModelToWrite, export_directory
 from paceline_lm.transformers import TransformersTask
 
 
@@ -30,7 +31,7 @@ def _without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def write_hf(trained: LoadedModel, directory: Path, quantization: Quantization | None) -> nn.Module:
+def write_hf(trained: ModelToWrite, directory: Path, quantization: Quantization | None) -> nn.Module:
     """Write a model, and its tokenizer where the task has one.
 
     Args:
@@ -43,7 +44,7 @@ def write_hf(trained: LoadedModel, directory: Path, quantization: Quantization |
     Raises:
         ExportError: transformers does not have the model's class, or the quantization is another.
     """
-    model, task = trained.module, trained.run.task
+    model, task = trained.module, trained.task
     if not isinstance(model, PreTrainedModel):
         raise ExportError(f"--format hf is for models of transformers; the task's is a {type(model).__name__}.")
     name = type(model).__name__
@@ -67,3 +68,10 @@ def write_hf(trained: LoadedModel, directory: Path, quantization: Quantization |
             attn_implementation=model.config._attn_implementation,
         )
     return loaded if quantization is None else loaded.float()
+
+
+def export_hf(
+    request: ExportRequest, output: Path | None = None, on_stage: Callable[[str], None] = lambda stage: None
+) -> ExportedDirectory:
+    """Export a run's model; see :func:`paceline_lm.directories.export_directory`."""
+    return export_directory("hf", write_hf, request, output, on_stage)

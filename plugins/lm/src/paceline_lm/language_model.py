@@ -241,7 +241,8 @@ def _summarize(
     if counts["unlabelled"]:
         parts.append(f"{counts['unlabelled']:,} documents without a label are left out")
     if counts["cut"]:
-        parts.append(f"{counts['cut']:,} are cut")
+        lost = counts["tokens_cut"] / (tokens + counts["tokens_cut"])
+        parts.append(f"{counts['cut']:,} are cut after --context tokens, which leaves out {lost:.0%} of all tokens")
     if isinstance(data, PackedDocuments):
         parts.append(f"{len(data):,} packs, {data.fill:.1%} full")
     first, shown = documents[0], ""

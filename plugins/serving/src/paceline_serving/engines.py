@@ -17,9 +17,10 @@ from typing import Literal
 
 import httpx
 
+from paceline.core.built_in import DIRECTORY_FORMATS
 from paceline.core.errors import ConfigError, ServingError
 from paceline.core.parent_death import kill_with_parent_command
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_object, install_command
 
 EngineName = Literal["transformers", "vllm"]
 
@@ -71,12 +72,13 @@ def open_language_model(place: Path) -> Path:
         return place
     if not (place / "run.toml").is_file():
         raise ConfigError(f"{place} is neither a run nor a directory of transformers: it has no config.json.")
-    from paceline.export.directory import export_directory
-    from paceline.export.export import ExportRequest
+    from paceline.export.export import ExportedDirectory, ExportRequest
+
+    export_hf: Callable[[ExportRequest], ExportedDirectory] = import_object(DIRECTORY_FORMATS["hf"])
 
     log.info("exporting %s", place)
     with redirect_stdout(sys.stderr):  # which libraries print to when they are imported
-        return Path(export_directory(ExportRequest(run=place, formats=("hf",))).directory)
+        return Path(export_hf(ExportRequest(run=place)).directory)
 
 
 class EngineProcess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import safetensors.torch
 from torch import nn
 
 from paceline.core.errors import ExportError
+from paceline.export.export import ExportedDirectory, ExportRequest
 from paceline.export.formats import Quantization
 from paceline.runs.checkpointer import load
 from paceline.runs.rank_log import silence_loggers_and_warnings
-from paceline.training.loaded_model import LoadedModel, evaluated_weights
+from paceline.training.loaded_model import evaluated_weights
 from paceline_fine_tuning.adapters import (
     NOISY,
     adapted_layers,
@@ -22,11 +24,12 @@ from paceline_fine_tuning.adapters import (
     require_peft,
 )
 from paceline_fine_tuning.options import FineTuningOptions
+from paceline_lm.directories import ModelToWrite, export_directory
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
-def write_peft(trained: LoadedModel, directory: Path, quantization: Quantization | None) -> nn.Module:
+def write_peft(trained: ModelToWrite, directory: Path, quantization: Quantization | None) -> nn.Module:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     Returns:
@@ -35,7 +38,7 @@ def write_peft(trained: LoadedModel, directory: Path, quantization: Quantization
     Raises:
         ExportError: the run has no adapters, or the weights should be quantized.
     """
-    lora = trained.run.config[FineTuningOptions].lora
+    lora = trained.config[FineTuningOptions].lora
     if lora is None:
         raise ExportError("--format peft is for runs with --lora; this one trained the model's own weights.")
     if quantization is not None:
@@ -66,3 +69,10 @@ def write_peft(trained: LoadedModel, directory: Path, quantization: Quantization
         safetensors.torch.save_file(adapters, directory / "adapter_model.safetensors", {"format": "pt"})
         loaded: nn.Module = PeftModel.from_pretrained(base, str(directory))
     return loaded
+
+
+def export_peft(
+    request: ExportRequest, output: Path | None = None, on_stage: Callable[[str], None] = lambda stage: None
+) -> ExportedDirectory:
+    """Export a run's adapters; see :func:`paceline_lm.directories.export_directory`."""
+    return export_directory("peft", write_peft, request, output, on_stage)

@@ -5,27 +5,32 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from paceline import __version__
-from paceline.core.built_in import DIRECTORY_FORMATS
-from paceline.core.errors import ConfigError, ExportError
+from paceline.core.config import RunConfig, config_from_mapping
+from paceline.core.errors import ConfigError, DataError, ExportError, TaskError
 from paceline.core.files import remove_directory
-from paceline.core.plugins import import_object
+from paceline.core.task import Task
+from paceline.core.task_loading import TaskReference, recorded_spec
 from paceline.export.equivalence import distance, problem_of
-from paceline.export.export import ExportRequest
+from paceline.export.export import ExportedDirectory, ExportRequest
 from paceline.export.formats import Quantization
 from paceline.export.trained_source import SPLITS, first_batch
-from paceline.runs.checkpoint_manifest import temporary_directory
+from paceline.runs.checkpoint_manifest import read_manifest, temporary_directory
+from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import FormatDifference
-from paceline.training.loaded_model import LoadedModel, load_trained_model
+from paceline.training.loaded_model import LoadedModel, load_model, load_trained_model
+from paceline_lm.transformers import TransformersTask
 
 PROVENANCE = "paceline.json"
 """The file that says which run a directory comes from; a directory that has it may be written again."""
@@ -33,7 +38,26 @@ PROVENANCE = "paceline.json"
 _SAMPLES = 8
 """Samples of the training data that are compared if there is no test and no validation split."""
 
-Write = Callable[[LoadedModel, Path, Quantization | None], nn.Module]
+
+@dataclass(frozen=True, kw_only=True)
+class ModelToWrite:
+    """A trained model, with a batch on which it is compared.
+
+    Attributes:
+        module: in evaluation mode, on the CPU.
+        path: of its checkpoint.
+        split: from which the batch is, in words.
+    """
+
+    module: nn.Module
+    task: Task
+    config: RunConfig
+    path: Path
+    split: str
+    batch: Any
+
+
+Write = Callable[[ModelToWrite, Path, Quantization | None], nn.Module]
 """Writes a model's files into an empty directory, and returns the model as the other library loads it from there.
 
 Raises:
@@ -41,35 +65,15 @@ Raises:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportedDirectory:
-    """A directory that was written, with the origin and the check of its model.
-
-    Attributes:
-        directory: where it is.
-        format: a name of :data:`DIRECTORY_FORMATS`.
-        model_sha256: of the trained model's weights.
-        split: whose samples were compared.
-        difference: from the trained model's outputs.
-    """
-
-    directory: str
-    format: str
-    run: str
-    task: str
-    step: int
-    model_sha256: str
-    split: str
-    difference: FormatDifference
-
-
 def export_directory(
-    request: ExportRequest, output: Path | None = None, on_stage: Callable[[str], None] = lambda stage: None
+    kind: str, write: Write, request: ExportRequest, output: Path | None, on_stage: Callable[[str], None]
 ) -> ExportedDirectory:
     """Write a run's model as another library's directory, compare it as loaded from there, and give it its name.
 
     Args:
-        request: with one format, of :data:`DIRECTORY_FORMATS`.
+        kind: the format, for messages.
+        write: writes it.
+        request: what to export.
         output: the directory; by default the format's name inside the run's directory.
         on_stage: called with the name of each stage.
 
@@ -77,27 +81,22 @@ def export_directory(
         UserError: run, checkpoint, task or options cannot work, or the directory holds something else.
         ExportError: the model cannot be written, or what was written does not compute the same.
     """
-    if len(request.formats) > 1:
-        raise ConfigError(f"--format {' '.join(request.formats)}: hf and peft are directories. Export each alone.")
-    (kind,) = request.formats
-    write: Write = import_object(DIRECTORY_FORMATS[kind])
     target = request.run / kind if output is None else output
     if target.exists() and not (target / PROVENANCE).is_file() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} holds something else, and would be replaced. Name another with --output.")
     directory = RunDirectory(request.run)
     manifest = directory.read_complete_manifest()
     on_stage("reading the run")
-    with load_trained_model(directory, request.checkpoint, device="cpu", task=request.task) as trained:
+    with _open(directory, request) as trained:
         target.parent.mkdir(parents=True, exist_ok=True)
         with temporary_directory(target.parent) as draft:
             on_stage(f"writing {kind}")
             reloaded = write(trained, draft, request.quantization)
             on_stage("comparing")
-            split, batch = _example(trained)
-            difference, scale = _compare(trained, reloaded.eval(), batch)
+            difference, scale = _compare(trained, reloaded.eval())
             if problem := problem_of(difference, scale, request.quantization, request.tolerance):
                 raise ExportError(
-                    f"the model that {kind} loads does not compute the same as the trained one on the {split} split: "
+                    f"the model that {kind} loads does not compute the same as the trained one on {trained.split}: "
                     f"{problem}. Allow the difference with --tolerance. Nothing was exported."
                 )
             exported = ExportedDirectory(
@@ -105,9 +104,9 @@ def export_directory(
                 format=kind,
                 run=str(manifest["id"]),
                 task=str(manifest["task"]["spec"]),
-                step=trained.info.step,
+                step=read_manifest(trained.path).info.step,
                 model_sha256=model_sha256(trained.module.state_dict()),
-                split=split,
+                split=trained.split,
                 difference=difference,
             )
             origin = {**asdict(exported), "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "paceline": __version__}
@@ -121,26 +120,66 @@ def export_directory(
     return exported
 
 
+@contextmanager
+def _open(directory: RunDirectory, request: ExportRequest) -> Iterator[ModelToWrite]:
+    """Open the model with a batch of the run's data; where the data is not, with one that the task makes up."""
+    with ExitStack() as stack:
+        try:
+            trained = stack.enter_context(
+                load_trained_model(directory, request.checkpoint, device="cpu", task=request.task)
+            )
+            split, batch = _example(trained)
+        except (DataError, TaskError, OSError):
+            manifest = directory.read_complete_manifest()
+            spec = request.task or recorded_spec(manifest["task"])
+            task = TaskReference(spec, manifest["task"]["fields"]).load()
+            module = load_model(directory, request.checkpoint)
+            if not isinstance(task, TransformersTask):
+                raise
+            yield ModelToWrite(
+                module=module,
+                task=task,
+                config=config_from_mapping(manifest["config"], str(directory.manifest)),
+                path=select_checkpoint(directory.checkpoints, request.checkpoint),
+                split="made-up inputs, without the run's data",
+                batch=_made_up_batch(module),
+            )
+            return
+        run = trained.run
+        yield ModelToWrite(
+            module=trained.module, task=run.task, config=run.config, path=trained.path, split=split, batch=batch
+        )
+
+
+def _made_up_batch(model: nn.Module) -> dict[str, Tensor]:
+    """Return tokens that are drawn; an encoder-decoder makes its input of the labels."""
+    assert isinstance(model, PreTrainedModel)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = torch.randint(vocabulary, (_SAMPLES, 16), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens}
+
+
 def _example(trained: LoadedModel) -> tuple[str, Any]:
     """Return a split and a batch of its first samples."""
     for split in SPLITS:
         batches = trained.run.build_eval_batches(split)
         if batches is not None:
             batches.close()
-            return split, first_batch(trained, split)
+            return f"the {split} split", first_batch(trained, split)
     data = trained.run.data.train
     if data is None:
-        raise ExportError(
+        raise DataError(
             "the task has streams alone, but an export must be compared with the trained model. Return a data set "
             "for 'test' from build_dataset."
         )
-    return "train", trained.run.task.collate([data[index] for index in range(min(_SAMPLES, len(data)))])
+    samples = [data[index] for index in range(min(_SAMPLES, len(data)))]
+    return "the train split", trained.run.task.collate(samples)
 
 
-def _compare(trained: LoadedModel, reloaded: nn.Module, batch: Any) -> tuple[FormatDifference, float]:
+def _compare(trained: ModelToWrite, reloaded: nn.Module) -> tuple[FormatDifference, float]:
     """Return how the outputs of two models differ where the task calls them, and the largest output (at least 1)."""
     largest, scale = 0.0, 1.0
-    expected, actual = (_outputs(trained, module, batch) for module in (trained.module, reloaded))
+    expected, actual = (_outputs(trained, module) for module in (trained.module, reloaded))
     if not expected or expected.keys() != actual.keys():
         raise ExportError(f"the task's model returned {', '.join(expected)}, and the exported {', '.join(actual)}.")
     for name, tensor in expected.items():
@@ -151,12 +190,12 @@ def _compare(trained: LoadedModel, reloaded: nn.Module, batch: Any) -> tuple[For
     return FormatDifference(largest=largest, equal_labels=None, samples=samples), scale
 
 
-def _outputs(trained: LoadedModel, module: nn.Module, batch: Any) -> dict[str, Tensor]:
+def _outputs(trained: ModelToWrite, module: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     hook = module.register_forward_hook(lambda _module, _inputs, output: found.update(_floats("output", output)))
     try:
         with torch.no_grad():
-            trained.run.task.loss(module, batch)
+            trained.task.loss(module, trained.batch)
     finally:
         hook.remove()
     return found
