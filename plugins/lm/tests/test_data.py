@@ -52,6 +52,17 @@ def test_labels_are_answers_completions_and_whole_texts() -> None:
     assert labelled_text(chat("Who is it?", "She."), context=6) == ""
 
 
+def test_answers_without_an_end_are_counted(tmp_path: Path) -> None:
+    records = [chat("Who?", "She."), {"text": "He sees the hat."}]
+    write_lines(tmp_path / "data.jsonl", records)
+    found = []
+    for template in (MARKED, MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")):
+        tokenizer = train_tokenizer()
+        tokenizer.chat_template = template
+        found.append(read_documents(tmp_path / "data.jsonl", tokenizer, 64).counts["endless"])
+    assert found == [0, 1]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_masks_are_those_of_trl_with_marked_answers(tmp_path: Path) -> None:
     records = [chat("Who?", "She.", "And?", "He sees the hat."), chat("What? \u00e4\u20ac", "The cup.")]

@@ -89,7 +89,10 @@ def test_openais_client_has_the_answers_of_generate_alone(run_processes: Process
     secret = tmp_path / "token"
     secret.write_text(f"{TOKEN}\n")
     secret.chmod(0o600)
-    with served(run_processes, first, "--token-file", str(secret)) as (ready, process):
+    with served(run_processes, first, "--token-file", str(secret), "--cors-origin", "https://example.org") as (
+        ready,
+        process,
+    ):
         assert not any(TOKEN in word for child in process.children(recursive=True) for word in child.cmdline())
         with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
             client_of(ready).chat.completions.create(**ASK)
@@ -117,6 +120,11 @@ def test_openais_client_has_the_answers_of_generate_alone(run_processes: Process
             for seed in (1, 1, 2)
         ]
         assert sampled[0].content == sampled[1].content != sampled[2].content
+        page = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+        may = httpx.options(f"{ready['url']}/v1/chat/completions", headers=page)
+        assert (may.status_code, may.headers["access-control-allow-origin"]) == (200, "https://example.org")
+        foreign = httpx.options(f"{ready['url']}/v1/models", headers={**page, "Origin": "https://example.com"})
+        assert foreign.status_code == 405
         metrics = httpx.get(f"{ready['url']}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text
         assert 'paceline_requests_total{code="200"} 20.0' in metrics
         assert httpx.get(f"{ready['url']}/metrics").status_code == 401

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ class Documents(Dataset[dict[str, torch.Tensor]]):
         digest: of the documents, the tokenizer and the settings.
         lengths: tokens of each document.
         counts: documents that were left out because they have no label (``unlabelled``), documents that were cut
-            (``cut``), their tokens that are left out (``tokens_cut``), tokens with a label (``labels``), and the
-            largest token (``largest``).
+            (``cut``), their tokens that are left out (``tokens_cut``), documents whose labels have no special token,
+            such as the end of a turn (``endless``), tokens with a label (``labels``), and the largest token
+            (``largest``).
     """
 
     def __init__(self, file: Path) -> None:
@@ -122,7 +124,7 @@ def _digest(content: BufferedReader, tokenizer: PreTrainedTokenizerBase, context
 
 def _encode(lines: BufferedReader, file: Path, target: Path, encoder: Encoder, digest: str) -> None:
     tokens, labelled, offsets = array("i"), bytearray(), array("q", [0])
-    counts = {"unlabelled": 0, "cut": 0, "tokens_cut": 0, "labels": 0, "largest": 0}
+    counts = {"unlabelled": 0, "cut": 0, "tokens_cut": 0, "endless": 0, "labels": 0, "largest": 0}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -135,6 +137,7 @@ def _encode(lines: BufferedReader, file: Path, target: Path, encoder: Encoder, d
             continue
         counts["cut"] += num_cut > 0
         counts["tokens_cut"] += num_cut
+        counts["endless"] += not num_cut and not any(map(encoder.special.__contains__, compress(words, marks)))
         counts["labels"] += sum(marks)
         counts["largest"] = max(counts["largest"], *words)
         tokens.extend(words)

@@ -40,11 +40,15 @@ class Encoder:
 
     Args:
         context: most tokens of a document; the rest is cut off.
+
+    Attributes:
+        special: the tokenizer's special tokens, one of which ends an answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
         self._tokenizer = tokenizer
         self._context = context
+        self.special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._marks_answers = re.search(r"{%-?\s*generation\s*-?%}", _template(tokenizer)) is not None
 
     def __call__(self, record: Mapping[str, Any]) -> Encoded:

@@ -252,6 +252,11 @@ def _summarize(
         text = tokenizer.decode([word for word, _ in run])
         shown += f"[{text}]" if is_label else text
     more = "..." if len(shown) > _SHOWN else ""
+    if counts["endless"]:
+        more += (
+            f"\nin {counts['endless']:,} documents no special token is a label, so the model does not learn to stop: "
+            "put the end of the turn inside of {% generation %}"
+        )
     return f"{'; '.join(parts)}\nthe first document, labels in []: {shown[:_SHOWN]}{more}"
 
 

@@ -13,7 +13,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,7 @@ class Gateway:
         self._options = options
         self._access = access
         self._engine: EngineProcess | None = None
+        self._engines: set[EngineProcess] = set()  # with those that finish their answers
         self._metrics = _GatewayMetrics()
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(), trust_env=False
@@ -108,6 +109,7 @@ class Gateway:
                 Route("/v2/models", self._models),
                 Route("/v1/models", self._openai_models),
                 Route("/v2/repository/models/{name}/load", self._load, methods=["POST"]),
+                Route("/v1/{path:path}", self._preflight, methods=["OPTIONS"]),
                 Route("/v1/{path:path}", self._forward, methods=["GET", "POST"]),
             ],
             exception_handlers={RequestFailure: _refuse},
@@ -124,17 +126,17 @@ class Gateway:
         self._engine = await self._start(model)
 
     async def close(self) -> None:
-        """End the engine."""
+        """End all engines."""
         for task in self._tasks:
             task.cancel()
-        if self._engine is not None:
-            await self._engine.stop()
+        await asyncio.gather(*(engine.stop() for engine in self._engines))
         await self._client.aclose()
 
     async def _start(self, model: Path) -> EngineProcess:
         directory = await asyncio.to_thread(self._options.open_model, model)
         engine = EngineProcess(self._options.engine, directory, self._options.arguments)
         await engine.start(self._client, self._options.startup_timeout_s)
+        self._engines.add(engine)
         self._spawn(self._watch(engine))
         return engine
 
@@ -146,6 +148,7 @@ class Gateway:
     async def _watch(self, engine: EngineProcess) -> None:
         """Start an engine again when it dies while it is the current one."""
         code = await engine.wait()
+        self._engines.discard(engine)
         pause_s = 1.0
         while self._engine is engine and not self.draining:
             self._metrics.restarts.inc()
@@ -162,6 +165,7 @@ class Gateway:
                 await replacement.stop()
                 return
             self._engine = replacement
+            self._engines.add(replacement)
             self._spawn(self._watch(replacement))
             log.info("the engine is ready again")
 
@@ -212,6 +216,16 @@ class Gateway:
                 self._spawn(self._retire(previous))
         return JSONResponse({"name": self._name, "version": str(place)})
 
+    async def _preflight(self, request: Request) -> Response:
+        """Answer a browser's question before a request."""
+        allowed = self._access.preflight(dict(request.headers.raw))
+        if allowed is None:
+            raise RequestFailure(405, "only GET and POST are allowed here.")
+        return Response(headers=self._cors_headers(request) | _texts(allowed))
+
+    def _cors_headers(self, request: Request) -> dict[str, str]:
+        return _texts(self._access.cors_headers(dict(request.headers.raw)))
+
     async def _forward(self, request: Request) -> Response:
         self._check(request)
         self._access.check_origin(dict(request.headers.raw))
@@ -230,6 +244,7 @@ class Gateway:
             raise
         self._metrics.first_byte.observe(time.perf_counter() - start)
         headers = {name: value for name, value in answer.headers.items() if name not in _HOP_BY_HOP}
+        headers |= self._cors_headers(request)
         return StreamingResponse(self._pass_on(engine, answer), answer.status_code, headers)
 
     async def _send(self, engine: EngineProcess, request: Request) -> httpx.Response:
@@ -299,12 +314,15 @@ class Gateway:
         return headers
 
 
+def _texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in headers}
+
+
 async def _refuse(request: Request, failure: Exception) -> Response:
     """Answer as OpenAI's API does."""
     assert isinstance(failure, RequestFailure)
     error = {"message": str(failure), "type": "invalid_request_error", "code": failure.status}
-    headers = {name.decode(): value.decode() for name, value in failure.headers}
-    return JSONResponse({"error": error}, failure.status, headers)
+    return JSONResponse({"error": error}, failure.status, _texts(failure.headers))
 
 
 class _GatewayServer(uvicorn.Server):
