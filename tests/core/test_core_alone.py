@@ -17,6 +17,7 @@ from tests.processes import Processes
 from paceline.core.built_in import (
     BUILT_IN,
     COMMANDS,
+    DIRECTORY_FORMATS,
     FRAMEWORKS,
     LAUNCHER_OPTIONS,
     NAMES,
@@ -24,6 +25,7 @@ from paceline.core.built_in import (
     PARTS,
     RANK_DETECTORS,
     SLURM_BODIES,
+    TASK_PREFIXES,
     VERIFIED,
 )
 
@@ -70,7 +72,6 @@ def test_it_trains_resumes_audits_and_exports(alone: Paceline, tmp_path: Path) -
     for words in (
         ("resume", "spawn", "--quiet"),
         ("audit", "spawn"),
-        ("runs", "."),
         ("export", "spawn", "--format", "safetensors", "pt2"),
         ("launch", "--on", "spawn", "--nproc", "2", "--", sys.executable, "-c", "print()"),
     ):
@@ -84,6 +85,8 @@ def test_what_is_in_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
         "paceline_etcd": ("train", TASK, *STEPS, *TWO_NODES, "--coordinator", "etcd://127.0.0.1:2379"),
         "paceline_planning": ("plan", TASK, "--gpus", "2", "--gpu-memory", "8GiB"),
         "paceline_tasks": ("train", "fashion-mnist", *STEPS),
+        "paceline_pages": ("runs", "."),
+        "paceline_lm": ("train", "hf:model", *STEPS),
         "paceline_trackers": ("train", TASK, *STEPS, "--log-to", "mlflow"),
     }.items():
         done = alone(*words)
@@ -111,6 +114,8 @@ def test_every_place_of_the_tables_exists() -> None:
         *PARTS.values(),
         *VERIFIED,
         *OPTION_GROUPS,
+        *DIRECTORY_FORMATS.values(),
+        *(prefix.place for prefix in TASK_PREFIXES.values()),
         *(place for table in (SLURM_BODIES, FRAMEWORKS, RANK_DETECTORS) for place in table.values()),
         *(place for group in BUILT_IN.values() for place in group.values()),
     ]
