@@ -28,7 +28,7 @@ from paceline.core.files import parse_json, user_directory
 from paceline_lm.encoding import Encoder
 from paceline_lm.transformers import IGNORED
 
-_FORMAT = 3
+_FORMAT = 4
 """Of the cached file; another way to encode documents is another number."""
 
 
