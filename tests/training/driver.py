@@ -47,7 +47,7 @@ def restless(computing: int) -> Iterator[None]:
     from paceline_more_strategies import load_balancing
 
     class Restless(load_balancing.WorkSplitter):
-        """Shares anew at each opportunity, as every rank's does alike."""
+        """Divide the work again at each opportunity; every rank does the same."""
 
         windows = 0
 

@@ -65,7 +65,7 @@ class Faulty:
 
 
 if __name__ == "__main__":
-    logging.disable()  # nobody reads a pipe's end
+    logging.disable()  # the test reads the address alone
     server = make_server("127.0.0.1", 0, Faulty(), threaded=True)  # type: ignore[arg-type]
     print(f"http://127.0.0.1:{server.port}", flush=True)
     server.serve_forever()

@@ -138,7 +138,7 @@ def test_a_machine_that_has_only_the_address_continues(
     for name, value in paceline.load("runs/whole", "last").state_dict().items():
         assert torch.equal(loaded[name], value)
 
-    assert not any("writer.json" in key for key in keys(aws)), "nobody writes any more"
+    assert not any("writer.json" in key for key in keys(aws)), "the writer has left"
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     stored = [aws.get_object(Bucket="bucket", Key=key)["Body"].read() for key in keys(aws)]
     assert not any(SECRET.encode() in content for content in (*(path.read_bytes() for path in written), *stored))
