@@ -36,7 +36,7 @@ from paceline_serving.server import ListenAddress, bind, url_of
 
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
 _PRIVATE = frozenset({"host", "authorization", "content-length", *_HOP_BY_HOP})
-_RETRY_S = "1"
+_RETRY = ((b"retry-after", b"1"),)
 _LONGEST_PAUSE_S = 30.0
 _TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _TAIL_BYTES = 4096
@@ -133,7 +133,9 @@ class Gateway:
         await self._client.aclose()
 
     async def _start(self, model: Path) -> EngineProcess:
-        directory = await asyncio.to_thread(self._options.open_model, model)
+        return await self._launch(await asyncio.to_thread(self._options.open_model, model))
+
+    async def _launch(self, directory: Path) -> EngineProcess:
         engine = EngineProcess(self._options.engine, directory, self._options.arguments)
         await engine.start(self._client, self._options.startup_timeout_s)
         self._engines.add(engine)
@@ -153,9 +155,8 @@ class Gateway:
         while self._engine is engine and not self.draining:
             self._metrics.restarts.inc()
             log.warning("--engine %s died (exit code %s); another one is started", self._options.engine, code)
-            replacement = EngineProcess(self._options.engine, engine.model, self._options.arguments)
             try:
-                await replacement.start(self._client, self._options.startup_timeout_s)
+                replacement = await self._launch(engine.model)
             except PacelineError as error:
                 log.warning("%s The next try is in %g s.", error, pause_s)
                 await asyncio.sleep(pause_s)
@@ -165,8 +166,6 @@ class Gateway:
                 await replacement.stop()
                 return
             self._engine = replacement
-            self._engines.add(replacement)
-            self._spawn(self._watch(replacement))
             log.info("the engine is ready again")
 
     async def _retire(self, engine: EngineProcess) -> None:
@@ -231,9 +230,9 @@ class Gateway:
         self._access.check_origin(dict(request.headers.raw))
         engine = self._engine
         if engine is None or not engine.is_alive:
-            raise RequestFailure(503, "the engine is not ready.", [(b"retry-after", _RETRY_S.encode())])
+            raise RequestFailure(503, "the engine is not ready.", _RETRY)
         if engine.in_flight >= self._options.max_requests:
-            raise RequestFailure(429, "too many requests are in flight.", [(b"retry-after", _RETRY_S.encode())])
+            raise RequestFailure(429, "too many requests are in flight.", _RETRY)
         engine.in_flight += 1
         self._metrics.in_flight.inc()
         start = time.perf_counter()
