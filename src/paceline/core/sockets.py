@@ -62,6 +62,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def free_loopback_port() -> int:
+    """Return a port of this machine on which no process listens now; another may take it before its user does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def _addresses() -> dict[str, str]:
     """Return the last IPv4 address of each network interface that has one."""
     return {

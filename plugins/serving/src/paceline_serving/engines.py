@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from paceline.core.built_in import DIRECTORY_FORMATS
 from paceline.core.errors import ConfigError, ServingError
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.plugins import import_object, install_command
+from paceline.core.sockets import free_loopback_port
 
 EngineName = Literal["transformers", "vllm"]
 
@@ -107,7 +107,7 @@ class EngineProcess:
             ConfigError: it cannot be started.
             ServingError: it ended, or has not answered in time.
         """
-        port = _free_port()
+        port = free_loopback_port()
         self.url = f"http://127.0.0.1:{port}"
         command = kill_with_parent_command(engine_command(self._kind, self.name, port, self._arguments))
         # A session of its own: Ctrl-C reaches Paceline alone, which lets the engine finish its answers.
@@ -167,10 +167,3 @@ class EngineProcess:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _STOP_S)
                 break
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -27,6 +27,7 @@ from paceline.core.files import read_document, read_json_lines, write_atomically
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.plugins import install_command
 from paceline.core.signals import handle_signals
+from paceline.core.sockets import free_loopback_port
 from paceline.runs.metric_writers import (
     begin_session,
     end_session,
@@ -202,7 +203,7 @@ def show_runs(runs: Sequence[ComparedRun], tool: Tool, *, json: bool) -> int:
         handle_signals((signal.SIGINT, signal.SIGTERM), lambda *_: ended.set()),
         tempfile.TemporaryDirectory(prefix="paceline-compare-", ignore_cleanup_errors=True) as created,
     ):
-        folder, port = Path(created).resolve(), _free_port()
+        folder, port = Path(created).resolve(), free_loopback_port()
         if tool == "tensorboard":
             write_tensorboard(runs, folder)
             command = ["-m", "tensorboard.main", "--logdir", str(folder)]
@@ -266,9 +267,3 @@ def _is_listening(port: int) -> bool:
     with suppress(OSError), socket.create_connection((_LOOPBACK, port), timeout=_END_S):
         return True
     return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return int(probe.getsockname()[1])
