@@ -103,9 +103,9 @@ def certificates(tmp_path: Path) -> Path:
 
 
 def test_a_member_that_does_not_answer_is_passed_over(start: Start, run_processes: Processes) -> None:
-    [member] = start().members
+    [address] = start().addresses
     closed = ("127.0.0.1", run_processes.free_port())
-    client = EtcdClient(EtcdEndpoints(False, (closed, member)), credentials(), 2)
+    client = EtcdClient(EtcdEndpoints(False, (closed, address)), credentials(), 2)
     client.check()
     client.close()
     nobody = EtcdClient(EtcdEndpoints(False, (closed,)), credentials(), 2)

@@ -394,14 +394,14 @@ class EtcdEndpoints:
 
     Attributes:
         tls: whether connections are encrypted.
-        members: host and port of each.
+        addresses: host and port of each.
     """
 
     tls: bool
-    members: tuple[tuple[str, int], ...]
+    addresses: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
-        return ", ".join(f"{host}:{port}" for host, port in self.members)
+        return ", ".join(f"{host}:{port}" for host, port in self.addresses)
 
 
 def parse_coordinator(text: str) -> EtcdEndpoints:
@@ -410,19 +410,17 @@ def parse_coordinator(text: str) -> EtcdEndpoints:
     Raises:
         ConfigError: the text has another form, or contains a password.
     """
-    scheme, separator, members = text.partition("://")
+    scheme, separator, hosts = text.partition("://")
     if "@" in text:
         raise ConfigError(
             "--coordinator must not contain a user or a password, which others could read in the list of processes. "
             "Set ETCDCTL_USER and ETCDCTL_PASSWORD."
         )
-    if scheme not in ("etcd", "etcds") or not separator or not members:
+    if scheme not in ("etcd", "etcds") or not separator or not hosts:
         raise ConfigError(
             f"--coordinator must be etcd://HOST:PORT[,HOST:PORT...], or etcds:// for TLS, but is {text!r}."
         )
-    names = [
-        member if ":" in member.rpartition("]")[2] else f"{member}:2379" for member in members.rstrip("/").split(",")
-    ]
+    names = [host if ":" in host.rpartition("]")[2] else f"{host}:2379" for host in hosts.rstrip("/").split(",")]
     return EtcdEndpoints(scheme == "etcds", tuple(parse_endpoint(name, "--coordinator") for name in names))
 
 

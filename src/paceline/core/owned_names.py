@@ -185,16 +185,16 @@ def remove_names(paths: list[Path]) -> None:
     """Remove what :func:`leftovers` found, and the shared memory of processes that are registered there."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
-            for member in path.glob("paceline-*"):
-                _remove_torch_memory(member.name)
+            for entry in path.glob("paceline-*"):
+                _remove_torch_memory(entry.name)
             shutil.rmtree(path, ignore_errors=True)
         else:
             with suppress(OSError):
                 path.unlink()
 
 
-def _remove_torch_memory(member: str) -> None:
-    owner = Owner.parse(member)
+def _remove_torch_memory(name: str) -> None:
+    owner = Owner.parse(name)
     # If another process has the number by now, the memory is that one's.
     if owner is not None and _start_time(owner.pid) in (None, owner.start):
         for segment in SHARED_MEMORY.glob(f"torch_{owner.pid}_*"):

@@ -222,7 +222,7 @@ def _convert_to(value: Any, kind: Any, where: str) -> Any:
         key, item = typing.get_args(kind)
         return {convert(k, key, where): convert(v, item, where) for k, v in entries.items()}
     if isinstance(origin, type) and issubclass(origin, enum.Enum):
-        return _member(value, origin)
+        return _enum_value(value, origin)
     if isinstance(origin, type) and issubclass(origin, PurePath):
         return origin(str(value))
     if origin in (datetime.datetime, datetime.date, datetime.time):
@@ -236,14 +236,14 @@ def _convert_to(value: Any, kind: Any, where: str) -> Any:
     raise ValueError
 
 
-def _member(value: Any, kind: type[enum.Enum]) -> enum.Enum:
+def _enum_value(value: Any, kind: type[enum.Enum]) -> enum.Enum:
     """Return the member of an enum by its name, or else by its value."""
-    for member in kind:
-        if value in (member.name, member):
-            return member
-    for member in kind:
-        if value in (member.value, str(member.value)):
-            return member
+    for choice in kind:
+        if value in (choice.name, choice):
+            return choice
+    for choice in kind:
+        if value in (choice.value, str(choice.value)):
+            return choice
     raise ValueError
 
 

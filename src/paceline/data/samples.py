@@ -330,8 +330,8 @@ def describe_ragged(rows: Sequence[int], samples: Sequence[Any]) -> str | None:
         return None
     # The rarest shape first, because it is the likely mistake.
     parts = [
-        f"{_named(members)} {'has' if len(members) == 1 else 'have'} {shape}"
-        for shape, members in sorted(by_shape.items(), key=lambda item: len(item[1]))[:4]
+        f"{_named(alike)} {'has' if len(alike) == 1 else 'have'} {shape}"
+        for shape, alike in sorted(by_shape.items(), key=lambda item: len(item[1]))[:4]
     ]
     return "samples of one batch have different shapes: " + "; ".join(parts) + "."
 

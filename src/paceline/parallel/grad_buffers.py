@@ -185,7 +185,7 @@ class MicrobatchBuffers:
         for entry in entries.values():
             groups.setdefault(_sum_dtype(entry[2]), []).append(entry)
         self._integers = _Joined(torch.int64, groups.pop(torch.int64, []))
-        self._floats = [_Joined(dtype, members) for dtype, members in groups.items()]
+        self._floats = [_Joined(dtype, of_dtype) for dtype, of_dtype in groups.items()]
         self._groups = [*self._floats, self._integers]
         self._entries = [entry for group in self._groups for entry in group.entries]
         self.floats = [_as_real(buffer) for group in self._floats for _, _, buffer in group.entries]

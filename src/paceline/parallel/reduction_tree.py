@@ -209,13 +209,13 @@ def _combination(nodes: tuple[Subtree, ...], present: tuple[bool, ...], kind: Re
         return Combine(tuple((non_empty[0], number) for number in non_empty[1:]), non_empty[0])
     additions: list[tuple[int, int]] = []
 
-    def total(start: int, size: int, members: list[int]) -> int:
-        if len(members) == 1:
-            return members[0]
+    def total(start: int, size: int, numbers: list[int]) -> int:
+        if len(numbers) == 1:
+            return numbers[0]
         half = size // 2
         middle = start + half
-        left = [number for number in members if nodes[number].start < middle]
-        right = [number for number in members if nodes[number].start >= middle]
+        left = [number for number in numbers if nodes[number].start < middle]
+        right = [number for number in numbers if nodes[number].start >= middle]
         if not right:
             return total(start, half, left)
         if not left:

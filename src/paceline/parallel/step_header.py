@@ -57,18 +57,18 @@ def set_length(size: int) -> int:
     return -(-size // _BITS)
 
 
-def pack_set(members: int, size: int) -> list[float]:
-    """Return a set of parameters as numbers; bit i of ``members`` is parameter i."""
-    return [float(members >> start & (1 << _BITS) - 1) for start in range(0, size, _BITS)]
+def pack_set(bits: int, size: int) -> list[float]:
+    """Return a set of parameters as numbers; bit i of ``bits`` is parameter i."""
+    return [float(bits >> start & (1 << _BITS) - 1) for start in range(0, size, _BITS)]
 
 
 def union(packed: Iterable[Sequence[float]]) -> int:
     """Return the parameters that are in any of the sets from :func:`pack_set`."""
-    members = 0
+    bits = 0
     for numbers in packed:
         for position, number in enumerate(numbers):
-            members |= int(number) << _BITS * position
-    return members
+            bits |= int(number) << _BITS * position
+    return bits
 
 
 class StepHeader:

@@ -147,7 +147,7 @@ class EtcdClient:
 
     def _call_any(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         why = ""
-        count = len(self._endpoints.members)
+        count = len(self._endpoints.addresses)
         for index in [(self._current + offset) % count for offset in range(count)]:
             try:
                 answer = self._call_one(index, path, body)
@@ -183,7 +183,7 @@ class EtcdClient:
                 raise
             except (OSError, http.client.HTTPException):
                 pass  # the member may have closed it since the last request
-        host, port = self._endpoints.members[index]
+        host, port = self._endpoints.addresses[index]
         if self._tls is None:
             connection = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
         else:
@@ -294,7 +294,7 @@ Operation = Read | Write | Resign
 class EtcdSession:
     """One node's session: a thread that keeps the node's etcd lease alive, and reads and writes the job's keys.
 
-    The keys ``leader`` and ``members/NODE`` are bound to the etcd lease, so they vanish when the node has not kept it
+    The keys ``leader`` and ``nodes/NODE`` are bound to the etcd lease, so they vanish when the node has not kept it
     alive for ``ttl_s``.
 
     Args:
@@ -398,7 +398,7 @@ class EtcdSession:
         """Get an etcd lease, and show with it that this node is alive."""
         self._lease = str(self._client.call("/v3/lease/grant", {"TTL": str(self._ttl_s)})["ID"])
         self._keep_at = time.monotonic() + self._ttl_s / 3
-        alive = {"request_put": {"key": self._key(f"members/{self._node}"), "lease": self._lease}}
+        alive = {"request_put": {"key": self._key(f"nodes/{self._node}"), "lease": self._lease}}
         self._client.call("/v3/kv/txn", {"success": [alive]})
 
     def _execute(self, operation: Operation) -> EtcdSnapshot:
@@ -462,8 +462,8 @@ class EtcdSession:
                 record, record_revision = _read_record(value), revision
             elif name == "leader":
                 holder, holder_revision = value.decode(), revision
-            elif name.startswith("members/"):
-                alive.add(name.removeprefix("members/"))
+            elif name.startswith("nodes/"):
+                alive.add(name.removeprefix("nodes/"))
         return EtcdSnapshot(record, record_revision, holder, holder_revision, frozenset(alive))
 
 

@@ -6,7 +6,7 @@ A job has three kinds of keys, below a prefix of its own:
   last group of workers. Every write is one transaction that fails if ``run`` or ``leader`` has changed since they were
   read, so there is one history of it, and a deposed leader cannot add to that.
 - ``leader``: the leading node, bound to its etcd lease.
-- ``members/NODE``: bound to that node's etcd lease.
+- ``nodes/NODE``: bound to that node's etcd lease.
 
 The rules:
 

@@ -108,12 +108,12 @@ def scale_lr(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Seq
 
 
 def _divide(optimizer: Optimizer, group: dict[str, Any], factors: Mapping[int, float]) -> None:
-    members: dict[float, list[int]] = {}
+    indices_of: dict[float, list[int]] = {}
     for index, parameter in enumerate(group["params"]):
-        members.setdefault(factors.get(id(parameter), 1.0), []).append(index)
+        indices_of.setdefault(factors.get(id(parameter), 1.0), []).append(index)
     lists: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
     shared = {key: value for key, value in group.items() if key not in lists}
-    for number, (factor, indices) in enumerate(members.items()):
+    for number, (factor, indices) in enumerate(indices_of.items()):
         part = {key: [values[index] for index in indices] for key, values in lists.items()}
         if number == 0:
             group.update({**part, LR_FACTOR: factor})

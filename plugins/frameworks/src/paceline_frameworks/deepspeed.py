@@ -228,7 +228,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self._world.progress_tracker.end_collective()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups, numbered as in one process, without the state; see :meth:`full_state_dict`."""
+        """Return the groups, parameters as in one process, without the state; see :meth:`full_state_dict`."""
         numbers = iter(range(sum(len(group) for group in self._parameters)))
         groups = []
         for group, parameters in zip(self.param_groups, self._parameters, strict=True):
@@ -246,8 +246,8 @@ class ZeroOptimizer(ShardedOptimizer):
         self._link_states()
         self._world.progress_tracker.begin_collective("gather")
         with translate_peer_errors():
-            for flat, members in self._flat_parts():
-                for number, parameter in members:
+            for flat, parameters in self._flat_parts():
+                for number, parameter in parameters:
                     values = {}
                     for name, value in self.state[flat].items():
                         if isinstance(value, torch.Tensor) and value.shape == flat.shape:
@@ -273,14 +273,14 @@ class ZeroOptimizer(ShardedOptimizer):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
         of_numbers = {int(number): values for number, values in state_dict["state"].items()}
-        for flat, members in self._flat_parts():
+        for flat, parameters in self._flat_parts():
             self.state.pop(flat, None)
-            with_state = [(p, of_numbers[number]) for number, p in members if of_numbers.get(number)]
+            with_state = [(p, of_numbers[number]) for number, p in parameters if of_numbers.get(number)]
             if with_state:
                 self.state[flat] = self._flat_state(flat, *with_state[0])
         self._link_states()
-        for flat, members in self._flat_parts():
-            for number, parameter in members:
+        for flat, parameters in self._flat_parts():
+            for number, parameter in parameters:
                 for name, value in of_numbers.get(number, {}).items():
                     if name in self.state[flat] and self.state[flat][name] is not value:
                         self._set_part(parameter, flat, name, value)

@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
             files=options.directory / f"ray-{place.job_id or 'job'}",
         )
         with handle_signals(STOP_SIGNALS, stop):
-            return _head(here, options.command) if place.node_rank == 0 else _member(here)
+            return _head(here, options.command) if place.node_rank == 0 else _worker(here)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
@@ -246,7 +246,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
     return SupervisedJob((process,), starter=starter, grace_s=_GRACE_S).wait()
 
 
-def _member(here: _RayNode) -> int:
+def _worker(here: _RayNode) -> int:
     """Join the cluster, and stay until the first node's part has ended."""
     cluster, door = _enter(here)
     with door, private_directory() as directory:

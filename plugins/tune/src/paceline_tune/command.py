@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Options: Any = run_options(without=("resume", "metrics_port", "metrics_host", "metrics_token_file"))
 Flag = Annotated[bool, Parameter(negative="")]
 _SEARCH, _BUDGET, _RESOURCES = group("Search", 0), group("Budget", 1), group("Resources", 2)
-_TRIALS, _MEMBERS = 128, 8
+_TRIALS, _POPULATION = 128, 8
 _MAX_SHOWN_FAILURES = 3
 
 
@@ -131,7 +131,7 @@ def tune(
     directory = SearchDirectory(run_dir or plan_search.default_directory(task))
     request = None
     if task or not resume:
-        trials = trials or (_MEMBERS if scheduler == "pbt" else _TRIALS)
+        trials = trials or (_POPULATION if scheduler == "pbt" else _TRIALS)
         request = _make_search(
             task, explicit_options(options), cpus_per_trial, gpus_per_trial, trials, stop, here=address is None
         )
