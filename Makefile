@@ -50,7 +50,7 @@ test-torch: ## Run the tests of what uses torch with another release: VERSION=2.
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(VERSION) TORCH=$(VERSION) install-dev test-packages
 	@$(subst $(VENV),.venv-torch-$(VERSION),$(PYTEST)) -m "(not system or matrix) and not slow" \
 		tests/data tests/parallel tests/training tests/elastic tests/export \
-		plugins/fine_tuning plugins/lightning plugins/lm plugins/more_strategies plugins/serving $(ARGS)
+		plugins/fine_tuning plugins/lightning plugins/lm plugins/more_strategies plugins/own_loop plugins/serving $(ARGS)
 
 .PHONY: check
 check: install-dev ## Check style, formatting, prose, sizes, types and import rules

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from paceline.core.built_in import Dates as Dates
     from paceline.core.built_in import FunctionJob as FunctionJob
     from paceline.core.built_in import LightningTask as LightningTask
+    from paceline.core.built_in import LoopStep as LoopStep
+    from paceline.core.built_in import Run as Run
     from paceline.core.built_in import TaskJob as TaskJob
     from paceline.core.built_in import Tokenizer as Tokenizer
     from paceline.core.built_in import TransformersTask as TransformersTask
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
     )
     from paceline.core.inference import InferenceSignature, TensorSpec
     from paceline.core.task import BatchInfo, Callback, Defaults, Loss, RankInfo, RunSchedule, Task, TrainStep
-    from paceline.own_loop import LoopStep, Run
 
 __version__ = "0.1.0"
 
@@ -69,7 +70,6 @@ __all__ = [
     "HangError",
     "InferenceSignature",
     "LaunchError",
-    "LoopStep",
     "Loss",
     "NonFiniteLossError",
     "NondeterminismError",
@@ -79,7 +79,6 @@ __all__ = [
     "PurityError",
     "RankInfo",
     "Result",
-    "Run",
     "RunDirectoryError",
     "RunDirectoryWriteError",
     "RunInUseError",
@@ -106,7 +105,6 @@ _HOME = {
         *("BatchInfo", "Callback", "Defaults", "Loss"),
         *("RankInfo", "RunSchedule", "Task", "TrainStep"),
     ),
-    "paceline.own_loop": ("LoopStep", "Run"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -24,6 +24,7 @@ from paceline.core.built_in import (
     OPTION_GROUPS,
     PARTS,
     RANK_DETECTORS,
+    RECORDED_TASKS,
     SLURM_BODIES,
     TASK_PREFIXES,
     VERIFIED,
@@ -116,7 +117,7 @@ def test_every_place_of_the_tables_exists() -> None:
         *OPTION_GROUPS,
         *DIRECTORY_FORMATS.values(),
         *(prefix.place for prefix in TASK_PREFIXES.values()),
-        *(place for table in (SLURM_BODIES, FRAMEWORKS, RANK_DETECTORS) for place in table.values()),
+        *(place for table in (SLURM_BODIES, FRAMEWORKS, RANK_DETECTORS, RECORDED_TASKS) for place in table.values()),
         *(place for group in BUILT_IN.values() for place in group.values()),
     ]
     assert [place for place in places if importlib.util.find_spec(place.partition(":")[0]) is None] == []

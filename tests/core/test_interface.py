@@ -18,7 +18,7 @@ from paceline.core.config import all_options
 from paceline.core.options import flag
 from paceline.core.plugins import GROUP_OF_TYPE
 from paceline.launch.options import option_names
-from paceline.own_loop import _OF_LAUNCHERS, _OF_STEPS, _OF_TASKS, _OF_WRAPPERS
+from paceline_own_loop.run import OF_LAUNCHERS, OF_STEPS, OF_TASKS, OF_WRAPPERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +72,7 @@ from typing import Literal, TypedDict
 Texts = str | list[str] | tuple[str, ...]
 '''
 PATHS = {"backup_to", "init_from", "run_dir"}
-NOT_OF_RUN = {"global_batch_size", "run_dir", *_OF_LAUNCHERS, *_OF_STEPS, *_OF_TASKS, *_OF_WRAPPERS}
+NOT_OF_RUN = {"global_batch_size", "run_dir", *OF_LAUNCHERS, *OF_STEPS, *OF_TASKS, *OF_WRAPPERS}
 
 
 def type_of(hint: Any) -> str:

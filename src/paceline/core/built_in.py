@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from paceline_frameworks.submit import submit_array as submit_array
     from paceline_lightning import LightningTask as LightningTask
     from paceline_lm import TransformersTask as TransformersTask
+    from paceline_own_loop.run import Run as Run
+    from paceline_own_loop.step import LoopStep as LoopStep
     from paceline_serving.encodings import Categories as Categories
     from paceline_serving.encodings import Dates as Dates
     from paceline_serving.texts import Tokenizer as Tokenizer
@@ -169,6 +171,8 @@ NAMES: Mapping[str, str] = {
     "Dates": "paceline_serving.encodings:Dates",
     "FunctionJob": "paceline_frameworks.submit:FunctionJob",
     "LightningTask": "paceline_lightning:LightningTask",
+    "LoopStep": "paceline_own_loop.step:LoopStep",
+    "Run": "paceline_own_loop.run:Run",
     "TaskJob": "paceline_frameworks.submit:TaskJob",
     "TransformersTask": "paceline_lm:TransformersTask",
     "Tokenizer": "paceline_serving.texts:Tokenizer",
@@ -222,6 +226,9 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
     },
 }
 """The class of each name of ours, as an entry point's value: ``module:Class``."""
+
+RECORDED_TASKS: Mapping[str, str] = {"paceline.own_loop:OwnLoop": "paceline_own_loop.parts:OwnLoop"}
+"""Classes of tasks by the names under which runs record them, where a class is in another module now."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from paceline.core.built_in import BUILT_IN, PACKAGES
+from paceline.core.built_in import BUILT_IN, PACKAGES, RECORDED_TASKS
 from paceline.core.errors import TaskError
 from paceline.core.plugins import Plugin, all_names, find_plugin, load, missing_part
 from paceline.core.task import Task
@@ -302,7 +302,8 @@ def split_spec(spec: str) -> tuple[str, str]:
     if not spec:
         raise TaskError("no task was given. Write paceline train TASK, where TASK is file.py:Name or a built-in task.")
     plugin = _find_plugin(spec)
-    module, separator, name = (BUILT_IN_TASKS.get(spec, spec) if plugin is None else plugin.place).rpartition(":")
+    place = plugin.place if plugin else BUILT_IN_TASKS.get(spec) or RECORDED_TASKS.get(spec, spec)
+    module, separator, name = place.rpartition(":")
     if not separator or not module or not name:
         raise TaskError(
             f"task {spec!r} is not a built-in task and names no class.\n"

@@ -1,6 +1,6 @@
 """How many lines of a script change for ``paceline.Run``, beside other libraries, and that its hash is one.
 
-The scripts of others are in docs/own-loop-scripts.md; a script for Accelerate and Fabric is in ``own_loop_peers``.
+The scripts of others are in docs/own-loop-scripts.md; a script for Accelerate and Fabric is in ``peers``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from tests.processes import Processes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/own-loop-scripts.md"
 ORIGINALS = ROOT / "tests/scripts_of_others"
 MOST_LINES = 12
@@ -85,7 +85,7 @@ def test_the_lines_that_change_are_counted() -> None:
     before = [line[1:] for line in diff.splitlines() if not line.startswith("+")]
     scripts = {"Paceline": [line[1:] for line in diff.splitlines() if not line.startswith("-")]}
     for name in ("Accelerate", "Fabric"):
-        scripts[name] = (Path(__file__).parent / f"own_loop_peers/with_{name.lower()}.py").read_text().splitlines()
+        scripts[name] = (Path(__file__).parent / f"peers/with_{name.lower()}.py").read_text().splitlines()
     for name, script in scripts.items():
         new = [line for line in difflib.ndiff(before, script) if line.startswith("+ ") and line[2:].strip()]
         assert f"| {name} | {len(new)} |" in page
@@ -95,14 +95,14 @@ def test_the_lines_that_change_are_counted() -> None:
 @pytest.mark.parametrize("name", ["with_accelerate.py", "with_fabric.py"])
 def test_the_scripts_of_other_libraries_train(name: str, tmp_path: Path, run_processes: Processes) -> None:
     environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = run_processes.run([sys.executable, Path(__file__).parent / "own_loop_peers" / name], env=environment)
+    done = run_processes.run([sys.executable, Path(__file__).parent / "peers" / name], env=environment)
     assert done.returncode == 0, done.stderr
     assert [line[:7] for line in done.stdout.splitlines() if line.startswith("epoch")] == [
         "epoch 1",
         "epoch 2",
         "epoch 3",
     ]
-    again = run_processes.run([sys.executable, Path(__file__).parent / "own_loop_peers" / name], env=environment)
+    again = run_processes.run([sys.executable, Path(__file__).parent / "peers" / name], env=environment)
     assert (again.returncode, again.stdout.count("epoch ")) == (0, 0), again.stderr  # it has loaded what it saved
 
 

@@ -711,6 +711,8 @@ def test_other_commands_say_that_the_script_continues_the_run(run_processes: Pro
             step.backward(squares(model))
             if step.step == 1:
                 break
+    # The name under which runs have recorded it since the first release; the class may be elsewhere.
+    assert RunDirectory(tmp_path / "run").read_manifest()["task"]["spec"] == "paceline.own_loop:OwnLoop"
     done = run_processes.paceline("resume", str(tmp_path / "run"))
     assert done.returncode == 2
     assert f"the loop in {Path(sys.argv[0]).name}, which builds the model itself" in done.stderr
